@@ -1,0 +1,1387 @@
+"""femtoqueue: a durable task queue in one file, on the standard library alone.
+
+    from femtoqueue import FemtoQueue
+
+    q = FemtoQueue("jobs", "worker-1")      # any number of processes, one directory
+    q.push(b"resize 42.png")
+    while task := q.pop():
+        print(task.id, task.data)           # the work; then:
+        q.done(task)                        # or q.fail(task, "why"), q.release(task)
+
+A queue is a directory, a task is a file, and the directory it stands in is its state:
+
+    data_dir/
+      creating/           being written; never read as tasks
+      pending/            waiting             <id>  or  <order>~<attempts>~<id>
+      scheduled/          waiting for a time  <due>~<attempts>~<id>
+      inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
+      done/  failed/      finished            <id>, and failed/<id>.error says why
+      clock-<boot>        the anchor of this boot's queue clock
+      PAUSED              `touch` it, and nothing is handed out while it is there
+
+An id is <order>-<tag>: 20 digits of nanoseconds on the queue clock, then 8 random hex digits of
+the process that pushed. Names are fixed in width, so that sorting them is first in, first out.
+A file is one line, `FQ1 <crc32> <length>`, and then the payload as given.
+
+Every change of state is one system call, and the task has changed hands when it returns:
+
+    step     method          from                 to                                committed by
+    publish  _publish        creating/<id>        pending/, scheduled/              rename
+    due      _wake_due       scheduled/           pending/<now>~<n>~<id>            rename
+    claim    _claim          pending/             inflight-<node>/<deadline>~<n+1>  rename
+    finish   _settle         inflight-<node>/     done/<id>                         rename or unlink
+    fail     _bury           inflight-<node>/     failed/<id>; then its .error      rename
+    release  _settle         inflight-<node>/     pending/ or scheduled/            rename
+    extend   extend          inflight-<node>/     the same, with a new deadline     rename
+    put back _put_back       a dead one's lease   pending/<order of id>~<n>~<id>    rename
+    give up  _claim, _bury   pending/             failed/<id>, at max_attempts      rename
+    retry    retry           failed/<id>          pending/<now>~0~<id>              rename
+    purge    purge           done/, failed/       nowhere                           unlink
+
+Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
+the next. The lease is in the name which that rename writes, and that exact name is the fencing
+token: when the lease was lost, the name is gone, and done(), fail(), release() and extend() raise
+LeaseLost and change nothing. A lease ends at its deadline or when its holder is dead, whichever
+comes first. A living worker keeps a shared flock on its inflight-<node>/; the kernel drops it
+with the process; whoever gets the exclusive lock knows that nobody is left. pop() looks after
+that, after due tasks and after leftovers; there is no other process and no thread.
+
+Guaranteed: at least once. A task whose push() returned is delivered until a done() or fail()
+returned, whatever is killed at whichever instant. Order is that of push() across the processes
+of a host, restarts, reboots and steps of the wall clock. What is torn or corrupt is never
+delivered; it ends in failed/ with the reason. With sync_after_write=True what returned also
+survives power loss; without, a task not yet on disk may be missing after one.
+
+Not guaranteed: exactly once. A task runs twice when its worker died, or was later than its
+deadline, or (without sync) when power was lost after done(): make handlers idempotent.
+
+Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
+have clocks within a second of each other, and node_ids of their own; a lease of another host
+ends by its deadline only, as do all where there is no flock or no boot id (Windows, macOS).
+Names that are not of the forms above are other people's files: never delivered, moved, removed.
+"""
+
+from __future__ import annotations
+
+import binascii
+import errno
+import itertools
+import math
+import os
+import re
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+try:
+    import fcntl
+except ImportError:  # not POSIX: leases end by their deadlines
+    fcntl = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    import logging
+    from datetime import datetime
+
+__all__ = [
+    "CorruptTask",
+    "FemtoQueue",
+    "FemtoQueueError",
+    "FemtoTask",
+    "LeaseLost",
+    "NodeStats",
+    "Stats",
+    "TaskNotFound",
+]
+__version__ = "1.0.0.dev0"
+
+STATES = ("pending", "scheduled", "inflight", "done", "failed")
+
+_DIRS = ("creating", "pending", "scheduled", "done", "failed")
+_NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
+_DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
+_BATCH = 1 << 17  # pending names to keep in memory: up to 11 MB of them
+_CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
+_MAX_LISTINGS = 8  # by one pop() that loses every claim to others
+_READ_BYTES = 4096  # a record of this size or less is read with one call
+_SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
+_LEFTOVER_NS = 3600 * 10**9
+_BASE_INTERVAL_S = 0.25  # between two looks for due tasks and dead workers
+
+# ext2 to ext4, xfs, btrfs, f2fs, tmpfs: f_type of statfs(2)
+_SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
+_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
+
+_CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+# O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not hang pop().
+_READ_FLAGS = os.O_RDONLY
+for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
+    _READ_FLAGS |= getattr(os, _flag, 0)
+_DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+
+_NS = "0[0-8][0-9]{18}"
+_ID = f"(?P<id>{_NS}-[0-9a-f]{{8}})"
+_ATTEMPTS = "(?P<attempts>[0-9]{1,6})"
+_PARSE = {
+    state: re.compile(form).fullmatch
+    for state, form in {
+        "creating": rf"{_ID}(?:\.[a-z]+)?",
+        "pending": f"(?:{_NS}~{_ATTEMPTS}~)?{_ID}",
+        "scheduled": f"{_NS}~{_ATTEMPTS}~{_ID}",
+        "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
+        "done": _ID,
+        "failed": _ID,
+    }.items()
+}
+_parse_pending = _PARSE["pending"]
+_parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
+_match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: [!-~]+)?\n").match
+
+
+class FemtoQueueError(Exception):
+    """The base of this module's own errors. Disk trouble is not one: it stays an OSError."""
+
+
+class LeaseLost(FemtoQueueError):
+    """The task is no longer in this worker's hands; nothing was changed.
+
+    `id` is the task's. `expired` is True when the lease's deadline has passed (another worker may
+    have the task now), False when it ended otherwise: finished before, moved by hand, or given up
+    with close().
+    """
+
+    def __init__(self, id: str, expired: bool, why: str) -> None:
+        super().__init__(id, expired, why)
+        self.id, self.expired, self.why = id, expired, why
+
+    def __str__(self) -> str:
+        return f"task {self.id}: {self.why}"
+
+
+class TaskNotFound(FemtoQueueError):
+    """No task of that id is where the call needs it to be."""
+
+
+class CorruptTask(FemtoQueueError):
+    """The file is not a whole record: `id` names the task, `reason` says what is wrong."""
+
+    def __init__(self, id: str, reason: str) -> None:
+        super().__init__(id, reason)
+        self.id, self.reason = id, reason
+
+    def __str__(self) -> str:
+        return f"task {self.id} is corrupt: {self.reason}"
+
+
+@dataclass(frozen=True)
+class FemtoTask:
+    """One task, as it was when it was read.
+
+    id: for life, through retries and delays.
+    data: the payload as pushed.
+    attempts: deliveries so far, this one counted; 0 for a task read from done/ or failed/.
+    """
+
+    id: str
+    data: bytes
+    attempts: int = 0
+    # inflight-<node>/<exact name>: the fencing token. extend() renews it in place.
+    _lease: str = field(default="", repr=False, compare=False)
+
+    @property
+    def created(self) -> datetime:
+        """When it was pushed: UTC, read from the id, by the queue clock (see FemtoQueue)."""
+        from datetime import datetime, timedelta, timezone
+
+        epoch = datetime(1970, 1, 1, tzinfo=timezone.utc)
+        return epoch + timedelta(microseconds=int(self.id[:20]) // 1000)
+
+
+@dataclass(frozen=True)
+class NodeStats:
+    """One worker's leases: how many, how many of them past their deadline, and who holds them.
+
+    liveness: "alive" (its lock is held), "dead" (it is not, on this host), or "unknown" (another
+    host's or an earlier boot's, or no flock here: only deadlines count).
+    """
+
+    node: str
+    inflight: int
+    expired: int
+    liveness: str
+
+
+@dataclass(frozen=True)
+class Stats:
+    """How many tasks stand in which state; see FemtoQueue.stats()."""
+
+    pending: int
+    scheduled: int
+    inflight: int
+    done: int
+    failed: int
+    oldest_pending_age_s: float | None  # None: nothing is pending
+    nodes: tuple[NodeStats, ...]
+
+
+class FemtoQueue:
+    """A queue in `data_dir`, which is made (mode 0700) if it is missing.
+
+    node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). A worker that
+    comes back under its old node_id takes back at once what it held. Objects that live at the
+    same time may share one; they don't steal from each other.
+    timeout_stale_ms is the lease (visibility timeout) that pop() takes, in milliseconds. None:
+    as long as the holder lives; after a reboot, and where there is no flock, only a restart of
+    its own node_id or release by hand brings such a task back.
+    sync_after_write: True makes what returned survive power loss (push, push_many, schedule,
+    done, fail, release, retry); False survives the death of processes.
+    max_attempts: a task that was delivered so often without done() or fail() goes to failed/ by
+    itself. None: no limit.
+    keep_done: False deletes what is done instead of keeping it in done/.
+
+    Order and deadlines are by the queue clock: the monotonic clock plus an anchor that all
+    processes of one boot share, so that nobody who sets the date moves it. Where there is no boot
+    id (not Linux) each process anchors itself to the wall clock or the newest task.
+
+    Threads may share an object. After fork() the child's copy is a worker of its own, and a
+    pickled object is made anew from its settings.
+
+    Raises TypeError or ValueError for an argument that is none, OSError when a directory cannot
+    be made.
+    """
+
+    # Invariant: _lock is held while the batch is filled, while chores run, and while a task's
+    # lease is renamed (so that a renewal and a done() in two threads don't cross). It is not held
+    # while a task is claimed, read or written.
+
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str],
+        node_id: str | None = None,
+        timeout_stale_ms: float | None = 30_000,
+        sync_after_write: bool = False,
+        *,
+        max_attempts: int | None = None,
+        keep_done: bool = True,
+    ) -> None:
+        self._lease_fd: int | None = None  # first: __del__ reads it even when we raise
+        if not isinstance(os.fspath(data_dir), str):
+            raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
+        if node_id is not None and not _is_node_id(node_id):
+            raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
+        if timeout_stale_ms is not None:
+            _positive("timeout_stale_ms", timeout_stale_ms)
+        if max_attempts is not None and (not isinstance(max_attempts, int) or max_attempts < 1):
+            raise ValueError(f"max_attempts must be None or at least 1, not {max_attempts!r}")
+        self.data_dir = data_dir
+        self.timeout_stale_ms = timeout_stale_ms
+        self.sync_after_write = bool(sync_after_write)
+        self.max_attempts = max_attempts
+        self.keep_done = bool(keep_done)
+        self._given_node_id = node_id
+        self._root = os.path.join(os.path.abspath(os.fspath(data_dir)), "")
+        self._next_due_ns = 0  # the earliest due time that is known, wall clock
+        self._next_end_ns = 0  # the earliest end of a lease that is known, queue clock
+        self._make_dirs()
+        self._become_somebody()
+        self._boot, self._anchor_ns = self._join_clock()
+        self._order = 0
+        _live_queues.add(self)
+
+    # A task's life
+
+    def push(self, data: bytes | bytearray | memoryview) -> str:
+        """Add a task to the back of the queue and return its id.
+
+        When it returns, the task is in pending/. If it raises, nothing is. TypeError if data is
+        a str or not bytes-like; OSError, as it came, if the disk did not take it.
+        """
+        ident = self._new_id()
+        self._publish(ident, data, f"{self._root}pending/{ident}")
+        return ident
+
+    def push_many(self, iterable: Iterable[bytes | bytearray | memoryview]) -> list[str]:
+        """Add tasks in order and return their ids; with sync_after_write, sync once for all.
+
+        An error on the way is raised as it came, with the number of tasks that were pushed added
+        to its message: the first ones of the iterable, each whole.
+        """
+        if isinstance(iterable, (bytes, bytearray, memoryview, str)):
+            raise TypeError("push_many takes an iterable of payloads; for one payload use push")
+        ids: list[str] = []
+        pending = f"{self._root}pending"
+        try:
+            with _BatchSync(pending, self.sync_after_write) as sync:
+                for data in iterable:
+                    ident = self._new_id()
+                    path = f"{pending}/{ident}"
+                    self._publish(ident, data, path, sync_file=sync.each_file, sync_dir=False)
+                    ids.append(ident)
+        except Exception as error:
+            if sync.failed:
+                ids = [ident for ident in ids if not _unlinked(f"{pending}/{ident}")]
+            _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
+            raise
+        return ids
+
+    def schedule(self, data: bytes | bytearray | memoryview, time_us: float) -> str:
+        """Add a task that joins the back of the queue at a wall-clock time, and return its id.
+
+        time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
+        Raises as push() does, and ValueError for a time after the year 2254.
+        """
+        due_ns = max(0, int(_finite("time_us", time_us) * 1000))
+        if due_ns >= _NEVER_NS:
+            raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
+        ident = self._new_id()
+        self._publish(ident, data, f"{self._root}scheduled/{_stamped(due_ns, 0, ident)}")
+        self._next_due_ns = min(self._next_due_ns, due_ns)
+        return ident
+
+    def pop(self) -> FemtoTask | None:
+        """Lease the oldest task, or return None when there is none to be had. Does not block.
+
+        The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
+        ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
+        for disk trouble; the task concerned is back in pending/ then.
+        """
+        for _ in range(_MAX_LISTINGS):
+            while True:
+                if time.monotonic() >= self._attend_at_s:
+                    self._attend()
+                try:
+                    name = self._batch.pop()
+                except IndexError:
+                    break
+                task = self._claim(name)
+                if task is not None:
+                    return task
+            if not self._refill():
+                break
+        return None
+
+    def done(self, task: FemtoTask) -> None:
+        """End the task's life: it moves to done/, or is deleted with keep_done=False.
+
+        Raises LeaseLost if the task is not this delivery's any more.
+        """
+        self._settle(task, f"done/{task.id}" if self.keep_done else None)
+        if self.sync_after_write:
+            _sync_dir(self._root + ("done" if self.keep_done else os.path.dirname(task._lease)))
+
+    def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
+        """Set the task aside as a dead letter in failed/, where retry() finds it.
+
+        error is the reason, kept in failed/<id>.error: a text, or an exception with its
+        traceback. Raises LeaseLost if the task is not this delivery's any more.
+        """
+        if not isinstance(error, (str, BaseException, type(None))):
+            raise TypeError(f"error must be a text or an exception, not {error!r}")
+        self._bury(task.id, error, lambda: self._settle(task, f"failed/{task.id}"))
+
+    def release(self, task: FemtoTask, *, front: bool = False, delay_s: float = 0) -> None:
+        """Give the task back: to the back of the queue, to its front, or after a delay.
+
+        front: to the place of its push, before everything younger. delay_s: seconds to wait in
+        scheduled/ first. Its attempts stay counted. Raises LeaseLost as done() does.
+        """
+        if _finite("delay_s", delay_s) < 0 or (front and delay_s):
+            raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
+        if delay_s:
+            due_ns = min(_wall_ns() + int(delay_s * 1e9), _NEVER_NS)
+            self._settle(task, f"scheduled/{_stamped(due_ns, task.attempts, task.id)}")
+            self._next_due_ns = min(self._next_due_ns, due_ns)
+        else:
+            order = int(task.id[:20]) if front else self._next_order()
+            name = _stamped(order, task.attempts, task.id)
+            self._settle(task, f"pending/{name}")
+            self._remember(name)
+        if self.sync_after_write:
+            _sync_dir(self._root + ("scheduled" if delay_s else "pending"))
+
+    def extend(self, task: FemtoTask, ms: float | None = None) -> None:
+        """Renew the lease: it ends `ms` milliseconds from now (None: timeout_stale_ms).
+
+        The task object carries the new lease from then on. Raises LeaseLost as done() does.
+        """
+        timeout_ns = self._timeout_ns if ms is None else int(_positive("ms", ms) * 1e6)
+        deadline_ns = min(self._now_ns() + timeout_ns, _NEVER_NS)
+        with self._lock:
+            node_dir, _, name = task._lease.rpartition("/")
+            lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
+            self._settle(task, lease)
+            object.__setattr__(task, "_lease", lease)
+            self._next_end_ns = min(self._next_end_ns, deadline_ns)
+
+    # Dead letters and housekeeping
+
+    def retry(self, id: str) -> None:
+        """Put a failed task at the back of the queue, its attempts at 0 again.
+
+        Raises TaskNotFound if no such task is in failed/, ValueError if id is none.
+        """
+        _check_id(id)
+        if not os.path.lexists(f"{self._root}failed/{id}"):
+            raise TaskNotFound(f"no task {id} in failed/")
+        # The reason goes first: after the rename, a new one may be written at any time.
+        _unlinked(f"{self._root}failed/{id}.error")
+        name = _stamped(self._next_order(), 0, id)
+        try:
+            _move(f"{self._root}failed/{id}", f"{self._root}pending/{name}")
+        except FileNotFoundError:  # RACE: another retry won
+            os.stat(f"{self._root}pending")
+            raise TaskNotFound(f"no task {id} in failed/") from None
+        self._remember(name)
+        if self.sync_after_write:
+            _sync_dir(f"{self._root}pending")
+
+    def retry_failed(self) -> int:
+        """Put every failed task at the back of the queue, oldest first; return how many."""
+        count = 0
+        for name, _ in self._listed("failed"):
+            try:
+                self.retry(name)
+            except TaskNotFound:
+                continue  # RACE: somebody else retried or removed it
+            count += 1
+        return count
+
+    def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
+        """Delete tasks that were finished more than older_than_s seconds ago; return how many.
+
+        states: "done", "failed" or both. Age counts from the move there (st_ctime, which every
+        common file system sets on rename(); wall clock).
+        """
+        if _finite("older_than_s", older_than_s) < 0:
+            raise ValueError(f"older_than_s must be 0 or more, not {older_than_s!r}")
+        wanted = {states} if isinstance(states, str) else set(states)
+        if not wanted <= {"done", "failed"}:
+            raise ValueError(f"states must be of 'done' and 'failed', not {sorted(wanted)!r}")
+        before_s = time.time() - older_than_s
+        count = 0
+        for state in sorted(wanted):
+            for name, _ in self._listed(state):
+                count += self._purge_one(f"{self._root}{state}/{name}", before_s)
+        return count
+
+    # Looking
+
+    def stats(self) -> Stats:
+        """Count the tasks in each state. Reads names only; while others work, it is a snapshot
+        that no instant ever quite was."""
+        pending = self._listed("pending")
+        oldest_ns = min((int(name[:20]) for name, _ in pending), default=None)
+        nodes = tuple(map(self._node_stats, self._node_dirs()))
+        return Stats(
+            pending=len(pending),
+            scheduled=len(self._listed("scheduled")),
+            inflight=sum(node.inflight for node in nodes),
+            done=len(self._listed("done")),
+            failed=len(self._listed("failed")),
+            oldest_pending_age_s=(
+                None if oldest_ns is None else max(0, self._now_ns() - oldest_ns) / 1e9
+            ),
+            nodes=nodes,
+        )
+
+    def tasks(self, state: str) -> Iterator[FemtoTask]:
+        """Iterate over the tasks of a state in name order, without leasing them.
+
+        state: one of STATES. A task that moves on meanwhile is left out; a corrupt one is logged
+        and left out, and peek() says what is wrong with it.
+        """
+        if state not in STATES:
+            raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
+        return self._read_tasks(state)
+
+    def peek(self, id: str) -> FemtoTask | None:
+        """Return the task of that id as it stands, in any state, without leasing it.
+
+        None if there is none (or if it moved just then). Looking through pending/ and scheduled/
+        lists them. Raises CorruptTask if its file is not a whole record, ValueError if id is none.
+        """
+        _check_id(id)
+        for directory in ("done", "failed", "pending"):
+            task = _read_task(f"{self._root}{directory}/{id}", 0, id)
+            if task is not None:
+                return task
+        for state in ("scheduled", "pending", "inflight"):  # as a task moves, so not to miss it
+            for path, attempts, ident in self._find(state):
+                if ident == id:
+                    return _read_task(path, attempts, id)
+        return None
+
+    def close(self) -> None:
+        """Give up this worker's place. What it still held is anybody's at once.
+
+        The object may be used again; its next pop() takes a new place. Dropping the object, or
+        leaving its `with` block, does the same.
+        """
+        with self._lock:
+            self._batch.clear()
+            fd, self._lease_fd = self._lease_fd, None
+            if fd is None:
+                return
+            try:
+                # Only the last of those who share the node_id may take the directory away.
+                if _flock(fd, "exclusive"):
+                    os.rmdir(self._lease_dir)
+            except OSError:
+                pass  # tasks in it, or somebody else's files: pop() of another sees to it
+            finally:
+                os.close(fd)
+
+    def __enter__(self) -> FemtoQueue:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._lease_fd is not None:
+            self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "data_dir": self._root,
+            "node_id": self._given_node_id,
+            "timeout_stale_ms": self.timeout_stale_ms,
+            "sync_after_write": self.sync_after_write,
+            "max_attempts": self.max_attempts,
+            "keep_done": self.keep_done,
+        }
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__init__(**settings)  # type: ignore[misc]
+
+    # Becoming a worker
+
+    def _become_somebody(self) -> None:
+        """Draw what is one object's own: tag, node, lock, batch. Again in a forked child."""
+        self._lock = threading.RLock()
+        self._tag = os.urandom(4).hex()
+        self.node_id = self._given_node_id or f"{os.getpid()}-{self._tag}"
+        self._lease_dir = f"{self._root}inflight-{self.node_id}"
+        self._batch: list[str] = []  # names in pending/, the oldest last
+        self._timeout_ns = (
+            _NEVER_NS if self.timeout_stale_ms is None else int(self.timeout_stale_ms * 1e6)
+        )
+        self._seen = 0  # how many names pending/ had when it was listed last
+        self._lost_claims = 0
+        self._next_due_ns = self._next_end_ns = 0
+        self._listing = _Chore(self._list_pending, every_s=1.0)
+        self._waking = _Chore(self._wake_due, every_s=_BASE_INTERVAL_S)
+        interval_s = min(_BASE_INTERVAL_S, self._timeout_ns / 4e9)
+        self._reclaiming = _Chore(self._reclaim, every_s=interval_s)
+        self._sweeping = _Chore(self._sweep, every_s=600.0)
+        self._attend_at_s = 0.0
+
+    def _after_fork(self) -> None:
+        """In the child: the parent's lock must end with the parent, so let go of it here."""
+        fd, self._lease_fd = self._lease_fd, None
+        if fd is not None:
+            os.close(fd)
+        self._become_somebody()
+
+    def _make_dirs(self) -> None:
+        _make_dir(os.path.dirname(self._root), 0o700, self.sync_after_write)
+        for name in _DIRS:
+            _make_dir(self._root + name, 0o777, sync=False)
+        if self.sync_after_write:
+            _sync_dir(self._root)
+
+    def _take_place(self) -> None:
+        """Open and lock inflight-<node>/, and take back what an earlier holder left in it."""
+        if self._lease_fd is not None:
+            os.close(self._lease_fd)
+            self._lease_fd = None
+        while True:
+            _make_dir(self._lease_dir, 0o777, sync=False)
+            if fcntl is None:
+                return
+            fd = os.open(self._lease_dir, _DIR_FLAGS)
+            try:
+                # Alone here: whoever held these leases is dead, on this boot or an earlier one.
+                if _flock(fd, "exclusive"):
+                    self._put_back_all(self._lease_dir, None)
+                # Blocks for as long as an observer holds it exclusively to clear it out.
+                if _flock(fd, "shared") is None:
+                    self._boot = os.urandom(4).hex()  # no locks here: nobody can see us live
+                # RACE: an observer may have removed the directory before our lock was on it.
+                if _leads_to(self._lease_dir, fd):
+                    self._lease_fd, fd = fd, -1
+                    return
+            finally:
+                if fd >= 0:
+                    os.close(fd)
+
+    def _in_place(self) -> bool:
+        if fcntl is None:
+            return os.path.isdir(self._lease_dir)
+        return self._lease_fd is not None and _leads_to(self._lease_dir, self._lease_fd)
+
+    # The queue clock
+
+    def _now_ns(self) -> int:
+        return int(time.monotonic() * 1e9) + self._anchor_ns
+
+    def _next_order(self) -> int:
+        with self._lock:
+            self._order = max(self._order + 1, self._now_ns())
+            return self._order
+
+    def _new_id(self) -> str:
+        return f"{self._next_order():020d}-{self._tag}"
+
+    def _join_clock(self) -> tuple[str, int]:
+        """Return this boot's tag and its clock's anchor, and set the anchor if we are first."""
+        boot_id = _read_boot_id()
+        if boot_id is None:
+            return os.urandom(4).hex(), self._draw_anchor()
+        boot = f"{binascii.crc32(f'{boot_id} {os.stat(self._root).st_dev}'.encode()):08x}"
+        path = f"{self._root}clock-{boot}"
+        anchor_ns = _read_anchor(path)
+        if anchor_ns is None:
+            anchor_ns = self._draw_anchor()
+            aside = f"{self._root}creating/{_wall_ns():020d}-{self._tag}.clock"
+            _write_aside(aside, b"%d\n" % anchor_ns)
+            try:
+                _put_first(aside, path)
+            finally:
+                _unlinked(aside)
+            anchor_ns = _read_anchor(path) or anchor_ns
+        return boot, anchor_ns
+
+    def _draw_anchor(self) -> int:
+        """Start the clock at the wall clock, or after the newest task if that has gone back."""
+        newest_ns = 0
+        for state in STATES:
+            for _, _, ident in self._find(state):
+                newest_ns = max(newest_ns, int(ident[:20]))
+        return max(_wall_ns(), newest_ns + 1) - int(time.monotonic() * 1e9)
+
+    # Moves
+
+    def _publish(
+        self,
+        ident: str,
+        data: bytes | bytearray | memoryview,
+        path: str,
+        sync_file: bool | None = None,
+        sync_dir: bool | None = None,
+    ) -> None:
+        """Write a record aside and rename it to `path`: the task exists from then on.
+
+        To be durable it is synced after the rename (one journal commit instead of two), the file
+        first: the checksum tells what a power cut tore before we returned.
+        """
+        payload = data if type(data) is bytes else _as_bytes(data)
+        header = b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
+        aside = f"{self._root}creating/{ident}"
+        if sync_file is None:
+            sync_file = sync_dir = self.sync_after_write
+        fd = os.open(aside, _CREATE_FLAGS, 0o666)
+        try:
+            try:
+                _write_all(fd, header, payload)
+                if sync_file:
+                    _move(aside, path)
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
+            if not sync_file:
+                _move(aside, path)
+            if sync_dir:
+                _sync_dir(os.path.dirname(path))
+        except BaseException:
+            # Not acknowledged, so not there; a consumer that was quicker keeps what it has.
+            for leftover in (aside, path):
+                _unlinked(leftover, or_fail=False)
+            raise
+
+    def _claim(self, name: str) -> FemtoTask | None:
+        """Rename one waiting task into our lease directory; None if it is not to be had."""
+        form = _parse_pending(name)
+        if form is None:
+            return None  # not ours
+        attempts, ident = form.group("attempts", "id")
+        attempts = int(attempts or 0)
+        waiting = f"{self._root}pending/{name}"
+        if self.max_attempts is not None and attempts >= self.max_attempts:
+            self._give_up(waiting, ident, attempts)
+            return None
+        deadline_ns = min(self._now_ns() + self._timeout_ns, _NEVER_NS)
+        attempts = min(attempts + 1, 999_999)
+        lease = _stamped(deadline_ns, attempts, f"{self._boot}~{ident}")
+        path = f"{self._lease_dir}/{lease}"
+        try:
+            os.rename(waiting, path)
+        except FileNotFoundError:
+            self._lost_a_race()
+            return None
+        try:
+            data = _read_record(path, ident)
+        except CorruptTask as error:
+            self._bury(ident, error.reason, lambda: _move(path, f"{self._root}failed/{ident}"))
+            _log().error("%s; it is in failed/", error)
+            return None
+        except FileNotFoundError:
+            return None  # RACE: a person, or an observer that is late itself, took it out
+        except BaseException:
+            _move(path, waiting)  # CRASH: not reached, it is ours until our lease ends
+            raise
+        return FemtoTask(ident, data, attempts, f"inflight-{self.node_id}/{lease}")
+
+    def _lost_a_race(self) -> None:
+        """Another worker won, or our own directory is gone: look, now and then, which it is."""
+        self._lost_claims += 1
+        if self._lost_claims % 64 == 0 and not self._in_place():
+            with self._lock:
+                self._take_place()
+
+    def _settle(self, task: FemtoTask, target: str | None) -> None:
+        """Move a leased task out of its lease, or unlink it: every end of a delivery is here."""
+        if not isinstance(task, FemtoTask):
+            raise TypeError(f"task must be a FemtoTask that pop() returned, not {task!r}")
+        if not task._lease:
+            raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
+        with self._lock:
+            path = self._root + task._lease
+            try:
+                if target is None:
+                    os.unlink(path)
+                else:
+                    _move(path, self._root + target)
+            except FileNotFoundError:
+                os.stat(os.path.dirname(self._root + (target or "")))  # gone: disk trouble
+                raise self._lease_lost(task) from None
+
+    def _lease_lost(self, task: FemtoTask) -> LeaseLost:
+        late_ns = self._now_ns() - int(os.path.basename(task._lease)[:20])
+        if late_ns >= 0:
+            why = f"its lease ran out {late_ns / 1e9:.3f} s ago and it was taken back"
+        else:
+            why = "it is not in this worker's hands any more: finished, moved, or given up before"
+        return LeaseLost(task.id, late_ns >= 0, why)
+
+    def _bury(
+        self, ident: str, error: str | BaseException | None, move: Callable[[], None]
+    ) -> None:
+        """Move a task to failed/ with its reason.
+
+        The move is the commit and the fence, so it comes first: one who lost the lease must not
+        leave a word about another's delivery. CRASH: between the two the reason is lost.
+        """
+        aside = f"{self._root}creating/{self._new_id()}.error"
+        if error is not None:
+            _write_aside(aside, _reason(error).encode("utf-8", "backslashreplace"))
+        try:
+            move()
+        except BaseException:
+            _unlinked(aside, or_fail=False)
+            raise
+        if error is not None:
+            _move(aside, f"{self._root}failed/{ident}.error", self.sync_after_write)
+        if self.sync_after_write:
+            _sync_dir(f"{self._root}failed")
+
+    def _give_up(self, waiting: str, ident: str, attempts: int) -> None:
+        reason = f"delivered {attempts} times without done() or fail(): max_attempts reached"
+        try:
+            self._bury(ident, reason, lambda: os.rename(waiting, f"{self._root}failed/{ident}"))
+        except FileNotFoundError:
+            return  # RACE: another worker took it, or gave it up first
+        _log().error("task %s was %s; it is in failed/", ident, reason)
+
+    def _put_back(self, directory: str, name: str, form: re.Match[str]) -> None:
+        """End somebody's lease: the task goes back to the place of its push, the front."""
+        ident = form["id"]
+        waiting = _stamped(int(ident[:20]), int(form["attempts"]), ident)
+        try:
+            _move(f"{directory}/{name}", f"{self._root}pending/{waiting}")
+        except FileNotFoundError:
+            return  # RACE: its holder settled it, or another observer was first
+        self._remember(waiting)
+
+    def _put_back_all(self, directory: str, boot: str | None) -> None:
+        """Put back the leases of a directory whose lock we hold; None: whatever their boot."""
+        for name, form in self._listed(directory, "inflight"):
+            if form["boot"] != _DETACHED and boot in (None, form["boot"]):
+                self._put_back(directory, name, form)
+
+    def _remember(self, name: str) -> None:
+        """What we put in front of our batch is next; all else is found by the next listing."""
+        with self._lock:
+            if self._batch and name < self._batch[-1]:
+                self._batch.append(name)
+
+    # Chores of pop()
+
+    def _attend(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            chores = (self._waking, self._reclaiming, self._sweeping, self._listing)
+            for chore in chores:
+                if time.monotonic() >= chore.at_s:
+                    chore()
+            self._attend_at_s = min(chore.at_s for chore in chores)
+        finally:
+            self._lock.release()
+
+    def _refill(self) -> bool:
+        """List pending/ when the batch is used up, and what is known to be due by now."""
+        with self._lock:
+            if self._batch:
+                return True  # another thread did
+            if _wall_ns() >= self._next_due_ns:
+                self._waking()
+            if self._now_ns() >= self._next_end_ns:
+                self._reclaiming()
+            self._listing()
+            return bool(self._batch)
+
+    def _list_pending(self) -> None:
+        if not self._in_place():
+            self._take_place()
+        if os.path.lexists(f"{self._root}PAUSED"):
+            self._batch = []
+            return
+        self._batch, self._seen = _oldest_names(f"{self._root}pending", self._seen)
+        if not self._seen:
+            self._shrink_pending()
+
+    def _shrink_pending(self) -> None:
+        """Replace an empty pending/ that was large once: ext4 never shrinks a directory.
+
+        rename() succeeds only on an empty directory, so nothing can be lost; a push that comes
+        between finds out in _move().
+        """
+        pending = f"{self._root}pending"
+        old = os.stat(pending)
+        if old.st_size <= _SHRINK_BYTES:
+            return
+        fresh = f"{self._root}creating/{self._new_id()}.pending"
+        os.mkdir(fresh)
+        try:
+            os.chmod(fresh, stat.S_IMODE(old.st_mode))
+            new = os.stat(fresh)
+            if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
+                os.rename(fresh, pending)
+                return
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY:  # RACE: a push was quicker
+                raise
+        os.rmdir(fresh)
+
+    def _wake_due(self) -> None:
+        """Move what is due to the back of pending/, in the order in which it came due."""
+        now_ns = _wall_ns()
+        self._next_due_ns = _NEVER_NS
+        for name, form in self._listed("scheduled"):
+            due_ns = int(name[:20])
+            if due_ns > now_ns:
+                self._next_due_ns = due_ns
+                return
+            waiting = _stamped(self._next_order(), int(form["attempts"]), form["id"])
+            try:
+                _move(f"{self._root}scheduled/{name}", f"{self._root}pending/{waiting}")
+            except FileNotFoundError:
+                continue  # RACE: another worker moved it
+
+    def _reclaim(self) -> None:
+        """Put back what is past its deadline or held by the dead."""
+        now_ns = self._now_ns()
+        self._next_end_ns = _NEVER_NS
+        for directory in self._node_dirs():
+            leases = self._listed(directory, "inflight")
+            expired = [lease for lease in leases if int(lease[0][:20]) <= now_ns]
+            for name, form in expired:
+                self._put_back(directory, name, form)
+            running = leases[len(expired) :]
+            if running:
+                self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
+            if directory != self._lease_dir and (
+                not running or any(form["boot"] == self._boot for _, form in running)
+            ):
+                self._clear_out(directory)
+
+    def _clear_out(self, directory: str) -> None:
+        """Put back a dead worker's leases and remove its directory; leave a living one alone."""
+        fd = _open_dir(directory)
+        if fd is None:
+            return
+        try:
+            if _flock(fd, "exclusive") and _leads_to(directory, fd):
+                self._put_back_all(directory, self._boot)
+                os.rmdir(directory)
+        except OSError as error:
+            if error.errno not in _NOT_EMPTY:  # another boot's leases, or foreign files
+                raise
+        finally:
+            os.close(fd)
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left in creating/: it was never acknowledged."""
+        before_ns = self._now_ns() - _LEFTOVER_NS
+        for name, form in self._listed("creating"):
+            if int(form["id"][:20]) < before_ns:
+                path = f"{self._root}creating/{name}"
+                if name.endswith(".pending"):
+                    os.rmdir(path)
+                else:
+                    _unlinked(path)
+
+    # Listings
+
+    def _listed(self, directory: str, state: str | None = None) -> list[tuple[str, re.Match[str]]]:
+        """Return our names in a directory, sorted, with their parts; others' are left out."""
+        parse = _PARSE[state or directory]
+        try:
+            names = os.listdir(os.path.join(self._root, directory))
+        except (FileNotFoundError, NotADirectoryError):
+            if state != "inflight":
+                raise
+            return []  # removed with its worker just now; or a stray file of such a name
+        return [(name, form) for name in sorted(names) if (form := parse(name))]
+
+    def _node_dirs(self) -> list[str]:
+        names = sorted(filter(_parse_node_dir, os.listdir(self._root)))
+        return [self._root + name for name in names if not os.path.islink(self._root + name)]
+
+    def _find(self, state: str) -> Iterator[tuple[str, int, str]]:
+        """Yield the path, attempts and id of every task in a state."""
+        directories = self._node_dirs() if state == "inflight" else [self._root + state]
+        for directory in directories:
+            for name, form in self._listed(directory, state):
+                attempts = form.groupdict().get("attempts")
+                yield f"{directory}/{name}", int(attempts or 0), form["id"]
+
+    def _read_tasks(self, state: str) -> Iterator[FemtoTask]:
+        for path, attempts, ident in self._find(state):
+            try:
+                task = _read_task(path, attempts, ident)
+            except CorruptTask as error:
+                _log().warning("%s", error)
+                continue
+            if task is not None:
+                yield task
+
+    def _node_stats(self, directory: str) -> NodeStats:
+        leases = self._listed(directory, "inflight")
+        now_ns = self._now_ns()
+        return NodeStats(
+            node=directory.rpartition("/inflight-")[2],
+            inflight=len(leases),
+            expired=sum(int(name[:20]) <= now_ns for name, _ in leases),
+            liveness=_liveness(directory, any(form["boot"] == self._boot for _, form in leases)),
+        )
+
+    def _purge_one(self, path: str, before_s: float) -> int:
+        try:
+            status = os.lstat(path)
+            if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
+                return 0
+            os.unlink(path)
+        except FileNotFoundError:
+            return 0  # RACE: retried or removed by somebody else
+        _unlinked(f"{path}.error")
+        return 1
+
+
+_live_queues: weakref.WeakSet[FemtoQueue] = weakref.WeakSet()
+
+
+def _let_children_be_workers() -> None:
+    for queue in list(_live_queues):
+        queue._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_children_be_workers)
+
+
+class _Chore:
+    """A thing that pop() does now and then: every_s seconds apart, or 20 times what it cost."""
+
+    def __init__(self, run: Callable[[], None], every_s: float) -> None:
+        self.run, self.every_s, self.at_s = run, every_s, 0.0
+
+    def __call__(self) -> None:
+        started_s = time.monotonic()
+        try:
+            self.run()
+        finally:  # also when it failed: pop() has other things to do than to fail at it again
+            ended_s = time.monotonic()
+            self.at_s = ended_s + max(self.every_s, 20 * (ended_s - started_s))
+
+
+# Names
+
+
+def _stamped(ns: int, attempts: int, rest: str) -> str:
+    return f"{ns:020d}~{attempts}~{rest}"
+
+
+def _is_node_id(node_id: object) -> bool:
+    return (
+        isinstance(node_id, str)
+        and node_id not in (".", "..")
+        and _parse_node_dir(f"inflight-{node_id}") is not None
+    )
+
+
+def _check_id(id: str) -> None:
+    if not isinstance(id, str):
+        raise TypeError(f"id must be a str, not {id!r}")
+    if not _PARSE["done"](id):
+        raise ValueError(f"not the id of a task: {id!r}")
+
+
+def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
+    """Return the first names of a directory, oldest last, and how many entries it has.
+
+    Keeps a sixteenth of a huge directory, so that a listing pays for as many pops as it reads
+    entries, times 1/16; below _BATCH names, all. Names are checked only where others' might
+    crowd ours out; else by the claim.
+    """
+    keep = max(_BATCH, seen_before // 16)
+    names: list[str] = []
+    seen = 0
+
+    def cut() -> None:
+        if len(names) > keep:
+            names[:] = filter(_parse_pending, names)
+        names.sort(reverse=True)
+        del names[:-keep]
+
+    with os.scandir(directory) as entries:
+        while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
+            seen += len(chunk)
+            names += chunk
+            if len(names) > 2 * keep:
+                cut()
+    cut()
+    return names, seen
+
+
+# Records
+
+
+def _as_bytes(data: object) -> memoryview:
+    if isinstance(data, str):
+        raise TypeError("data must be bytes, not str: encode it, as in text.encode()")
+    try:
+        return memoryview(data).cast("B")  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(f"data must be bytes-like, not {type(data).__name__}: {error}") from None
+
+
+def _write_all(fd: int, header: bytes, payload: bytes | memoryview) -> None:
+    """Write a record without joining its parts; go on after a short write."""
+    written = os.writev(fd, (header, payload)) if hasattr(os, "writev") else 0
+    size = len(header) + len(payload)
+    while written < size:
+        part = header if written < len(header) else memoryview(payload)
+        done = written if part is header else written - len(header)
+        written += os.write(fd, part[done:])
+
+
+def _read_record(path: str, ident: str) -> bytes:
+    """Return a file's payload. Raises CorruptTask if the file is not one whole record."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+        try:
+            head = os.read(fd, _READ_BYTES)
+            header = _match_header(head)
+            if header is None:
+                raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
+            length, start = int(header[2]), header.end()
+            size = len(head) if len(head) < _READ_BYTES else os.fstat(fd).st_size
+            if size - start != length:  # before a header that lies makes us allocate
+                raise CorruptTask(ident, f"{size - start} bytes, where the header says {length}")
+            payload = head[start:] if size == len(head) else _read_rest(fd, start, length)
+        finally:
+            os.close(fd)
+    except OSError:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CorruptTask(ident, "not a regular file") from None
+        raise
+    if b"%08x" % binascii.crc32(payload) != header[1]:
+        raise CorruptTask(ident, f"wrong checksum over {length} bytes")
+    return payload
+
+
+def _read_rest(fd: int, start: int, length: int) -> bytes:
+    """Read a large payload, in one piece unless the system gives less at a time."""
+    os.lseek(fd, start, os.SEEK_SET)
+    parts = []
+    while length > 0 and (part := os.read(fd, length)):
+        parts.append(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_task(path: str, attempts: int, ident: str) -> FemtoTask | None:
+    try:
+        return FemtoTask(ident, _read_record(path, ident), attempts)
+    except FileNotFoundError:
+        return None  # RACE: it moved on
+
+
+# Files
+
+
+def _move(source: str, target: str, sync: bool = False) -> None:
+    """rename(), for targets that nobody else can be making.
+
+    RACE: a target directory that was replaced just then (_shrink_pending) gives ENOENT as if the
+    source were gone; it is there, so once more. sync: the file first reaches the disk.
+    """
+    if sync:
+        _sync_path(source)
+    try:
+        os.rename(source, target)
+    except FileNotFoundError:
+        if not os.path.lexists(source):
+            raise
+        os.rename(source, target)
+
+
+def _unlinked(path: str, or_fail: bool = True) -> bool:
+    """Remove a file and return whether it was there. or_fail=False: another error is on its way
+    to the caller already, and is the one to report."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        if or_fail:
+            raise
+        return False
+    return True
+
+
+def _write_aside(path: str, content: bytes) -> None:
+    fd = os.open(path, _CREATE_FLAGS, 0o666)
+    try:
+        try:
+            _write_all(fd, content, b"")
+        finally:
+            os.close(fd)
+    except BaseException:
+        _unlinked(path, or_fail=False)
+        raise
+
+
+def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_dir(path: str) -> None:
+    if os.name == "posix":  # elsewhere directories can be neither opened nor synced
+        _sync_path(path, _DIR_FLAGS)
+
+
+def _make_dir(path: str, mode: int, sync: bool) -> None:
+    """mkdir -p, and with sync what was made reaches the disk with its parent."""
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        parent = os.path.dirname(path)
+        if parent == path or os.path.isdir(parent):
+            raise
+        _make_dir(parent, 0o777, sync)
+        _make_dir(path, mode, sync)
+        return
+    if sync:
+        _sync_dir(os.path.dirname(path))
+
+
+class _BatchSync:
+    """Makes what is renamed into a directory durable when the block ends, also by an error.
+
+    On Linux one syncfs() does it. It has to be opened first: it reports the write errors since
+    then. Elsewhere, and on file systems not known to take syncfs() to the disk (FUSE does not),
+    `each_file` tells the caller to sync its files, and the directory is synced here.
+    """
+
+    def __init__(self, directory: str, wanted: bool) -> None:
+        self.wanted = wanted
+        self.failed = False
+        self._directory = directory
+        self._syncfs = _find_syncfs(directory) if wanted else None
+        self.each_file = wanted and self._syncfs is None
+        self._fd = -1 if self._syncfs is None else os.open(directory, _DIR_FLAGS)
+
+    def __enter__(self) -> _BatchSync:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if not self.wanted:
+            return
+        self.failed = True
+        try:
+            if self._syncfs is None:
+                _sync_dir(self._directory)
+            else:
+                self._syncfs(self._fd)
+        finally:
+            if self._fd >= 0:
+                os.close(self._fd)
+        self.failed = False
+
+
+def _find_syncfs(directory: str) -> Callable[[int], None] | None:
+    """Return syncfs(2) if the C library has it and the directory's file system is known to obey."""
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        statfs, syncfs = libc.statfs, libc.syncfs
+    except (ImportError, OSError, AttributeError, TypeError):
+        return None  # not Linux
+    # struct statfs begins with the type, statfs(2); 256 bytes are enough for any of them.
+    status = (ctypes.c_long * 32)()
+    if statfs(os.fsencode(directory), status) or status[0] & 0xFFFFFFFF not in _SYNCFS_TYPES:
+        return None
+
+    def call(fd: int) -> None:
+        if syncfs(fd):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), directory)
+
+    return call
+
+
+# Locks: who is alive
+
+
+def _flock(fd: int, how: str) -> bool | None:
+    """Take a lock: "shared" waits for it, "exclusive" doesn't. None: there are no locks here."""
+    kind = fcntl.LOCK_SH if how == "shared" else fcntl.LOCK_EX | fcntl.LOCK_NB
+    try:
+        fcntl.flock(fd, kind)
+    except BlockingIOError:
+        return False  # somebody is alive
+    except OSError as error:
+        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+            return None
+        raise
+    return True
+
+
+def _open_dir(path: str) -> int | None:
+    """Open a lease directory to lock it; None where there are no locks, or it is gone."""
+    if fcntl is None:
+        return None
+    try:
+        return os.open(path, _DIR_FLAGS)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _leads_to(path: str, fd: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _liveness(directory: str, has_leases_of_this_boot: bool) -> str:
+    fd = _open_dir(directory)
+    if fd is None:
+        return "unknown"
+    try:
+        free = _flock(fd, "exclusive")
+    finally:
+        os.close(fd)
+    if free is False:
+        return "alive"
+    return "dead" if free and has_leases_of_this_boot else "unknown"
+
+
+# Clocks
+
+
+def _wall_ns() -> int:
+    return int(time.time() * 1e9)
+
+
+def _read_boot_id() -> str | None:
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return None  # not Linux, or no /proc
+
+
+def _read_anchor(path: str) -> int | None:
+    """Return the anchor, None if there is none or it is not one (it is made again then)."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(40)
+    except FileNotFoundError:
+        return None
+    return int(content) if re.fullmatch(rb"-?[0-9]{1,19}\n", content) else None
+
+
+def _put_first(aside: str, path: str) -> None:
+    """Put a clock file in place unless another process was first; then that one counts."""
+    if os.path.lexists(path):  # and _read_anchor() made nothing of it
+        os.replace(aside, path)
+        return
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        return  # RACE: another was first
+    except (AttributeError, OSError):
+        # No hard links here. Two who come at once may disagree by the microseconds between them.
+        os.replace(aside, path)
+
+
+# Arguments and messages
+
+
+def _finite(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not math.isfinite(value):
+        raise ValueError(f"{name} must be finite, not {value!r}")
+    return value
+
+
+def _positive(name: str, value: float) -> float:
+    if _finite(name, value) <= 0:
+        raise ValueError(f"{name} must be greater than 0, not {value!r}")
+    return value
+
+
+def _reason(error: str | BaseException) -> str:
+    if isinstance(error, str):
+        return error if error.endswith("\n") else error + "\n"
+    import traceback
+
+    return "".join(traceback.format_exception(error))
+
+
+def _add_to_message(error: Exception, text: str) -> None:
+    """Add to what an exception says, and leave it the exception that it is."""
+    if isinstance(error, OSError):
+        error.strerror = f"{error.strerror}{text}"
+    else:
+        error.args = (f"{error}{text}",)
+
+
+def _log() -> logging.Logger:
+    import logging
+
+    return logging.getLogger("femtoqueue")
