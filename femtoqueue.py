@@ -102,6 +102,9 @@ STATES = ("pending", "scheduled", "inflight", "done", "failed")
 
 _DIRS = ("creating", "pending", "scheduled", "done", "failed")
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
+_FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
+_FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
+_MOST_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
 _BATCH = 1 << 17  # pending names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
@@ -113,6 +116,7 @@ _BASE_INTERVAL_S = 0.25  # between two looks for due tasks and dead workers
 
 # ext2 to ext4, xfs, btrfs, f2fs, tmpfs: f_type of statfs(2)
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
+_RENAMES_OPEN_FILES = os.name == "posix"
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -134,6 +138,7 @@ _PARSE = {
         "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
         "done": _ID,
         "failed": _ID,
+        "reason": rf"{_ID}\.error",
     }.items()
 }
 _parse_pending = _PARSE["pending"]
@@ -313,8 +318,9 @@ class FemtoQueue:
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
         pending = f"{self._root}pending"
+        sync = _BatchSync(pending, self.sync_after_write)
         try:
-            with _BatchSync(pending, self.sync_after_write) as sync:
+            with sync:
                 for data in iterable:
                     ident = self._new_id()
                     path = f"{pending}/{ident}"
@@ -322,7 +328,7 @@ class FemtoQueue:
                     ids.append(ident)
         except Exception as error:
             if sync.failed:
-                ids = [ident for ident in ids if not _unlinked(f"{pending}/{ident}")]
+                ids = [name for name in ids if not _unlinked(f"{pending}/{name}", or_fail=False)]
             _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
             raise
         return ids
@@ -368,6 +374,7 @@ class FemtoQueue:
 
         Raises LeaseLost if the task is not this delivery's any more.
         """
+        _check_lease(task)
         self._settle(task, f"done/{task.id}" if self.keep_done else None)
         if self.sync_after_write:
             _sync_dir(self._root + ("done" if self.keep_done else os.path.dirname(task._lease)))
@@ -380,6 +387,7 @@ class FemtoQueue:
         """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
+        _check_lease(task)
         self._bury(task.id, error, lambda: self._settle(task, f"failed/{task.id}"))
 
     def release(self, task: FemtoTask, *, front: bool = False, delay_s: float = 0) -> None:
@@ -388,6 +396,7 @@ class FemtoQueue:
         front: to the place of its push, before everything younger. delay_s: seconds to wait in
         scheduled/ first. Its attempts stay counted. Raises LeaseLost as done() does.
         """
+        _check_lease(task)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
         if delay_s:
@@ -407,8 +416,9 @@ class FemtoQueue:
 
         The task object carries the new lease from then on. Raises LeaseLost as done() does.
         """
-        timeout_ns = self._timeout_ns if ms is None else int(_positive("ms", ms) * 1e6)
-        deadline_ns = min(self._now_ns() + timeout_ns, _NEVER_NS)
+        _check_lease(task)
+        timeout_ns = self._timeout_ns if ms is None else _lease_ns(_positive("ms", ms))
+        deadline_ns = self._now_ns() + timeout_ns
         with self._lock:
             node_dir, _, name = task._lease.rpartition("/")
             lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
@@ -464,7 +474,10 @@ class FemtoQueue:
         count = 0
         for state in sorted(wanted):
             for name, _ in self._listed(state):
-                count += self._purge_one(f"{self._root}{state}/{name}", before_s)
+                count += _purged(f"{self._root}{state}/{name}", before_s)
+            for name, form in self._listed(state, "reason"):
+                if not os.path.lexists(f"{self._root}{state}/{form['id']}"):
+                    _purged(f"{self._root}{state}/{name}", before_s)
         return count
 
     # Looking
@@ -526,11 +539,12 @@ class FemtoQueue:
             if fd is None:
                 return
             try:
-                # Only the last of those who share the node_id may take the directory away.
-                if _flock(fd, "exclusive"):
-                    os.rmdir(self._lease_dir)
-            except OSError:
-                pass  # tasks in it, or somebody else's files: pop() of another sees to it
+                # Only the last of those who share the node_id: the others' leases stand here too.
+                if _flock(fd, "exclusive") and _leads_to(self._lease_dir, fd):
+                    self._put_back_all(self._lease_dir, None)
+                    _remove_empty_dir(self._lease_dir)
+            except OSError as error:  # no lease is lost by it: pop() of another ends them
+                _log().warning("%s could not be cleared: %s", self._lease_dir, error)
             finally:
                 os.close(fd)
 
@@ -566,9 +580,7 @@ class FemtoQueue:
         self.node_id = self._given_node_id or f"{os.getpid()}-{self._tag}"
         self._lease_dir = f"{self._root}inflight-{self.node_id}"
         self._batch: list[str] = []  # names in pending/, the oldest last
-        self._timeout_ns = (
-            _NEVER_NS if self.timeout_stale_ms is None else int(self.timeout_stale_ms * 1e6)
-        )
+        self._timeout_ns = _lease_ns(self.timeout_stale_ms)
         self._seen = 0  # how many names pending/ had when it was listed last
         self._lost_claims = 0
         self._next_due_ns = self._next_end_ns = 0
@@ -660,8 +672,9 @@ class FemtoQueue:
         newest_ns = 0
         for state in STATES:
             for _, _, ident in self._find(state):
-                newest_ns = max(newest_ns, int(ident[:20]))
-        return max(_wall_ns(), newest_ns + 1) - int(time.monotonic() * 1e9)
+                if (order := int(ident[:20])) < _FARTHEST_NS:
+                    newest_ns = max(newest_ns, order)
+        return max(_wall_ns(), newest_ns + 1) - _monotonic_ns()
 
     # Moves
 
@@ -687,12 +700,13 @@ class FemtoQueue:
         try:
             try:
                 _write_all(fd, header, payload)
-                if sync_file:
+                if sync_file and _RENAMES_OPEN_FILES:
                     _move(aside, path)
+                if sync_file:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not sync_file:
+            if not (sync_file and _RENAMES_OPEN_FILES):
                 _move(aside, path)
             if sync_dir:
                 _sync_dir(os.path.dirname(path))
@@ -707,14 +721,15 @@ class FemtoQueue:
         form = _parse_pending(name)
         if form is None:
             return None  # not ours
-        attempts, ident = form.group("attempts", "id")
-        attempts = int(attempts or 0)
+        before, ident = form.groups()
+        attempts = int(before) if before else 0
         waiting = f"{self._root}pending/{name}"
         if self.max_attempts is not None and attempts >= self.max_attempts:
             self._give_up(waiting, ident, attempts)
             return None
-        deadline_ns = min(self._now_ns() + self._timeout_ns, _NEVER_NS)
-        attempts = min(attempts + 1, 999_999)
+        if attempts < _MOST_ATTEMPTS:
+            attempts += 1
+        deadline_ns = self._now_ns() + self._timeout_ns
         lease = _stamped(deadline_ns, attempts, f"{self._boot}~{ident}")
         path = f"{self._lease_dir}/{lease}"
         try:
@@ -744,10 +759,6 @@ class FemtoQueue:
 
     def _settle(self, task: FemtoTask, target: str | None) -> None:
         """Move a leased task out of its lease, or unlink it: every end of a delivery is here."""
-        if not isinstance(task, FemtoTask):
-            raise TypeError(f"task must be a FemtoTask that pop() returned, not {task!r}")
-        if not task._lease:
-            raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
         with self._lock:
             path = self._root + task._lease
             try:
@@ -783,8 +794,11 @@ class FemtoQueue:
         except BaseException:
             _unlinked(aside, or_fail=False)
             raise
-        if error is not None:
-            _move(aside, f"{self._root}failed/{ident}.error", self.sync_after_write)
+        reason_path = f"{self._root}failed/{ident}.error"
+        if error is None:
+            _unlinked(reason_path)  # of an earlier failure, retried by hand
+        else:
+            _move(aside, reason_path, self.sync_after_write)
         if self.sync_after_write:
             _sync_dir(f"{self._root}failed")
 
@@ -917,10 +931,7 @@ class FemtoQueue:
         try:
             if _flock(fd, "exclusive") and _leads_to(directory, fd):
                 self._put_back_all(directory, self._boot)
-                os.rmdir(directory)
-        except OSError as error:
-            if error.errno not in _NOT_EMPTY:  # another boot's leases, or foreign files
-                raise
+                _remove_empty_dir(directory)  # not with another boot's leases, or foreign files
         finally:
             os.close(fd)
 
@@ -931,8 +942,8 @@ class FemtoQueue:
             if int(form["id"][:20]) < before_ns:
                 path = f"{self._root}creating/{name}"
                 if name.endswith(".pending"):
-                    os.rmdir(path)
-                else:
+                    _remove_empty_dir(path)
+                elif not os.path.isdir(path):  # a folder is somebody else's, whatever its name
                     _unlinked(path)
 
     # Listings
@@ -979,17 +990,6 @@ class FemtoQueue:
             expired=sum(int(name[:20]) <= now_ns for name, _ in leases),
             liveness=_liveness(directory, any(form["boot"] == self._boot for _, form in leases)),
         )
-
-    def _purge_one(self, path: str, before_s: float) -> int:
-        try:
-            status = os.lstat(path)
-            if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
-                return 0
-            os.unlink(path)
-        except FileNotFoundError:
-            return 0  # RACE: retried or removed by somebody else
-        _unlinked(f"{path}.error")
-        return 1
 
 
 _live_queues: weakref.WeakSet[FemtoQueue] = weakref.WeakSet()
@@ -1177,6 +1177,25 @@ def _write_aside(path: str, content: bytes) -> None:
         raise
 
 
+def _purged(path: str, before_s: float) -> bool:
+    try:
+        status = os.lstat(path)
+        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
+            return False
+        os.unlink(path)
+    except FileNotFoundError:
+        return False  # RACE: retried or removed by somebody else
+    return True
+
+
+def _remove_empty_dir(path: str) -> None:
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (*_NOT_EMPTY, errno.ENOENT, errno.ENOTDIR):
+            raise
+
+
 def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
     fd = os.open(path, flags)
     try:
@@ -1217,14 +1236,16 @@ class _BatchSync:
 
     def __init__(self, directory: str, wanted: bool) -> None:
         self.wanted = wanted
+        self.each_file = False
         self.failed = False
         self._directory = directory
-        self._syncfs = _find_syncfs(directory) if wanted else None
-        self.each_file = wanted and self._syncfs is None
-        self._fd = -1 if self._syncfs is None else os.open(directory, _DIR_FLAGS)
+        self._fd = -1
 
-    def __enter__(self) -> _BatchSync:
-        return self
+    def __enter__(self) -> None:
+        self._syncfs = _find_syncfs(self._directory) if self.wanted else None
+        if self._syncfs is not None:
+            self._fd = os.open(self._directory, _DIR_FLAGS)
+        self.each_file = self.wanted and self._syncfs is None
 
     def __exit__(self, *exc_info: object) -> None:
         if not self.wanted:
@@ -1316,6 +1337,10 @@ def _wall_ns() -> int:
     return int(time.time() * 1e9)
 
 
+def _monotonic_ns() -> int:
+    return int(time.monotonic() * 1e9)
+
+
 def _read_boot_id() -> str | None:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -1331,7 +1356,10 @@ def _read_anchor(path: str) -> int | None:
             content = file.read(40)
     except FileNotFoundError:
         return None
-    return int(content) if re.fullmatch(rb"-?[0-9]{1,19}\n", content) else None
+    if not re.fullmatch(rb"-?[0-9]{1,19}\n", content):
+        return None
+    anchor_ns = int(content)
+    return anchor_ns if 0 <= anchor_ns + _monotonic_ns() < _FARTHEST_NS else None
 
 
 def _put_first(aside: str, path: str) -> None:
@@ -1349,6 +1377,17 @@ def _put_first(aside: str, path: str) -> None:
 
 
 # Arguments and messages
+
+
+def _check_lease(task: object) -> None:
+    if not isinstance(task, FemtoTask):
+        raise TypeError(f"task must be a FemtoTask that pop() returned, not {task!r}")
+    if not task._lease:
+        raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
+
+
+def _lease_ns(ms: float | None) -> int:
+    return _FOREVER_NS if ms is None or ms > _FOREVER_NS / 1e6 else int(ms * 1e6)
 
 
 def _finite(name: str, value: float) -> float:
