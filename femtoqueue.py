@@ -34,7 +34,7 @@ Every change of state is one system call, and the task has changed hands when it
     release  _settle         inflight-<node>/     pending/ or scheduled/            rename
     extend   extend          inflight-<node>/     the same, with a new deadline     rename
     put back _put_back       a dead one's lease   pending/<order of id>~<n>~<id>    rename
-    give up  _claim, _bury   pending/             failed/<id>, at max_attempts      rename
+    give up  _give_up        pending/             failed/<id>, at max_attempts      rename
     retry    retry           failed/<id>          pending/<now>~0~<id>              rename
     purge    purge           done/, failed/       nowhere                           unlink
 
@@ -64,6 +64,7 @@ Names that are not of the forms above are other people's files: never delivered,
 from __future__ import annotations
 
 import binascii
+import contextlib
 import errno
 import itertools
 import math
@@ -132,7 +133,7 @@ _ATTEMPTS = "(?P<attempts>[0-9]{1,6})"
 _PARSE = {
     state: re.compile(form).fullmatch
     for state, form in {
-        "creating": rf"{_ID}(?:\.[a-z]+)?",
+        "creating": rf"{_ID}(?:\.(?:clock|error|pending))?",
         "pending": f"(?:{_NS}~{_ATTEMPTS}~)?{_ID}",
         "scheduled": f"{_NS}~{_ATTEMPTS}~{_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
@@ -607,14 +608,13 @@ class FemtoQueue:
 
     def _take_place(self) -> None:
         """Open and lock inflight-<node>/, and take back what an earlier holder left in it."""
-        if self._lease_fd is not None:
-            os.close(self._lease_fd)
-            self._lease_fd = None
         while True:
-            _make_dir(self._lease_dir, 0o777, sync=False)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(self._lease_dir)
             if fcntl is None:
                 return
             fd = os.open(self._lease_dir, _DIR_FLAGS)
+            to_close: int | None = fd
             try:
                 # Alone here: whoever held these leases is dead, on this boot or an earlier one.
                 if _flock(fd, "exclusive"):
@@ -624,11 +624,12 @@ class FemtoQueue:
                     self._boot = os.urandom(4).hex()  # no locks here: nobody can see us live
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if _leads_to(self._lease_dir, fd):
-                    self._lease_fd, fd = fd, -1
+                    # The old place goes last: it may come back, with what we hold in it.
+                    self._lease_fd, to_close = fd, self._lease_fd
                     return
             finally:
-                if fd >= 0:
-                    os.close(fd)
+                if to_close is not None:
+                    os.close(to_close)
 
     def _in_place(self) -> bool:
         if fcntl is None:
@@ -1097,8 +1098,10 @@ def _read_record(path: str, ident: str) -> bytes:
         try:
             head = os.read(fd, _READ_BYTES)
             header = _match_header(head)
-            if header is None:
+            if header is None and stat.S_ISREG(os.fstat(fd).st_mode):
                 raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
+            if header is None:
+                raise CorruptTask(ident, "not a regular file")
             length, start = int(header[2]), header.end()
             size = len(head) if len(head) < _READ_BYTES else os.fstat(fd).st_size
             if size - start != length:  # before a header that lies makes us allocate
