@@ -1984,6 +1984,7 @@ class NoLocks(QueueCase):
         with mock.patch.dict(sys.modules, {"fcntl": None}):
             spec = importlib.util.spec_from_file_location("bare", femtoqueue.__file__)
             assert spec is not None
+            assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
             with mock.patch.dict(sys.modules, {"bare": module}):
                 spec.loader.exec_module(module)

@@ -1,0 +1,100 @@
+"""A queue on a disk that is really full: tmpfs and ext4 mounts of a few MiB. Needs root, on Linux.
+
+Fills the file system by pushing until ENOSPC, then shows: the push that raised left nothing
+behind, every acknowledged task is there and whole, pop() and done() work on the full disk, and
+when there is room again the same object pushes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+from femtoqueue import FemtoQueue
+
+PAYLOADS = (100, 5_000, 1_000_000)
+
+
+@contextlib.contextmanager
+def mounted(kind: str, size_mib: int) -> Iterator[str]:
+    """A small file system of a kind, mounted on a directory that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as work:
+        target, image = os.path.join(work, "mnt"), os.path.join(work, "image")
+        os.mkdir(target)
+        if kind == "tmpfs":
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "none", target]
+        else:
+            with open(image, "wb") as file:
+                file.truncate(size_mib << 20)
+            subprocess.run([f"mkfs.{kind}", "-q", image], check=True)
+            mount = ["mount", "-o", "loop", image, target]
+        subprocess.run(mount, check=True)
+        try:
+            yield target
+        finally:
+            subprocess.run(["umount", target], check=True)
+
+
+def push_until_full(q: FemtoQueue, size: int, *, many: bool) -> list[str]:
+    """Return the ids that were acknowledged before ENOSPC."""
+    ids: list[str] = []
+    while True:
+        try:
+            if many:
+                ids += q.push_many([os.urandom(size)] * 8)
+            else:
+                ids.append(q.push(os.urandom(size)))
+        except OSError as error:
+            assert error.errno == errno.ENOSPC, error
+            return ids
+
+
+def check(path: str, size: int, *, sync: bool, many: bool) -> int:
+    """Fill, drain on the full disk, push again. Returns how many tasks fitted."""
+    jobs = os.path.join(path, f"jobs-{size}-{sync}-{many}")
+    q = FemtoQueue(jobs, "n1", sync_after_write=sync, keep_done=False)
+    q.push(b"first")
+    first = q.pop()
+    assert first is not None
+    q.done(first)  # the lease directory is there before the disk is full
+    ids = push_until_full(q, size, many=many)
+    assert not os.listdir(os.path.join(jobs, "creating")), "left in creating/"
+    waiting = sorted(os.listdir(os.path.join(jobs, "pending")))
+    # push_many: the tasks of the batch that met the full disk stand first, whole, unacknowledged.
+    assert waiting == ids or (many and waiting[: len(ids)] == ids), "acknowledged, not there"
+    for ident in waiting:
+        task = q.pop()
+        assert task is not None and (task.id, len(task.data)) == (ident, size)
+        q.done(task)
+    assert q.pop() is None
+    assert q.stats().failed == 0
+    q.push(b"there is room again")
+    assert [task.data for task in q.tasks("pending")] == [b"there is room again"]
+    q.close()
+    return len(ids)
+
+
+def main() -> None:
+    if os.geteuid() != 0:
+        raise SystemExit("full_disk.py: needs root, to mount file systems")
+    passed = 0
+    for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):
+        for size in PAYLOADS:
+            for sync in (False, True):
+                for many in (False, True):
+                    with mounted(kind, size_mib) as path:
+                        fitted = check(path, size, sync=sync, many=many)
+                    print(f"{kind}, {size} bytes, sync={sync}, push_many={many}: {fitted} fitted")
+                    passed += 1
+    print(f"full_disk: {passed} passed, 0 failed")
+
+
+if __name__ == "__main__":
+    main()
