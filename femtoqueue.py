@@ -613,15 +613,19 @@ class FemtoQueue:
                 os.mkdir(self._lease_dir)
             if fcntl is None:
                 return
-            fd = os.open(self._lease_dir, _DIR_FLAGS)
+            try:
+                fd = os.open(self._lease_dir, _DIR_FLAGS)
+            except FileNotFoundError:
+                continue  # RACE: an observer saw nobody in it, and removed it
             to_close: int | None = fd
             try:
-                # Alone here: whoever held these leases is dead, on this boot or an earlier one.
-                if _flock(fd, "exclusive"):
-                    self._put_back_all(self._lease_dir, None)
-                # Blocks for as long as an observer holds it exclusively to clear it out.
+                # Waits while an observer looks in: it must not pass for a second worker.
                 if _flock(fd, "shared") is None:
                     self._boot = os.urandom(4).hex()  # no locks here: nobody can see us live
+                # Alone here: whoever held these leases is dead, on this boot or an earlier one.
+                elif _flock(fd, "exclusive"):
+                    self._put_back_all(self._lease_dir, None)
+                _flock(fd, "shared")
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if _leads_to(self._lease_dir, fd):
                     # The old place goes last: it may come back, with what we hold in it.

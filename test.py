@@ -943,6 +943,43 @@ class Liveness(QueueCase):
         self.assertEqual((nodes["alive"].liveness, nodes["dead"].liveness), ("alive", "dead"))
         self.assertEqual((nodes["alive"].inflight, nodes["alive"].expired), (1, 1))
 
+    def test_a_directory_that_another_removes_while_it_is_taken_is_made_again(self) -> None:
+        """Before it is opened, or between that and the lock: an observer saw nobody in it."""
+        for call, count in (("open", 1), ("stat", 1)):
+            q, left = self.queue("n1"), [count]
+
+            def remove(name: str, args: tuple[Any, ...]) -> None:
+                if name == call and args[0] == q._lease_dir and left[0]:  # noqa: B023
+                    left[0] -= 1  # noqa: B023
+                    os.rmdir(q._lease_dir)  # noqa: B023
+
+            q.push(b"x")
+            with hooked(remove):
+                q.done(self.pop(q))
+            self.assertEqual((left, self.names("inflight-n1")), ([0], []))
+            q.close()
+
+    def test_a_restart_takes_back_even_while_an_observer_looks_at_its_directory(self) -> None:
+        """The observer's lock is waited out; a lease of an earlier boot is nobody else's to end."""
+        import fcntl
+
+        q = self.queue("n1")
+        q.push(b"x")
+        lease = self.pop(q)._lease
+        os.mkdir(self.file("inflight-n2"))
+        os.rename(self.file(lease), self.file(f"inflight-n2/{os.path.basename(lease)}"))
+        observer, flock = os.open(self.file("inflight-n2"), os.O_RDONLY), fcntl.flock
+        self.addCleanup(os.close, observer)
+        flock(observer, fcntl.LOCK_EX)
+
+        def wait(fd: int, kind: int) -> None:
+            if kind == fcntl.LOCK_SH:
+                flock(observer, fcntl.LOCK_UN)
+            flock(fd, kind)
+
+        with mock.patch("fcntl.flock", wait):
+            self.assertEqual(self.pop(self.queue("n2")).attempts, 2)
+
     def test_close_gives_back_what_was_held(self) -> None:
         """At once, to its old place; and its directory goes."""
         q = self.queue("a")
