@@ -22,6 +22,11 @@ from femtoqueue import FemtoQueue
 PAYLOADS = (100, 5_000, 1_000_000)
 
 
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise SystemExit(f"full_disk: FAILED: {message}")
+
+
 @contextlib.contextmanager
 def mounted(kind: str, size_mib: int) -> Iterator[str]:
     """A small file system of a kind, mounted on a directory that is gone afterwards."""
@@ -52,8 +57,16 @@ def push_until_full(q: FemtoQueue, size: int, *, many: bool) -> list[str]:
             else:
                 ids.append(q.push(os.urandom(size)))
         except OSError as error:
-            assert error.errno == errno.ENOSPC, error
+            expect(error.errno == errno.ENOSPC, f"ENOSPC was to surface, not {error}")
             return ids
+
+
+def drain(q: FemtoQueue) -> list[bytes]:
+    payloads = []
+    while task := q.pop():
+        payloads.append(task.data)
+        q.done(task)
+    return payloads
 
 
 def check(path: str, size: int, *, sync: bool, many: bool) -> int:
@@ -61,22 +74,17 @@ def check(path: str, size: int, *, sync: bool, many: bool) -> int:
     jobs = os.path.join(path, f"jobs-{size}-{sync}-{many}")
     q = FemtoQueue(jobs, "n1", sync_after_write=sync, keep_done=False)
     q.push(b"first")
-    first = q.pop()
-    assert first is not None
-    q.done(first)  # the lease directory is there before the disk is full
+    expect(drain(q) == [b"first"], "the queue works")  # and its lease directory is there
     ids = push_until_full(q, size, many=many)
-    assert not os.listdir(os.path.join(jobs, "creating")), "left in creating/"
+    expect(not os.listdir(os.path.join(jobs, "creating")), "creating/ was to be empty")
     waiting = sorted(os.listdir(os.path.join(jobs, "pending")))
-    # push_many: the tasks of the batch that met the full disk stand first, whole, unacknowledged.
-    assert waiting == ids or (many and waiting[: len(ids)] == ids), "acknowledged, not there"
-    for ident in waiting:
-        task = q.pop()
-        assert task is not None and (task.id, len(task.data)) == (ident, size)
-        q.done(task)
-    assert q.pop() is None
-    assert q.stats().failed == 0
+    # Of the batch that met the full disk, the first ones are in: whole, and counted in the error.
+    expect(waiting[: len(ids)] == ids, "an acknowledged task is not there")
+    expect(many or len(waiting) == len(ids), "a push that raised left a task")
+    expect([len(data) for data in drain(q)] == [size] * len(waiting), "all was to be delivered")
+    expect(q.stats().failed == 0, "something was corrupt")
     q.push(b"there is room again")
-    assert [task.data for task in q.tasks("pending")] == [b"there is room again"]
+    expect(drain(q) == [b"there is room again"], "the same object works on")
     q.close()
     return len(ids)
 
