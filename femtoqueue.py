@@ -357,13 +357,15 @@ class FemtoQueue:
         """
         for _ in range(_MAX_LISTINGS):
             while True:
-                if time.monotonic() >= self._attend_at_s:
+                now_ns = self._now_ns()
+                if now_ns >= self._attend_at_ns:
                     self._attend()
+                    now_ns = self._now_ns()  # a long listing must not eat up a short lease
                 try:
                     name = self._batch.pop()
                 except IndexError:
                     break
-                task = self._claim(name)
+                task = self._claim(name, now_ns)
                 if task is not None:
                     return task
             if not self._refill():
@@ -579,18 +581,18 @@ class FemtoQueue:
         self._lock = threading.RLock()
         self._tag = os.urandom(4).hex()
         self.node_id = self._given_node_id or f"{os.getpid()}-{self._tag}"
+        self._node_dir = f"inflight-{self.node_id}/"
         self._lease_dir = f"{self._root}inflight-{self.node_id}"
         self._batch: list[str] = []  # names in pending/, the oldest last
         self._timeout_ns = _lease_ns(self.timeout_stale_ms)
         self._seen = 0  # how many names pending/ had when it was listed last
-        self._lost_claims = 0
         self._next_due_ns = self._next_end_ns = 0
         self._listing = _Chore(self._list_pending, every_s=1.0)
         self._waking = _Chore(self._wake_due, every_s=_BASE_INTERVAL_S)
         interval_s = min(_BASE_INTERVAL_S, self._timeout_ns / 4e9)
         self._reclaiming = _Chore(self._reclaim, every_s=interval_s)
         self._sweeping = _Chore(self._sweep, every_s=600.0)
-        self._attend_at_s = 0.0
+        self._attend_at_ns = 0
 
     def _after_fork(self) -> None:
         """In the child: the parent's lock must end with the parent, so let go of it here."""
@@ -697,7 +699,7 @@ class FemtoQueue:
         first: the checksum tells what a power cut tore before we returned.
         """
         payload = data if type(data) is bytes else _as_bytes(data)
-        header = b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
+        header = _header(payload)
         aside = f"{self._root}creating/{ident}"
         if sync_file is None:
             sync_file = sync_dir = self.sync_after_write
@@ -721,7 +723,7 @@ class FemtoQueue:
                 _unlinked(leftover, or_fail=False)
             raise
 
-    def _claim(self, name: str) -> FemtoTask | None:
+    def _claim(self, name: str, now_ns: int) -> FemtoTask | None:
         """Rename one waiting task into our lease directory; None if it is not to be had."""
         form = _parse_pending(name)
         if form is None:
@@ -734,13 +736,13 @@ class FemtoQueue:
             return None
         if attempts < _MOST_ATTEMPTS:
             attempts += 1
-        deadline_ns = self._now_ns() + self._timeout_ns
-        lease = _stamped(deadline_ns, attempts, f"{self._boot}~{ident}")
-        path = f"{self._lease_dir}/{lease}"
+        deadline_ns = now_ns + self._timeout_ns
+        lease = self._node_dir + _stamped(deadline_ns, attempts, f"{self._boot}~{ident}")
+        path = self._root + lease
         try:
             os.rename(waiting, path)
         except FileNotFoundError:
-            self._lost_a_race()
+            self._lost_a_race(waiting)
             return None
         try:
             data = _read_record(path, ident)
@@ -753,14 +755,19 @@ class FemtoQueue:
         except BaseException:
             _move(path, waiting)  # CRASH: not reached, it is ours until our lease ends
             raise
-        return FemtoTask(ident, data, attempts, f"inflight-{self.node_id}/{lease}")
+        return FemtoTask(ident, data, attempts, lease)
 
-    def _lost_a_race(self) -> None:
-        """Another worker won, or our own directory is gone: look, now and then, which it is."""
-        self._lost_claims += 1
-        if self._lost_claims % 64 == 0 and not self._in_place():
-            with self._lock:
-                self._take_place()
+    def _lost_a_race(self, waiting: str) -> None:
+        """Another worker won, and more of our batch with it; or our own directory is gone."""
+        with self._lock:
+            if os.access(waiting, os.F_OK):
+                if not self._in_place():
+                    self._take_place()
+                return
+            # To look costs a third of a rename() that fails, and holds up nobody.
+            pending = f"{self._root}pending/"
+            while self._batch and not os.access(pending + self._batch[-1], os.F_OK):
+                self._batch.pop()
 
     def _settle(self, task: FemtoTask, target: str | None) -> None:
         """Move a leased task out of its lease, or unlink it: every end of a delivery is here."""
@@ -847,7 +854,7 @@ class FemtoQueue:
             for chore in chores:
                 if time.monotonic() >= chore.at_s:
                     chore()
-            self._attend_at_s = min(chore.at_s for chore in chores)
+            self._attend_at_ns = self._anchor_ns + int(min(chore.at_s for chore in chores) * 1e9)
         finally:
             self._lock.release()
 
@@ -1095,28 +1102,40 @@ def _write_all(fd: int, header: bytes, payload: bytes | memoryview) -> None:
         written += os.write(fd, part[done:])
 
 
+def _header(payload: bytes | memoryview) -> bytes:
+    return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
+
+
 def _read_record(path: str, ident: str) -> bytes:
     """Return a file's payload. Raises CorruptTask if the file is not one whole record."""
     try:
         fd = os.open(path, _READ_FLAGS)
         try:
             head = os.read(fd, _READ_BYTES)
-            header = _match_header(head)
-            if header is None and stat.S_ISREG(os.fstat(fd).st_mode):
-                raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
-            if header is None:
-                raise CorruptTask(ident, "not a regular file")
-            length, start = int(header[2]), header.end()
-            size = len(head) if len(head) < _READ_BYTES else os.fstat(fd).st_size
-            if size - start != length:  # before a header that lies makes us allocate
-                raise CorruptTask(ident, f"{size - start} bytes, where the header says {length}")
-            payload = head[start:] if size == len(head) else _read_rest(fd, start, length)
+            first, newline, payload = head.partition(b"\n")
+            if first + newline == _header(payload):
+                return payload
+            return _read_other(fd, head, ident)
         finally:
             os.close(fd)
     except OSError:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CorruptTask(ident, "not a regular file") from None
         raise
+
+
+def _read_other(fd: int, head: bytes, ident: str) -> bytes:
+    """Read on where the first read did not show a whole record, or say what is wrong with it."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptTask(ident, "not a regular file")
+    header = _match_header(head)
+    if header is None:
+        raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
+    length, start = int(header[2]), header.end()
+    if status.st_size - start != length:  # before a header that lies makes us allocate
+        raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
+    payload = _read_rest(fd, start, length)
     if b"%08x" % binascii.crc32(payload) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
     return payload
