@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from femtoqueue import FemtoQueue, __version__
+from femtoqueue import FemtoQueue, __version__, _find_syncfs
 
 PAYLOAD = b"x" * 100
 HEADER = b"FQ1 00000000 100\n"
@@ -181,6 +181,10 @@ def synced_push(base: str, results: Results, count: int) -> None:
     with fresh_dir(base) as path:
         floor, names = Floor(path), task_names(count)
         floor_s = timed(lambda: floor.push_synced(names))
+        sync_all = _find_syncfs(path) or (lambda fd: os.sync())
+        more = task_names(100, "0000cccc")
+        floor_many = timed(lambda: floor.push(more)) + timed(lambda: sync_all(floor.pending))
+        check("floor", len(os.listdir(floor.pending)), count + len(more))
         floor.close()
     with fresh_dir(base) as path, FemtoQueue(path, "bench", sync_after_write=True) as q:
         queue_s = timed(lambda: [q.push(PAYLOAD) for _ in range(count)])
@@ -202,6 +206,8 @@ def synced_push(base: str, results: Results, count: int) -> None:
         "push_many of 100, synced",
         "µs",
         queue=many_s / len(batch) * 1e6,
+        floor=floor_many / len(batch) * 1e6,
+        ratio=floor_many / many_s,
         ratio_to_single=queue_s / count / (many_s / len(batch)),
     )
 
@@ -237,7 +243,7 @@ def backlog(base: str, results: Results, count: int) -> None:
         os.listdir(pending)  # both find it in the cache
         list_s = timed(lambda: sorted(os.listdir(pending)))
         with FemtoQueue(path, "bench") as q:
-            first_s = timed(lambda: drain(q, 1))
+            first_s = timed(q.pop)
             results.add(
                 f"first pop, {count:,} waiting",
                 "ms",
@@ -247,7 +253,8 @@ def backlog(base: str, results: Results, count: int) -> None:
             )
             rest_s = timed(lambda: drain(q, pops))
             results.add(f"pop + done, {count:,} waiting", "µs", queue=rest_s / pops * 1e6)
-            check("done", q.stats().done, pops + 1)
+            stats = q.stats()
+            check("done and in flight", (stats.done, stats.inflight), (pops, 1))
 
 
 def polls_of_empty(path: str) -> tuple[float, int]:
@@ -272,7 +279,7 @@ def empty_polls(base: str, results: Results, count: int) -> None:
 
 def _run_together(work: Callable[[int, Any], int], count: int) -> float:
     """Run work(number, start) in WORKERS processes; seconds from the start until all are done."""
-    context: Any = multiprocessing.get_context("fork" if hasattr(os, "fork") else "spawn")
+    context: Any = multiprocessing.get_context("fork")
     start = context.Barrier(WORKERS + 1)
     finished = context.SimpleQueue()
 
@@ -376,7 +383,8 @@ def run(base: str, runs: int, large: bool) -> Results:
         progress(f"run {number} of {runs}")
         push_and_drain(base, results, 5000)
         synced_push(base, results, 100)
-        together(base, results, 12_000)
+        if hasattr(os, "fork"):
+            together(base, results, 12_000)
         import_time(results)
         for count in (1000, 10_000):
             backlog(base, results, count)
