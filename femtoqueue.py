@@ -533,23 +533,26 @@ class FemtoQueue:
     def close(self) -> None:
         """Give up this worker's place. What it still held is anybody's at once.
 
-        The object may be used again; its next pop() takes a new place. Dropping the object, or
-        leaving its `with` block, does the same.
+        Where there is no flock, and while another object lives under the same node_id, that is
+        only so at the deadline. The object may be used again; its next pop() takes a new place.
+        Dropping the object, or leaving its `with` block, does the same as close().
         """
         with self._lock:
             self._batch.clear()
             fd, self._lease_fd = self._lease_fd, None
-            if fd is None:
+            if fd is None and fcntl is not None:
                 return
             try:
-                # Only the last of those who share the node_id: the others' leases stand here too.
-                if _flock(fd, "exclusive") and _leads_to(self._lease_dir, fd):
+                alone = None if fd is None else _flock(fd, "exclusive")
+                if alone and _leads_to(self._lease_dir, fd):
                     self._put_back_all(self._lease_dir, None)
+                if alone is not False:
                     _remove_empty_dir(self._lease_dir)
             except OSError as error:  # no lease is lost by it: pop() of another ends them
                 _log().warning("%s could not be cleared: %s", self._lease_dir, error)
             finally:
-                os.close(fd)
+                if fd is not None:
+                    os.close(fd)
 
     def __enter__(self) -> FemtoQueue:
         return self
@@ -640,7 +643,7 @@ class FemtoQueue:
     def _in_place(self) -> bool:
         if fcntl is None:
             return os.path.isdir(self._lease_dir)
-        return self._lease_fd is not None and _leads_to(self._lease_dir, self._lease_fd)
+        return _leads_to(self._lease_dir, self._lease_fd)
 
     # The queue clock
 
@@ -671,7 +674,8 @@ class FemtoQueue:
                 _put_first(aside, path)
             finally:
                 _unlinked(aside)
-            anchor_ns = _read_anchor(path) or anchor_ns
+            in_place_ns = _read_anchor(path)
+            anchor_ns = anchor_ns if in_place_ns is None else in_place_ns
         return boot, anchor_ns
 
     def _draw_anchor(self) -> int:
@@ -1336,9 +1340,11 @@ def _open_dir(path: str) -> int | None:
         return None
 
 
-def _leads_to(path: str, fd: int) -> bool:
+def _leads_to(path: str, fd: int | None) -> bool:
     try:
-        return os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(fd))
+        return fd is not None and os.path.samestat(
+            os.stat(path, follow_symlinks=False), os.fstat(fd)
+        )
     except FileNotFoundError:
         return False
 

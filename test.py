@@ -2046,6 +2046,7 @@ class NoLocks(QueueCase):
             first.close()
             second.close()
         self.assertEqual(self.states(), {"done": 1})
+        self.assertEqual([name for name in os.listdir(self.path) if "inflight" in name], [])
 
     def test_without_fcntl_leases_end_by_their_deadlines(self) -> None:
         self.check_deadlines(self.without_fcntl())
