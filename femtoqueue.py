@@ -1057,30 +1057,29 @@ def _check_id(id: str) -> None:
         raise ValueError(f"not the id of a task: {id!r}")
 
 
-def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
+def _oldest_names(
+    directory: str, seen_before: int, ours: Callable[[str], object] | None = None
+) -> tuple[list[str], int]:
     """Return the first names of a directory, oldest last, and how many entries it has.
 
     Keeps a sixteenth of a huge directory, so that a listing pays for as many pops as it reads
-    entries, times 1/16; below _BATCH names, all. Names are checked only where others' might
-    crowd ours out; else by the claim.
+    entries, times 1/16; below _BATCH names, all. Names are not checked here but by the claim,
+    unless nothing but others' were kept: then they are (ours), and it begins again.
     """
     keep = max(_BATCH, seen_before // 16)
     names: list[str] = []
-    seen = 0
-
-    def cut() -> None:
-        if len(names) > keep:
-            names[:] = filter(_parse_pending, names)
-        names.sort(reverse=True)
-        del names[:-keep]
-
+    seen, youngest = 0, ""
     with os.scandir(directory) as entries:
         while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
             seen += len(chunk)
-            names += chunk
+            names += filter(ours, chunk if not youngest else [n for n in chunk if n < youngest])
             if len(names) > 2 * keep:
-                cut()
-    cut()
+                names = sorted(names, reverse=True)[-keep:]
+                youngest = names[0]
+    names.sort(reverse=True)
+    del names[:-keep]
+    if youngest and ours is None and not any(map(_parse_pending, names)):
+        return _oldest_names(directory, seen_before, _parse_pending)
     return names, seen
 
 
