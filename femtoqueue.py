@@ -923,21 +923,32 @@ class FemtoQueue:
                 continue  # RACE: another worker moved it
 
     def _reclaim(self) -> None:
-        """Put back what is past its deadline or held by the dead."""
-        now_ns = self._now_ns()
+        """Put back what is past its deadline or held by the dead.
+
+        A directory that can't be read is no reason to leave the others: its error comes last.
+        """
         self._next_end_ns = _NEVER_NS
+        trouble: OSError | None = None
         for directory in self._node_dirs():
-            leases = self._listed(directory, "inflight")
-            expired = [lease for lease in leases if int(lease[0][:20]) <= now_ns]
-            for name, form in expired:
-                self._put_back(directory, name, form)
-            running = leases[len(expired) :]
-            if running:
-                self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
-            if directory != self._lease_dir and (
-                not running or any(form["boot"] == self._boot for _, form in running)
-            ):
-                self._clear_out(directory)
+            try:
+                self._reclaim_from(directory)
+            except OSError as error:
+                trouble = trouble or error
+        if trouble is not None:
+            raise trouble
+
+    def _reclaim_from(self, directory: str) -> None:
+        now_ns = self._now_ns()
+        leases = self._listed(directory, "inflight")
+        running = [lease for lease in leases if int(lease[0][:20]) > now_ns]
+        for name, form in leases[: len(leases) - len(running)]:
+            self._put_back(directory, name, form)
+        if running:
+            self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
+        if directory != self._lease_dir and (
+            not running or any(form["boot"] == self._boot for _, form in running)
+        ):
+            self._clear_out(directory)
 
     def _clear_out(self, directory: str) -> None:
         """Put back a dead worker's leases and remove its directory; leave a living one alone."""

@@ -1544,6 +1544,24 @@ class Faults(Interrupted):
 
         self.assertEqual(self.child(as_another).finish(), ([], 0))
 
+    def test_one_unreadable_lease_directory_does_not_keep_the_others_from_being_cleared(
+        self,
+    ) -> None:
+        """The error surfaces, and what else had run out is delivered all the same."""
+        clock, q = self.clock(), self.queue("n1")
+        q.push_many([b"1", b"2"])
+        for node in ("another's", "mine"):
+            self.queue(node.replace("'", "-")).pop()
+        clock.advance(31)
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "listdir" and "inflight-another" in args[0]:
+                raise PermissionError(errno.EACCES, "not yours")
+
+        with hooked(refuse):
+            self.assertRaises(PermissionError, q.pop)
+            self.assertEqual(_taken(q).data, b"2")
+
     def test_a_removed_directory_surfaces_and_is_not_made_again_in_secret(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"1")
