@@ -1632,6 +1632,100 @@ class Faults(Interrupted):
         self.assertFalse(os.path.exists(jobs))
 
 
+class Model(QueueCase):
+    """Random operations of several workers against what must hold, after each of them."""
+
+    def start(self, seed: int) -> None:
+        self.chance, self.time = random.Random(seed), self.clock()
+        self.workers = [self.queue(node, keep_done=True) for node in ("a", "b", "b", "c")]
+        self.held: list[tuple[FemtoQueue, FemtoTask, float]] = []  # and the lease's end
+        self.alive: set[str] = set()  # ids that have to be delivered some day
+        self.ended: set[str] = set()
+
+    def now(self) -> float:
+        return self.time.monotonic_shift_s
+
+    def step_push(self, q: FemtoQueue) -> None:
+        many = q.push_many([b"x"] * self.chance.randrange(4))
+        due_us = (self.time.time() + self.chance.uniform(-1, 50)) * 1e6
+        self.alive |= {*many, q.push(b"y"), q.schedule(b"z", due_us)}
+
+    def step_pop(self, q: FemtoQueue) -> None:
+        task = q.pop()
+        if task is None:
+            return
+        self.assertIn(task.id, self.alive)
+        others = [end for _, other, end in self.held if other.id == task.id]
+        self.assertTrue(all(end <= self.now() for end in others), "two hold it")
+        self.held.append((q, task, self.now() + 30))
+
+    def step_settle(self, q: FemtoQueue) -> None:
+        if not self.held:
+            return
+        q, task, end = self.held.pop(self.chance.randrange(len(self.held)))
+        way = self.chance.choice((q.done, q.fail, q.release, self.later, self.longer))
+        try:
+            way(task)
+        except LeaseLost:
+            self.assertLessEqual(end, self.now(), "lost before its time")
+            return
+        if way in (q.done, q.fail):
+            self.ended.add(task.id)
+            self.alive.discard(task.id)
+        elif way == self.longer:
+            self.held.append((q, task, self.now() + 60))
+
+    def later(self, task: FemtoTask) -> None:
+        self.workers[0].release(task, delay_s=self.chance.uniform(0, 40))
+
+    def longer(self, task: FemtoTask) -> None:
+        self.workers[0].extend(task, 60_000)
+
+    def step_die(self, q: FemtoQueue) -> None:
+        """Close, or let the lock go as a kill does; a namesake may live on."""
+        if self.chance.random() < 0.5:
+            q.close()
+        elif q._lease_fd is not None:
+            os.close(q._lease_fd)
+            q._lease_fd = None
+        self.workers[self.workers.index(q)] = self.queue(q.node_id)
+        self.held = [row for row in self.held if row[0] is not q]
+
+    def step_retry(self, q: FemtoQueue) -> None:
+        for name in self.names("failed"):
+            if self.chance.random() < 0.3:
+                q.retry(name)
+                self.alive.add(name)
+                self.ended.discard(name)
+
+    def step_wait(self, q: FemtoQueue) -> None:
+        self.time.advance(self.chance.choice((0.01, 0.3, 1.1, 5, 31)))
+
+    def test_random_lives_keep_every_promise(self) -> None:
+        """No task lost or held twice, no lease lost before its time; all is delivered at last."""
+        steps = [self.step_push, self.step_pop, self.step_pop, self.step_pop, self.step_settle]
+        steps += [self.step_settle, self.step_wait, self.step_die, self.step_retry]
+        for seed in range(12):
+            self.start(seed)
+            with self.subTest(seed=seed):
+                for _ in range(300):
+                    self.chance.choice(steps)(self.chance.choice(self.workers))
+                    where = self.check_invariants()
+                    self.assertEqual(set(where), self.alive | self.ended)
+                self.finish()
+            shutil.rmtree(self.path)
+            os.mkdir(self.path)
+
+    def finish(self) -> None:
+        for q in self.workers:
+            q.close()
+        self.time.advance(100)
+        q = self.queue("last")
+        delivered = {task.id for task in iter(q.pop, None)}
+        self.assertEqual(delivered, self.alive)
+        q.close()
+
+
 # What else stands in the directories
 
 
