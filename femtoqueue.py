@@ -746,7 +746,7 @@ class FemtoQueue:
         try:
             os.rename(waiting, path)
         except FileNotFoundError:
-            self._lost_a_race(waiting)
+            self._pass_over_the_taken()  # RACE: another worker won
             return None
         try:
             data = _read_record(path, ident)
@@ -761,15 +761,14 @@ class FemtoQueue:
             raise
         return FemtoTask(ident, data, attempts, lease)
 
-    def _lost_a_race(self, waiting: str) -> None:
-        """Another worker won, and more of our batch with it; or our own directory is gone."""
+    def _pass_over_the_taken(self) -> None:
+        """After a lost race, drop what else of our batch is gone.
+
+        To look costs a third of a rename() that fails, and holds up nobody. Not the race but our
+        own directory may be what is gone: the next listing makes it again.
+        """
+        pending = f"{self._root}pending/"
         with self._lock:
-            if os.access(waiting, os.F_OK):
-                if not self._in_place():
-                    self._take_place()
-                return
-            # To look costs a third of a rename() that fails, and holds up nobody.
-            pending = f"{self._root}pending/"
             while self._batch and not os.access(pending + self._batch[-1], os.F_OK):
                 self._batch.pop()
 

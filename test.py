@@ -931,6 +931,20 @@ class Liveness(QueueCase):
         clock.advance(31)
         self.pop(other)
 
+    def test_of_a_dead_worker_only_leases_of_this_boot_are_ended(self) -> None:
+        """Its directory may be another host's too, by the same node_id; that one may live."""
+        q = self.queue()
+        q.push_many([b"1", b"2"])
+        mine = os.path.basename(self.pop(q)._lease)
+        child, _ = self.worker("dead")
+        theirs = mine.replace(f"~{q._boot}~", "~12345678~")
+        os.rename(self.file("inflight-n1", mine), self.file("inflight-dead", theirs))
+        child.kill()
+        child.finish()
+        self.clock().advance(1)
+        self.assertEqual((self.pop(q).data, q.pop()), (b"2", None))
+        self.assertEqual(self.names("inflight-dead"), [theirs])
+
     def test_stats_tell_the_living_from_the_dead(self) -> None:
         q, clock = self.queue("watcher"), self.clock()
         q.push_many([b"1", b"2"])
@@ -1544,6 +1558,20 @@ class Faults(Interrupted):
 
         self.assertEqual(self.child(as_another).finish(), ([], 0))
 
+    def test_a_task_whose_file_can_not_be_read_is_back_in_pending_at_once(self) -> None:
+        """Another worker, or the same, may be luckier; no lease has to run out for it."""
+        q = self.queue()
+        ident = q.push(b"x")
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0].endswith(ident):
+                raise OSError(errno.EMFILE, "too many open files")
+
+        with hooked(refuse), self.assertRaises(OSError):
+            q.pop()
+        self.assertEqual(self.names("pending"), [ident])
+        self.assertEqual(self.pop(self.queue("n2")).attempts, 1)
+
     def test_one_unreadable_lease_directory_does_not_keep_the_others_from_being_cleared(
         self,
     ) -> None:
@@ -2097,6 +2125,18 @@ class Shrinking(QueueCase):
             clock.advance(2)
             self.assertEqual(self.drain(q), [b"x"])
         self.assertEqual(self.names("creating"), [])
+
+    def test_a_rename_into_the_directory_that_was_replaced_is_done_again(self) -> None:
+        """ENOENT though the source is there: the target's directory was the one to go."""
+        q, failures = self.queue(), [FileNotFoundError(errno.ENOENT, "replaced just now")]
+
+        def replaced(name: str, args: tuple[Any, ...]) -> None:
+            if name == "rename" and failures:
+                raise failures.pop()
+
+        with hooked(replaced):
+            q.push(b"x")
+        self.assertEqual((failures, self.drain(q)), ([], [b"x"]))
 
     def test_one_with_a_foreign_file_in_it_stays(self) -> None:
         q = self.queue()
