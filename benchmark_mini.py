@@ -101,27 +101,20 @@ class Floor:
         for fd in (self.creating, self.pending, self.inflight, self.done):
             os.close(fd)
 
-    def push(self, names: Iterable[str]) -> None:
+    def push(self, names: Iterable[str], *, sync: bool = False) -> None:
         record = HEADER + PAYLOAD
         creating, pending = self.creating, self.pending
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         for name in names:
             fd = os.open(name, flags, 0o666, dir_fd=creating)
             os.write(fd, record)
-            os.close(fd)
+            if not sync:
+                os.close(fd)
             os.rename(name, name, src_dir_fd=creating, dst_dir_fd=pending)
-
-    def push_synced(self, names: Iterable[str]) -> None:
-        record = HEADER + PAYLOAD
-        creating, pending = self.creating, self.pending
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        for name in names:
-            fd = os.open(name, flags, 0o666, dir_fd=creating)
-            os.write(fd, record)
-            os.rename(name, name, src_dir_fd=creating, dst_dir_fd=pending)
-            os.fsync(fd)
-            os.close(fd)
-            os.fsync(pending)
+            if sync:
+                os.fsync(fd)
+                os.close(fd)
+                os.fsync(pending)
 
     def drain(self, names: Iterable[tuple[str, str]]) -> None:
         pending, inflight, done = self.pending, self.inflight, self.done
@@ -180,7 +173,7 @@ def push_and_drain(base: str, results: Results, count: int) -> None:
 def synced_push(base: str, results: Results, count: int) -> None:
     with fresh_dir(base) as path:
         floor, names = Floor(path), task_names(count)
-        floor_s = timed(lambda: floor.push_synced(names))
+        floor_s = timed(lambda: floor.push(names, sync=True))
         sync_all = _find_syncfs(path) or (lambda fd: os.sync())
         more = task_names(100, "0000cccc")
         floor_many = timed(lambda: floor.push(more)) + timed(lambda: sync_all(floor.pending))

@@ -738,8 +738,7 @@ class FemtoQueue:
         form = _parse_pending(name)
         if form is None:
             return None  # not ours
-        before, ident = form.groups()
-        attempts = int(before) if before else 0
+        attempts, ident = int(form[1] or 0), form[2]
         waiting = f"{self._root}pending/{name}"
         if self.max_attempts is not None and attempts >= self.max_attempts:
             self._give_up(waiting, ident, attempts)

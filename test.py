@@ -1074,27 +1074,28 @@ class Liveness(QueueCase):
 
 
 class Sharing(QueueCase):
+    def consume(self, q: FemtoQueue, got: list[bytes], finished: threading.Event) -> None:
+        while True:
+            over = finished.is_set()
+            task = q.pop()
+            if task is not None:
+                got.append(task.data)
+                q.done(task)
+            elif over:
+                return
+
+    def push_range(self, q: FemtoQueue, name: int) -> None:
+        for number in range(300):
+            q.push(b"%d-%d" % (name, number))
+
     def test_threads_share_one_object(self) -> None:
         """Each task to one thread, while others push through the same object."""
-        q = self.queue()
+        q, finished = self.queue(), threading.Event()
         got: list[bytes] = []
-        finished = threading.Event()
-
-        def consume() -> None:
-            while True:
-                over = finished.is_set()
-                task = q.pop()
-                if task is not None:
-                    got.append(task.data)
-                    q.done(task)
-                elif over:
-                    return
-
-        pushers = [
-            threading.Thread(target=lambda n=n: [q.push(b"%d-%d" % (n, i)) for i in range(300)])
-            for n in range(3)
+        pushers = [threading.Thread(target=self.push_range, args=(q, n)) for n in range(3)]
+        consumers = [
+            threading.Thread(target=self.consume, args=(q, got, finished)) for _ in range(3)
         ]
-        consumers = [threading.Thread(target=consume) for _ in range(3)]
         for thread in pushers + consumers:
             thread.start()
         for thread in pushers:
@@ -1102,9 +1103,8 @@ class Sharing(QueueCase):
         finished.set()
         for thread in consumers:
             thread.join()
-        self.assertEqual(
-            Counter(got), Counter(b"%d-%d" % (n, i) for n in range(3) for i in range(300))
-        )
+        wanted = Counter(b"%d-%d" % (name, number) for name in range(3) for number in range(300))
+        self.assertEqual(Counter(got), wanted)
 
     def test_a_renewal_and_a_finish_in_two_threads_do_not_lose_each_other(self) -> None:
         """done() right after extend() in another thread finds the renewed name."""
@@ -1836,11 +1836,23 @@ class ForeignFiles(QueueCase):
         "new\nline",
     )
 
-    def snapshot(self) -> set[str]:
+    def everything(self) -> set[str]:
         found = set()
         for root, dirs, files in os.walk(self.path):
             found |= {os.path.join(root, name) for name in dirs + files}
         return found
+
+    def litter(self, directory: str) -> set[str]:
+        """Put every kind of foreign thing into a directory; return the paths."""
+        for name in self.NAMES:
+            self.put(name, b"FQ1 352441c2 3\nabc", directory)
+        os.mkdir(self.file(directory, "folder"))
+        os.symlink("/etc/passwd", self.file(directory, "link"))
+        os.mkfifo(self.file(directory, "fifo"))
+        not_unicode = os.fsdecode(b"\xff\xfe")
+        self.put(not_unicode, b"", directory)
+        names = (*self.NAMES, "folder", "link", "fifo", not_unicode)
+        return {os.path.normpath(self.file(directory, name)) for name in names}
 
     def test_what_is_not_ours_is_never_delivered_moved_removed_or_a_crash(self) -> None:
         """Files, folders, links and names of any bytes, in every directory."""
@@ -1848,30 +1860,18 @@ class ForeignFiles(QueueCase):
         q.push(b"1")
         q.close()
         self.queue("n2").pop()
+        foreign: set[str] = set()
         for directory in (".", *femtoqueue._DIRS, "inflight-n2"):
-            for name in self.NAMES:
-                self.put(name, b"FQ1 352441c2 3\nabc", directory)
-            os.mkdir(self.file(directory, "folder"))
-            os.symlink("/etc/passwd", self.file(directory, "link"))
-            os.mkfifo(self.file(directory, "fifo"))
-            with open(os.path.join(os.fsencode(self.file(directory)), b"\xff\xfe"), "wb"):
-                pass
-        foreign = {
-            path
-            for path in self.snapshot()
-            if os.path.basename(path)
-            in (*self.NAMES, "folder", "link", "fifo", os.fsdecode(b"\xff\xfe"))
-        }
+            foreign |= self.litter(directory)
         q = self.queue("n3")
         q.push(b"2")
         clock.advance(3700)
-        payloads = [task.data for task in iter(q.pop, None)]
-        self.assertEqual(payloads, [b"1", b"2"])
+        self.assertEqual([task.data for task in iter(q.pop, None)], [b"1", b"2"])
         q.stats()
         q.purge(0)
         q.retry_failed()
         q.close()
-        self.assertEqual(foreign - self.snapshot(), set())
+        self.assertEqual(foreign - self.everything(), set())
 
     def test_stray_things_that_look_like_lease_directories_are_left_alone(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -2023,29 +2023,30 @@ class ByHand(QueueCase):
 
 @FORK
 class Concurrency(QueueCase):
+    COUNT = 20_000
+
+    def push_and_drain(self, child: Child, first: int) -> None:
+        """Drain until all is done; the first two push half of the tasks each, meanwhile."""
+        q = FemtoQueue(self.path)
+        child.say("ready")
+        child.wait_for_go()
+        pushes = iter(range(first, self.COUNT, 2) if first < 2 else ())
+        popped: list[str] = []
+        while True:
+            for number in itertools.islice(pushes, 5):
+                q.push(b"%d" % number)
+            task = q.pop()
+            if task is not None:
+                popped.append(task.data.decode())
+                q.done(task)
+            elif len(self.names("done")) == self.COUNT:
+                break
+        child.say(" ".join(popped))
+        q.close()
+
     def test_eight_workers_deliver_twenty_thousand_tasks_exactly_once(self) -> None:
-        """While nobody dies. Two of the processes push, too."""
-        count = 20_000
-
-        def work(child: Child, first: int) -> None:
-            q = FemtoQueue(self.path)
-            child.say("ready")
-            child.wait_for_go()
-            pushes = iter(range(first, count, 2) if first < 2 else ())
-            popped: list[str] = []
-            while len(popped) < count:
-                for number in itertools.islice(pushes, 5):
-                    q.push(b"%d" % number)
-                task = q.pop()
-                if task is None and self.finished(q):
-                    break
-                if task is not None:
-                    popped.append(task.data.decode())
-                    q.done(task)
-            child.say(" ".join(popped))
-            q.close()
-
-        workers = [self.child(functools.partial(work, first=n)) for n in range(8)]
+        """While nobody dies."""
+        workers = [self.child(functools.partial(self.push_and_drain, first=n)) for n in range(8)]
         for worker in workers:
             worker.line()
         for worker in workers:
@@ -2053,11 +2054,8 @@ class Concurrency(QueueCase):
         lines = [worker.finish() for worker in workers]
         self.assertEqual([status for _, status in lines], [0] * 8)
         popped = [int(number) for said, _ in lines for number in said[0].split()]
-        self.assertEqual(sorted(popped), list(range(count)))
-        self.assertEqual(self.states(), {"done": count})
-
-    def finished(self, q: FemtoQueue) -> bool:
-        return len(os.listdir(self.file("done"))) == 20_000
+        self.assertEqual(sorted(popped), list(range(self.COUNT)))
+        self.assertEqual(self.states(), {"done": self.COUNT})
 
     def test_workers_that_are_killed_all_the_time_lose_nothing(self) -> None:
         """Every task is done at least once, though no timeout passes: 60 s."""
