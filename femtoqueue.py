@@ -282,11 +282,13 @@ class FemtoQueue:
         self._lease_fd: int | None = None  # first: __del__ reads it even when we raise
         if not isinstance(os.fspath(data_dir), str):
             raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
+        if not os.fspath(data_dir):
+            raise ValueError("data_dir must not be empty; for this directory say '.'")
         if node_id is not None and not _is_node_id(node_id):
             raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
         if timeout_stale_ms is not None:
             _positive("timeout_stale_ms", timeout_stale_ms)
-        if max_attempts is not None and (not isinstance(max_attempts, int) or max_attempts < 1):
+        if max_attempts is not None and (type(max_attempts) is not int or max_attempts < 1):
             raise ValueError(f"max_attempts must be None or at least 1, not {max_attempts!r}")
         self.data_dir = data_dir
         self.timeout_stale_ms = timeout_stale_ms
@@ -409,7 +411,7 @@ class FemtoQueue:
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
         if delay_s:
-            due_ns = min(_wall_ns() + int(delay_s * 1e9), _NEVER_NS)
+            due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
             self._settle(task, f"scheduled/{_stamped(due_ns, task.attempts, task.id)}")
             self._next_due_ns = min(self._next_due_ns, due_ns)
         else:
@@ -478,7 +480,7 @@ class FemtoQueue:
             raise ValueError(f"older_than_s must be 0 or more, not {older_than_s!r}")
         wanted = {states} if isinstance(states, str) else set(states)
         if not wanted <= {"done", "failed"}:
-            raise ValueError(f"states must be of 'done' and 'failed', not {sorted(wanted)!r}")
+            raise ValueError(f"states must be of 'done' and 'failed', not {wanted!r}")
         before_s = time.time() - older_than_s
         count = 0
         for state in sorted(wanted):
@@ -825,7 +827,7 @@ class FemtoQueue:
     def _give_up(self, waiting: str, ident: str, attempts: int) -> None:
         reason = f"delivered {attempts} times without done() or fail(): max_attempts reached"
         try:
-            self._bury(ident, reason, lambda: os.rename(waiting, f"{self._root}failed/{ident}"))
+            self._bury(ident, reason, lambda: _move(waiting, f"{self._root}failed/{ident}"))
         except FileNotFoundError:
             return  # RACE: another worker took it, or gave it up first
         _log().error("task %s was %s; it is in failed/", ident, reason)
@@ -1180,7 +1182,8 @@ def _read_task(path: str, attempts: int, ident: str) -> FemtoTask | None:
 
 
 def _move(source: str, target: str, sync: bool = False) -> None:
-    """rename(), for targets that nobody else can be making.
+    """rename(2), by the name that overwrites on Windows too: a task that was run again by hand
+    ends where it ended before.
 
     RACE: a target directory that was replaced just then (_shrink_pending) gives ENOENT as if the
     source were gone; it is there, so once more. sync: the file first reaches the disk.
@@ -1188,11 +1191,11 @@ def _move(source: str, target: str, sync: bool = False) -> None:
     if sync:
         _sync_path(source)
     try:
-        os.rename(source, target)
+        os.replace(source, target)
     except FileNotFoundError:
         if not os.path.lexists(source):
             raise
-        os.rename(source, target)
+        os.replace(source, target)
 
 
 def _unlinked(path: str, or_fail: bool = True) -> bool:
@@ -1261,7 +1264,7 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
         return
     except FileNotFoundError:
         parent = os.path.dirname(path)
-        if parent == path or os.path.isdir(parent):
+        if parent == path or os.path.lexists(parent):  # a link to nowhere is none to be made
             raise
         _make_dir(parent, 0o777, sync)
         _make_dir(path, mode, sync)

@@ -356,6 +356,12 @@ class Lifecycle(QueueCase):
             q.release(task, delay_s="1")  # type: ignore[arg-type]
         q.done(task)
 
+    def test_release_for_longer_than_there_are_names_waits_until_the_last(self) -> None:
+        q = self.queue()
+        q.push(b"1")
+        q.release(self.pop(q), delay_s=1e300)
+        self.assertEqual((q.pop(), len(self.names("scheduled"))), (None, 1))
+
     def test_scheduled_task_comes_when_it_is_due_and_joins_the_back(self) -> None:
         q, clock = self.queue(), self.clock()
         ident = q.schedule(b"later", (time.time() + 100) * 1e6)
@@ -444,6 +450,8 @@ class Lifecycle(QueueCase):
         q.push(b"1")
         with self.assertRaisesRegex(ValueError, "pending"):
             q.purge(0, states=("done", "pending"))
+        with self.assertRaisesRegex(ValueError, "7"):
+            q.purge(0, states=("done", 7))  # type: ignore[arg-type]
         for bad in (-1, float("nan")):
             with self.assertRaises(ValueError):
                 q.purge(bad)
@@ -1157,8 +1165,8 @@ class Durability(QueueCase):
             if name == "fsync":
                 is_dir = stat.S_ISDIR(os.fstat(args[0]).st_mode)
                 seen.append(f"fsync {'directory' if is_dir else 'file'}")
-            elif name in ("rename", "unlink"):
-                seen.append(name)
+            elif name in ("rename", "replace", "unlink"):
+                seen.append("rename" if name == "replace" else name)
 
         with hooked(note):
             work()
@@ -1635,6 +1643,17 @@ class Faults(Interrupted):
         with self.assertRaises(NotADirectoryError):
             FemtoQueue(os.path.join(path, "below"))
 
+    def test_a_data_dir_that_is_a_dangling_link_is_an_error_and_a_link_to_one_is_not(self) -> None:
+        dangling, link = self.file("dangling"), self.file("link")
+        os.symlink("nowhere", dangling)
+        with self.assertRaises(FileNotFoundError):
+            FemtoQueue(dangling)
+        os.symlink(self.file("real"), link)
+        os.mkdir(self.file("real"))
+        with FemtoQueue(link) as q:
+            q.push(b"x")
+        self.assertEqual(len(self.names("real/pending")), 1)
+
     def test_arguments_are_checked_before_anything_is_made(self) -> None:
         jobs = os.path.join(self.path, "jobs")
         bad: list[tuple[type[Exception], str, dict[str, Any]]] = [
@@ -1649,12 +1668,15 @@ class Faults(Interrupted):
             (ValueError, "timeout_stale_ms", {"timeout_stale_ms": float("nan")}),
             (TypeError, "timeout_stale_ms", {"timeout_stale_ms": "1"}),
             (ValueError, "max_attempts", {"max_attempts": 0}),
+            (ValueError, "max_attempts", {"max_attempts": True}),
         ]
         for kind, name, settings in bad:
             with self.assertRaisesRegex(kind, name):
                 FemtoQueue(jobs, **settings)
         with self.assertRaisesRegex(TypeError, "data_dir"):
             FemtoQueue(b"jobs")  # type: ignore[arg-type]
+        with self.assertRaisesRegex(ValueError, "data_dir"):
+            FemtoQueue("")
         self.assertFalse(os.path.exists(jobs))
 
 
@@ -2127,7 +2149,7 @@ class Shrinking(QueueCase):
         q, failures = self.queue(), [FileNotFoundError(errno.ENOENT, "replaced just now")]
 
         def replaced(name: str, args: tuple[Any, ...]) -> None:
-            if name == "rename" and failures:
+            if name == "replace" and failures:
                 raise failures.pop()
 
         with hooked(replaced):
@@ -2222,6 +2244,31 @@ class NoLocks(QueueCase):
             q = self.queue()
             q.push(b"abc")
             self.assertEqual(self.drain(q), [b"abc"])
+
+
+class Overwriting(QueueCase):
+    """rename() that fails where the target is there, as on Windows."""
+
+    def test_finishing_a_task_that_was_finished_before_works(self) -> None:
+        """A person ran it again by `cp done/ID pending/`, or failed it twice."""
+
+        def rename(source: str, target: str) -> None:
+            if os.path.lexists(target):
+                raise FileExistsError(errno.EEXIST, "there already", target)
+            os.replace(source, target)
+
+        q = self.queue()
+        ident = q.push(b"x")
+        with mock.patch("os.rename", rename):
+            for end in (q.done, q.done):
+                end(_taken(q))
+                shutil.copy(self.file("done", ident), self.file("pending", ident))
+            os.unlink(self.file("done", ident))
+            for reason in ("first", "second"):
+                q.fail(_taken(q), reason)
+                os.replace(self.file("failed", ident), self.file("pending", ident))
+        with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "second\n")
 
 
 class Compatibility(QueueCase):
