@@ -110,6 +110,7 @@ _DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
 _BATCH = 1 << 17  # pending names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
 _MAX_LISTINGS = 8  # by one pop() that loses every claim to others
+_MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
 _READ_BYTES = 4096  # a record of this size or less is read with one call
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 _LEFTOVER_NS = 3600 * 10**9
@@ -1186,16 +1187,18 @@ def _move(source: str, target: str, sync: bool = False) -> None:
     ends where it ended before.
 
     RACE: a target directory that was replaced just then (_shrink_pending) gives ENOENT as if the
-    source were gone; it is there, so once more. sync: the file first reaches the disk.
+    source were gone; both are there, so again. sync: the file first reaches the disk.
     """
     if sync:
         _sync_path(source)
-    try:
-        os.replace(source, target)
-    except FileNotFoundError:
-        if not os.path.lexists(source):
-            raise
-        os.replace(source, target)
+    for _ in range(_MAX_REPLACED):
+        try:
+            os.replace(source, target)
+            return
+        except FileNotFoundError:
+            if not os.path.lexists(source) or not os.path.isdir(os.path.dirname(target)):
+                raise
+    os.replace(source, target)
 
 
 def _unlinked(path: str, or_fail: bool = True) -> bool:

@@ -2103,29 +2103,27 @@ class Concurrency(QueueCase):
         where = self.check_invariants(leftovers=True)
         self.assertEqual(where, dict.fromkeys(ids, "done"))
 
-    def test_pending_is_replaced_while_processes_push(self) -> None:
+    def test_pending_is_replaced_while_a_process_pushes(self) -> None:
         """The fresh directory takes an empty one's place only; no push is lost or refused."""
 
-        def work(child: Child) -> None:
+        def drain(child: Child) -> None:
             q = FemtoQueue(self.path)
-            child.wait_for_go()
-            for _ in range(400):
-                q.push(b"x")
-            child.say("pushed")
-
-        pushers = [self.child(work) for _ in range(2)]
-        with mock.patch.object(femtoqueue, "_SHRINK_BYTES", -1):
-            q, popped = self.queue(), 0
-            for pusher in pushers:
-                pusher.go()
-            while popped < 800:
+            while True:
                 q._listing.at_s = 0.0
                 task = q.pop()
                 if task:
-                    popped += 1
                     q.done(task)
-        self.assertEqual([pusher.finish() for pusher in pushers], [(["pushed"], 0)] * 2)
-        self.assertEqual(self.states(), {"done": 800})
+
+        with mock.patch.object(femtoqueue, "_SHRINK_BYTES", -1):
+            workers = [self.child(drain) for _ in range(3)]
+        q = self.queue()
+        for _ in range(1500):
+            q.push(b"x")
+        for worker in workers:
+            worker.end()
+        for task in iter(q.pop, None):
+            q.done(task)
+        self.assertEqual(Counter(self.check_invariants(leftovers=True).values()), {"done": 1500})
 
 
 class Shrinking(QueueCase):
@@ -2145,8 +2143,8 @@ class Shrinking(QueueCase):
         self.assertEqual(self.names("creating"), [])
 
     def test_a_rename_into_the_directory_that_was_replaced_is_done_again(self) -> None:
-        """ENOENT though the source is there: the target's directory was the one to go."""
-        q, failures = self.queue(), [FileNotFoundError(errno.ENOENT, "replaced just now")]
+        """ENOENT though the source is there: the target's directory was the one to go, twice."""
+        q, failures = self.queue(), [FileNotFoundError(errno.ENOENT, "replaced just now")] * 2
 
         def replaced(name: str, args: tuple[Any, ...]) -> None:
             if name == "replace" and failures:
