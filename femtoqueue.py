@@ -119,6 +119,11 @@ _BASE_INTERVAL_S = 0.25  # between two looks for due tasks and dead workers
 # ext2 to ext4, xfs, btrfs, f2fs, tmpfs: f_type of statfs(2)
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
 _RENAMES_OPEN_FILES = os.name == "posix"
+# EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
+_NO_LOCKS = (
+    *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
+    *(errno.EBADF, errno.EINVAL),
+)
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -561,7 +566,7 @@ class FemtoQueue:
                 _log().warning("%s could not be cleared: %s", self._lease_dir, error)
             finally:
                 if fd is not None:
-                    os.close(fd)
+                    _let_go(fd)
 
     def __enter__(self) -> FemtoQueue:
         return self
@@ -647,7 +652,7 @@ class FemtoQueue:
                     return
             finally:
                 if to_close is not None:
-                    os.close(to_close)
+                    _let_go(to_close)
 
     def _in_place(self) -> bool:
         if fcntl is None:
@@ -967,7 +972,7 @@ class FemtoQueue:
                 self._put_back_all(directory, self._boot)
                 _remove_empty_dir(directory)  # not with another boot's leases, or foreign files
         finally:
-            os.close(fd)
+            _let_go(fd)
 
     def _sweep(self) -> None:
         """Remove what a killed process left in creating/: it was never acknowledged."""
@@ -1344,10 +1349,17 @@ def _flock(fd: int, how: str) -> bool | None:
     except BlockingIOError:
         return False  # somebody is alive
     except OSError as error:
-        if error.errno in (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+        if error.errno in _NO_LOCKS:
             return None
         raise
     return True
+
+
+def _let_go(fd: int) -> None:
+    """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock, too."""
+    with contextlib.suppress(OSError):  # no locks here
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _open_dir(path: str) -> int | None:
@@ -1376,7 +1388,7 @@ def _liveness(directory: str, has_leases_of_this_boot: bool) -> str:
     try:
         free = _flock(fd, "exclusive")
     finally:
-        os.close(fd)
+        _let_go(fd)
     if free is False:
         return "alive"
     return "dead" if free and has_leases_of_this_boot else "unknown"

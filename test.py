@@ -1060,6 +1060,24 @@ class Liveness(QueueCase):
         child._said.close()
         os.close(child._goes)
 
+    def test_a_fork_while_another_thread_looks_at_a_directory_keeps_no_lock(self) -> None:
+        """The child has a copy of the observer's descriptor, and would keep its owner waiting."""
+        import fcntl
+
+        q, take = self.queue(), femtoqueue._flock
+        os.mkdir(self.file("inflight-n2"))
+
+        def fork_then(fd: int, how: str) -> bool | None:
+            taken = take(fd, how)
+            self.child(lambda child: child.wait_for_go())
+            return taken
+
+        with mock.patch.object(femtoqueue, "_flock", fork_then):
+            q.stats()
+        fd = os.open(self.file("inflight-n2"), os.O_RDONLY)
+        self.addCleanup(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
     def test_a_forked_child_is_a_worker_of_its_own(self) -> None:
         q = self.queue(None)
         q.push_many([b"1", b"2"])
@@ -2220,8 +2238,8 @@ class NoLocks(QueueCase):
         self.check_deadlines(self.without_fcntl())
 
     def test_without_flock_leases_end_by_their_deadlines(self) -> None:
-        """As on file systems that answer ENOLCK or EOPNOTSUPP."""
-        for code in (errno.ENOLCK, errno.EOPNOTSUPP):
+        """As on file systems that answer ENOLCK, EOPNOTSUPP or, NFS to an exclusive one, EBADF."""
+        for code in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
             error = OSError(code, os.strerror(code))
             with mock.patch("fcntl.flock", side_effect=error):
                 self.check_deadlines(femtoqueue)
