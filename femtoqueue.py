@@ -580,7 +580,7 @@ class FemtoQueue:
 
     def __getstate__(self) -> dict[str, Any]:
         return {
-            "data_dir": self._root,
+            "data_dir": os.path.dirname(self._root),
             "node_id": self._given_node_id,
             "timeout_stale_ms": self.timeout_stale_ms,
             "sync_after_write": self.sync_after_write,
@@ -604,11 +604,11 @@ class FemtoQueue:
         self._timeout_ns = _lease_ns(self.timeout_stale_ms)
         self._seen = 0  # how many names pending/ had when it was listed last
         self._next_due_ns = self._next_end_ns = 0
-        self._listing = _Chore(self._list_pending, every_s=1.0)
-        self._waking = _Chore(self._wake_due, every_s=_BASE_INTERVAL_S)
+        self._listing = _Chore(FemtoQueue._list_pending, every_s=1.0)
+        self._waking = _Chore(FemtoQueue._wake_due, every_s=_BASE_INTERVAL_S)
         interval_s = min(_BASE_INTERVAL_S, self._timeout_ns / 4e9)
-        self._reclaiming = _Chore(self._reclaim, every_s=interval_s)
-        self._sweeping = _Chore(self._sweep, every_s=600.0)
+        self._reclaiming = _Chore(FemtoQueue._reclaim, every_s=interval_s)
+        self._sweeping = _Chore(FemtoQueue._sweep, every_s=600.0)
         self._attend_at_ns = 0
 
     def _after_fork(self) -> None:
@@ -869,7 +869,7 @@ class FemtoQueue:
             chores = (self._waking, self._reclaiming, self._sweeping, self._listing)
             for chore in chores:
                 if time.monotonic() >= chore.at_s:
-                    chore()
+                    chore(self)
             self._attend_at_ns = self._anchor_ns + int(min(chore.at_s for chore in chores) * 1e9)
         finally:
             self._lock.release()
@@ -880,10 +880,10 @@ class FemtoQueue:
             if self._batch:
                 return True  # another thread did
             if _wall_ns() >= self._next_due_ns:
-                self._waking()
+                self._waking(self)
             if self._now_ns() >= self._next_end_ns:
-                self._reclaiming()
-            self._listing()
+                self._reclaiming(self)
+            self._listing(self)
             return bool(self._batch)
 
     def _list_pending(self) -> None:
@@ -1046,13 +1046,15 @@ if hasattr(os, "register_at_fork"):
 class _Chore:
     """A thing that pop() does now and then: every_s seconds apart, or 20 times what it cost."""
 
-    def __init__(self, run: Callable[[], None], every_s: float) -> None:
+    def __init__(self, run: Callable[[FemtoQueue], None], every_s: float) -> None:
+        # A plain function: a bound method would tie the queue into a cycle, and a dropped queue
+        # would keep its lock until the garbage collector comes by.
         self.run, self.every_s, self.at_s = run, every_s, 0.0
 
-    def __call__(self) -> None:
+    def __call__(self, queue: FemtoQueue) -> None:
         started_s = time.monotonic()
         try:
-            self.run()
+            self.run(queue)
         finally:  # also when it failed: pop() has other things to do than to fail at it again
             ended_s = time.monotonic()
             self.at_s = ended_s + max(self.every_s, 20 * (ended_s - started_s))
