@@ -250,7 +250,8 @@ class FemtoQueue:
 
     node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). A worker that
     comes back under its old node_id takes back at once what it held. Objects that live at the
-    same time may share one; they don't steal from each other.
+    same time may share one: they don't steal from each other, but what one of them held when it
+    was killed then waits for its deadline, or until the last of them ends.
     timeout_stale_ms is the lease (visibility timeout) that pop() takes, in milliseconds. None:
     as long as the holder lives; after a reboot, and where there is no flock, only a restart of
     its own node_id or release by hand brings such a task back.

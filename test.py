@@ -925,6 +925,22 @@ class Liveness(QueueCase):
         child.go()
         self.assertEqual(child.finish()[1], 0)
 
+    def test_a_killed_namesakes_task_waits_for_its_deadline_or_for_the_last_of_them(self) -> None:
+        """The directory's lock says that one of them lives, not which."""
+        q, clock = self.queue("same"), self.clock()
+        q.push_many([b"1", b"2", b"3"])
+        first, _ = self.worker("same")
+        second, _ = self.worker("same")
+        first.kill()
+        first.finish()
+        clock.advance(1)
+        watcher = self.queue("watcher")
+        self.assertEqual((self.pop(watcher).data, watcher.pop()), (b"3", None))
+        second.kill()
+        second.finish()
+        clock.advance(1)
+        self.assertEqual([task.data for task in iter(watcher.pop, None)], [b"1", b"2"])
+
     def test_after_a_reboot_only_the_deadline_counts(self) -> None:
         """A lease of another boot may be another host's: nobody to be seen is no proof of death."""
         with mock.patch.object(femtoqueue, "_read_boot_id", return_value="the boot before"):
