@@ -2084,21 +2084,30 @@ class ByHand(QueueCase):
 class Concurrency(QueueCase):
     COUNT = 20_000
 
+    def pop_and_finish(self, q: FemtoQueue) -> list[str]:
+        task = q.pop()
+        if task is None:
+            return []
+        q.done(task)
+        return [task.data.decode()]
+
     def push_and_drain(self, child: Child, first: int) -> None:
         """Drain until all is done; the first two push half of the tasks each, meanwhile."""
         q = FemtoQueue(self.path)
         child.say("ready")
         child.wait_for_go()
-        pushes = iter(range(first, self.COUNT, 2) if first < 2 else ())
+        numbers = range(first, self.COUNT, 2) if first < 2 else ()
         popped: list[str] = []
+        for number in numbers:
+            q.push(b"%d" % number)
+            popped += self.pop_and_finish(q) if number % 5 == 0 else []
+        if numbers:
+            self.put(f"pushed-{first}", b"", "")
         while True:
-            for number in itertools.islice(pushes, 5):
-                q.push(b"%d" % number)
-            task = q.pop()
-            if task is not None:
-                popped.append(task.data.decode())
-                q.done(task)
-            elif len(self.names("done")) == self.COUNT:
+            over = all(os.path.exists(self.file(f"pushed-{n}")) for n in (0, 1))
+            finished = self.pop_and_finish(q)
+            popped += finished
+            if over and not finished:
                 break
         child.say(" ".join(popped))
         q.close()
