@@ -2,7 +2,7 @@
 
     from femtoqueue import FemtoQueue
 
-    q = FemtoQueue("jobs", "worker-1")      # any number of processes, one directory
+    q = FemtoQueue("jobs")                  # any number of processes, one directory
     q.push(b"resize 42.png")
     while task := q.pop():
         print(task.id, task.data)           # the work; then:
