@@ -2042,6 +2042,16 @@ class ByHand(QueueCase):
         self.assertEqual(self.sh("grep -l two pending/*").strip(), f"pending/{ids[1]}")
         self.assertGreater(int(self.sh("du -s .").split()[0]), 0)
 
+    def test_a_copy_is_a_queue(self) -> None:
+        """What was in flight comes back in it: nobody holds the copy's lease."""
+        q = self.queue(timeout_stale_ms=None)
+        q.push_many([b"1", b"2"])
+        self.pop(q)
+        with tempfile.TemporaryDirectory() as backup:
+            self.sh("cp -a . $BACKUP/jobs", BACKUP=backup)
+            with FemtoQueue(os.path.join(backup, "jobs")) as copy:
+                self.assertEqual([task.data for task in iter(copy.pop, None)], [b"1", b"2"])
+
     def test_touch_paused_stops_and_rm_paused_resumes(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"1")
