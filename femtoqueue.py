@@ -1287,9 +1287,9 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
 class _BatchSync:
     """Makes what is renamed into a directory durable when the block ends, also by an error.
 
-    On Linux one syncfs() does it. It has to be opened first: it reports the write errors since
-    then. Elsewhere, and on file systems not known to take syncfs() to the disk (FUSE does not),
-    `each_file` tells the caller to sync its files, and the directory is synced here.
+    On Linux one syncfs() does it. It has to be opened first: from Linux 5.8 on it reports the write
+    errors since then. Elsewhere, and on file systems not known to take syncfs() to the disk (FUSE
+    does not), `each_file` tells the caller to sync its files, and the directory is synced here.
     """
 
     def __init__(self, directory: str, wanted: bool) -> None:
