@@ -554,6 +554,7 @@ class FemtoQueue:
         """
         with self._lock:
             self._batch.clear()
+            self._newcomer = True
             fd, self._lease_fd = self._lease_fd, None
             if fd is None and fcntl is not None:
                 return
@@ -576,7 +577,7 @@ class FemtoQueue:
         self.close()
 
     def __del__(self) -> None:
-        if self._lease_fd is not None:
+        if self._lease_fd is not None and _let_go is not None:  # None: the interpreter ends
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -603,6 +604,7 @@ class FemtoQueue:
         self._lease_dir = f"{self._root}inflight-{self.node_id}"
         self._batch: list[str] = []  # names in pending/, the oldest last
         self._timeout_ns = _lease_ns(self.timeout_stale_ms)
+        self._newcomer = True  # has had no place yet: what stands in its directory is a dead one's
         self._seen = 0  # how many names pending/ had when it was listed last
         self._next_due_ns = self._next_end_ns = 0
         self._listing = _Chore(FemtoQueue._list_pending, every_s=1.0)
@@ -628,6 +630,7 @@ class FemtoQueue:
 
     def _take_place(self) -> None:
         """Open and lock inflight-<node>/, and take back what an earlier holder left in it."""
+        self._batch.clear()  # nothing is claimed until there is a place, also when we raise
         while True:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self._lease_dir)
@@ -643,13 +646,15 @@ class FemtoQueue:
                 if _flock(fd, "shared") is None:
                     self._boot = os.urandom(4).hex()  # no locks here: nobody can see us live
                 # Alone here: whoever held these leases is dead, on this boot or an earlier one.
-                elif _flock(fd, "exclusive"):
+                # Only a newcomer: later, another thread may have claimed into it just now.
+                elif self._newcomer and _flock(fd, "exclusive"):
                     self._put_back_all(self._lease_dir, None)
                 _flock(fd, "shared")
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if _leads_to(self._lease_dir, fd):
                     # The old place goes last: it may come back, with what we hold in it.
                     self._lease_fd, to_close = fd, self._lease_fd
+                    self._newcomer = False
                     return
             finally:
                 if to_close is not None:
@@ -796,7 +801,8 @@ class FemtoQueue:
                 else:
                     _move(path, self._root + target)
             except FileNotFoundError:
-                os.stat(os.path.dirname(self._root + (target or "")))  # gone: disk trouble
+                place = os.path.dirname(target or "")
+                os.stat(self._root + (place if place in _DIRS else ""))  # gone: disk trouble
                 raise self._lease_lost(task) from None
 
     def _lease_lost(self, task: FemtoTask) -> LeaseLost:
@@ -904,8 +910,8 @@ class FemtoQueue:
         between finds out in _move().
         """
         pending = f"{self._root}pending"
-        old = os.stat(pending)
-        if old.st_size <= _SHRINK_BYTES:
+        old = os.lstat(pending)
+        if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
             return
         fresh = f"{self._root}creating/{self._new_id()}.pending"
         os.mkdir(fresh)
@@ -1431,16 +1437,15 @@ def _read_anchor(path: str) -> int | None:
 
 def _put_first(aside: str, path: str) -> None:
     """Put a clock file in place unless another process was first; then that one counts."""
-    if os.path.lexists(path):  # and _read_anchor() made nothing of it
-        os.replace(aside, path)
-        return
     try:
         os.link(aside, path)
     except FileExistsError:
-        return  # RACE: another was first
+        if _read_anchor(path) is None:  # rubbish; looked at now, another may just have been first
+            os.replace(aside, path)
     except (AttributeError, OSError):
         # No hard links here. Two who come at once may disagree by the microseconds between them.
-        os.replace(aside, path)
+        if _read_anchor(path) is None:
+            os.replace(aside, path)
 
 
 # Arguments and messages

@@ -671,6 +671,24 @@ class Ordering(QueueCase):
             self.queue().push(b"%d" % number)
         self.assertEqual(self.drain(self.queue()), [b"%d" % n for n in range(len(rubbish) + 1)])
 
+    def test_an_anchor_that_another_set_meanwhile_is_not_overwritten(self) -> None:
+        """We read none, it was put in place, the wall clock jumped: its clock is ours too."""
+        clock = self.clock()
+        draw = FemtoQueue._draw_anchor
+        others: list[FemtoQueue] = []
+
+        def slow_draw(q: FemtoQueue) -> int:
+            if not others:
+                others.append(q)
+                others[0] = self.queue("quick")
+                clock.wall_shift_s = -3600.0
+            return draw(q)
+
+        with mock.patch.object(FemtoQueue, "_draw_anchor", slow_draw):
+            slow = self.queue("slow")
+        self.assertEqual(slow._anchor_ns, others[0]._anchor_ns)
+        self.assertEqual(self.queue("later")._anchor_ns, slow._anchor_ns)
+
     def test_a_task_named_for_the_far_future_does_not_take_the_clock_along(self) -> None:
         """An id at the end of the range, put there by hand, must not leave names without room."""
         os.mkdir(self.file("done"))
@@ -1115,6 +1133,54 @@ class Liveness(QueueCase):
         self.assertNotEqual((node_id, tag), (q.node_id, q._tag))
         q.done(mine)
         self.assertEqual(self.states(), {"done": 2})
+
+
+class PlaceLost(QueueCase):
+    """A worker whose own lease directory was removed while it lives."""
+
+    def test_what_another_thread_claims_meanwhile_is_not_put_back(self) -> None:
+        """Only a newcomer finds a dead one's leases in its directory; later they are its own."""
+        q, take = self.queue(), femtoqueue._flock
+        names = q.push_many([b"1", b"2", b"3"])
+        q.done(self.pop(q))
+        os.rmdir(q._lease_dir)
+        claimed: list[FemtoTask | None] = []
+
+        def claim_first(fd: int, how: str) -> bool | None:
+            if not claimed:  # as a thread does that has the name in its hands already
+                claimed.append(q._claim(names[1], q._now_ns()))
+            return take(fd, how)
+
+        with mock.patch.object(femtoqueue, "_flock", claim_first):
+            q._list_pending()
+        assert claimed[0] is not None
+        self.assertEqual((self.pop(q).data, q.pop()), (b"3", None))
+        q.done(claimed[0])
+
+    def test_nothing_is_claimed_while_the_place_can_not_be_taken(self) -> None:
+        """Names that were listed before must not go to a directory that nobody has locked."""
+        q, clock = self.queue(), self.clock()
+        q.push_many([b"1", b"2", b"3"])
+        q.done(self.pop(q))
+        os.rmdir(q._lease_dir)
+        clock.advance(2)
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0] == q._lease_dir:
+                raise OSError(errno.EMFILE, "too many open files")
+
+        with hooked(refuse):
+            for _ in range(3):
+                self.assertRaises(OSError, q.pop)
+        self.assertEqual(self.pop(q).data, b"2")
+        self.assertEqual(self.pop(self.queue("n2")).data, b"3")
+
+    def test_extend_says_that_the_lease_is_lost(self) -> None:
+        q = self.queue()
+        q.push(b"1")
+        task = self.pop(q)
+        shutil.rmtree(q._lease_dir)
+        self.assertRaises(LeaseLost, q.extend, task)
 
 
 class Sharing(QueueCase):
@@ -2209,6 +2275,14 @@ class Shrinking(QueueCase):
         with hooked(replaced):
             q.push(b"x")
         self.assertEqual((failures, self.drain(q)), ([], [b"x"]))
+
+    def test_a_pending_that_is_a_link_stays_and_is_no_error(self) -> None:
+        q = self.queue()
+        os.rename(self.file("pending"), self.file("elsewhere"))
+        os.symlink("elsewhere", self.file("pending"))
+        with mock.patch.object(femtoqueue, "_SHRINK_BYTES", -1):
+            self.assertIsNone(q.pop())
+        self.assertEqual((self.names("creating"), os.path.islink(self.file("pending"))), ([], True))
 
     def test_one_with_a_foreign_file_in_it_stays(self) -> None:
         q = self.queue()
