@@ -144,7 +144,7 @@ _PARSE = {
         "scheduled": f"{_NS}~{_ATTEMPTS}~{_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
         "done": _ID,
-        "failed": _ID,
+        "failed": f"(?:{_NS}~{_ATTEMPTS}~)?{_ID}",  # by hand, a name may come from pending/
         "reason": rf"{_ID}\.error",
     }.items()
 }
@@ -452,13 +452,16 @@ class FemtoQueue:
         Raises TaskNotFound if no such task is in failed/, ValueError if id is none.
         """
         _check_id(id)
-        if not os.path.lexists(f"{self._root}failed/{id}"):
+        failed = f"{self._root}failed/{id}"
+        if not os.path.lexists(failed):
+            failed = next((path for path, _, ident in self._find("failed") if ident == id), "")
+        if not failed:
             raise TaskNotFound(f"no task {id} in failed/")
         # The reason goes first: after the rename, a new one may be written at any time.
         _unlinked(f"{self._root}failed/{id}.error")
         name = _stamped(self._next_order(), 0, id)
         try:
-            _move(f"{self._root}failed/{id}", f"{self._root}pending/{name}")
+            _move(failed, f"{self._root}pending/{name}")
         except FileNotFoundError:  # RACE: another retry won
             os.stat(f"{self._root}pending")
             raise TaskNotFound(f"no task {id} in failed/") from None
@@ -469,9 +472,9 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first; return how many."""
         count = 0
-        for name, _ in self._listed("failed"):
+        for _, form in self._listed("failed"):
             try:
-                self.retry(name)
+                self.retry(form["id"])
             except TaskNotFound:
                 continue  # RACE: somebody else retried or removed it
             count += 1
@@ -539,7 +542,12 @@ class FemtoQueue:
             task = _read_task(f"{self._root}{directory}/{id}", 0, id)
             if task is not None:
                 return task
-        for state in ("scheduled", "pending", "inflight"):  # as a task moves, so not to miss it
+        for state in (
+            "scheduled",
+            "pending",
+            "inflight",
+            "failed",
+        ):  # as a task moves, so not to miss it
             for path, attempts, ident in self._find(state):
                 if ident == id:
                     return _read_task(path, attempts, id)

@@ -2072,6 +2072,18 @@ class ByHand(QueueCase):
         q.retry(second)
         self.assertEqual(self.drain(q), [b"2"])
 
+    def test_mv_to_failed_of_a_task_that_was_delivered_before_is_seen_there(self) -> None:
+        """Its name is the long one; stats, peek, retry and purge know it by its id."""
+        q = self.queue()
+        ids = q.push_many([b"1", b"2"])
+        for _ in ids:
+            q.release(self.pop(q))
+        self.sh("mv pending/* failed/")
+        self.assertEqual((q.stats().failed, q.peek(ids[0])), (2, FemtoTask(ids[0], b"1", 1)))
+        q.retry(ids[1])
+        self.assertEqual(q.retry_failed(), 1)
+        self.assertEqual(self.drain(q), [b"2", b"1"])
+
     def test_rm_from_pending_cancels(self) -> None:
         q = self.queue()
         _, second, _ = q.push_many([b"1", b"2", b"3"])
