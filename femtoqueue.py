@@ -28,14 +28,15 @@ Every change of state is one system call, and the task has changed hands when it
     step     method          from                 to                                committed by
     publish  _publish        creating/<id>        pending/, scheduled/              rename
     due      _wake_due       scheduled/           pending/<now>~<n>~<id>            rename
-    claim    _claim          pending/             inflight-<node>/<deadline>~<n+1>  rename
+    claim    _claim, _seize  pending/             inflight-<node>/<deadline>~<n+1>  rename
+    undo     _hand_back      inflight-<node>/     pending/                          rename
     finish   _settle         inflight-<node>/     done/<id>                         rename or unlink
     fail     _bury           inflight-<node>/     failed/<id>; then its .error      rename
     release  _settle         inflight-<node>/     pending/ or scheduled/            rename
     extend   extend          inflight-<node>/     the same, with a new deadline     rename
     put back _put_back       a dead one's lease   pending/<order of id>~<n>~<id>    rename
     give up  _give_up        pending/             failed/<id>, at max_attempts      rename
-    retry    retry           failed/<id>          pending/<now>~0~<id>              rename
+    retry    _retried        failed/<id>          pending/<now>~0~<id>              rename
     purge    purge           done/, failed/       nowhere                           unlink
 
 Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
@@ -56,8 +57,8 @@ Not guaranteed: exactly once. A task runs twice when its worker died, or was lat
 deadline, or (without sync) when power was lost after done(): make handlers idempotent.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
-have clocks within a second of each other, and node_ids of their own; a lease of another host
-ends by its deadline only, as do all where there is no flock or no boot id (Windows, macOS).
+have wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a
+lease of another host ends by its deadline only, as do all without flock or boot id (not Linux).
 Names that are not of the forms above are other people's files: never delivered, moved, removed.
 """
 
@@ -124,6 +125,7 @@ _NO_LOCKS = (
     *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EBADF, errno.EINVAL),
 )
+_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -136,19 +138,23 @@ _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLL
 _NS = "0[0-8][0-9]{18}"
 _ID = f"(?P<id>{_NS}-[0-9a-f]{{8}})"
 _ATTEMPTS = "(?P<attempts>[0-9]{1,6})"
+# Written without <boot>, and in done/ and failed/ only as an id; but by hand, a task may come from
+# anywhere, under the name that it had there.
+_WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:[0-9a-f]{{8}}~)?)?{_ID}"
 _PARSE = {
     state: re.compile(form).fullmatch
     for state, form in {
         "creating": rf"{_ID}(?:\.(?:clock|error|pending))?",
-        "pending": f"(?:{_NS}~{_ATTEMPTS}~)?{_ID}",
+        "pending": _WAITING,
         "scheduled": f"{_NS}~{_ATTEMPTS}~{_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
-        "done": _ID,
-        "failed": f"(?:{_NS}~{_ATTEMPTS}~)?{_ID}",  # by hand, a name may come from pending/
+        "done": _WAITING,
+        "failed": _WAITING,
         "reason": rf"{_ID}\.error",
     }.items()
 }
 _parse_pending = _PARSE["pending"]
+_parse_id = re.compile(_ID).fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: [!-~]+)?\n").match
 
@@ -368,7 +374,8 @@ class FemtoQueue:
 
         The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
         ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
-        for disk trouble; the task concerned is back in pending/ then.
+        for disk trouble: a task that could not be read is at the back of pending/ then; trouble
+        with other workers' directories, scheduled/ or creating/ surfaces when nothing is waiting.
         """
         listings = 0
         while True:
@@ -440,8 +447,11 @@ class FemtoQueue:
         with self._lock:
             node_dir, _, name = task._lease.rpartition("/")
             lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
-            self._settle(task, lease)
-            object.__setattr__(task, "_lease", lease)
+            try:
+                self._settle(task, lease)
+            finally:  # also when Ctrl-C came between the rename and here
+                if os.path.lexists(self._root + lease):
+                    object.__setattr__(task, "_lease", lease)
             self._next_end_ns = min(self._next_end_ns, deadline_ns)
 
     # Dead letters and housekeeping
@@ -452,32 +462,17 @@ class FemtoQueue:
         Raises TaskNotFound if no such task is in failed/, ValueError if id is none.
         """
         _check_id(id)
-        failed = f"{self._root}failed/{id}"
-        if not os.path.lexists(failed):
-            failed = next((path for path, _, ident in self._find("failed") if ident == id), "")
-        if not failed:
+        path = f"{self._root}failed/{id}"
+        if not os.path.lexists(path):
+            path = next((path for path, _, ident in self._find("failed") if ident == id), "")
+        if not path or not self._retried(path, id):
             raise TaskNotFound(f"no task {id} in failed/")
-        # The reason goes first: after the rename, a new one may be written at any time.
-        _unlinked(f"{self._root}failed/{id}.error")
-        name = _stamped(self._next_order(), 0, id)
-        try:
-            _move(failed, f"{self._root}pending/{name}")
-        except FileNotFoundError:  # RACE: another retry won
-            os.stat(f"{self._root}pending")
-            raise TaskNotFound(f"no task {id} in failed/") from None
-        self._remember(name)
-        if self.sync_after_write:
-            _sync_dir(f"{self._root}pending")
 
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first; return how many."""
         count = 0
-        for _, form in self._listed("failed"):
-            try:
-                self.retry(form["id"])
-            except TaskNotFound:
-                continue  # RACE: somebody else retried or removed it
-            count += 1
+        for path, _, ident in self._find("failed"):
+            count += self._retried(path, ident)
         return count
 
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
@@ -542,12 +537,7 @@ class FemtoQueue:
             task = _read_task(f"{self._root}{directory}/{id}", 0, id)
             if task is not None:
                 return task
-        for state in (
-            "scheduled",
-            "pending",
-            "inflight",
-            "failed",
-        ):  # as a task moves, so not to miss it
+        for state in ("scheduled", "pending", "inflight", "done", "failed"):  # as a task moves
             for path, attempts, ident in self._find(state):
                 if ident == id:
                     return _read_task(path, attempts, id)
@@ -570,7 +560,7 @@ class FemtoQueue:
                 alone = None if fd is None else _flock(fd, "exclusive")
                 if alone and _leads_to(self._lease_dir, fd):
                     self._put_back_all(self._lease_dir, None)
-                if alone is not False:
+                if alone is None or (alone and _leads_to(self._lease_dir, fd)):
                     _remove_empty_dir(self._lease_dir)
             except OSError as error:  # no lease is lost by it: pop() of another ends them
                 _log().warning("%s could not be cleared: %s", self._lease_dir, error)
@@ -615,26 +605,24 @@ class FemtoQueue:
         self._newcomer = True  # has had no place yet: what stands in its directory is a dead one's
         self._seen = 0  # how many names pending/ had when it was listed last
         self._next_due_ns = self._next_end_ns = 0
+        interval_s = min(_BASE_INTERVAL_S, self._timeout_ns / 4e9)
         self._listing = _Chore(FemtoQueue._list_pending, every_s=1.0)
         self._waking = _Chore(FemtoQueue._wake_due, every_s=_BASE_INTERVAL_S)
-        interval_s = min(_BASE_INTERVAL_S, self._timeout_ns / 4e9)
         self._reclaiming = _Chore(FemtoQueue._reclaim, every_s=interval_s)
-        self._sweeping = _Chore(FemtoQueue._sweep, every_s=600.0)
+        sweeping = _Chore(FemtoQueue._sweep, every_s=600.0)
+        self._housekeeping = (self._waking, self._reclaiming, sweeping)
         self._attend_at_ns = 0
 
-    def _after_fork(self) -> None:
-        """In the child: the parent's lock must end with the parent, so let go of it here."""
-        fd, self._lease_fd = self._lease_fd, None
-        if fd is not None:
-            os.close(fd)
-        self._become_somebody()
-
     def _make_dirs(self) -> None:
-        _make_dir(os.path.dirname(self._root), 0o700, self.sync_after_write)
+        root = os.path.dirname(self._root)
+        _make_dir(root, 0o700, self.sync_after_write)
         for name in _DIRS:
             _make_dir(self._root + name, 0o777, sync=False)
         if self.sync_after_write:
-            _sync_dir(self._root)
+            _sync_dir(root)
+            # Another may just have made it, without sync. One that we may not read was there.
+            with contextlib.suppress(PermissionError):
+                _sync_dir(os.path.dirname(root))
 
     def _take_place(self) -> None:
         """Open and lock inflight-<node>/, and take back what an earlier holder left in it."""
@@ -645,7 +633,7 @@ class FemtoQueue:
             if fcntl is None:
                 return
             try:
-                fd = os.open(self._lease_dir, _DIR_FLAGS)
+                fd = _open_to_lock(self._lease_dir)
             except FileNotFoundError:
                 continue  # RACE: an observer saw nobody in it, and removed it
             to_close: int | None = fd
@@ -707,7 +695,11 @@ class FemtoQueue:
         return boot, anchor_ns
 
     def _draw_anchor(self) -> int:
-        """Start the clock at the wall clock, or after the newest task if that has gone back."""
+        """Start the clock at the wall clock, or after the newest task if that has gone back.
+
+        The newest by id: what stands first in a name of pending/ may be a due time of next year,
+        moved there by hand, and must not carry the clock along.
+        """
         newest_ns = 0
         for state in STATES:
             for _, _, ident in self._find(state):
@@ -767,26 +759,51 @@ class FemtoQueue:
             return None
         if attempts < _MOST_ATTEMPTS:
             attempts += 1
-        deadline_ns = now_ns + self._timeout_ns
-        lease = self._node_dir + _stamped(deadline_ns, attempts, f"{self._boot}~{ident}")
-        path = self._root + lease
+        lease_name = _stamped(now_ns + self._timeout_ns, attempts, f"{self._boot}~{ident}")
+        path = self._root + self._node_dir + lease_name
         try:
-            os.rename(waiting, path)
-        except FileNotFoundError:
-            self._pass_over_the_taken()  # RACE: another worker won
-            return None
-        try:
+            if not self._seize(waiting, lease_name):
+                self._pass_over_the_taken()
+                return None
             data = _read_record(path, ident)
         except CorruptTask as error:
             self._bury(ident, error.reason, lambda: _move(path, f"{self._root}failed/{ident}"))
             _log().error("%s; it is in failed/", error)
             return None
         except FileNotFoundError:
-            return None  # RACE: a person, or an observer that is late itself, took it out
-        except BaseException:
-            _move(path, waiting)  # CRASH: not reached, it is ours until our lease ends
+            self._batch.clear()  # RACE: a person took it out, or our directory: look again
+            return None
+        except BaseException as error:
+            self._hand_back(path, name, form, error)
             raise
-        return FemtoTask(ident, data, attempts, lease)
+        return FemtoTask(ident, data, attempts, self._node_dir + lease_name)
+
+    def _seize(self, waiting: str, lease_name: str) -> bool:
+        """Rename a task into the directory that we hold locked, whatever has its name by now;
+        False if another worker was first, or if we have no place (any more)."""
+        with self._lock:  # so that close() in another thread does not close the descriptor
+            try:
+                if fcntl is None:
+                    os.rename(waiting, self._root + self._node_dir + lease_name)
+                elif self._lease_fd is None:
+                    return False  # RACE: closed by another thread
+                else:
+                    os.rename(waiting, lease_name, dst_dir_fd=self._lease_fd)
+            except FileNotFoundError:
+                return False
+        return True
+
+    def _hand_back(self, path: str, name: str, form: re.Match[str], error: BaseException) -> None:
+        """Undo a claim that was interrupted, or whose file the system would not let us read.
+
+        It goes back to its place if that is no fault of the file's, else to the back: a file
+        that can't be read must not keep out of work all who start with the oldest task.
+        """
+        if isinstance(error, OSError) and error.errno not in _SHORTAGES:
+            name = _stamped(self._next_order(), int(form["attempts"] or 0), form["id"])
+        with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
+            _move(path, f"{self._root}pending/{name}")  # CRASH: before it, a lease like any
+            self._remember(name)
 
     def _pass_over_the_taken(self) -> None:
         """After a lost race, drop what else of our batch is gone.
@@ -853,6 +870,20 @@ class FemtoQueue:
             return  # RACE: another worker took it, or gave it up first
         _log().error("task %s was %s; it is in failed/", ident, reason)
 
+    def _retried(self, path: str, ident: str) -> bool:
+        # The reason goes first: after the rename, a new one may be written at any time.
+        _unlinked(f"{self._root}failed/{ident}.error")
+        name = _stamped(self._next_order(), 0, ident)
+        try:
+            _move(path, f"{self._root}pending/{name}")
+        except FileNotFoundError:
+            os.stat(f"{self._root}pending")  # gone: disk trouble
+            return False  # RACE: somebody else retried or removed it
+        self._remember(name)
+        if self.sync_after_write:
+            _sync_dir(f"{self._root}pending")
+        return True
+
     def _put_back(self, directory: str, name: str, form: re.Match[str]) -> None:
         """End somebody's lease: the task goes back to the place of its push, the front."""
         ident = form["id"]
@@ -881,11 +912,13 @@ class FemtoQueue:
         if not self._lock.acquire(blocking=False):
             return  # another thread is at it
         try:
-            chores = (self._waking, self._reclaiming, self._sweeping, self._listing)
-            for chore in chores:
+            for chore in self._housekeeping:
                 if time.monotonic() >= chore.at_s:
-                    chore(self)
-            self._attend_at_ns = self._anchor_ns + int(min(chore.at_s for chore in chores) * 1e9)
+                    self._keep_house(chore)
+            if time.monotonic() >= self._listing.at_s:
+                self._listing(self)
+            at_s = min(chore.at_s for chore in (*self._housekeeping, self._listing))
+            self._attend_at_ns = self._anchor_ns + int(at_s * 1e9)
         finally:
             self._lock.release()
 
@@ -895,11 +928,24 @@ class FemtoQueue:
             if self._batch:
                 return True  # another thread did
             if _wall_ns() >= self._next_due_ns:
-                self._waking(self)
+                self._keep_house(self._waking)
             if self._now_ns() >= self._next_end_ns:
-                self._reclaiming(self)
+                self._keep_house(self._reclaiming)
             self._listing(self)
-            return bool(self._batch)
+            if self._batch:
+                return True
+            failed = [chore for chore in self._housekeeping if chore.failed]
+            for chore in failed:
+                chore(self)
+            return bool(failed)  # it passed: what they moved is to be listed
+
+    def _keep_house(self, chore: _Chore) -> None:
+        """Do a chore. Disk trouble in it does not keep pop() from what there is to do: one
+        unreadable directory would stop all work. It surfaces when pop() finds nothing else."""
+        try:
+            chore(self)
+        except OSError:
+            self._next_due_ns = self._next_end_ns = 0  # at the next listing, all again
 
     def _list_pending(self) -> None:
         if not self._in_place():
@@ -922,17 +968,16 @@ class FemtoQueue:
         if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
             return
         fresh = f"{self._root}creating/{self._new_id()}.pending"
-        os.mkdir(fresh)
-        try:
+        # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
+        with contextlib.suppress(OSError):
+            os.mkdir(fresh)
             os.chmod(fresh, stat.S_IMODE(old.st_mode))
             new = os.stat(fresh)
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
                 os.rename(fresh, pending)
-                return
-        except OSError as error:
-            if error.errno not in _NOT_EMPTY:  # RACE: a push was quicker
-                raise
-        os.rmdir(fresh)
+                _sync_dir(self._root)  # what is synced into it later must not hang in the air
+        with contextlib.suppress(OSError):
+            os.rmdir(fresh)
 
     def _wake_due(self) -> None:
         """Move what is due to the back of pending/, in the order in which it came due."""
@@ -969,7 +1014,9 @@ class FemtoQueue:
         leases = self._listed(directory, "inflight")
         running = [lease for lease in leases if int(lease[0][:20]) > now_ns]
         for name, form in leases[: len(leases) - len(running)]:
-            self._put_back(directory, name, form)
+            ours = form["boot"] in (self._boot, _DETACHED)
+            if ours or not self._is_young(f"{directory}/{name}"):
+                self._put_back(directory, name, form)
         if running:
             self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
         if directory != self._lease_dir and (
@@ -977,9 +1024,24 @@ class FemtoQueue:
         ):
             self._clear_out(directory)
 
+    def _is_young(self, path: str) -> bool:
+        """Whether a lease was taken or renewed less than our own lease length ago.
+
+        Asked of other hosts' that have passed their deadlines: by our clock, and the queue clocks
+        of hosts drift apart (a suspend, an NTP step after the boot). The wall clocks agree, and
+        st_ctime is set by rename(). One in the future tells nothing: then the deadline counts.
+        """
+        if self.timeout_stale_ms is None:
+            return False
+        try:
+            age_ns = _wall_ns() - os.lstat(path).st_ctime_ns
+        except FileNotFoundError:
+            return False  # RACE: settled or put back meanwhile
+        return 0 <= age_ns < self._timeout_ns
+
     def _clear_out(self, directory: str) -> None:
         """Put back a dead worker's leases and remove its directory; leave a living one alone."""
-        fd = _open_dir(directory)
+        fd = _open_if_there(directory)
         if fd is None:
             return
         try:
@@ -1047,15 +1109,20 @@ class FemtoQueue:
 
 
 _live_queues: weakref.WeakSet[FemtoQueue] = weakref.WeakSet()
+_lock_fds: set[int] = set()  # open lease directories, those of other threads' calls too
 
 
-def _let_children_be_workers() -> None:
+def _become_somebody_else() -> None:
+    """In a forked child: the parent's locks must end with the parent, so close them here."""
+    while _lock_fds:
+        os.close(_lock_fds.pop())
     for queue in list(_live_queues):
-        queue._after_fork()
+        queue._lease_fd = None
+        queue._become_somebody()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_children_be_workers)
+    os.register_at_fork(after_in_child=_become_somebody_else)
 
 
 class _Chore:
@@ -1065,11 +1132,13 @@ class _Chore:
         # A plain function: a bound method would tie the queue into a cycle, and a dropped queue
         # would keep its lock until the garbage collector comes by.
         self.run, self.every_s, self.at_s = run, every_s, 0.0
+        self.failed = False
 
     def __call__(self, queue: FemtoQueue) -> None:
-        started_s = time.monotonic()
+        started_s, self.failed = time.monotonic(), True
         try:
             self.run(queue)
+            self.failed = False
         finally:  # also when it failed: pop() has other things to do than to fail at it again
             ended_s = time.monotonic()
             self.at_s = ended_s + max(self.every_s, 20 * (ended_s - started_s))
@@ -1093,7 +1162,7 @@ def _is_node_id(node_id: object) -> bool:
 def _check_id(id: str) -> None:
     if not isinstance(id, str):
         raise TypeError(f"id must be a str, not {id!r}")
-    if not _PARSE["done"](id):
+    if not _parse_id(id):
         raise ValueError(f"not the id of a task: {id!r}")
 
 
@@ -1118,8 +1187,10 @@ def _oldest_names(
                 youngest = names[0]
     names.sort(reverse=True)
     del names[:-keep]
-    if youngest and ours is None and not any(map(_parse_pending, names)):
-        return _oldest_names(directory, seen_before, _parse_pending)
+    if ours is None and not any(map(_parse_pending, names)):
+        if youngest:
+            return _oldest_names(directory, seen_before, _parse_pending)
+        names = []
     return names, seen
 
 
@@ -1376,15 +1447,22 @@ def _let_go(fd: int) -> None:
     """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock, too."""
     with contextlib.suppress(OSError):  # no locks here
         fcntl.flock(fd, fcntl.LOCK_UN)
+    _lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
     os.close(fd)
 
 
-def _open_dir(path: str) -> int | None:
+def _open_to_lock(path: str) -> int:
+    fd = os.open(path, _DIR_FLAGS)
+    _lock_fds.add(fd)
+    return fd
+
+
+def _open_if_there(path: str) -> int | None:
     """Open a lease directory to lock it; None where there are no locks, or it is gone."""
     if fcntl is None:
         return None
     try:
-        return os.open(path, _DIR_FLAGS)
+        return _open_to_lock(path)
     except (FileNotFoundError, NotADirectoryError):
         return None
 
@@ -1399,7 +1477,7 @@ def _leads_to(path: str, fd: int | None) -> bool:
 
 
 def _liveness(directory: str, has_leases_of_this_boot: bool) -> str:
-    fd = _open_dir(directory)
+    fd = _open_if_there(directory)
     if fd is None:
         return "unknown"
     try:

@@ -966,11 +966,42 @@ class Liveness(QueueCase):
             q.push(b"x")
             q.pop()
             assert q._lease_fd is not None
-            os.close(q._lease_fd)  # as the reboot does: nobody holds the lock
+            femtoqueue._let_go(q._lease_fd)  # as the reboot does: nobody holds the lock
             q._lease_fd = None
         clock, other = self.clock(), self.queue("b")
         self.assertIsNone(other.pop())
         clock.advance(31)
+        self.pop(other)
+
+    def test_a_lease_of_another_host_whose_clock_is_behind_is_left_for_as_long_as_one_lasts(
+        self,
+    ) -> None:
+        """Its deadline has passed by our clock; the file says that it was taken just now."""
+        with mock.patch.object(femtoqueue, "_read_boot_id", return_value="of the other host"):
+            q = self.queue("a")
+        q._anchor_ns -= 3600 * 10**9
+        q.push(b"x")
+        task = self.pop(q)
+        clock, other = self.clock(), self.queue("b")
+        self.assertIsNone(other.pop())
+        clock.advance(20)
+        q.extend(task)
+        self.assertIsNone(other.pop())
+        clock.advance(31)
+        self.pop(other)
+
+    def test_a_lease_of_another_boot_from_the_future_ends_at_its_deadline(self) -> None:
+        """st_ctime is no witness when the wall clock went back."""
+        with mock.patch.object(femtoqueue, "_read_boot_id", return_value="the boot before"):
+            q = self.queue("a")
+            q.push(b"x")
+            self.pop(q)
+            femtoqueue._let_go(q._lease_fd or 0)
+            q._lease_fd = None
+        clock = self.clock()
+        other = self.queue("b")
+        clock.advance(31)
+        clock.wall_shift_s = -1e8
         self.pop(other)
 
     def test_of_a_dead_worker_only_leases_of_this_boot_are_ended(self) -> None:
@@ -1071,17 +1102,13 @@ class Liveness(QueueCase):
     def descriptors(self) -> int:
         return len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
 
-    def test_fork_leaves_the_parents_lock_with_the_parent(self) -> None:
+    def outlive(self, fork: Callable[[Child, FemtoQueue], None]) -> None:
         """A child that outlives its parent must not keep the parent's tasks leased."""
 
         def parent(child: Child) -> None:
-            q = FemtoQueue(self.path, "parent", timeout_stale_ms=None)
-            q.pop()
-            grandchild = os.fork()
-            if grandchild == 0:
-                child.say("forked")
-                child.wait_for_go()
-                os._exit(0)
+            mine = FemtoQueue(self.path, "parent", timeout_stale_ms=None)
+            fork(child, mine)
+            child.say("forked")
             child.wait_for_go()
 
         q = self.queue("observer")
@@ -1095,6 +1122,36 @@ class Liveness(QueueCase):
         child._status = 0
         child._said.close()
         os.close(child._goes)
+
+    def fork(self, child: Child) -> None:
+        if os.fork() == 0:
+            child.wait_for_go()
+            os._exit(0)
+
+    def test_fork_leaves_the_parents_lock_with_the_parent(self) -> None:
+        def pop_and_fork(child: Child, q: FemtoQueue) -> None:
+            q.pop()
+            self.fork(child)
+
+        self.outlive(pop_and_fork)
+
+    def test_fork_while_another_thread_takes_its_place_keeps_no_lock(self) -> None:
+        """The descriptor is in nobody's hands yet but that thread's."""
+
+        def fork_in_pop(child: Child, q: FemtoQueue) -> None:
+            take = femtoqueue._flock
+            forked: list[bool] = []
+
+            def fork_then(fd: int, how: str) -> bool | None:
+                if not forked:
+                    forked.append(True)
+                    self.fork(child)
+                return take(fd, how)
+
+            with mock.patch.object(femtoqueue, "_flock", fork_then):
+                q.pop()
+
+        self.outlive(fork_in_pop)
 
     def test_a_fork_while_another_thread_looks_at_a_directory_keeps_no_lock(self) -> None:
         """The child has a copy of the observer's descriptor, and would keep its owner waiting."""
@@ -1138,24 +1195,37 @@ class Liveness(QueueCase):
 class PlaceLost(QueueCase):
     """A worker whose own lease directory was removed while it lives."""
 
-    def test_what_another_thread_claims_meanwhile_is_not_put_back(self) -> None:
-        """Only a newcomer finds a dead one's leases in its directory; later they are its own."""
-        q, take = self.queue(), femtoqueue._flock
-        names = q.push_many([b"1", b"2", b"3"])
+    def test_a_claim_goes_only_into_the_directory_that_is_locked(self) -> None:
+        """Not into another of its name, which an observer may well take for a dead worker's."""
+        q, observer = self.queue(), self.queue("n2")
+        q.push_many([b"1", b"2", b"3"])
         q.done(self.pop(q))
         os.rmdir(q._lease_dir)
-        claimed: list[FemtoTask | None] = []
+        os.mkdir(q._lease_dir)
+        mine = self.pop(q)
+        self.assertEqual((mine.data, self.pop(observer).data, observer.pop()), (b"2", b"3", None))
+        q.done(mine)
 
-        def claim_first(fd: int, how: str) -> bool | None:
-            if not claimed:  # as a thread does that has the name in its hands already
-                claimed.append(q._claim(names[1], q._now_ns()))
-            return take(fd, how)
+    def test_two_that_share_it_meet_in_the_new_one(self) -> None:
+        """The end of one is not the end of what the other holds."""
+        one, other = self.queue(), self.queue()
+        one.push_many([b"%d" % n for n in range(5)])
+        for q in (one, other):
+            q.done(self.pop(q))
+        os.rmdir(one._lease_dir)
+        one.done(self.pop(one))
+        task = self.pop(other)
+        one.close()
+        self.assertEqual((self.pop(self.queue("n2")).attempts, task.attempts), (1, 1))
+        other.done(task)
 
-        with mock.patch.object(femtoqueue, "_flock", claim_first):
-            q._list_pending()
-        assert claimed[0] is not None
-        self.assertEqual((self.pop(q).data, q.pop()), (b"3", None))
-        q.done(claimed[0])
+    def test_close_leaves_a_directory_that_is_not_its_own(self) -> None:
+        one, other = self.queue(), self.queue()
+        self.assertEqual((one.pop(), other.pop()), (None, None))
+        os.rmdir(one._lease_dir)
+        self.assertIsNone(other.pop())
+        one.close()
+        self.assertTrue(other._in_place())
 
     def test_nothing_is_claimed_while_the_place_can_not_be_taken(self) -> None:
         """Names that were listed before must not go to a directory that nobody has locked."""
@@ -1307,6 +1377,11 @@ class Durability(QueueCase):
             q.fail(self.pop(q), "why")
 
         self.assertNotIn("fsync", " ".join(self.calls(life)))
+
+    def test_a_data_dir_that_another_made_without_sync_is_synced_into_its_parent(self) -> None:
+        self.queue()
+        calls = self.calls(lambda: FemtoQueue(self.path, sync_after_write=True))
+        self.assertEqual(calls, ["fsync directory"] * 2)
 
     def test_push_many_syncs_the_batch_once(self) -> None:
         """With syncfs there is no fsync at all; without, one a file and one of the directory."""
@@ -1541,7 +1616,7 @@ class Crash(Interrupted):
             dead.pop()
             dead.pop()
             assert dead._lease_fd is not None
-            os.close(dead._lease_fd)
+            femtoqueue._let_go(dead._lease_fd)
             dead._lease_fd = None
             task = _taken(q)
             q.done(task)
@@ -1684,7 +1759,7 @@ class Faults(Interrupted):
     def test_one_unreadable_lease_directory_does_not_keep_the_others_from_being_cleared(
         self,
     ) -> None:
-        """The error surfaces, and what else had run out is delivered all the same."""
+        """What else had run out is delivered; the error surfaces when there is nothing to do."""
         clock, q = self.clock(), self.queue("n1")
         q.push_many([b"1", b"2"])
         for node in ("another's", "mine"):
@@ -1696,8 +1771,77 @@ class Faults(Interrupted):
                 raise PermissionError(errno.EACCES, "not yours")
 
         with hooked(refuse):
-            self.assertRaises(PermissionError, q.pop)
             self.assertEqual(_taken(q).data, b"2")
+            for _ in range(2):
+                self.assertRaises(PermissionError, q.pop)
+        self.assertEqual(_taken(q).data, b"1")
+
+    def test_a_file_that_can_not_be_read_is_no_obstacle_to_a_worker_that_starts_again(self) -> None:
+        """It goes to the back, not counted as a delivery; its error surfaces."""
+        q = self.queue()
+        ident = q.push_many([b"1", b"2"])[0]
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0].endswith(ident):
+                raise PermissionError(errno.EACCES, "not yours")
+
+        with hooked(refuse):
+            self.assertRaises(PermissionError, q.pop)
+            again = self.queue("n2")
+            self.assertEqual(self.pop(again).data, b"2")
+            self.assertRaises(PermissionError, again.pop)
+        task = self.pop(again)
+        self.assertEqual((task.id, task.attempts), (ident, 1))
+
+    def test_after_a_shortage_the_task_is_the_next_again(self) -> None:
+        q = self.queue()
+        ident = q.push_many([b"1", b"2"])[0]
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0].endswith(ident):
+                raise OSError(errno.EMFILE, "too many open files")
+
+        with hooked(refuse):
+            self.assertRaises(OSError, q.pop)
+        self.assertEqual(self.drain(q), [b"1", b"2"])
+
+    def test_ctrl_c_during_a_claim_leaves_the_task_waiting(self) -> None:
+        """Before the rename, right after it, and while the file is read."""
+
+        def interrupted_rename(*args: Any, **kwargs: Any) -> None:
+            rename(*args, **kwargs)
+            raise KeyboardInterrupt
+
+        def interrupt(call: str) -> Callable[[str, tuple[Any, ...]], None]:
+            def hook(name: str, args: tuple[Any, ...]) -> None:
+                if name == call and ident in str(args[0]):
+                    raise KeyboardInterrupt
+
+            return hook
+
+        q, rename = self.queue(timeout_stale_ms=None), os.rename
+        ident = q.push(b"x")
+        q._take_place()
+        patches = (mock.patch("os.rename", interrupted_rename), hooked(interrupt("rename")))
+        for patch in (*patches, hooked(interrupt("open"))):
+            with patch, self.assertRaises(KeyboardInterrupt):
+                q.pop()
+            self.assertEqual(self.states(), {"pending": 1})
+        self.assertEqual(self.pop(q).attempts, 1)
+
+    def test_ctrl_c_during_a_renewal_does_not_lose_the_lease(self) -> None:
+        q, replace = self.queue(), os.replace
+        q.push(b"x")
+        task = self.pop(q)
+
+        def interrupted_replace(source: str, target: str) -> None:
+            replace(source, target)
+            raise KeyboardInterrupt
+
+        interrupted = mock.patch("os.replace", interrupted_replace)
+        with interrupted, self.assertRaises(KeyboardInterrupt):
+            q.extend(task)
+        q.done(task)
 
     def test_a_removed_directory_surfaces_and_is_not_made_again_in_secret(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -1961,6 +2105,19 @@ class ForeignFiles(QueueCase):
         "new\nline",
     )
 
+    def test_an_empty_pop_lists_once_however_many_foreign_files_there_are(self) -> None:
+        q, listed = self.queue(), []
+        self.foreign = ("notes.txt",)
+        self.put("notes.txt", b"")
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "scandir":
+                listed.append(args[0])
+
+        with hooked(note):
+            self.assertIsNone(q.pop())
+        self.assertLessEqual(len(listed), 2)  # the first pop() of an object lists twice
+
     def everything(self) -> set[str]:
         found = set()
         for root, dirs, files in os.walk(self.path):
@@ -2083,6 +2240,32 @@ class ByHand(QueueCase):
         q.retry(ids[1])
         self.assertEqual(q.retry_failed(), 1)
         self.assertEqual(self.drain(q), [b"2", b"1"])
+
+    def test_mv_under_any_name_that_a_task_ever_had_is_seen(self) -> None:
+        """A lease's name in pending/, and a waiting one's in done/."""
+        q = self.queue()
+        ids = q.push_many([b"1", b"2"])
+        self.pop(q), self.pop(q)
+        self.sh("mv inflight-n1/* pending/")
+        self.assertEqual([task.id for task in q.tasks("pending")], ids)
+        self.assertEqual(self.pop(q).attempts, 2)
+        q.release(self.pop(q))
+        self.sh("mv pending/* done/")
+        self.assertEqual((q.stats().done, q.peek(ids[1])), (1, FemtoTask(ids[1], b"2", 2)))
+
+    def test_retry_failed_lists_failed_once(self) -> None:
+        q = self.queue()
+        for _ in q.push_many([b"1", b"2", b"3"]):
+            q.release(self.pop(q))
+        self.sh("mv pending/* failed/")
+        listed: list[str] = []
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "listdir":
+                listed.append(args[0])
+
+        with hooked(note):
+            self.assertEqual((q.retry_failed(), len(listed)), (3, 1))
 
     def test_rm_from_pending_cancels(self) -> None:
         q = self.queue()
@@ -2296,6 +2479,31 @@ class Shrinking(QueueCase):
             self.assertIsNone(q.pop())
         self.assertEqual((self.names("creating"), os.path.islink(self.file("pending"))), ([], True))
 
+    def test_one_that_can_not_be_replaced_will_do(self) -> None:
+        """A full disk, a mount point: an empty queue is still None, and nothing is left over."""
+        for call in ("mkdir", "chmod", "rename"):
+
+            def refuse(name: str, args: tuple[Any, ...]) -> None:
+                if name == call and "inflight-" not in args[0]:  # noqa: B023
+                    raise OSError(errno.ENOSPC, "full")
+
+            q = self.queue()
+            with mock.patch.object(femtoqueue, "_SHRINK_BYTES", -1), hooked(refuse):
+                self.assertIsNone(q.pop())
+            self.assertEqual(self.names("creating"), [])
+
+    def test_the_replacement_is_synced_into_data_dir(self) -> None:
+        """Or a later push would be durable in a directory that has no name after power loss."""
+        q, synced = self.queue(), []
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "fsync":
+                synced.append(os.path.samestat(os.fstat(args[0]), os.stat(self.path)))
+
+        with mock.patch.object(femtoqueue, "_SHRINK_BYTES", -1), hooked(note):
+            q.pop()
+        self.assertEqual({*synced}, {True})
+
     def test_one_with_a_foreign_file_in_it_stays(self) -> None:
         q = self.queue()
         self.foreign = ("notes.txt",)
@@ -2392,10 +2600,12 @@ class Overwriting(QueueCase):
     def test_finishing_a_task_that_was_finished_before_works(self) -> None:
         """A person ran it again by `cp done/ID pending/`, or failed it twice."""
 
-        def rename(source: str, target: str) -> None:
-            if os.path.lexists(target):
+        real = os.rename
+
+        def rename(source: str, target: str, **dir_fds: int) -> None:
+            if not dir_fds and os.path.lexists(target):
                 raise FileExistsError(errno.EEXIST, "there already", target)
-            os.replace(source, target)
+            real(source, target, **dir_fds)
 
         q = self.queue()
         ident = q.push(b"x")
