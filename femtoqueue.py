@@ -16,28 +16,37 @@ A queue is a directory, a task is a file, and the directory it stands in is its 
       scheduled/          waiting for a time  <due>~<attempts>~<id>
       inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
       done/  failed/      finished            <id>, and failed/<id>.error says why
+      keys/               of keyed tasks      <hash>, a lock and hints; <id>, a newer payload
       clock-<boot>        the anchor of this boot's queue clock
       PAUSED              `touch` it, and nothing is handed out while it is there
 
 An id is <order>-<tag>: 20 digits of nanoseconds on the queue clock, then 8 random hex digits of
-the process that pushed. Names are fixed in width, so that sorting them is first in, first out.
-A file is one line, `FQ1 <crc32> <length>`, and then the payload as given.
+the process that pushed, or of a key's hash (8 to f in front). Names are fixed in width, so that
+sorting them is first in, first out. A file is one line, `FQ1 <crc32> <length>` and the key if it
+has one, and then the payload as given.
 
-Every change of state is one system call, and the task has changed hands when it returns:
+Every change of state is one system call, and the task has changed hands when it returns (where
+two methods stand, the second makes it):
 
-    step     method          from                 to                                committed by
-    publish  _publish        creating/<id>        pending/, scheduled/              rename
-    due      _wake_due       scheduled/           pending/<now>~<n>~<id>            rename
-    claim    _claim, _seize  pending/             inflight-<node>/<deadline>~<n+1>  rename
-    undo     _hand_back      inflight-<node>/     pending/                          rename
-    finish   _settle         inflight-<node>/     done/<id>                         rename or unlink
-    fail     _bury           inflight-<node>/     failed/<id>; then its .error      rename
-    release  _settle         inflight-<node>/     pending/ or scheduled/            rename
-    extend   extend          inflight-<node>/     the same, with a new deadline     rename
-    put back _put_back       a dead one's lease   pending/<order of id>~<n>~<id>    rename
-    give up  _give_up        pending/             failed/<id>, at max_attempts      rename
-    retry    _retried        failed/<id>          pending/<now>~0~<id>              rename
-    purge    purge           done/, failed/       nowhere                           unlink
+    step     method                     from              to                            by
+    publish  _publish                   creating/<id>     pending/, scheduled/, keys/   rename
+    due      _wake_due, _transfer       scheduled/        pending/<now>~<n>~<id>        rename
+    claim    _claim, _seize             pending/          inflight-<node>/              rename
+    undo     _hand_back, _transfer      inflight-<node>/  pending/                      rename
+    finish   _settle, _transfer         inflight-<node>/  done/<id>                     rename
+    or         without keep_done        inflight-<node>/  nowhere                       unlink
+    fail     _bury, _transfer           inflight-<node>/  failed/<id>; then its .error  rename
+    release  _settle, _transfer         inflight-<node>/  pending/ or scheduled/        rename
+    extend   extend, _transfer          inflight-<node>/  the same, with a new deadline rename
+    put back _put_back, _transfer       a dead's lease    pending/<order of id>~<n>~    rename
+    give up  _give_up, _transfer        pending/          failed/<id>, at max_attempts  rename
+    retry    _retried, _transfer        failed/<id>       pending/<now>~0~<id>          rename
+    purge    purge                      done/, failed/    nowhere                       unlink
+    replace  _replaced                  creating/<id>     over a waiting task's file,   rename
+               which it holds under a lease of its own meanwhile; then back to its place
+    update   _push_to_leased            creating/<id>     over a leased task's file     rename
+    buffer   _push_behind               creating/<id>     keys/<id>                     rename
+    let in   _let_in, _transfer_keyed   keys/<id>         pending/; over what came back rename
 
 Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
 the next. The lease is in the name which that rename writes, and that exact name is the fencing
@@ -93,6 +102,7 @@ __all__ = [
     "FemtoQueue",
     "FemtoQueueError",
     "FemtoTask",
+    "KeyInFlight",
     "LeaseLost",
     "NodeStats",
     "Stats",
@@ -108,6 +118,11 @@ _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
 _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
 _MOST_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
+_KEY_BYTES = 200
+_BORROWED_NS = 30 * 10**9  # the lease under which the payload of a waiting task is replaced
+_MENDED_AT_ONCE = 100  # keys that one look through keys/ may search the queue for
+_UNQUOTED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:/@")
+_POLICIES = ("buffer", "update", "reject")
 _BATCH = 1 << 17  # pending names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
 _MAX_LISTINGS = 8  # by one pop() that loses every claim to others
@@ -133,6 +148,7 @@ _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0
 _READ_FLAGS = os.O_RDONLY
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
     _READ_FLAGS |= getattr(os, _flag, 0)
+_KEY_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 _NS = "0[0-8][0-9]{18}"
@@ -148,6 +164,7 @@ _PARSE = {
         "pending": _WAITING,
         "scheduled": f"{_NS}~{_ATTEMPTS}~{_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
+        "keys": f"(?:{_NS}~{_ATTEMPTS}~)?{_ID}",  # a newer payload behind what is in flight
         "done": _WAITING,
         "failed": _WAITING,
         "reason": rf"{_ID}\.error",
@@ -156,7 +173,12 @@ _PARSE = {
 _parse_pending = _PARSE["pending"]
 _parse_id = re.compile(_ID).fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
-_match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: [!-~]+)?\n").match
+_match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
+_parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
+_parse_hint = re.compile(
+    r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
+    rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
+).fullmatch
 
 
 class FemtoQueueError(Exception):
@@ -177,6 +199,17 @@ class LeaseLost(FemtoQueueError):
 
     def __str__(self) -> str:
         return f"task {self.id}: {self.why}"
+
+
+class KeyInFlight(FemtoQueueError):
+    """The key has a task already: `id`, which is in flight (or waiting, when retry() says so)."""
+
+    def __init__(self, key: str, id: str) -> None:
+        super().__init__(key, id)
+        self.key, self.id = key, id
+
+    def __str__(self) -> str:
+        return f"key {self.key!r} has a task already: {self.id}"
 
 
 class TaskNotFound(FemtoQueueError):
@@ -201,19 +234,23 @@ class FemtoTask:
     id: for life, through retries and delays.
     data: the payload as pushed.
     attempts: deliveries so far, this one counted; 0 for a task read from done/ or failed/.
+    key: of a keyed task, else None.
     """
 
     id: str
     data: bytes
     attempts: int = 0
+    key: str | None = None
     # inflight-<node>/<exact name>: the fencing token. extend() renews it in place.
     _lease: str = field(default="", repr=False, compare=False)
 
-    def __init__(self, id: str, data: bytes, attempts: int = 0, _lease: str = "") -> None:
+    def __init__(
+        self, id: str, data: bytes, attempts: int = 0, key: str | None = None, _lease: str = ""
+    ) -> None:
         # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
         fields = self.__dict__
         fields["id"], fields["data"], fields["attempts"] = id, data, attempts
-        fields["_lease"] = _lease
+        fields["key"], fields["_lease"] = key, _lease
 
     @property
     def created(self) -> datetime:
@@ -245,6 +282,7 @@ class Stats:
     pending: int
     scheduled: int
     inflight: int
+    buffered: int  # newer payloads of keys that are in flight
     done: int
     failed: int
     oldest_pending_age_s: float | None  # None: nothing is pending
@@ -320,12 +358,27 @@ class FemtoQueue:
 
     # A task's life
 
-    def push(self, data: bytes | bytearray | memoryview) -> str:
+    def push(
+        self,
+        data: bytes | bytearray | memoryview,
+        *,
+        key: str | None = None,
+        if_in_flight: str = "buffer",
+    ) -> str:
         """Add a task to the back of the queue and return its id.
 
         When it returns, the task is in pending/. If it raises, nothing is. TypeError if data is
         a str or not bytes-like; OSError, as it came, if the disk did not take it.
+
+        key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload,
+        and it keeps its place (and its time, in scheduled/) and its id, which is returned.
+        if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
+        delivery ends (a newer one replaces it), then joins the queue by its own id, or takes the
+        place of the task if that came back; "update": a redelivery carries data, and done() ends
+        it with the task; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without.
         """
+        if key is not None or if_in_flight != "buffer":
+            return self._push_keyed(data, key, if_in_flight, None)
         ident = self._new_id()
         self._publish(ident, data, f"{self._root}pending/{ident}")
         return ident
@@ -355,15 +408,25 @@ class FemtoQueue:
             raise
         return ids
 
-    def schedule(self, data: bytes | bytearray | memoryview, time_us: float) -> str:
+    def schedule(
+        self,
+        data: bytes | bytearray | memoryview,
+        time_us: float,
+        *,
+        key: str | None = None,
+        if_in_flight: str = "buffer",
+    ) -> str:
         """Add a task that joins the back of the queue at a wall-clock time, and return its id.
 
         time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
-        Raises as push() does, and ValueError for a time after the year 2254.
+        Raises as push() does, and ValueError for a time after the year 2254. A task of the key
+        that is waiting, due or not, gets the new time with the new payload ("update" does not).
         """
         due_ns = max(0, int(_finite("time_us", time_us) * 1000))
         if due_ns >= _NEVER_NS:
             raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
+        if key is not None or if_in_flight != "buffer":
+            return self._push_keyed(data, key, if_in_flight, due_ns)
         ident = self._new_id()
         self._publish(ident, data, f"{self._root}scheduled/{_stamped(due_ns, 0, ident)}")
         self._next_due_ns = min(self._next_due_ns, due_ns)
@@ -394,13 +457,41 @@ class FemtoQueue:
             if task is not None:
                 return task
 
+    def take(self, key: str) -> FemtoTask | None:
+        """Lease the task of that key, out of turn; None if it is absent, in flight or not yet due.
+
+        What it costs does not depend on how many tasks wait. Raises as pop() does, and ValueError
+        for what is no key.
+        """
+        name = _quoted(key)
+        if self._now_ns() >= self._attend_at_ns:
+            self._attend()
+        if not os.path.lexists(f"{self._root}keys/{_key_tag(name)}") or os.path.lexists(
+            f"{self._root}PAUSED"
+        ):
+            return None
+        while True:
+            self._be_in_place()
+            with self._bucket(_key_tag(name)) as bucket:
+                path = self._find_key(bucket, name)
+                if path is None or path.startswith("inflight-"):
+                    return None
+                state, _, waiting = path.partition("/")
+                if state == "scheduled":
+                    if int(waiting[:20]) > _wall_ns():
+                        return None
+                    waiting = self._woken(waiting)
+                task = self._claim(waiting, self._now_ns())
+            if task is not None:
+                return task  # RACE: else a pop() was quicker, and we see it in flight now
+
     def done(self, task: FemtoTask) -> None:
         """End the task's life: it moves to done/, or is deleted with keep_done=False.
 
         Raises LeaseLost if the task is not this delivery's any more.
         """
         _check_lease(task)
-        self._settle(task, f"done/{task.id}" if self.keep_done else None)
+        self._settle(task, f"done/{task.id}" if self.keep_done else "")
         if self.sync_after_write:
             _sync_dir(self._root + ("done" if self.keep_done else os.path.dirname(task._lease)))
 
@@ -426,15 +517,14 @@ class FemtoQueue:
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
         if delay_s:
             due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
-            self._settle(task, f"scheduled/{_stamped(due_ns, task.attempts, task.id)}")
-            self._next_due_ns = min(self._next_due_ns, due_ns)
+            target = f"scheduled/{_stamped(due_ns, task.attempts, task.id)}"
         else:
             order = int(task.id[:20]) if front else self._next_order()
-            name = _stamped(order, task.attempts, task.id)
-            self._settle(task, f"pending/{name}")
-            self._remember(name)
+            target = f"pending/{_stamped(order, task.attempts, task.id)}"
+        target = self._settle(task, target)
+        self._remember(target)
         if self.sync_after_write:
-            _sync_dir(self._root + ("scheduled" if delay_s else "pending"))
+            _sync_dir(self._root + os.path.dirname(target))
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
         """Renew the lease: it ends `ms` milliseconds from now (None: timeout_stale_ms).
@@ -459,7 +549,8 @@ class FemtoQueue:
     def retry(self, id: str) -> None:
         """Put a failed task at the back of the queue, its attempts at 0 again.
 
-        Raises TaskNotFound if no such task is in failed/, ValueError if id is none.
+        Raises TaskNotFound if no such task is in failed/, KeyInFlight if its key has another task
+        by now, ValueError if id is none.
         """
         _check_id(id)
         path = f"{self._root}failed/{id}"
@@ -469,10 +560,14 @@ class FemtoQueue:
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
-        """Put every failed task at the back of the queue, oldest first; return how many."""
+        """Put every failed task at the back of the queue, oldest first; return how many.
+
+        Those whose key has another task by now stay.
+        """
         count = 0
         for path, _, ident in self._find("failed"):
-            count += self._retried(path, ident)
+            with contextlib.suppress(KeyInFlight):
+                count += self._retried(path, ident)
         return count
 
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
@@ -508,6 +603,7 @@ class FemtoQueue:
             pending=len(pending),
             scheduled=len(self._listed("scheduled")),
             inflight=sum(node.inflight for node in nodes),
+            buffered=len(self._listed("keys")),
             done=len(self._listed("done")),
             failed=len(self._listed("failed")),
             oldest_pending_age_s=(
@@ -522,26 +618,44 @@ class FemtoQueue:
         state: one of STATES. A task that moves on meanwhile is left out; a corrupt one is logged
         and left out, and peek() says what is wrong with it.
         """
-        if state not in STATES:
-            raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
-        return self._read_tasks(state)
+        _check_state(state)
+        return self._read_tasks(self._find(state))
 
-    def peek(self, id: str) -> FemtoTask | None:
-        """Return the task of that id as it stands, in any state, without leasing it.
+    def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
+        """Return the task of that id, in any state, or the one of that key that waits or is in
+        flight, without leasing it.
 
-        None if there is none (or if it moved just then). Looking through pending/ and scheduled/
-        lists them. Raises CorruptTask if its file is not a whole record, ValueError if id is none.
+        None if there is none (or if it moved just then). Looking for an id through pending/ and
+        scheduled/ lists them. Raises CorruptTask if its file is not a whole record, ValueError if
+        id or key is none, TypeError unless one of the two is given.
         """
+        if (id is None) == (key is None):
+            raise TypeError("peek takes an id or a key")
+        if id is None:
+            path = self._path_of_key(key)
+            if path is None:
+                return None
+            return _read_task(self._root + path, _attempts_in(path), path[-29:])
         _check_id(id)
         for directory in ("done", "failed", "pending"):
             task = _read_task(f"{self._root}{directory}/{id}", 0, id)
             if task is not None:
                 return task
-        for state in ("scheduled", "pending", "inflight", "done", "failed"):  # as a task moves
+        for state in ("keys", "scheduled", "pending", "inflight", "done", "failed"):  # as it moves
             for path, attempts, ident in self._find(state):
                 if ident == id:
                     return _read_task(path, attempts, id)
         return None
+
+    def contains(self, key: str) -> bool:
+        """Say whether a task of that key waits or is in flight."""
+        return self._path_of_key(key) is not None
+
+    def keys(self, state: str) -> Iterator[str]:
+        """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
+        _check_state(state)
+        keyed = (found for found in self._find(state) if _is_keyed(found[2]))
+        return (task.key for task in self._read_tasks(keyed) if task.key is not None)
 
     def close(self) -> None:
         """Give up this worker's place. What it still held is anybody's at once.
@@ -596,12 +710,13 @@ class FemtoQueue:
     def _become_somebody(self) -> None:
         """Draw what is one object's own: tag, node, lock, batch. Again in a forked child."""
         self._lock = threading.RLock()
-        self._tag = os.urandom(4).hex()
+        self._tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
         self.node_id = self._given_node_id or f"{os.getpid()}-{self._tag}"
         self._node_dir = f"inflight-{self.node_id}/"
         self._lease_dir = f"{self._root}inflight-{self.node_id}"
         self._batch: list[str] = []  # names in pending/, the oldest last
         self._timeout_ns = _lease_ns(self.timeout_stale_ms)
+        self._held: _Bucket | None = None  # the key lock that a thread with _lock holds
         self._newcomer = True  # has had no place yet: what stands in its directory is a dead one's
         self._seen = 0  # how many names pending/ had when it was listed last
         self._next_due_ns = self._next_end_ns = 0
@@ -609,8 +724,10 @@ class FemtoQueue:
         self._listing = _Chore(FemtoQueue._list_pending, every_s=1.0)
         self._waking = _Chore(FemtoQueue._wake_due, every_s=_BASE_INTERVAL_S)
         self._reclaiming = _Chore(FemtoQueue._reclaim, every_s=interval_s)
+        self._mended = ""  # the last key's hash that was looked at
+        self._mending = _Chore(FemtoQueue._mend_keys, every_s=600.0)
         sweeping = _Chore(FemtoQueue._sweep, every_s=600.0)
-        self._housekeeping = (self._waking, self._reclaiming, sweeping)
+        self._housekeeping = (self._waking, self._reclaiming, self._mending, sweeping)
         self._attend_at_ns = 0
 
     def _make_dirs(self) -> None:
@@ -644,7 +761,7 @@ class FemtoQueue:
                 # Alone here: whoever held these leases is dead, on this boot or an earlier one.
                 # Only a newcomer: later, another thread may have claimed into it just now.
                 elif self._newcomer and _flock(fd, "exclusive"):
-                    self._put_back_all(self._lease_dir, None)
+                    self._put_back_all(self._lease_dir, None, wait=True)  # nobody else will
                 _flock(fd, "shared")
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if _leads_to(self._lease_dir, fd):
@@ -655,6 +772,11 @@ class FemtoQueue:
             finally:
                 if to_close is not None:
                     _let_go(to_close)
+
+    def _be_in_place(self) -> None:
+        with self._lock:
+            if not self._in_place():
+                self._take_place()
 
     def _in_place(self) -> bool:
         if fcntl is None:
@@ -701,7 +823,7 @@ class FemtoQueue:
         moved there by hand, and must not carry the clock along.
         """
         newest_ns = 0
-        for state in STATES:
+        for state in (*STATES, "keys"):
             for _, _, ident in self._find(state):
                 if (order := int(ident[:20])) < _FARTHEST_NS:
                     newest_ns = max(newest_ns, order)
@@ -714,8 +836,10 @@ class FemtoQueue:
         ident: str,
         data: bytes | bytearray | memoryview,
         path: str,
+        *,
         sync_file: bool | None = None,
         sync_dir: bool | None = None,
+        key: str = "",
     ) -> None:
         """Write a record aside and rename it to `path`: the task exists from then on.
 
@@ -723,7 +847,7 @@ class FemtoQueue:
         first: the checksum tells what a power cut tore before we returned.
         """
         payload = data if type(data) is bytes else _as_bytes(data)
-        header = _header(payload)
+        header = _header(payload, key)
         aside = f"{self._root}creating/{ident}"
         if sync_file is None:
             sync_file = sync_dir = self.sync_after_write
@@ -753,30 +877,30 @@ class FemtoQueue:
         if form is None:
             return None  # not ours
         attempts, ident = int(form[1] or 0), form[2]
-        waiting = f"{self._root}pending/{name}"
+        waiting = f"pending/{name}"
         if self.max_attempts is not None and attempts >= self.max_attempts:
             self._give_up(waiting, ident, attempts)
             return None
         if attempts < _MOST_ATTEMPTS:
             attempts += 1
         lease_name = _stamped(now_ns + self._timeout_ns, attempts, f"{self._boot}~{ident}")
-        path = self._root + self._node_dir + lease_name
+        lease = self._node_dir + lease_name
         try:
             if not self._seize(waiting, lease_name):
                 self._pass_over_the_taken()
                 return None
-            data = _read_record(path, ident)
+            data, key = _read_record(self._root + lease, ident)
         except CorruptTask as error:
-            self._bury(ident, error.reason, lambda: _move(path, f"{self._root}failed/{ident}"))
+            self._bury(ident, error.reason, lambda: self._transfer(lease, ident, f"failed/{ident}"))
             _log().error("%s; it is in failed/", error)
             return None
         except FileNotFoundError:
             self._batch.clear()  # RACE: a person took it out, or our directory: look again
             return None
         except BaseException as error:
-            self._hand_back(path, name, form, error)
+            self._hand_back(lease, name, form, error)
             raise
-        return FemtoTask(ident, data, attempts, self._node_dir + lease_name)
+        return FemtoTask(ident, data, attempts, key, lease)
 
     def _seize(self, waiting: str, lease_name: str) -> bool:
         """Rename a task into the directory that we hold locked, whatever has its name by now;
@@ -784,16 +908,16 @@ class FemtoQueue:
         with self._lock:  # so that close() in another thread does not close the descriptor
             try:
                 if fcntl is None:
-                    os.rename(waiting, self._root + self._node_dir + lease_name)
+                    os.rename(self._root + waiting, self._root + self._node_dir + lease_name)
                 elif self._lease_fd is None:
                     return False  # RACE: closed by another thread
                 else:
-                    os.rename(waiting, lease_name, dst_dir_fd=self._lease_fd)
+                    os.rename(self._root + waiting, lease_name, dst_dir_fd=self._lease_fd)
             except FileNotFoundError:
                 return False
         return True
 
-    def _hand_back(self, path: str, name: str, form: re.Match[str], error: BaseException) -> None:
+    def _hand_back(self, lease: str, name: str, form: re.Match[str], error: BaseException) -> None:
         """Undo a claim that was interrupted, or whose file the system would not let us read.
 
         It goes back to its place if that is no fault of the file's, else to the back: a file
@@ -802,8 +926,8 @@ class FemtoQueue:
         if isinstance(error, OSError) and error.errno not in _SHORTAGES:
             name = _stamped(self._next_order(), int(form["attempts"] or 0), form["id"])
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
-            _move(path, f"{self._root}pending/{name}")  # CRASH: before it, a lease like any
-            self._remember(name)
+            # CRASH: before it, a lease like any
+            self._remember(self._transfer(lease, form["id"], f"pending/{name}"))
 
     def _pass_over_the_taken(self) -> None:
         """After a lost race, drop what else of our batch is gone.
@@ -816,19 +940,30 @@ class FemtoQueue:
             while self._batch and not os.access(pending + self._batch[-1], os.F_OK):
                 self._batch.pop()
 
-    def _settle(self, task: FemtoTask, target: str | None) -> None:
-        """Move a leased task out of its lease, or unlink it: every end of a delivery is here."""
+    def _settle(self, task: FemtoTask, target: str) -> str:
+        """Move a leased task out of its lease: every end of a delivery is here. Return where to."""
         with self._lock:
-            path = self._root + task._lease
             try:
-                if target is None:
-                    os.unlink(path)
-                else:
-                    _move(path, self._root + target)
+                return self._transfer(task._lease, task.id, target)
             except FileNotFoundError:
-                place = os.path.dirname(target or "")
+                place = os.path.dirname(target)
                 os.stat(self._root + (place if place in _DIRS else ""))  # gone: disk trouble
                 raise self._lease_lost(task) from None
+
+    def _transfer(self, source: str, ident: str, target: str, wait: bool = True) -> str:
+        """Move a task that is in one state to another; "": remove it. Return where it went.
+
+        A keyed one moves under the lock of its key, and lets in the newer payload behind it.
+        wait=False: BlockingIOError if somebody else has that lock.
+        """
+        if _is_keyed(ident):
+            with self._bucket(ident[-8:], wait) as bucket:
+                return self._transfer_keyed(bucket, source, ident, target)
+        if target:
+            _move(self._root + source, self._root + target)
+        else:
+            os.unlink(self._root + source)
+        return target
 
     def _lease_lost(self, task: FemtoTask) -> LeaseLost:
         late_ns = self._now_ns() - int(os.path.basename(task._lease)[:20])
@@ -839,7 +974,7 @@ class FemtoQueue:
         return LeaseLost(task.id, late_ns >= 0, why)
 
     def _bury(
-        self, ident: str, error: str | BaseException | None, move: Callable[[], None]
+        self, ident: str, error: str | BaseException | None, move: Callable[[], object]
     ) -> None:
         """Move a task to failed/ with its reason.
 
@@ -865,46 +1000,317 @@ class FemtoQueue:
     def _give_up(self, waiting: str, ident: str, attempts: int) -> None:
         reason = f"delivered {attempts} times without done() or fail(): max_attempts reached"
         try:
-            self._bury(ident, reason, lambda: _move(waiting, f"{self._root}failed/{ident}"))
-        except FileNotFoundError:
-            return  # RACE: another worker took it, or gave it up first
+            self._bury(
+                ident, reason, lambda: self._transfer(waiting, ident, f"failed/{ident}", wait=False)
+            )
+        except (FileNotFoundError, BlockingIOError):
+            return  # RACE: another worker took it, gave it up first, or is replacing its payload
         _log().error("task %s was %s; it is in failed/", ident, reason)
 
     def _retried(self, path: str, ident: str) -> bool:
-        # The reason goes first: after the rename, a new one may be written at any time.
-        _unlinked(f"{self._root}failed/{ident}.error")
-        name = _stamped(self._next_order(), 0, ident)
+        target = f"pending/{_stamped(self._next_order(), 0, ident)}"
+        source = path[len(self._root) :]
         try:
-            _move(path, f"{self._root}pending/{name}")
+            with self._bucket(ident[-8:]) if _is_keyed(ident) else contextlib.nullcontext() as keys:
+                if keys is not None:
+                    self._make_room(keys, source, target)
+                # The reason goes first: after the rename, a new one may be written at any time.
+                _unlinked(f"{self._root}failed/{ident}.error")
+                self._transfer(source, ident, target)
         except FileNotFoundError:
             os.stat(f"{self._root}pending")  # gone: disk trouble
             return False  # RACE: somebody else retried or removed it
-        self._remember(name)
+        self._remember(target)
         if self.sync_after_write:
             _sync_dir(f"{self._root}pending")
         return True
 
-    def _put_back(self, directory: str, name: str, form: re.Match[str]) -> None:
+    def _put_back(self, directory: str, name: str, form: re.Match[str], wait: bool) -> None:
         """End somebody's lease: the task goes back to the place of its push, the front."""
-        ident = form["id"]
+        ident, lease = form["id"], f"{os.path.basename(directory)}/{name}"
         waiting = _stamped(int(ident[:20]), int(form["attempts"]), ident)
         try:
-            _move(f"{directory}/{name}", f"{self._root}pending/{waiting}")
+            target = self._transfer(lease, ident, f"pending/{waiting}", wait)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
-        self._remember(waiting)
+        except BlockingIOError:
+            return  # RACE: somebody works on its key; next time
+        self._remember(target)
 
-    def _put_back_all(self, directory: str, boot: str | None) -> None:
+    def _put_back_all(self, directory: str, boot: str | None, wait: bool = False) -> None:
         """Put back the leases of a directory whose lock we hold; None: whatever their boot."""
         for name, form in self._listed(directory, "inflight"):
             if form["boot"] != _DETACHED and boot in (None, form["boot"]):
-                self._put_back(directory, name, form)
+                self._put_back(directory, name, form, wait)
 
-    def _remember(self, name: str) -> None:
-        """What we put in front of our batch is next; all else is found by the next listing."""
+    def _remember(self, path: str) -> None:
+        """What was put in front of our batch is next; all else is found by the next listing."""
+        state, _, name = path.partition("/")
         with self._lock:
-            if self._batch and name < self._batch[-1]:
+            if state == "scheduled":
+                self._next_due_ns = min(self._next_due_ns, int(name[:20]))
+            elif self._batch and name < self._batch[-1]:
                 self._batch.append(name)
+
+    # Keyed tasks
+
+    # Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
+    # one newer payload in keys/, behind a task in flight. Whoever moves a keyed task or its payload
+    # holds the lock of its key, but for pop() and people: a task that waits may be gone any time.
+
+    @contextlib.contextmanager
+    def _bucket(self, tag: str, wait: bool = True) -> Iterator[_Bucket]:
+        """Hold the lock of the keys of one hash. Blocks, or with wait=False raises
+        BlockingIOError. Inside, it may be asked for again."""
+        with self._lock:
+            if self._held is not None and self._held.tag == tag:
+                yield self._held
+                return
+            outer, self._held = self._held, _Bucket(f"{self._root}keys", tag, wait)
+            try:
+                yield self._held
+            finally:
+                self._held.close()
+                self._held = outer
+
+    def _push_keyed(
+        self,
+        data: bytes | bytearray | memoryview,
+        key: str | None,
+        if_in_flight: str,
+        due_ns: int | None,
+    ) -> str:
+        if if_in_flight not in _POLICIES:
+            raise ValueError(f"if_in_flight must be {' or '.join(_POLICIES)}, not {if_in_flight!r}")
+        name = _quoted(key)
+        payload = data if type(data) is bytes else _as_bytes(data)
+        while True:
+            self._be_in_place()
+            with self._bucket(_key_tag(name)) as bucket:
+                path = self._find_key(bucket, name)
+                if path is None:
+                    return self._push_first(bucket, name, payload, due_ns)
+                if path.startswith("inflight-"):
+                    return self._push_to_leased(bucket, name, payload, if_in_flight, due_ns)
+                if self._replaced(bucket, name, payload, due_ns):
+                    return path[-29:]  # RACE: else a pop() was quicker, and we see it in flight
+
+    def _push_first(
+        self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        ident = f"{self._next_order():020d}-{bucket.tag}"
+        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_stamped(due_ns, 0, ident)}"
+        bucket.hints[name] = _Hint(path)
+        try:
+            # The hint is there first: a task that it does not know would be one too many.
+            bucket.save(self.sync_after_write)
+            self._publish(ident, payload, self._root + path, key=name)
+        except BaseException:
+            del bucket.hints[name]
+            raise
+        self._remember(path)
+        return ident
+
+    def _replaced(
+        self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> bool:
+        """Replace the payload of a waiting task; False if a pop() was quicker.
+
+        Under a lease of our own, so that it is nobody else's meanwhile. CRASH: the lease ends and
+        the task is back at its place, with the old payload or the new one.
+        """
+        hint = bucket.hints[name]
+        source, ident = hint.path, hint.path[-29:]
+        target = _renewed(source, due_ns)
+        ends_ns = self._now_ns() + _BORROWED_NS
+        lease_name = _stamped(ends_ns, _attempts_in(source), f"{self._boot}~{ident}")
+        lease = self._node_dir + lease_name
+        with self._written(name, payload) as aside:
+            if not self._seize(source, lease_name):
+                return False
+            try:
+                _move(aside, self._root + lease)
+            except BaseException:
+                _move(self._root + lease, self._root + source)
+                raise
+            _move(self._root + lease, self._root + target)
+        hint.path = target
+        self._remember(target)
+        self._sync_dir_of(target)
+        return True
+
+    def _push_to_leased(
+        self,
+        bucket: _Bucket,
+        name: str,
+        payload: bytes | memoryview,
+        if_in_flight: str,
+        due_ns: int | None,
+    ) -> str:
+        path = bucket.hints[name].path
+        if if_in_flight == "reject":
+            raise KeyInFlight(_unquoted(name), path[-29:])
+        if if_in_flight == "buffer":
+            return self._push_behind(bucket, name, payload, due_ns)
+        with self._written(name, payload) as aside:
+            _move(aside, self._root + path)
+        self._sync_dir_of(path)
+        return path[-29:]
+
+    def _push_behind(
+        self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        """Put a newer payload behind the task in flight, or in the place of the one behind it."""
+        hint, before = bucket.hints[name], self._newer(bucket.hints[name])
+        ident = before[-29:] or f"{self._next_order():020d}-{bucket.tag}"
+        hint.newer = ident if due_ns is None else _stamped(due_ns, 0, ident)
+        keys = f"{self._root}keys/"
+        try:
+            bucket.save(self.sync_after_write)
+            if not before:
+                self._publish(ident, payload, keys + hint.newer, key=name)
+                return ident
+            with self._written(name, payload) as aside:
+                if before != hint.newer:  # CRASH: after it, the old payload at the new time
+                    _move(keys + before, keys + hint.newer)
+                _move(aside, keys + hint.newer)
+        except BaseException:
+            hint.newer = before
+            raise
+        self._sync_dir_of("keys/")
+        return ident
+
+    @contextlib.contextmanager
+    def _written(self, name: str, payload: bytes | memoryview) -> Iterator[str]:
+        """Write a record aside that is to replace another. It is synced before: power loss must
+        leave one of them whole."""
+        aside = f"{self._root}creating/{self._new_id()}"
+        _write_aside(aside, _header(payload, name), payload, self.sync_after_write)
+        try:
+            yield aside
+        finally:
+            _unlinked(aside, or_fail=False)
+
+    def _sync_dir_of(self, path: str) -> None:
+        if self.sync_after_write:
+            _sync_dir(self._root + os.path.dirname(path))
+
+    def _find_key(self, bucket: _Bucket, name: str) -> str | None:
+        """Return where the task of a key stands, None if it has none; mend what is known of it."""
+        hint = bucket.hints.get(name)
+        if hint is None:
+            return None
+        path = self._whereabouts(hint.path)
+        if path is None and self._newer(hint):
+            # CRASH: who ended the task before it died here, or a person removed it.
+            path = self._let_in(hint)
+        if path is None:
+            del bucket.hints[name]
+        else:
+            hint.path = path
+        return path
+
+    def _whereabouts(self, path: str) -> str | None:
+        """Return where a task is that was at `path`, None if it does not wait and is not leased.
+
+        Lists pending/ only if it is not where a pop(), and nobody else, would have brought it.
+        """
+        if not path.startswith("inflight-") and os.path.lexists(self._root + path):
+            return path
+        for state in ("inflight", "pending", "scheduled", "inflight"):
+            for found, _, ident in self._find(state):
+                if ident == path[-29:]:
+                    return found[len(self._root) :]
+        return None
+
+    def _newer(self, hint: _Hint) -> str:
+        """Return the name in keys/ of the newer payload behind a task, "" if there is none."""
+        if hint.newer and not os.path.lexists(f"{self._root}keys/{hint.newer}"):
+            # CRASH: before it came there, or before it got that name.
+            names = (name for name, form in self._listed("keys") if form["id"] == hint.newer[-29:])
+            hint.newer = next(names, "")
+        return hint.newer
+
+    def _let_in(self, hint: _Hint) -> str:
+        """Move a newer payload into the queue: the task before it has come to its end."""
+        path = f"{'scheduled' if '~' in hint.newer else 'pending'}/{hint.newer}"
+        try:
+            _move(f"{self._root}keys/{hint.newer}", self._root + path)
+        except BaseException:
+            self._mending.at_s = 0.0  # the next pop() does it
+            raise
+        hint.path, hint.newer = path, ""
+        self._remember(path)
+        self._sync_dir_of(path)
+        return path
+
+    def _transfer_keyed(self, bucket: _Bucket, source: str, ident: str, target: str) -> str:
+        name = next((key for key, hint in bucket.hints.items() if hint.path[-29:] == ident), "")
+        hint = bucket.hints[name] if name else _Hint(source)
+        ends = target.startswith(("done/", "failed/")) or not target
+        if not ends and not target.startswith("inflight-") and self._newer(hint):
+            # It comes back, and the newer payload takes its place: at once, by the rename over it.
+            os.lstat(self._root + source)  # gone: the lease is lost
+            due_ns = int(hint.newer[:20]) if "~" in hint.newer else None
+            _move(f"{self._root}keys/{hint.newer}", self._root + source)
+            target, hint.newer = _renewed(target, due_ns), ""
+        if target:
+            _move(self._root + source, self._root + target)
+        else:
+            os.unlink(self._root + source)
+        if not ends:
+            hint.path = target
+        elif self._newer(hint):
+            self._let_in(hint)
+        elif name:
+            del bucket.hints[name]
+        return target
+
+    def _make_room(self, bucket: _Bucket, source: str, target: str) -> None:
+        """Make sure that the key of a failed task has no other, and say that it will be there."""
+        with contextlib.suppress(CorruptTask):  # it has no key then; pop() will set it aside
+            task = _read_task(self._root + source, 0, source[-29:])
+            if task is not None and task.key is not None:
+                path = self._find_key(bucket, _quoted(task.key))
+                if path is not None:
+                    raise KeyInFlight(task.key, path[-29:])
+                bucket.hints[_quoted(task.key)] = _Hint(target)
+                bucket.save(self.sync_after_write)
+
+    def _path_of_key(self, key: str | None) -> str | None:
+        name = _quoted(key)
+        if not os.path.lexists(f"{self._root}keys/{_key_tag(name)}"):
+            return None
+        with self._bucket(_key_tag(name)) as bucket:
+            return self._find_key(bucket, name)
+
+    def _mend_keys(self) -> None:
+        """Let in the payloads whose task is gone, and remove the locks of keys that have none."""
+        names = os.listdir(f"{self._root}keys") if os.path.isdir(f"{self._root}keys") else []
+        newer = {form["id"][-8:] for name in names if (form := _PARSE["keys"](name))}
+        locks = {name for name in names if _parse_tag(name)}
+        if locks or newer:
+            found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
+            locks -= {ident[-8:] for _, _, ident in found}
+        tags = sorted(newer | locks)
+        tags = ([tag for tag in tags if tag > self._mended] or tags)[:_MENDED_AT_ONCE]
+        for tag in tags:
+            self._mended = tag
+            with contextlib.suppress(BlockingIOError), self._bucket(tag, wait=False) as bucket:
+                for key in [*bucket.hints]:
+                    self._find_key(bucket, key)
+                if tag in newer:
+                    self._adopt(bucket)
+
+    def _adopt(self, bucket: _Bucket) -> None:
+        """Let in newer payloads that no hint knows: power loss, or a person, took the hint."""
+        known = {hint.newer for hint in bucket.hints.values()}
+        for name, form in self._listed("keys"):
+            if form["id"][-8:] == bucket.tag and name not in known:
+                task = _read_task(f"{self._root}keys/{name}", 0, form["id"])
+                if task and task.key is not None and _quoted(task.key) not in bucket.hints:
+                    bucket.hints[_quoted(task.key)] = hint = _Hint("", name)
+                    self._let_in(hint)
 
     # Chores of pop()
 
@@ -948,8 +1354,7 @@ class FemtoQueue:
             self._next_due_ns = self._next_end_ns = 0  # at the next listing, all again
 
     def _list_pending(self) -> None:
-        if not self._in_place():
-            self._take_place()
+        self._be_in_place()
         if os.path.lexists(f"{self._root}PAUSED"):
             self._batch = []
             return
@@ -983,16 +1388,24 @@ class FemtoQueue:
         """Move what is due to the back of pending/, in the order in which it came due."""
         now_ns = _wall_ns()
         self._next_due_ns = _NEVER_NS
-        for name, form in self._listed("scheduled"):
+        for name, _ in self._listed("scheduled"):
             due_ns = int(name[:20])
             if due_ns > now_ns:
                 self._next_due_ns = due_ns
                 return
-            waiting = _stamped(self._next_order(), int(form["attempts"]), form["id"])
             try:
-                _move(f"{self._root}scheduled/{name}", f"{self._root}pending/{waiting}")
+                self._woken(name, wait=False)
             except FileNotFoundError:
                 continue  # RACE: another worker moved it
+            except BlockingIOError:
+                self._next_due_ns = due_ns  # RACE: somebody works on its key; next time
+
+    def _woken(self, name: str, wait: bool = True) -> str:
+        """Move one task that is due, and return its name in pending/."""
+        ident = name[-29:]
+        waiting = _stamped(self._next_order(), _attempts_in(name), ident)
+        target = self._transfer(f"scheduled/{name}", ident, f"pending/{waiting}", wait)
+        return target.partition("/")[2]
 
     def _reclaim(self) -> None:
         """Put back what is past its deadline or held by the dead.
@@ -1016,7 +1429,7 @@ class FemtoQueue:
         for name, form in leases[: len(leases) - len(running)]:
             ours = form["boot"] in (self._boot, _DETACHED)
             if ours or not self._is_young(f"{directory}/{name}"):
-                self._put_back(directory, name, form)
+                self._put_back(directory, name, form, wait=False)
         if running:
             self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
         if directory != self._lease_dir and (
@@ -1047,6 +1460,7 @@ class FemtoQueue:
         try:
             if _flock(fd, "exclusive") and _leads_to(directory, fd):
                 self._put_back_all(directory, self._boot)
+                self._mending.at_s = 0.0  # it may have died between a task and the one behind it
                 _remove_empty_dir(directory)  # not with another boot's leases, or foreign files
         finally:
             _let_go(fd)
@@ -1070,9 +1484,9 @@ class FemtoQueue:
         try:
             names = os.listdir(os.path.join(self._root, directory))
         except (FileNotFoundError, NotADirectoryError):
-            if state != "inflight":
+            if (state or directory) not in ("inflight", "keys"):
                 raise
-            return []  # removed with its worker just now; or a stray file of such a name
+            return []  # removed with its worker just now, a stray file of such a name; no keys yet
         return [(name, form) for name in sorted(names) if (form := parse(name))]
 
     def _node_dirs(self) -> list[str]:
@@ -1087,8 +1501,8 @@ class FemtoQueue:
                 attempts = form.groupdict().get("attempts")
                 yield f"{directory}/{name}", int(attempts or 0), form["id"]
 
-    def _read_tasks(self, state: str) -> Iterator[FemtoTask]:
-        for path, attempts, ident in self._find(state):
+    def _read_tasks(self, found: Iterable[tuple[str, int, str]]) -> Iterator[FemtoTask]:
+        for path, attempts, ident in found:
             try:
                 task = _read_task(path, attempts, ident)
             except CorruptTask as error:
@@ -1144,11 +1558,122 @@ class _Chore:
             self.at_s = ended_s + max(self.every_s, 20 * (ended_s - started_s))
 
 
+@dataclass
+class _Hint:
+    """Where the task of a key was last, and the name in keys/ of the payload behind it, if any."""
+
+    path: str
+    newer: str = ""
+
+
+class _Bucket:
+    """The lock of the keys of one hash, keys/<hash>, and a hint of where the task of each is.
+
+    A line for each: "<key> <path> <newer, or ->", then an empty one; one write() makes the change.
+    A task that was killed, or moved by a pop() or a person, is not where the hint says: it is
+    looked for then. A key without a hint has no task.
+    """
+
+    def __init__(self, directory: str, tag: str, wait: bool) -> None:
+        self.tag, self._path = tag, f"{directory}/{tag}"
+        while True:
+            self._fd = self._opened(directory)
+            try:
+                locked = _flock(self._fd, "exclusive, waiting" if wait else "exclusive")
+                if locked is False:
+                    raise BlockingIOError(errno.EWOULDBLOCK, "its key is in use", self._path)
+                if locked is None:
+                    raise OSError(errno.ENOTSUP, "keyed tasks need flock", self._path)
+                if _leads_to(self._path, self._fd):
+                    break
+            except BaseException:
+                _let_go(self._fd)
+                raise
+            _let_go(self._fd)  # RACE: whoever had it removed it; not this one, then
+        text = os.read(self._fd, 1 << 20).decode("ascii", "replace")
+        lines = text.partition("\n\n")[0].splitlines()
+        forms = [form for line in lines if (form := _parse_hint(line))]
+        self.hints = {form[1]: _Hint(form[2], form[4].strip("-")) for form in forms}
+        self._saved = self._text()
+
+    def _opened(self, directory: str) -> int:
+        if fcntl is None:
+            raise OSError(errno.ENOTSUP, "keyed tasks need flock", self._path)
+        while True:
+            try:
+                return _open_to_lock(self._path, _KEY_FLAGS)
+            except FileNotFoundError:
+                os.mkdir(directory)  # the first key of all; if data_dir is gone, it says so
+
+    def _text(self) -> str:
+        lines = (f"{key} {hint.path} {hint.newer or '-'}\n" for key, hint in self.hints.items())
+        return "".join(lines) + "\n"
+
+    def save(self, sync: bool) -> None:
+        text = self._text()
+        if text != self._saved:
+            os.pwrite(self._fd, text.encode("ascii"), 0)
+            self._saved = text
+            if sync:
+                os.fsync(self._fd)
+                _sync_dir(os.path.dirname(self._path))
+
+    def close(self) -> None:
+        """Unlock; a bucket without a key goes."""
+        try:
+            with contextlib.suppress(OSError):  # of a hint nothing depends on its being right
+                if self.hints:
+                    self.save(sync=False)
+                else:
+                    os.unlink(self._path)
+        finally:
+            _let_go(self._fd)
+
+
 # Names
 
 
 def _stamped(ns: int, attempts: int, rest: str) -> str:
     return f"{ns:020d}~{attempts}~{rest}"
+
+
+def _renewed(path: str, due_ns: int | None) -> str:
+    """Return the path of a waiting task for a new payload, which was never delivered: at its place,
+    or in scheduled/ for a time."""
+    state, _, name = path.partition("/")
+    if due_ns is not None:
+        return f"scheduled/{_stamped(due_ns, 0, name[-29:])}"
+    return f"{state}/{name if len(name) == 29 else _stamped(int(name[:20]), 0, name[-29:])}"
+
+
+def _is_keyed(ident: str) -> bool:
+    """Say whether an id's tag is the hash of a key: the name tells, so that others pay nothing."""
+    return ident[21] > "7"
+
+
+def _key_tag(name: str) -> str:
+    return f"{binascii.crc32(name.encode()) | 1 << 31:08x}"
+
+
+def _quoted(key: object) -> str:
+    """Return a key as it stands in a header and in keys/: percent-encoded, as in a URL."""
+    if not isinstance(key, str):
+        raise TypeError(f"key must be a str, not {key!r}")
+    raw = key.encode()
+    if not 1 <= len(raw) <= _KEY_BYTES:
+        raise ValueError(f"key must be 1 to {_KEY_BYTES} bytes in UTF-8, not {len(raw)}: {key!r}")
+    return "".join(chr(byte) if chr(byte) in _UNQUOTED else f"%{byte:02X}" for byte in raw)
+
+
+def _unquoted(name: str) -> str:
+    raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), name.encode())
+    return raw.decode("utf-8", "replace")
+
+
+def _attempts_in(path: str) -> int:
+    """Return the attempts that stand in a task's name, 0 in one that is an id."""
+    parts = path.split("~")
+    return int(parts[1]) if len(parts) > 1 else 0
 
 
 def _is_node_id(node_id: object) -> bool:
@@ -1157,6 +1682,11 @@ def _is_node_id(node_id: object) -> bool:
         and node_id not in (".", "..")
         and _parse_node_dir(f"inflight-{node_id}") is not None
     )
+
+
+def _check_state(state: str) -> None:
+    if state not in STATES:
+        raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
 
 
 def _check_id(id: str) -> None:
@@ -1216,19 +1746,26 @@ def _write_all(fd: int, header: bytes, payload: bytes | memoryview) -> None:
         written += os.write(fd, part[done:])
 
 
-def _header(payload: bytes | memoryview) -> bytes:
-    return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
+def _header(payload: bytes | memoryview, key: str = "") -> bytes:
+    if not key:
+        return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
+    name = key.encode()  # checked with the payload: it must not be taken for another key
+    return b"FQ1 %08x %d %b\n" % (
+        binascii.crc32(payload, binascii.crc32(name)),
+        len(payload),
+        name,
+    )
 
 
-def _read_record(path: str, ident: str) -> bytes:
-    """Return a file's payload. Raises CorruptTask if the file is not one whole record."""
+def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
+    """Return a file's payload and key. Raises CorruptTask if it is not one whole record."""
     try:
         fd = os.open(path, _READ_FLAGS)
         try:
             head = os.read(fd, _READ_BYTES)
             first, newline, payload = head.partition(b"\n")
             if first + newline == _header(payload):
-                return payload
+                return payload, None
             return _read_other(fd, head, ident)
         finally:
             os.close(fd)
@@ -1238,7 +1775,7 @@ def _read_record(path: str, ident: str) -> bytes:
         raise
 
 
-def _read_other(fd: int, head: bytes, ident: str) -> bytes:
+def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     """Read on where the first read did not show a whole record, or say what is wrong with it."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -1250,9 +1787,10 @@ def _read_other(fd: int, head: bytes, ident: str) -> bytes:
     if status.st_size - start != length:  # before a header that lies makes us allocate
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
     payload = _read_rest(fd, start, length)
-    if b"%08x" % binascii.crc32(payload) != header[1]:
+    name = header[3] or b""
+    if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
-    return payload
+    return payload, _unquoted(name.decode()) if name else None
 
 
 def _read_rest(fd: int, start: int, length: int) -> bytes:
@@ -1267,7 +1805,8 @@ def _read_rest(fd: int, start: int, length: int) -> bytes:
 
 def _read_task(path: str, attempts: int, ident: str) -> FemtoTask | None:
     try:
-        return FemtoTask(ident, _read_record(path, ident), attempts)
+        data, key = _read_record(path, ident)
+        return FemtoTask(ident, data, attempts, key)
     except FileNotFoundError:
         return None  # RACE: it moved on
 
@@ -1308,11 +1847,15 @@ def _unlinked(path: str, or_fail: bool = True) -> bool:
     return True
 
 
-def _write_aside(path: str, content: bytes) -> None:
+def _write_aside(
+    path: str, head: bytes, payload: bytes | memoryview = b"", sync: bool = False
+) -> None:
     fd = os.open(path, _CREATE_FLAGS, 0o666)
     try:
         try:
-            _write_all(fd, content, b"")
+            _write_all(fd, head, payload)
+            if sync:
+                os.fsync(fd)
         finally:
             os.close(fd)
     except BaseException:
@@ -1430,10 +1973,11 @@ def _find_syncfs(directory: str) -> Callable[[int], None] | None:
 
 
 def _flock(fd: int, how: str) -> bool | None:
-    """Take a lock: "shared" waits for it, "exclusive" doesn't. None: there are no locks here."""
-    kind = fcntl.LOCK_SH if how == "shared" else fcntl.LOCK_EX | fcntl.LOCK_NB
+    """Take a lock: "shared" waits for it, "exclusive" doesn't, "exclusive, waiting" does.
+    None: there are no locks here."""
+    kinds = {"shared": fcntl.LOCK_SH, "exclusive": fcntl.LOCK_EX | fcntl.LOCK_NB}
     try:
-        fcntl.flock(fd, kind)
+        fcntl.flock(fd, kinds.get(how, fcntl.LOCK_EX))
     except BlockingIOError:
         return False  # somebody is alive
     except OSError as error:
@@ -1451,8 +1995,8 @@ def _let_go(fd: int) -> None:
     os.close(fd)
 
 
-def _open_to_lock(path: str) -> int:
-    fd = os.open(path, _DIR_FLAGS)
+def _open_to_lock(path: str, flags: int = _DIR_FLAGS) -> int:
+    fd = os.open(path, flags, 0o666)
     _lock_fds.add(fd)
     return fd
 

@@ -37,12 +37,21 @@ from typing import Any
 from unittest import mock
 
 import femtoqueue
-from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask, LeaseLost, TaskNotFound
+from femtoqueue import (
+    CorruptTask,
+    FemtoQueue,
+    FemtoQueueError,
+    FemtoTask,
+    KeyInFlight,
+    LeaseLost,
+    TaskNotFound,
+)
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SYSCALLS = (
     *("open", "read", "write", "writev", "close", "fsync", "lseek", "stat", "lstat", "fstat"),
     *("rename", "replace", "link", "unlink", "mkdir", "rmdir", "chmod", "listdir", "scandir"),
+    "pwrite",
 )
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
 
@@ -207,10 +216,12 @@ class QueueCase(unittest.TestCase):
         where: dict[str, str] = {}
         for directory in sorted(os.listdir(self.path)):
             state = "inflight" if directory.startswith("inflight-") else directory
-            if state not in femtoqueue.STATES or os.path.isfile(self.file(directory)):
+            if state not in (*femtoqueue.STATES, "keys") or os.path.isfile(self.file(directory)):
                 continue
             for name in self.names(directory):
                 form = femtoqueue._PARSE[state](name)
+                if form is None and state == "keys" and femtoqueue._parse_tag(name):
+                    continue
                 if form is None:
                     known = (state == "failed" and name.endswith(".error")) or name in self.foreign
                     self.assertTrue(known, f"{directory}/{name} is of no form")
@@ -577,7 +588,7 @@ class Looking(QueueCase):
         task = self.pop(q)
         with self.assertRaises(AttributeError):
             task.data = b"y"  # type: ignore[misc]
-        self.assertEqual(repr(task), f"FemtoTask(id='{task.id}', data=b'x', attempts=1)")
+        self.assertEqual(repr(task), f"FemtoTask(id='{task.id}', data=b'x', attempts=1, key=None)")
         self.assertAlmostEqual(task.created.timestamp(), time.time(), delta=60)
         self.assertEqual(str(task.created.tzinfo), "UTC")
 
@@ -1322,6 +1333,382 @@ class Sharing(QueueCase):
             copy = pickle.loads(pickle.dumps(error))
             self.assertEqual((str(copy), vars(copy)), (str(error), vars(error)))
             self.assertIsInstance(error, FemtoQueueError)
+
+
+# Keyed tasks
+
+
+class Keyed(QueueCase):
+    """At most one task of a key waits or is in flight, and what was pushed last is not missed."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.addCleanup(self.check_keys)
+
+    def check_keys(self) -> None:
+        if os.path.isdir(self.path):
+            q = FemtoQueue(self.path, "checker")
+            found = [*q.keys("pending"), *q.keys("scheduled"), *q.keys("inflight")]
+            self.assertEqual(len(found), len({*found}), "two tasks of one key")
+            self.assertTrue(all(map(q.contains, found)))
+
+    def nothing_in_keys(self) -> None:
+        self.assertEqual(self.names("keys"), [])
+
+    def test_a_waiting_task_gets_the_new_payload_and_keeps_place_and_id(self) -> None:
+        q = self.queue()
+        ident = q.push(b"old", key="k")
+        q.push(b"other")
+        self.assertEqual(q.push(b"new", key="k"), ident)
+        task = self.pop(q)
+        self.assertEqual((task.id, task.data, task.key, task.attempts), (ident, b"new", "k", 1))
+        q.done(task)
+        self.assertEqual(self.drain(q), [b"other"])
+        self.nothing_in_keys()
+
+    def test_a_new_payload_was_never_delivered(self) -> None:
+        """The attempts were the old one's; the place stays that of the release."""
+        q = self.queue(max_attempts=2)
+        for name in (b"k", b"x", b"y"):
+            q.push(name, key=name.decode())
+        for _ in range(2):
+            q.release(self.pop(q))
+        q.push(b"again", key="k")
+        self.assertEqual([q.pop().data, q.pop().data], [b"y", b"again"])  # type: ignore[union-attr]
+        self.assertEqual([name.split("~")[1] for name in self.names("inflight-n1")], ["1", "1"])
+
+    def test_a_payload_pushed_meanwhile_comes_after_the_one_in_flight(self) -> None:
+        """The newest of them, once, by its own id, whether the first is done, deleted or failed."""
+        for end in (FemtoQueue.done, FemtoQueue.fail):
+            for keep in (True, False):
+                q = self.queue(keep_done=keep)
+                ident = q.push(b"1", key="k")
+                task = self.pop(q)
+                newer = q.push(b"2", key="k")
+                self.assertEqual(q.push(b"3", key="k"), newer)
+                self.assertNotEqual(newer, ident)
+                self.assertEqual((q.pop(), q.take("k"), q.stats().buffered), (None, None, 1))
+                self.assertEqual((q.peek(newer) or task).data, b"3")
+                end(q, task)
+                after = self.pop(q)
+                self.assertEqual((after.id, after.data, after.attempts), (newer, b"3", 1))
+                q.done(after)
+                self.nothing_in_keys()
+                q.close()
+
+    def test_a_payload_pushed_meanwhile_takes_the_place_of_one_that_comes_back(self) -> None:
+        """By release() in all ways, by a lease that ran out, by close()."""
+        clock = self.clock()
+        ways: list[Callable[[FemtoQueue, FemtoTask], object]] = [
+            lambda q, task: q.release(task, front=True),
+            lambda q, task: q.release(task, delay_s=0.001),
+            lambda q, task: clock.advance(31),
+            lambda q, task: q.close(),
+        ]
+        for way, come_back in enumerate(ways):
+            q = self.queue()
+            ident = q.push(b"1", key="k")
+            task = self.pop(q)
+            q.push(b"2", key="k")
+            q.push(b"later")
+            come_back(q, task)
+            clock.advance(1)
+            if q.take("k") is None:
+                self.fail(f"way {way}: it is back")
+            self.assertEqual(
+                (q.peek(ident), self.drain(q)), (FemtoTask(ident, b"2", 1, "k"), [b"later"])
+            )
+            self.assertRaises(LeaseLost, q.done, task)
+            q.close()
+            self.drain(q)
+            self.nothing_in_keys()
+            q.close()
+
+    def test_an_update_in_flight_is_what_a_redelivery_carries(self) -> None:
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        task = self.pop(q)
+        self.assertEqual(q.push(b"2", key="k", if_in_flight="update"), ident)
+        q.release(task)
+        again = self.pop(q)
+        self.assertEqual((again.data, again.attempts), (b"2", 2))
+        q.push(b"3", key="k", if_in_flight="update")
+        q.done(again)
+        self.assertIsNone(q.pop())
+        self.nothing_in_keys()
+
+    def test_a_rejected_push_changes_nothing_and_says_which_task_it_was(self) -> None:
+        q = self.queue()
+        ident = q.push(b"1", key="k", if_in_flight="reject")
+        self.assertEqual(q.push(b"2", key="k", if_in_flight="reject"), ident)
+        task = self.pop(q)
+        with self.assertRaises(KeyInFlight) as caught:
+            q.push(b"3", key="k", if_in_flight="reject")
+        self.assertEqual((caught.exception.key, caught.exception.id), ("k", ident))
+        q.release(task)
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_what_is_no_key_or_policy_is_refused(self) -> None:
+        q = self.queue()
+        with self.assertRaisesRegex(ValueError, "buffer or update or reject"):
+            q.push(b"x", key="k", if_in_flight="drop")
+        for bad in ("", "k" * 201, "\u00e9" * 101, "\udc80"):
+            for call in (functools.partial(q.push, b"x", key=bad), functools.partial(q.take, bad)):
+                self.assertRaises(ValueError, call)
+        not_keys: list[Any] = [7, b"k", ("k",)]
+        for bad in not_keys:
+            self.assertRaises(TypeError, q.push, b"x", key=bad)
+            self.assertRaises(TypeError, q.schedule, b"x", 1, key=bad)
+            self.assertRaises(TypeError, q.contains, bad)
+        self.assertRaises(TypeError, q.push, b"x", if_in_flight="update")
+        self.assertRaises(TypeError, q.push, "text", key="k")
+        self.assertRaises(TypeError, q.peek)
+        self.assertRaises(ValueError, q.keys, "buffered")
+        self.assertEqual(self.states(), {})
+        self.assertFalse(os.path.exists(self.file("keys", femtoqueue._key_tag("k"))))
+
+    def test_any_text_is_a_key_and_can_be_read_back(self) -> None:
+        """Spaces, line ends, percent signs, all alphabets; by task, keys() and header."""
+        q = self.queue()
+        keys = ["k" * 200, "a b", "\n", "%41", "A", "-", "größe", "\U0001f40d" * 50, "\0", "../x"]
+        for key in keys:
+            q.push(key.encode(), key=key)
+        self.assertEqual([*q.keys("pending")], keys)
+        self.assertEqual(
+            [(t.key, t.data.decode()) for t in q.tasks("pending")], [(k, k) for k in keys]
+        )
+        for key in reversed(keys):
+            task = q.take(key)
+            assert task is not None
+            self.assertEqual(task.key, key)
+            q.done(task)
+        self.nothing_in_keys()
+        with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
+            self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
+
+    def test_a_flipped_bit_of_a_key_is_noticed(self) -> None:
+        q = self.queue()
+        ident = q.push(b"x", key="a")
+        path = self.file("pending", ident)
+        with open(path, "rb") as file:
+            content = file.read()
+        self.put(ident, content.replace(b" a\n", b" c\n"))
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"failed": 1})
+        self.nothing_in_keys()
+
+    def test_schedule_replaces_payload_and_time_and_push_the_payload(self) -> None:
+        q, clock = self.queue(), self.clock()
+        ident = q.push(b"1", key="k")
+        due_us = (time.time() + 100) * 1e6
+        self.assertEqual(q.schedule(b"2", due_us, key="k"), ident)
+        self.assertEqual((q.take("k"), q.pop(), q.push(b"3", key="k")), (None, None, ident))
+        clock.advance(101)
+        q.schedule(b"4", 1, key="other")
+        task = q.take("k")
+        assert task is not None
+        self.assertEqual(task.data, b"3")
+        q.schedule(b"5", due_us + 100e6, key="k")
+        q.done(task)
+        self.assertEqual((q.take("k"), self.drain(q)), (None, [b"4"]))
+        clock.advance(101)
+        self.assertEqual(self.drain(q), [b"5"])
+        self.nothing_in_keys()
+
+    def test_a_later_time_waits_behind_a_task_in_flight_too(self) -> None:
+        """Also if that comes back: what is scheduled for later is not delivered now."""
+        q, clock = self.queue(), self.clock()
+        q.push(b"1", key="k")
+        task = self.pop(q)
+        q.push(b"2", key="k")
+        q.schedule(b"3", (time.time() + 100) * 1e6, key="k")
+        self.assertEqual(len(self.names("keys")), 2)
+        q.release(task)
+        self.assertIsNone(q.pop())
+        clock.advance(101)
+        self.assertEqual(self.drain(q), [b"3"])
+
+    def test_take_leases_out_of_turn_and_only_what_is_to_be_had(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        for key in ("a", "b"):
+            q.push(key.encode(), key=key)
+        task = q.take("b")
+        assert task is not None
+        self.assertEqual(
+            (task.data, q.take("b"), other.take("b"), q.take("c")), (b"b", None, None, None)
+        )
+        self.assertEqual((q.contains("b"), q.contains("c")), (True, False))
+        self.assertEqual([*q.keys("inflight"), *q.keys("pending")], ["b", "a"])
+        self.assertEqual(q.peek(key="a"), FemtoTask(q.push(b"a", key="a"), b"a", 0, "a"))
+        q.done(task)
+        self.assertEqual((q.peek(key="b"), q.contains("b")), (None, False))
+        self.put("PAUSED", b"", "")
+        self.assertIsNone(q.take("a"))
+
+    def test_take_sets_a_corrupt_task_aside(self) -> None:
+        q = self.queue()
+        self.put(q.push(b"x", key="k"), b"rubbish")
+        self.assertIsNone(q.take("k"))
+        self.assertEqual(self.states(), {"failed": 1})
+        q.push(b"y", key="k")
+        self.assertEqual(self.drain(q), [b"y"])
+
+    def test_a_dead_workers_key_is_taken_from_it(self) -> None:
+        def work(child: Child) -> None:
+            q = FemtoQueue(self.path, "dead", timeout_stale_ms=None)
+            task = q.take("k")
+            child.say(str(task and task.data))
+            child.wait_for_go()
+
+        q, clock = self.queue(timeout_stale_ms=None), self.clock()
+        q.push(b"x", key="k")
+        child = self.child(work)
+        self.assertEqual(child.line(), "b'x'")
+        self.assertIsNone(q.take("k"))
+        q.push(b"y", key="k")
+        child.kill()
+        child.finish()
+        clock.advance(1)
+        task = q.take("k")
+        assert task is not None
+        self.assertEqual(task.data, b"y")
+
+    def test_what_a_busy_key_keeps_from_being_put_back_is_put_back_later(self) -> None:
+        """A stopped process that holds a key's lock stalls that key, not the queue."""
+        import fcntl
+
+        q, clock, other = self.queue(), self.clock(), self.queue("n2")
+        q.push(b"1", key="k")
+        q.push(b"2")
+        self.pop(other)
+        q.schedule(b"3", 1, key="busy")
+        clock.advance(31)
+        fds = [os.open(self.file("keys", femtoqueue._key_tag(k)), os.O_RDWR) for k in ("k", "busy")]
+        for fd in fds:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        self.assertEqual(self.drain(q), [b"2"])
+        for fd in fds:
+            os.close(fd)
+        clock.advance(1)
+        self.assertEqual(sorted(self.drain(q)), [b"1", b"3"])
+
+    def test_retry_does_not_put_an_old_payload_beside_a_newer_one(self) -> None:
+        """Nor over it; and the reason of the failure stays."""
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        q.fail(self.pop(q), "why")
+        q.push(b"2", key="k")
+        with self.assertRaisesRegex(KeyInFlight, "'k'"):
+            q.retry(ident)
+        self.assertEqual((q.retry_failed(), self.names("failed")), (0, [ident, f"{ident}.error"]))
+        self.assertEqual(self.drain(q), [b"2"])
+        q.retry(ident)
+        self.assertEqual(q.push(b"3", key="k"), ident)
+        self.assertEqual(self.drain(q), [b"3"])
+        self.nothing_in_keys()
+
+    def test_keys_of_one_hash_do_not_mix(self) -> None:
+        with mock.patch.object(femtoqueue, "_key_tag", return_value="80000000"):
+            q = self.queue()
+            for key in ("a", "b", "c"):
+                q.push(key.encode(), key=key)
+            b = q.take("b")
+            q.push(b"newer b", key="b")
+            q.push(b"newer a", key="a")
+            assert b is not None
+            q.done(b)
+            self.assertEqual(self.drain(q), [b"newer a", b"c", b"newer b"])
+            self.nothing_in_keys()
+
+    def test_a_hint_that_is_wrong_or_rubbish_does_no_harm(self) -> None:
+        """A task moved or removed by hand is looked for, or pushed anew."""
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        os.rename(self.file("pending", ident), self.file("pending", f"{9:020d}~3~{ident}"))
+        self.assertEqual(q.push(b"2", key="k"), ident)
+        self.assertEqual(len(self.names("pending")), 1)
+        os.unlink(self.file("pending", *self.names("pending")))
+        self.assertNotEqual(q.push(b"3", key="k"), ident)
+        self.assertEqual(self.drain(q), [b"3"])
+        self.put(femtoqueue._key_tag("k"), b"k ../../etc/passwd -\nrub bish\n\xff\n\n", "keys")
+        q.push(b"4", key="k")
+        self.assertEqual(self.drain(q), [b"4"])
+        self.nothing_in_keys()
+
+    def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
+        q, clock = self.queue(), self.clock()
+        q.push(b"1", key="k")
+        task = self.pop(q)
+        q.push(b"2", key="k")
+        os.unlink(self.file("keys", femtoqueue._key_tag("k")))
+        q.done(task)
+        clock.advance(601)
+        self.assertEqual(self.drain(q), [b"2"])
+        self.nothing_in_keys()
+
+    def test_locks_of_keys_that_have_no_task_are_removed(self) -> None:
+        """More of them than one look takes; a foreign file stays."""
+        q, clock = self.queue(), self.clock()
+        self.foreign = ("notes.txt",)
+        for number in range(250):
+            os.unlink(self.file("pending", q.push(b"x", key=f"{number}")))
+        q.push(b"x", key="stays")
+        self.put("notes.txt", b"", "keys")
+        for _ in range(3):
+            clock.advance(601)
+            q.release(self.pop(q))
+        self.assertEqual(self.names("keys"), sorted([femtoqueue._key_tag("stays"), "notes.txt"]))
+
+    def test_tasks_without_a_key_pay_nothing(self) -> None:
+        """No call on keys/, and as many calls as ever: none but the file's own."""
+        q, seen = self.queue(), []
+        q.push(b"first")
+        self.pop(q)
+        q.push_many([b"1", b"2"])
+        q.pop()
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            seen.append(name)
+            self.assertNotIn("/keys", str(args))
+
+        with hooked(note):
+            q.push(b"3")
+            task = q.pop()
+            assert task is not None
+            q.done(task)
+        push = ["open", "writev", "close", "replace"]
+        self.assertEqual(seen, [*push, "rename", "open", "read", "close", "replace"])
+
+    def test_a_synced_push_of_a_new_key_has_its_hint_on_disk_before_it_is_there(self) -> None:
+        """Or after power loss there would be a task of a key that no later push knows."""
+        q, seen = self.queue(sync_after_write=True), []
+        q.push(b"1", key="another")
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name in ("pwrite", "fsync", "replace", "rename"):
+                is_dir = name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode)
+                seen.append(f"{name} dir" if is_dir else name)
+
+        for wanted in (
+            ["pwrite", "fsync", "fsync dir", "replace", "fsync", "fsync dir"],
+            ["fsync", "rename", "replace", "replace", "fsync dir"],
+        ):
+            with hooked(note):
+                q.push(b"1", key="k")
+            self.assertEqual(seen, wanted)
+            seen.clear()
+
+    def test_the_recipe_of_an_inbox_misses_no_update(self) -> None:
+        """Many producers, later values replace, one consumer takes long: the last comes last."""
+        q = self.queue()
+        q.push(b"1", key="a")
+        q.push(b"2", key="b")
+        q.push(b"3", key="a")
+        task = self.pop(q)
+        self.assertEqual((task.key, task.data), ("a", b"3"))
+        q.push(b"4", key="a")
+        q.done(task)
+        self.assertEqual(self.drain(q), [b"2", b"4"])
 
 
 # Durability, crashes, faults
@@ -2696,9 +3083,9 @@ class Documents(unittest.TestCase):
     def test_the_docstring_is_short_and_its_table_names_what_is_there(self) -> None:
         text = femtoqueue.__doc__ or ""
         self.assertLessEqual(len(text.splitlines()), 80)
-        table = text.partition("committed by\n")[2].partition("\n\n")[0]
+        table = text.partition("    step     method")[2].partition("\n\n")[0]
         for row in table.splitlines():
-            for name in row[13:29].replace(",", " ").split():
+            for name in re.findall(r"(?<!\w)_[a-z_]+", row[13:38]):
                 self.assertTrue(hasattr(FemtoQueue, name), name)
         moves = {name for name in vars(FemtoQueue) if self.commits(name)}
         self.assertLessEqual(
