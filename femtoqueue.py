@@ -984,16 +984,16 @@ class FemtoQueue:
         aside = f"{self._root}creating/{self._new_id()}.error"
         if error is not None:
             _write_aside(aside, _reason(error).encode("utf-8", "backslashreplace"))
+        reason_path = f"{self._root}failed/{ident}.error"
         try:
             move()
+            if error is None:
+                _unlinked(reason_path)  # of an earlier failure, retried by hand
+            else:
+                _move(aside, reason_path, self.sync_after_write)
         except BaseException:
             _unlinked(aside, or_fail=False)
             raise
-        reason_path = f"{self._root}failed/{ident}.error"
-        if error is None:
-            _unlinked(reason_path)  # of an earlier failure, retried by hand
-        else:
-            _move(aside, reason_path, self.sync_after_write)
         if self.sync_after_write:
             _sync_dir(f"{self._root}failed")
 
@@ -1066,12 +1066,13 @@ class FemtoQueue:
             if self._held is not None and self._held.tag == tag:
                 yield self._held
                 return
-            outer, self._held = self._held, _Bucket(f"{self._root}keys", tag, wait)
+            bucket, outer = _Bucket(f"{self._root}keys", tag, wait), self._held
+            self._held = bucket
             try:
-                yield self._held
+                yield bucket
             finally:
-                self._held.close()
                 self._held = outer
+                bucket.close()
 
     def _push_keyed(
         self,
@@ -1201,13 +1202,14 @@ class FemtoQueue:
         if hint is None:
             return None
         path = self._whereabouts(hint.path)
-        if path is None and self._newer(hint):
-            # CRASH: who ended the task before it died here, or a person removed it.
-            path = self._let_in(hint)
+        if path is None and hint.newer:
+            # CRASH: who ended the task before it died here, or after letting it in. Or by hand.
+            newer = f"pending/{hint.newer[-29:]}"
+            path = self._let_in(hint) if self._newer(hint) else self._whereabouts(newer)
         if path is None:
             del bucket.hints[name]
         else:
-            hint.path = path
+            hint.path, hint.newer = path, self._newer(hint)
         return path
 
     def _whereabouts(self, path: str) -> str | None:
@@ -1225,17 +1227,18 @@ class FemtoQueue:
 
     def _newer(self, hint: _Hint) -> str:
         """Return the name in keys/ of the newer payload behind a task, "" if there is none."""
-        if hint.newer and not os.path.lexists(f"{self._root}keys/{hint.newer}"):
-            # CRASH: before it came there, or before it got that name.
-            names = (name for name, form in self._listed("keys") if form["id"] == hint.newer[-29:])
-            hint.newer = next(names, "")
-        return hint.newer
+        if not hint.newer or os.path.lexists(f"{self._root}keys/{hint.newer}"):
+            return hint.newer
+        # CRASH: before it came there, before it got that name, or after it was let in.
+        names = (name for name, form in self._listed("keys") if form["id"] == hint.newer[-29:])
+        return next(names, "")
 
     def _let_in(self, hint: _Hint) -> str:
         """Move a newer payload into the queue: the task before it has come to its end."""
-        path = f"{'scheduled' if '~' in hint.newer else 'pending'}/{hint.newer}"
+        newer = self._newer(hint)
+        path = f"{'scheduled' if '~' in newer else 'pending'}/{newer}"
         try:
-            _move(f"{self._root}keys/{hint.newer}", self._root + path)
+            _move(f"{self._root}keys/{newer}", self._root + path)
         except BaseException:
             self._mending.at_s = 0.0  # the next pop() does it
             raise
@@ -1248,12 +1251,12 @@ class FemtoQueue:
         name = next((key for key, hint in bucket.hints.items() if hint.path[-29:] == ident), "")
         hint = bucket.hints[name] if name else _Hint(source)
         ends = target.startswith(("done/", "failed/")) or not target
-        if not ends and not target.startswith("inflight-") and self._newer(hint):
+        if not ends and not target.startswith("inflight-") and (newer := self._newer(hint)):
             # It comes back, and the newer payload takes its place: at once, by the rename over it.
             os.lstat(self._root + source)  # gone: the lease is lost
-            due_ns = int(hint.newer[:20]) if "~" in hint.newer else None
-            _move(f"{self._root}keys/{hint.newer}", self._root + source)
-            target, hint.newer = _renewed(target, due_ns), ""
+            _move(f"{self._root}keys/{newer}", self._root + source)
+            target = _renewed(target, int(newer[:20]) if "~" in newer else None)
+            hint.newer = ""
         if target:
             _move(self._root + source, self._root + target)
         else:
@@ -1585,16 +1588,19 @@ class _Bucket:
                 if locked is None:
                     raise OSError(errno.ENOTSUP, "keyed tasks need flock", self._path)
                 if _leads_to(self._path, self._fd):
+                    self.hints = self._read()
                     break
             except BaseException:
                 _let_go(self._fd)
                 raise
             _let_go(self._fd)  # RACE: whoever had it removed it; not this one, then
+        self._saved = self._text()
+
+    def _read(self) -> dict[str, _Hint]:
         text = os.read(self._fd, 1 << 20).decode("ascii", "replace")
         lines = text.partition("\n\n")[0].splitlines()
         forms = [form for line in lines if (form := _parse_hint(line))]
-        self.hints = {form[1]: _Hint(form[2], form[4].strip("-")) for form in forms}
-        self._saved = self._text()
+        return {form[1]: _Hint(form[2], form[4].strip("-")) for form in forms}
 
     def _opened(self, directory: str) -> int:
         if fcntl is None:

@@ -2314,6 +2314,192 @@ class Faults(Interrupted):
         self.assertFalse(os.path.exists(jobs))
 
 
+def key_replaced(q: FemtoQueue, say: Say) -> None:
+    for name in ("1", "2"):
+        _push_said(q, say, name)
+    say("try 3")
+    q.schedule(b"3", 1, key="k")
+    say("has 3")
+    _push_said(q, say, "4")
+    _end_said(q, say)
+
+
+def key_buffered_and_done(q: FemtoQueue, say: Say) -> None:
+    _push_said(q, say, "1")
+    task = _taken(q)
+    _push_said(q, say, "2")
+    _push_said(q, say, "3")
+    q.extend(task)
+    q.done(task)
+    _end_said(q, say)
+
+
+def key_buffered_and_failed(q: FemtoQueue, say: Say) -> None:
+    _push_said(q, say, "1")
+    task = _taken(q)
+    _push_said(q, say, "2")
+    q.fail(task, "why")
+    with contextlib.suppress(KeyInFlight):
+        q.retry(task.id)
+    _end_said(q, say)
+
+
+def key_buffered_and_released(q: FemtoQueue, say: Say) -> None:
+    _push_said(q, say, "1")
+    ways: tuple[dict[str, Any], ...] = ({"front": True}, {"delay_s": 1e-6})
+    for settings in ways:
+        task = q.take("k")
+        assert task is not None
+        _push_said(q, say, f"2 {settings}")
+        q.release(task, **settings)
+    _end_said(q, say)
+
+
+def key_scheduled_behind(q: FemtoQueue, say: Say) -> None:
+    _push_said(q, say, "1")
+    task = _taken(q)
+    _push_said(q, say, "2")
+    say("try 3")
+    q.schedule(b"3", 1, key="k")
+    say("has 3")
+    q.done(task)
+    _end_said(q, say)
+
+
+def key_updated(q: FemtoQueue, say: Say) -> None:
+    _push_said(q, say, "1")
+    task = _taken(q)
+    say("try 2")
+    q.push(b"2", key="k", if_in_flight="update")
+    say("has 2")
+    q.release(task)
+    _end_said(q, say)
+
+
+def key_failed_and_retried(q: FemtoQueue, say: Say) -> None:
+    _push_said(q, say, "1")
+    task = _taken(q)
+    q.fail(task)
+    q.retry(task.id)
+    _end_said(q, say)
+
+
+def key_given_up(q: FemtoQueue, say: Say) -> None:
+    _push_said(q, say, "1")
+    _taken(q)
+    _push_said(q, say, "2")
+    q.close()
+    _end_said(q, say)
+
+
+def _push_said(q: FemtoQueue, say: Say, name: str) -> None:
+    say(f"try {name}")
+    q.push(name.encode(), key="k")
+    say(f"has {name}")
+
+
+def _end_said(q: FemtoQueue, say: Say) -> None:
+    task = _taken(q)
+    say(f"ending {task.data.decode()}")
+    q.done(task)
+    say(f"ended {task.data.decode()}")
+
+
+KEY_SCENARIOS: tuple[Scenario, ...] = (
+    key_replaced,
+    key_buffered_and_done,
+    key_buffered_and_failed,
+    key_buffered_and_released,
+    key_scheduled_behind,
+    key_updated,
+    key_failed_and_retried,
+    key_given_up,
+)
+
+
+class KeyedInterrupted(Interrupted):
+    """A kill, or an error, before each system call of each operation on a key leaves the old
+    payload or the new one, never both, never none; and what was pushed last is delivered last."""
+
+    def check(self, q: FemtoQueue, said: list[str], clock: Clock) -> None:
+        """By its end: q pops all there is, and what it may be follows from what was said."""
+        self.check_invariants(leftovers=True)
+        states = ("pending", "scheduled", "inflight")
+        self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
+        self.assertLessEqual(q.stats().buffered, 1)
+        delivered = []
+        for _ in range(2):
+            while task := q.pop():
+                delivered.append(task.data.decode())
+                q.done(task)
+            clock.advance(601)
+        has = ["nothing", *(line[4:] for line in said if line.startswith("has"))]
+        tried = [line[4:] for line in said if line.startswith("try")]
+        allowed = {has[-1], *tried[-1:]}
+        if said and said[-1].startswith("end"):
+            allowed = {"nothing"} if said[-1].startswith("ended") else {"nothing", has[-1]}
+        elif not delivered and q.retry_failed():
+            delivered.append(_taken(q).data.decode())
+            q.close()
+            q.done(_taken(q))
+        self.assertIn(delivered[-1] if delivered else "nothing", allowed, said)
+        if os.path.exists(f"{q._root}keys"):
+            self.assertEqual(os.listdir(f"{q._root}keys"), [])
+
+    @FORK
+    def test_a_kill_at_any_system_call(self) -> None:
+        clock = self.clock()
+        for scenario in KEY_SCENARIOS:
+            for number in itertools.count():
+                self.new_path(number)
+
+                def work(child: Child, number: int = number) -> None:
+                    q = FemtoQueue(self.path, "victim", sync_after_write=True)
+                    with hooked(Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL))):
+                        scenario(q, child.say)  # noqa: B023
+
+                said, status = self.child(work).finish()
+                q = self.queue("survivor")
+                with self.subTest(f"{scenario.__name__} killed at call {number}"):
+                    if number % 2:  # what the dead one noted down is all that a push has
+                        _push_said(q, said.append, "after")
+                    self.check(q, said, clock)
+                q.close()
+                if status == 0:
+                    self.assertGreater(number, 20)
+                    break
+                self.assertEqual(status, -signal.SIGKILL)
+
+    def test_an_error_of_any_system_call(self) -> None:
+        """The same object works on; what raised may be done again."""
+        clock = self.clock()
+        codes = (errno.ENOSPC, errno.EIO, errno.EMFILE)
+        for scenario, code in itertools.product(KEY_SCENARIOS, codes):
+            for number in itertools.count():
+                self.new_path(number)
+                q = self.queue("n1")
+                said: list[str] = []
+
+                def fail(code: int = code) -> None:
+                    raise OSError(code, os.strerror(code))
+
+                step = Step(number, fail)
+                with self.subTest(f"{scenario.__name__} call {number} fails with {code}"):
+                    try:
+                        with hooked(step):
+                            scenario(q, said.append)
+                    except OSError as error:
+                        self.assertEqual(error.errno, code)
+                    if number % 2:
+                        _push_said(q, said.append, "after")
+                    clock.advance(60)
+                    self.check(q, said, clock)
+                    self.assertEqual(self.names("creating"), [])
+                q.close()
+                if not step.reached:
+                    break
+
+
 class Model(QueueCase):
     """Random operations of several workers against what must hold, after each of them."""
 
@@ -2828,6 +3014,101 @@ class Concurrency(QueueCase):
         for task in iter(q.pop, None):
             q.done(task)
         self.assertEqual(Counter(self.check_invariants(leftovers=True).values()), {"done": 1500})
+
+
+@FORK
+class KeyedConcurrency(QueueCase):
+    """Four producers and four consumers on fifty keys, all of them killed now and then."""
+
+    KEYS, SECONDS = 50, 4.0
+
+    def log(self, *words: object) -> None:
+        """Append a line, whole also if we are killed then; each process has a file of its own."""
+        fd = os.open(self.file(f"log-{os.getpid()}"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        os.write(fd, " ".join(map(str, (time.monotonic_ns(), *words))).encode() + b"\n")
+        os.close(fd)
+
+    def logged(self, what: str) -> list[tuple[int, str, str]]:
+        found = []
+        for name in os.listdir(self.path):
+            if name.startswith("log-"):
+                with open(self.file(name), encoding="ascii") as file:
+                    lines = [line.split() for line in file]
+                found += [(int(t), key, value) for t, word, key, value in lines if word == what]
+        return sorted(found)
+
+    def produce(self, child: Child) -> None:
+        q, chance = FemtoQueue(self.path), random.Random(os.getpid())
+        for number in itertools.count():
+            key, value = f"k{chance.randrange(self.KEYS)}", f"{os.getpid()}-{number}"
+            self.log("pushing", key, value)
+            if chance.random() < 0.8:
+                q.push(value.encode(), key=key)
+            else:
+                q.schedule(value.encode(), time.time() * 1e6 + chance.choice((-1, 5000)), key=key)
+            self.log("pushed", key, value)
+
+    def consume(self, child: Child) -> None:
+        q, chance = FemtoQueue(self.path), random.Random(os.getpid())
+        while True:
+            task = q.pop() if chance.random() < 0.7 else q.take(f"k{chance.randrange(self.KEYS)}")
+            if task is None:
+                time.sleep(0.001)
+                continue
+            self.handle(q, task, chance)
+
+    def handle(self, q: FemtoQueue, task: FemtoTask, chance: random.Random) -> None:
+        import fcntl
+
+        fd = os.open(self.file(f"busy-{task.key}"), os.O_RDWR | os.O_CREAT, 0o600)
+        for _ in range(100):  # a killed one's descriptors close one after the other
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.001)
+        else:
+            self.log("overlap", task.key, task.data.decode())
+        self.log("got", task.key, task.data.decode())
+        time.sleep(chance.random() / 1000)
+        os.close(fd)
+        if chance.random() < 0.8:
+            q.done(task)
+        else:
+            q.release(task, front=chance.random() < 0.5)
+
+    def test_the_last_value_is_delivered_last_and_no_two_at_once(self) -> None:
+        workers = [self.child(work) for work in (self.produce, self.consume) * 4]
+        chance, end = random.Random(1), time.monotonic() + self.SECONDS
+        while time.monotonic() < end:
+            time.sleep(0.03)
+            at = chance.randrange(8)
+            workers[at].end()
+            workers[at] = self.child((self.produce, self.consume)[at % 2])
+        for worker in workers:
+            worker.end()
+        q = self.queue(None)
+        clock = self.clock()
+        for _ in range(2):
+            while task := q.pop():
+                self.log("got", task.key, task.data.decode())
+                q.done(task)
+            clock.advance(601)
+        self.check_invariants(leftovers=True)
+        self.assertEqual((self.names("keys"), q.stats().buffered), ([], 0))
+        self.assertEqual(self.logged("overlap"), [])
+        self.check_last_values()
+
+    def check_last_values(self) -> None:
+        """No value whose push began after the push of the last one delivered had ended."""
+        began = {value: t for t, _, value in self.logged("pushing")}
+        pushed = self.logged("pushed")
+        ended = {value: t for t, _, value in pushed}
+        last = {key: value for _, key, value in self.logged("got")}
+        self.assertGreater(len(pushed), 500)
+        for _, key, value in pushed:
+            delivered = last[key]
+            late = delivered in ended and began[value] > ended[delivered]
+            self.assertFalse(late, f"{key}: {value} is missed, {delivered} came last")
 
 
 class Shrinking(QueueCase):
