@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
-from femtoqueue import FemtoQueue, __version__, _find_syncfs
+from femtoqueue import FemtoQueue, FemtoTask, __version__, _find_syncfs
 
 PAYLOAD = b"x" * 100
 HEADER = b"FQ1 00000000 100\n"
@@ -54,7 +54,7 @@ class Results:
                 parts.append(
                     f"{label} {_number(statistics.median(values))}{unit} {_spread(values)}"
                 )
-            print(f"{name:34} {'   '.join(parts)}")
+            print(f"{name:38} {'   '.join(parts)}")
 
 
 def _number(value: float) -> str:
@@ -260,6 +260,58 @@ def backlog(base: str, results: Results, count: int) -> None:
     )
 
 
+def bare_replace(floor: Floor, names: list[str]) -> None:
+    """A keyed push that replaces: a lock, a record aside, and three renames."""
+    import fcntl
+
+    record = HEADER + PAYLOAD
+    for name in names:
+        lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o666, dir_fd=floor.done)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.fstat(lock)
+        os.stat(name, dir_fd=floor.done)
+        os.read(lock, 4096)
+        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=floor.creating)
+        os.write(fd, record)
+        os.close(fd)
+        os.rename(name, name, src_dir_fd=floor.pending, dst_dir_fd=floor.inflight)
+        os.rename(name, name, src_dir_fd=floor.creating, dst_dir_fd=floor.inflight)
+        os.rename(name, name, src_dir_fd=floor.inflight, dst_dir_fd=floor.pending)
+        os.close(lock)
+
+
+def keyed(base: str, results: Results, count: int) -> None:
+    """Pushes that replace a waiting task of their key, and take() by key, with `count` waiting."""
+    keys = [f"user:{number}" for number in range(500)]
+    with fresh_dir(base) as path, FemtoQueue(path, "bench") as q:
+        fill(path, count)
+        for key in keys:
+            q.push(PAYLOAD, key=key)
+        q.take("none")  # the first look at everything is that of any process
+        replace_s = timed(lambda: [q.push(PAYLOAD[1:], key=key) for key in keys])
+        tasks: list[FemtoTask] = []
+        take_s = timed(lambda: tasks.extend(filter(None, map(q.take, keys))))
+        check("taken", {(task.key, task.data) for task in tasks}, {(k, PAYLOAD[1:]) for k in keys})
+        for task in tasks:
+            q.done(task)
+        check("keys", os.listdir(os.path.join(path, "keys")), [])
+    with fresh_dir(base) as path:
+        floor, names = Floor(path), task_names(len(keys))
+        floor.push(names)
+        for name in names:  # as the locks of the queue's keys are there
+            os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o666, dir_fd=floor.done))
+        floor_s = timed(lambda: bare_replace(floor, names))
+        floor.close()
+    results.add(
+        f"keyed push, replaces, {count:,} waiting",
+        "µs",
+        queue=replace_s / len(keys) * 1e6,
+        floor=floor_s / len(keys) * 1e6,
+        ratio=floor_s / replace_s,
+    )
+    results.add(f"take(key), {count:,} waiting", "µs", queue=take_s / len(keys) * 1e6)
+
+
 def polls_of_empty(path: str) -> tuple[float, int]:
     """Microseconds per pop() of an empty queue whose batch is listed anew, and pending's size."""
     with FemtoQueue(path, "bench") as q:
@@ -394,6 +446,10 @@ def run(base: str, runs: int, large: bool) -> Results:
     for count in (100_000, *([1_000_000] if large else [])):
         progress(f"{count:,} waiting")
         backlog(base, results, count)
+        if hasattr(os, "fork"):
+            for _ in range(runs):
+                keyed(base, results, 1000)
+                keyed(base, results, count)
     progress("polls of an empty queue")
     empty_polls(base, results, 1_000_000 if large else 30_000)
     progress("")

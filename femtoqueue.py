@@ -107,6 +107,7 @@ __all__ = [
     "NodeStats",
     "Stats",
     "TaskNotFound",
+    "TicketQueue",
 ]
 __version__ = "1.0.0.dev0"
 
@@ -141,6 +142,7 @@ _NO_LOCKS = (
     *(errno.EBADF, errno.EINVAL),
 )
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_NO_FLOCK = "keyed tasks and tickets need flock, which there is none of here"
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -148,7 +150,7 @@ _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0
 _READ_FLAGS = os.O_RDONLY
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
     _READ_FLAGS |= getattr(os, _flag, 0)
-_KEY_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 _NS = "0[0-8][0-9]{18}"
@@ -172,6 +174,7 @@ _PARSE = {
 }
 _parse_pending = _PARSE["pending"]
 _parse_id = re.compile(_ID).fullmatch
+_parse_ticket = re.compile(r"\.?([0-9]{20})~([0-9a-f]{8})~([0-9a-f]{16})").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
@@ -730,6 +733,10 @@ class FemtoQueue:
         self._housekeeping = (self._waking, self._reclaiming, self._mending, sweeping)
         self._attend_at_ns = 0
 
+    def _after_fork(self) -> None:
+        self._lease_fd = None
+        self._become_somebody()
+
     def _make_dirs(self) -> None:
         root = os.path.dirname(self._root)
         _make_dir(root, 0o700, self.sync_after_write)
@@ -801,7 +808,7 @@ class FemtoQueue:
         boot_id = _read_boot_id()
         if boot_id is None:
             return os.urandom(4).hex(), self._draw_anchor()
-        boot = f"{binascii.crc32(f'{boot_id} {os.stat(self._root).st_dev}'.encode()):08x}"
+        boot = _boot_tag(boot_id, self._root)
         path = f"{self._root}clock-{boot}"
         anchor_ns = _read_anchor(path)
         if anchor_ns is None:
@@ -1525,7 +1532,187 @@ class FemtoQueue:
         )
 
 
-_live_queues: weakref.WeakSet[FemtoQueue] = weakref.WeakSet()
+class TicketQueue:
+    """First come, first served, between processes: a line of tickets in a directory.
+
+        with TicketQueue("line").turn():
+            ...                         # one process at a time, in the order in which they came
+
+    A ticket is a file, <ticket>~<boot>~<member>, which its member keeps locked. Who died is passed
+    over at once on its own host, and who lives never is. On other hosts, and after a reboot, a
+    ticket is passed over when its file was not touched for stale_timeout seconds (wall clock; None:
+    never); is_head() touches it, and turn() does while it waits and while it is held.
+
+    queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
+    its parent's tickets. A lock by tickets is as good as flock is: on one host. Raises OSError
+    where there is no flock, ValueError or TypeError for a stale_timeout that is none.
+    """
+
+    # Invariant: a ticket's file appears locked, and in the order of the numbers: both are done by
+    # who has the lock of the file "last", in which the last number stands. A lock that is gone
+    # never comes back, so that a ticket found dead may be removed by anybody.
+
+    def __init__(
+        self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
+    ) -> None:
+        self._held: dict[str, tuple[int, int]] = {}  # member -> its ticket and locked descriptor
+        if stale_timeout is not None:
+            _positive("stale_timeout", stale_timeout)
+        self.queue_dir = queue_dir
+        self.stale_timeout = stale_timeout
+        self._root = os.path.join(os.path.abspath(os.fspath(queue_dir)), "")
+        _make_dir(os.path.dirname(self._root), 0o700, sync=False)
+        boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
+        self._boot = _boot_tag(boot_id, self._root)
+        _live_queues.add(self)
+
+    def register(self) -> tuple[int, str]:
+        """Draw the next ticket; return its number, from 1, and the name of the member who has it.
+
+        Blocks only for as long as others draw theirs.
+        """
+        member = os.urandom(8).hex()
+        with self._locked() as last_fd:
+            ticket = max([int(os.read(last_fd, 20) or 0), *(t for t, _, _ in self._tickets())]) + 1
+            os.pwrite(last_fd, b"%020d" % ticket, 0)
+            name = f"{ticket:020d}~{self._boot}~{member}"
+            fd = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
+            try:
+                os.rename(f"{self._root}.{name}", self._root + name)
+            except BaseException:
+                _unlinked(f"{self._root}.{name}", or_fail=False)
+                _let_go(fd)
+                raise
+            self._held[member] = ticket, fd
+        return ticket, member
+
+    def is_head(self, ticket: int) -> bool:
+        """Say whether that ticket is the first of those whose members live."""
+        for held, fd in list(self._held.values()):
+            if held == ticket:
+                os.utime(fd)
+        return ticket == next((t for t, _, name in self._tickets() if self._lives(name)), None)
+
+    def remove(self, member: str) -> bool:
+        """Give up a member's ticket; False if it had none (any more). It may be another's."""
+        names = [name for _, who, name in self._tickets() if who == member]
+        removed = any(_unlinked(self._root + name) for name in names)
+        _, fd = self._held.pop(member, (0, None))
+        if fd is not None:
+            _let_go(fd)
+        return removed
+
+    def cleanup_stale(self) -> int:
+        """Remove the tickets of members that died or went stale; return how many."""
+        return sum(not self._lives(name) for _, _, name in self._tickets())
+
+    def is_empty(self) -> bool:
+        """Say whether nobody is in line."""
+        return not any(self._lives(name) for _, _, name in self._tickets())
+
+    def maybe_cleanup(self) -> bool:
+        """Remove queue_dir if nobody is in line; say whether it went.
+
+        Who registers meanwhile waits, and makes it again. Tickets begin at 1 then.
+        """
+        if not os.path.isdir(self._root):
+            return False
+        with self._locked():
+            if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
+                return False
+            os.unlink(f"{self._root}last")
+            _remove_empty_dir(self._root)  # RACE: not if somebody opens a new "last" now
+        return not os.path.isdir(self._root)
+
+    @contextlib.contextmanager
+    def turn(self, timeout: float | None = None) -> Iterator[int]:
+        """Wait for our turn, hold it for the block, and give it up. Yields the ticket.
+
+        timeout: seconds to wait, None: for ever. Raises TimeoutError, out of line then; and
+        FemtoQueueError if another host passed us over, or a person removed our ticket.
+        """
+        end_s = math.inf if timeout is None else time.monotonic() + _finite("timeout", timeout)
+        ticket, member = self.register()
+        over = threading.Event()
+        try:
+            if self.stale_timeout is not None:
+                threading.Thread(target=self._touch, args=(member, over), daemon=True).start()
+            while not self.is_head(ticket):
+                line = [t for t, _, _ in self._tickets()]
+                if ticket not in line:
+                    raise FemtoQueueError(f"ticket {ticket} was passed over, or removed")
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"ticket {ticket}: no turn within {timeout} s")
+                # Who is next looks often, the others seldom.
+                time.sleep(min(0.002 * line.index(ticket), 0.05, left_s))
+            yield ticket
+        finally:
+            over.set()
+            self.remove(member)
+
+    def __del__(self) -> None:
+        if self._held and _let_go is not None:  # None: the interpreter ends
+            for member in list(self._held):
+                self.remove(member)
+
+    def _touch(self, member: str, over: threading.Event) -> None:
+        while not over.wait((self.stale_timeout or 0) / 4):
+            _, fd = self._held.get(member, (0, None))
+            with contextlib.suppress(OSError):  # RACE: given up just now
+                if fd is not None:
+                    os.utime(fd)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[int]:
+        while True:
+            _make_dir(os.path.dirname(self._root), 0o700, sync=False)
+            try:
+                fd = _open_locked(f"{self._root}last")
+            except FileNotFoundError:
+                continue  # RACE: maybe_cleanup() removed the directory
+            try:
+                for name in os.listdir(self._root):
+                    if name.startswith(".") and _parse_ticket(name):
+                        _unlinked(self._root + name)  # CRASH: of one who died with this lock
+                yield fd
+            finally:
+                _let_go(fd)
+            return
+
+    def _tickets(self) -> list[tuple[int, str, str]]:
+        """Return number, member and file name of all tickets in line, in order."""
+        try:
+            names = sorted(os.listdir(self._root))
+        except FileNotFoundError:
+            return []
+        forms = [form for name in names if (form := _parse_ticket(name)) and name[0] != "."]
+        return [(int(form[1]), form[3], form[0]) for form in forms]
+
+    def _lives(self, name: str) -> bool:
+        """Say whether a ticket's member lives; remove the ticket if not."""
+        path = self._root + name
+        try:
+            if name[21:29] == self._boot:
+                fd = _open_to_lock(path, os.O_RDWR)
+                try:
+                    dead = _flock(fd, "exclusive")
+                finally:
+                    _let_go(fd)
+            else:
+                age_s = time.time() - os.stat(path).st_mtime
+                dead = self.stale_timeout is not None and age_s > self.stale_timeout
+        except FileNotFoundError:
+            return False  # RACE: given up just now
+        if dead:
+            _unlinked(path)
+        return not dead
+
+    def _after_fork(self) -> None:
+        self._held = {}
+
+
+_live_queues: weakref.WeakSet[FemtoQueue | TicketQueue] = weakref.WeakSet()
 _lock_fds: set[int] = set()  # open lease directories, those of other threads' calls too
 
 
@@ -1534,8 +1721,7 @@ def _become_somebody_else() -> None:
     while _lock_fds:
         os.close(_lock_fds.pop())
     for queue in list(_live_queues):
-        queue._lease_fd = None
-        queue._become_somebody()
+        queue._after_fork()
 
 
 if hasattr(os, "register_at_fork"):
@@ -1579,21 +1765,17 @@ class _Bucket:
 
     def __init__(self, directory: str, tag: str, wait: bool) -> None:
         self.tag, self._path = tag, f"{directory}/{tag}"
-        while True:
-            self._fd = self._opened(directory)
-            try:
-                locked = _flock(self._fd, "exclusive, waiting" if wait else "exclusive")
-                if locked is False:
-                    raise BlockingIOError(errno.EWOULDBLOCK, "its key is in use", self._path)
-                if locked is None:
-                    raise OSError(errno.ENOTSUP, "keyed tasks need flock", self._path)
-                if _leads_to(self._path, self._fd):
-                    self.hints = self._read()
-                    break
-            except BaseException:
-                _let_go(self._fd)
-                raise
-            _let_go(self._fd)  # RACE: whoever had it removed it; not this one, then
+        try:
+            self._fd = _open_locked(self._path, wait)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory)  # the first key of all; if data_dir is gone, it says so
+            self._fd = _open_locked(self._path, wait)
+        try:
+            self.hints = self._read()
+        except BaseException:
+            _let_go(self._fd)
+            raise
         self._saved = self._text()
 
     def _read(self) -> dict[str, _Hint]:
@@ -1601,15 +1783,6 @@ class _Bucket:
         lines = text.partition("\n\n")[0].splitlines()
         forms = [form for line in lines if (form := _parse_hint(line))]
         return {form[1]: _Hint(form[2], form[4].strip("-")) for form in forms}
-
-    def _opened(self, directory: str) -> int:
-        if fcntl is None:
-            raise OSError(errno.ENOTSUP, "keyed tasks need flock", self._path)
-        while True:
-            try:
-                return _open_to_lock(self._path, _KEY_FLAGS)
-            except FileNotFoundError:
-                os.mkdir(directory)  # the first key of all; if data_dir is gone, it says so
 
     def _text(self) -> str:
         lines = (f"{key} {hint.path} {hint.newer or '-'}\n" for key, hint in self.hints.items())
@@ -1993,6 +2166,29 @@ def _flock(fd: int, how: str) -> bool | None:
     return True
 
 
+def _open_locked(path: str, wait: bool = True) -> int:
+    """Open a file, made if it is missing, and take the exclusive lock on it.
+
+    Raises BlockingIOError if somebody has it and wait is False.
+    """
+    while True:
+        if fcntl is None:
+            raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
+        fd = _open_to_lock(path, _LOCK_FLAGS)
+        try:
+            locked = _flock(fd, "exclusive, waiting" if wait else "exclusive")
+            if locked is False:
+                raise BlockingIOError(errno.EWOULDBLOCK, "somebody has its lock", path)
+            if locked is None:
+                raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
+            if _leads_to(path, fd):
+                return fd
+        except BaseException:
+            _let_go(fd)
+            raise
+        _let_go(fd)  # RACE: whoever had it removed the file; not this one, then
+
+
 def _let_go(fd: int) -> None:
     """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock, too."""
     with contextlib.suppress(OSError):  # no locks here
@@ -2056,6 +2252,11 @@ def _read_boot_id() -> str | None:
             return file.read().strip()
     except OSError:
         return None  # not Linux, or no /proc
+
+
+def _boot_tag(boot_id: str, directory: str) -> str:
+    """Return 8 hex digits for a kernel and a mount: among those who share them flock is sound."""
+    return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
 def _read_anchor(path: str) -> int | None:

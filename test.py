@@ -45,6 +45,7 @@ from femtoqueue import (
     KeyInFlight,
     LeaseLost,
     TaskNotFound,
+    TicketQueue,
 )
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -1635,6 +1636,27 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"4"])
         self.nothing_in_keys()
 
+    def test_a_lock_that_was_removed_before_it_was_taken_is_not_taken_for_the_one(self) -> None:
+        """Who had it removed it, as its key had no task any more; the next one made another."""
+        q, take = self.queue(), femtoqueue._flock
+        ident = q.push(b"1", key="k")
+        path = self.file("keys", femtoqueue._key_tag("k"))
+
+        def replace_then(fd: int, how: str) -> bool | None:
+            if how.startswith("exclusive") and not replaced:
+                with open(path, "rb") as file:
+                    replaced.append(file.read())
+                os.unlink(path)
+                self.put(os.path.basename(path), replaced[0], "keys")
+                os.ftruncate(fd, 0)
+            return take(fd, how)
+
+        replaced: list[bytes] = []
+        with q, mock.patch.object(femtoqueue, "_flock", replace_then):
+            q._take_place()
+            replaced.clear()
+            self.assertEqual(q.push(b"2", key="k"), ident)
+
     def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"1", key="k")
@@ -3109,6 +3131,193 @@ class KeyedConcurrency(QueueCase):
             delivered = last[key]
             late = delivered in ended and began[value] > ended[delivered]
             self.assertFalse(late, f"{key}: {value} is missed, {delivered} came last")
+
+
+class Tickets(QueueCase):
+    """First come, first served: one at a time, in the order of the numbers, over the dead."""
+
+    def line(self, stale_timeout: float | None = None) -> TicketQueue:
+        return TicketQueue(self.file("line"), stale_timeout)
+
+    def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
+        return {}
+
+    def test_numbers_begin_at_one_and_the_lowest_is_at_the_head(self) -> None:
+        line, other = self.line(), self.line()
+        tickets = [queue.register() for queue in (line, other, line)]
+        self.assertEqual([number for number, _ in tickets], [1, 2, 3])
+        self.assertEqual([line.is_head(n) for n in (1, 2, 3, 4)], [True, False, False, False])
+        self.assertTrue(other.remove(tickets[1][1]))
+        self.assertTrue(line.remove(tickets[0][1]))
+        self.assertFalse(line.remove(tickets[0][1]))
+        self.assertEqual((line.is_head(1), line.is_head(3), line.is_empty()), (False, True, False))
+        line.remove(tickets[2][1])
+        self.assertEqual((line.register()[0], line.is_empty()), (4, False))
+
+    def test_arguments_are_checked(self) -> None:
+        self.assertRaises(ValueError, self.line, 0)
+        self.assertRaises(TypeError, self.line, "1")
+        self.assertRaises(TypeError, self.line().turn("1").__enter__)  # type: ignore[arg-type]
+
+    def test_dropping_the_object_gives_up_its_tickets(self) -> None:
+        line, dropped = self.line(), self.line()
+        dropped.register()
+        self.assertFalse(line.is_empty())
+        del dropped
+        self.assertTrue(line.is_empty())
+
+    def test_turn_times_out_and_leaves_the_line(self) -> None:
+        line = self.line()
+        with line.turn(timeout=1) as ticket:
+            self.assertEqual(ticket, 1)
+            with self.assertRaises(TimeoutError), line.turn(timeout=0.01):
+                self.fail("two at once")
+            self.assertTrue(line.is_head(1))
+        self.assertTrue(line.is_empty())
+
+    def test_turn_that_is_removed_by_hand_says_so(self) -> None:
+        line = self.line()
+        ticket, member = line.register()
+        waiter = line.turn()
+        removed = mock.Mock(side_effect=lambda _: line.remove(line._tickets()[1][1]))
+        with (
+            mock.patch.object(time, "sleep", removed),
+            self.assertRaisesRegex(FemtoQueueError, "passed over"),
+        ):
+            waiter.__enter__()
+        self.assertTrue(line.is_head(ticket))
+        line.remove(member)
+
+    @FORK
+    def test_who_died_is_passed_over_at_once(self) -> None:
+        """While waiting, and at the head; no stale_timeout is needed."""
+
+        def work(child: Child) -> None:
+            line = self.line()
+            child.say(str(line.register()[0]))
+            child.wait_for_go()
+
+        line, children = self.line(), []
+        for number in range(4):
+            if number in (0, 2):
+                children.append(self.child(work))
+                self.assertEqual(children[-1].line(), str(number + 1))
+            else:
+                line.register()
+        self.assertFalse(line.is_head(2))
+        for child in children:
+            child.end()
+        self.assertTrue(line.is_head(2))
+        self.assertEqual((line.cleanup_stale(), line.is_head(4)), (1, False))
+
+    def test_on_another_host_only_the_time_tells(self) -> None:
+        """A ticket of another boot lives until nobody has touched it for stale_timeout."""
+        with mock.patch.object(femtoqueue, "_read_boot_id", return_value="another host"):
+            other = self.line(stale_timeout=60)
+        line, patient, clock = self.line(stale_timeout=60), self.line(), self.clock()
+        theirs, _ = other.register()
+        mine, _ = line.register()
+        clock.advance(50)
+        self.assertTrue(other.is_head(theirs))  # touches it, but by the clock of the disk
+        self.assertFalse(line.is_head(mine))
+        clock.advance(20)
+        self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
+        self.assertFalse(other.is_head(theirs))
+
+    def test_a_holder_touches_its_ticket(self) -> None:
+        line = self.line(stale_timeout=0.02)
+        with line.turn() as ticket:
+            path = self.file("line", line._tickets()[0][2])
+            os.utime(path, (0, 0))
+            while os.stat(path).st_mtime == 0:
+                time.sleep(0.001)
+            self.assertTrue(line.is_head(ticket))
+
+    def test_the_directory_is_removed_when_nobody_is_there_and_only_then(self) -> None:
+        line = self.line()
+        _, member = line.register()
+        self.assertEqual((line.maybe_cleanup(), line.remove(member)), (False, True))
+        self.put("notes.txt", b"", "line")
+        self.assertFalse(line.maybe_cleanup())
+        os.unlink(self.file("line", "notes.txt"))
+        self.put(f".{1:020d}~00000000~{'0' * 16}", b"", "line")  # of one killed in register()
+        self.assertTrue(line.maybe_cleanup())
+        self.assertFalse(line.maybe_cleanup())
+        self.assertFalse(os.path.exists(self.file("line")))
+        self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
+
+    def count(self, child: Child) -> None:
+        """Take turns; in each, read a number from a plain file, add one, and write it back."""
+        line, chance = self.line(), random.Random(os.getpid())
+        for _ in range(200):
+            with line.turn() as ticket:
+                with open(self.file("counter"), encoding="ascii") as file:
+                    number = int(file.read())
+                child.say(f"{ticket} {number}")
+                if chance.random() < 0.1:
+                    time.sleep(0.001)
+                with open(self.file("counter"), "w", encoding="ascii") as file:
+                    file.write(str(number + 1))
+
+    @FORK
+    def test_eight_processes_take_two_hundred_turns_each(self) -> None:
+        """One at a time (the counter), in the order of their tickets; a directory that is removed
+        in between, when it is empty, does no harm."""
+        self.put("counter", b"0", "")
+        line = self.line()
+        children = [self.child(self.count) for _ in range(8)]
+        while line.maybe_cleanup() or any(child_is_alive(child) for child in children[:1]):
+            pass
+        lines = [child.finish() for child in children]
+        self.assertEqual([status for _, status in lines], [0] * 8)
+        turns = sorted((int(at), int(n)) for said, _ in lines for n, at in map(str.split, said))
+        self.assertEqual([at for at, _ in turns], [*range(1600)])
+        grants = [ticket for _, ticket in turns]
+        starts = [at for at, ticket in enumerate(grants) if at == 0 or ticket == 1]
+        for begin, end in itertools.pairwise([*starts, len(grants)]):
+            self.assertEqual(grants[begin:end], sorted(grants[begin:end]))
+
+    @FORK
+    def test_turns_go_on_when_members_are_killed_while_they_wait_and_hold(self) -> None:
+        """Never two inside, and nobody waits for the dead."""
+        import fcntl
+
+        def work(child: Child) -> None:
+            line = self.line()
+            inside = os.open(self.file("inside"), os.O_RDWR | os.O_CREAT, 0o600)
+            while True:
+                with line.turn():
+                    for _ in range(200):  # a killed one's descriptors close one after the other
+                        with contextlib.suppress(BlockingIOError):
+                            fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                            break
+                        time.sleep(0.001)
+                    else:
+                        child.say("two inside")
+                    time.sleep(0.001)
+                    fcntl.flock(inside, fcntl.LOCK_UN)
+                child.say("turn")
+
+        chance = random.Random(2)
+        children, said = [self.child(work) for _ in range(6)], []
+        for _ in range(60):
+            time.sleep(0.02)
+            at = chance.randrange(6)
+            children[at].kill()
+            said += children[at].finish()[0]
+            children[at] = self.child(work)
+        for child in children:
+            child.kill()
+            said += child.finish()[0]
+        self.assertNotIn("two inside", said)
+        self.assertGreater(len(said), 50)
+        line = self.line()
+        self.assertTrue(line.is_empty())
+        self.assertTrue(line.maybe_cleanup())
+
+
+def child_is_alive(child: Child) -> bool:
+    return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
 
 
 class Shrinking(QueueCase):
