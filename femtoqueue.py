@@ -150,7 +150,9 @@ _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0
 _READ_FLAGS = os.O_RDONLY
 for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
     _READ_FLAGS |= getattr(os, _flag, 0)
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT
+for _flag in ("O_NOFOLLOW", "O_NONBLOCK"):
+    _LOCK_FLAGS |= getattr(os, _flag, 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 _NS = "0[0-8][0-9]{18}"
@@ -1260,6 +1262,7 @@ class FemtoQueue:
         ends = target.startswith(("done/", "failed/")) or not target
         if not ends and not target.startswith("inflight-") and (newer := self._newer(hint)):
             # It comes back, and the newer payload takes its place: at once, by the rename over it.
+            # CRASH: before the next one, it waits no longer for the time it was scheduled for.
             os.lstat(self._root + source)  # gone: the lease is lost
             _move(f"{self._root}keys/{newer}", self._root + source)
             target = _renewed(target, int(newer[:20]) if "~" in newer else None)
@@ -1296,7 +1299,11 @@ class FemtoQueue:
 
     def _mend_keys(self) -> None:
         """Let in the payloads whose task is gone, and remove the locks of keys that have none."""
-        names = os.listdir(f"{self._root}keys") if os.path.isdir(f"{self._root}keys") else []
+        try:
+            with os.scandir(f"{self._root}keys") as entries:
+                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return
         newer = {form["id"][-8:] for name in names if (form := _PARSE["keys"](name))}
         locks = {name for name in names if _parse_tag(name)}
         if locks or newer:
@@ -1316,11 +1323,16 @@ class FemtoQueue:
         """Let in newer payloads that no hint knows: power loss, or a person, took the hint."""
         known = {hint.newer for hint in bucket.hints.values()}
         for name, form in self._listed("keys"):
-            if form["id"][-8:] == bucket.tag and name not in known:
+            if form["id"][-8:] != bucket.tag or name in known:
+                continue
+            hint = _Hint("", name)
+            with contextlib.suppress(CorruptTask):  # let it in all the same: pop() sets it aside
                 task = _read_task(f"{self._root}keys/{name}", 0, form["id"])
-                if task and task.key is not None and _quoted(task.key) not in bucket.hints:
-                    bucket.hints[_quoted(task.key)] = hint = _Hint("", name)
-                    self._let_in(hint)
+                if task is not None and task.key is not None:
+                    if _quoted(task.key) in bucket.hints:
+                        continue  # when that one has ended
+                    bucket.hints[_quoted(task.key)] = hint
+            self._let_in(hint)
 
     # Chores of pop()
 

@@ -1668,6 +1668,40 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"2"])
         self.nothing_in_keys()
 
+    def test_a_newer_payload_that_is_corrupt_is_set_aside(self) -> None:
+        q = self.queue()
+        os.mkdir(self.file("keys"))
+        self.put(f"{1:020d}-80000000", b"rubbish", "keys")
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"failed": 1})
+
+    @FORK
+    def test_a_payload_behind_one_whose_worker_died_at_its_end_comes_at_once(self) -> None:
+        """Not at the next round of housekeeping: a dead worker is a reason to look."""
+
+        def work(child: Child) -> None:
+            def kill(name: str, args: tuple[Any, ...]) -> None:
+                if name == "replace" and "/keys/" in args[0]:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+            mine = FemtoQueue(self.path, "victim")
+            task = _taken(mine)
+            child.say("leased")
+            child.wait_for_go()
+            with hooked(kill):
+                mine.done(task)
+
+        q, clock = self.queue(), self.clock()
+        self.assertIsNone(q.pop())
+        q.push(b"1", key="k")
+        child = self.child(work)
+        child.line()
+        q.push(b"2", key="k")
+        child.go()
+        self.assertEqual(child.finish()[1], -signal.SIGKILL)
+        clock.advance(1)
+        self.assertEqual(self.drain(q), [b"2"])
+
     def test_locks_of_keys_that_have_no_task_are_removed(self) -> None:
         """More of them than one look takes; a foreign file stays."""
         q, clock = self.queue(), self.clock()
@@ -2706,7 +2740,7 @@ class ForeignFiles(QueueCase):
         self.put("notes.txt", b"")
 
         def note(name: str, args: tuple[Any, ...]) -> None:
-            if name == "scandir":
+            if name == "scandir" and args[0].endswith("pending"):
                 listed.append(args[0])
 
         with hooked(note):
@@ -2738,8 +2772,12 @@ class ForeignFiles(QueueCase):
         q.close()
         self.queue("n2").pop()
         foreign: set[str] = set()
-        for directory in (".", *femtoqueue._DIRS, "inflight-n2"):
+        os.mkdir(self.file("keys"))
+        for directory in (".", "keys", *femtoqueue._DIRS, "inflight-n2"):
             foreign |= self.litter(directory)
+        for name in ("80000000", "0" * 20 + "-80000000"):  # as a lock and a payload are named
+            os.mkdir(self.file("keys", name))
+            foreign.add(self.file("keys", name))
         q = self.queue("n3")
         q.push(b"2")
         clock.advance(3700)
