@@ -26,13 +26,13 @@ sorting them is first in, first out. A file is one line, `FQ1 <crc32> <length>` 
 has one, and then the payload as given.
 
 Every change of state is one system call, and the task has changed hands when it returns (where
-two methods stand, the second makes it):
+two methods stand, the second makes it; _transfer by _rename):
 
     step     method                     from              to                            by
     publish  _publish                   creating/<id>     pending/, scheduled/, keys/   rename
     due      _wake_due, _transfer       scheduled/        pending/<now>~<n>~<id>        rename
     claim    _claim, _seize             pending/          inflight-<node>/              rename
-    undo     _hand_back, _transfer      inflight-<node>/  pending/                      rename
+    undo     _hand_back, _unseize       inflight-<node>/  pending/                      rename
     finish   _settle, _transfer         inflight-<node>/  done/<id>                     rename
     or         without keep_done        inflight-<node>/  nowhere                       unlink
     fail     _bury, _transfer           inflight-<node>/  failed/<id>; then its .error  rename
@@ -42,7 +42,7 @@ two methods stand, the second makes it):
     give up  _give_up, _transfer        pending/          failed/<id>, at max_attempts  rename
     retry    _retried, _transfer        failed/<id>       pending/<now>~0~<id>          rename
     purge    purge                      done/, failed/    nowhere                       unlink
-    replace  _replaced                  creating/<id>     over a waiting task's file,   rename
+    replace  _replaced, _renew          creating/<id>     over a waiting task's file,   rename
                which it holds under a lease of its own meanwhile; then back to its place
     update   _push_to_leased            creating/<id>     over a leased task's file     rename
     buffer   _push_behind               creating/<id>     keys/<id>                     rename
@@ -131,6 +131,7 @@ _MAX_REPLACED = 1000  # times that a target directory may be replaced during one
 _READ_BYTES = 4096  # a record of this size or less is read with one call
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 _LEFTOVER_NS = 3600 * 10**9
+_LONGEST_PAUSE_S = 20.0
 _BASE_INTERVAL_S = 0.25  # between two looks for due tasks and dead workers
 
 # ext2 to ext4, xfs, btrfs, f2fs, tmpfs: f_type of statfs(2)
@@ -321,9 +322,9 @@ class FemtoQueue:
     be made.
     """
 
-    # Invariant: _lock is held while the batch is filled, while chores run, and while a task's
-    # lease is renamed (so that a renewal and a done() in two threads don't cross). It is not held
-    # while a task is claimed, read or written.
+    # Invariant: _lock is held while the batch is used, while chores run, and while a task moves
+    # into our directory or out of it (so that a renewal and a done() in two threads don't cross,
+    # and close() does not close the directory under a claim). Not while a task is read or written.
 
     def __init__(
         self,
@@ -451,9 +452,9 @@ class FemtoQueue:
             if now_ns >= self._attend_at_ns:
                 self._attend()
                 now_ns = self._now_ns()  # a long listing must not eat up a short lease
-            try:
-                name = self._batch.pop()
-            except IndexError:
+            with self._lock:
+                name = self._batch.pop() if self._batch else ""
+            if not name:
                 listings += 1
                 if listings > _MAX_LISTINGS or not self._refill():
                     return None
@@ -496,9 +497,13 @@ class FemtoQueue:
         Raises LeaseLost if the task is not this delivery's any more.
         """
         _check_lease(task)
-        self._settle(task, f"done/{task.id}" if self.keep_done else "")
+        if self.keep_done:
+            self._sync_task(self._settle(task, f"done/{task.id}"))
+            return
+        self._sync_task(task._lease)  # the place that it goes from, or it is back where it was
+        self._settle(task, "")
         if self.sync_after_write:
-            _sync_dir(self._root + ("done" if self.keep_done else os.path.dirname(task._lease)))
+            _sync_dir(self._root + os.path.dirname(task._lease))
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
         """Set the task aside as a dead letter in failed/, where retry() finds it.
@@ -528,8 +533,7 @@ class FemtoQueue:
             target = f"pending/{_stamped(order, task.attempts, task.id)}"
         target = self._settle(task, target)
         self._remember(target)
-        if self.sync_after_write:
-            _sync_dir(self._root + os.path.dirname(target))
+        self._sync_task(target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
         """Renew the lease: it ends `ms` milliseconds from now (None: timeout_stale_ms).
@@ -832,10 +836,12 @@ class FemtoQueue:
         moved there by hand, and must not carry the clock along.
         """
         newest_ns = 0
-        for state in (*STATES, "keys"):
-            for _, _, ident in self._find(state):
-                if (order := int(ident[:20])) < _FARTHEST_NS:
-                    newest_ns = max(newest_ns, order)
+        places = [(self._root + state, state) for state in (*STATES, "keys") if state != "inflight"]
+        for directory, state in (*places, *((path, "inflight") for path in self._node_dirs())):
+            with contextlib.suppress(PermissionError):  # another user's: no reason not to start
+                for _, form in self._listed(directory, state):
+                    if (order := int(form["id"][:20])) < _FARTHEST_NS:
+                        newest_ns = max(newest_ns, order)
         return max(_wall_ns(), newest_ns + 1) - _monotonic_ns()
 
     # Moves
@@ -904,7 +910,7 @@ class FemtoQueue:
             _log().error("%s; it is in failed/", error)
             return None
         except FileNotFoundError:
-            self._batch.clear()  # RACE: a person took it out, or our directory: look again
+            self._unseize(lease_name, waiting)
             return None
         except BaseException as error:
             self._hand_back(lease, name, form, error)
@@ -925,6 +931,15 @@ class FemtoQueue:
             except FileNotFoundError:
                 return False
         return True
+
+    def _unseize(self, lease_name: str, waiting: str) -> None:
+        """Undo a claim whose file is not at its path: a person took it out, or moved our whole
+        directory away, where it must not be lost."""
+        with self._lock:
+            self._batch.clear()  # look again, at our place too
+            with contextlib.suppress(FileNotFoundError):
+                if self._lease_fd is not None:
+                    os.rename(lease_name, self._root + waiting, src_dir_fd=self._lease_fd)
 
     def _hand_back(self, lease: str, name: str, form: re.Match[str], error: BaseException) -> None:
         """Undo a claim that was interrupted, or whose file the system would not let us read.
@@ -968,11 +983,25 @@ class FemtoQueue:
         if _is_keyed(ident):
             with self._bucket(ident[-8:], wait) as bucket:
                 return self._transfer_keyed(bucket, source, ident, target)
+        self._rename(source, target)
+        return target
+
+    def _rename(self, source: str, target: str) -> None:
         if target:
             _move(self._root + source, self._root + target)
         else:
             os.unlink(self._root + source)
-        return target
+
+    def _sync_task(self, path: str) -> None:
+        """Make durable where a task stands, with sync_after_write: the file first, then the
+        directory. The directory alone is not enough: after power loss btrfs had the task in the
+        one that it came from as well, and what was done was delivered again."""
+        if not self.sync_after_write:
+            return
+        with contextlib.suppress(FileNotFoundError):  # RACE: it moved on, by another's hand
+            if stat.S_ISREG(os.lstat(self._root + path).st_mode):
+                _sync_path(self._root + path, _READ_FLAGS)
+        _sync_dir(self._root + os.path.dirname(path))
 
     def _lease_lost(self, task: FemtoTask) -> LeaseLost:
         late_ns = self._now_ns() - int(os.path.basename(task._lease)[:20])
@@ -1003,8 +1032,7 @@ class FemtoQueue:
         except BaseException:
             _unlinked(aside, or_fail=False)
             raise
-        if self.sync_after_write:
-            _sync_dir(f"{self._root}failed")
+        self._sync_task(f"failed/{ident}")
 
     def _give_up(self, waiting: str, ident: str, attempts: int) -> None:
         reason = f"delivered {attempts} times without done() or fail(): max_attempts reached"
@@ -1030,8 +1058,7 @@ class FemtoQueue:
             os.stat(f"{self._root}pending")  # gone: disk trouble
             return False  # RACE: somebody else retried or removed it
         self._remember(target)
-        if self.sync_after_write:
-            _sync_dir(f"{self._root}pending")
+        self._sync_task(target)
         return True
 
     def _put_back(self, directory: str, name: str, form: re.Match[str], wait: bool) -> None:
@@ -1048,9 +1075,13 @@ class FemtoQueue:
 
     def _put_back_all(self, directory: str, boot: str | None, wait: bool = False) -> None:
         """Put back the leases of a directory whose lock we hold; None: whatever their boot."""
-        for name, form in self._listed(directory, "inflight"):
-            if form["boot"] != _DETACHED and boot in (None, form["boot"]):
-                self._put_back(directory, name, form, wait)
+        with _Trouble() as trouble:
+            for name, form in self._listed(directory, "inflight"):
+                if form["boot"] != _DETACHED and boot in (None, form["boot"]):
+                    try:
+                        self._put_back(directory, name, form, wait)
+                    except OSError as error:
+                        trouble.note(error)
 
     def _remember(self, path: str) -> None:
         """What was put in front of our batch is next; all else is found by the next listing."""
@@ -1130,24 +1161,44 @@ class FemtoQueue:
         the task is back at its place, with the old payload or the new one.
         """
         hint = bucket.hints[name]
-        source, ident = hint.path, hint.path[-29:]
-        target = _renewed(source, due_ns)
-        ends_ns = self._now_ns() + _BORROWED_NS
-        lease_name = _stamped(ends_ns, _attempts_in(source), f"{self._boot}~{ident}")
-        lease = self._node_dir + lease_name
         with self._written(name, payload) as aside:
+            if not self._take_over(hint, aside, due_ns):
+                return False
+        self._sync_task(hint.path)
+        return True
+
+    def _take_over(self, hint: _Hint, record: str, due_ns: int | None) -> bool:
+        """Give a waiting task a new payload: its record is renamed over the task's."""
+        source, target = hint.path, _renewed(hint.path, due_ns)
+        if source.startswith("scheduled/"):  # no pop() takes it from there
+            self._renew(record, source, target)
+        else:
+            boot_and_id = f"{self._boot}~{source[-29:]}"
+            ends_ns = self._now_ns() + _BORROWED_NS
+            lease_name = _stamped(ends_ns, _attempts_in(source), boot_and_id)
             if not self._seize(source, lease_name):
                 return False
             try:
-                _move(aside, self._root + lease)
+                self._renew(record, self._node_dir + lease_name, target)
             except BaseException:
-                _move(self._root + lease, self._root + source)
+                self._unseize(lease_name, source)
                 raise
-            _move(self._root + lease, self._root + target)
         hint.path = target
         self._remember(target)
-        self._sync_dir_of(target)
         return True
+
+    def _renew(self, record: str, source: str, target: str) -> None:
+        """Move a task that nobody else may take to its place, with a new payload.
+
+        CRASH: between the two renames it has the old payload or the new one; but the new one is
+        never anywhere where it may be had before its time.
+        """
+        if target.startswith("scheduled/"):
+            _move(self._root + source, self._root + target)
+            _move(record, self._root + target)
+        else:
+            _move(record, self._root + source)
+            _move(self._root + source, self._root + target)
 
     def _push_to_leased(
         self,
@@ -1164,7 +1215,7 @@ class FemtoQueue:
             return self._push_behind(bucket, name, payload, due_ns)
         with self._written(name, payload) as aside:
             _move(aside, self._root + path)
-        self._sync_dir_of(path)
+        self._sync_task(path)
         return path[-29:]
 
     def _push_behind(
@@ -1187,7 +1238,7 @@ class FemtoQueue:
         except BaseException:
             hint.newer = before
             raise
-        self._sync_dir_of("keys/")
+        self._sync_task(f"keys/{hint.newer}")
         return ident
 
     @contextlib.contextmanager
@@ -1201,10 +1252,6 @@ class FemtoQueue:
         finally:
             _unlinked(aside, or_fail=False)
 
-    def _sync_dir_of(self, path: str) -> None:
-        if self.sync_after_write:
-            _sync_dir(self._root + os.path.dirname(path))
-
     def _find_key(self, bucket: _Bucket, name: str) -> str | None:
         """Return where the task of a key stands, None if it has none; mend what is known of it."""
         hint = bucket.hints.get(name)
@@ -1217,8 +1264,15 @@ class FemtoQueue:
             path = self._let_in(hint) if self._newer(hint) else self._whereabouts(newer)
         if path is None:
             del bucket.hints[name]
-        else:
-            hint.path, hint.newer = path, self._newer(hint)
+            return None
+        hint.path, hint.newer = path, self._newer(hint)
+        if hint.newer and not path.startswith("inflight-"):
+            # CRASH: when it came back and before the newer one took its place. Or by hand. If that
+            # fails now, a pop() has just taken it, or we have no place: then the newer comes after.
+            due_ns = int(hint.newer[:20]) if "~" in hint.newer else None
+            if self._take_over(hint, f"{self._root}keys/{hint.newer}", due_ns):
+                hint.newer = ""
+            return self._whereabouts(hint.path)
         return path
 
     def _whereabouts(self, path: str) -> str | None:
@@ -1253,7 +1307,7 @@ class FemtoQueue:
             raise
         hint.path, hint.newer = path, ""
         self._remember(path)
-        self._sync_dir_of(path)
+        self._sync_task(path)
         return path
 
     def _transfer_keyed(self, bucket: _Bucket, source: str, ident: str, target: str) -> str:
@@ -1261,16 +1315,17 @@ class FemtoQueue:
         hint = bucket.hints[name] if name else _Hint(source)
         ends = target.startswith(("done/", "failed/")) or not target
         if not ends and not target.startswith("inflight-") and (newer := self._newer(hint)):
-            # It comes back, and the newer payload takes its place: at once, by the rename over it.
-            # CRASH: before the next one, it waits no longer for the time it was scheduled for.
+            # It comes back, and the newer payload takes its place, by the rename over it.
             os.lstat(self._root + source)  # gone: the lease is lost
-            _move(f"{self._root}keys/{newer}", self._root + source)
             target = _renewed(target, int(newer[:20]) if "~" in newer else None)
-            hint.newer = ""
-        if target:
-            _move(self._root + source, self._root + target)
-        else:
-            os.unlink(self._root + source)
+            self._renew(f"{self._root}keys/{newer}", source, target)
+            hint.path, hint.newer = target, ""
+            return target
+        try:
+            self._rename(source, target)
+        except FileNotFoundError:
+            self._mending.at_s = 0.0  # by hand: what stands behind it is to be let in
+            raise
         if not ends:
             hint.path = target
         elif self._newer(hint):
@@ -1410,17 +1465,20 @@ class FemtoQueue:
         """Move what is due to the back of pending/, in the order in which it came due."""
         now_ns = _wall_ns()
         self._next_due_ns = _NEVER_NS
-        for name, _ in self._listed("scheduled"):
-            due_ns = int(name[:20])
-            if due_ns > now_ns:
-                self._next_due_ns = due_ns
-                return
-            try:
-                self._woken(name, wait=False)
-            except FileNotFoundError:
-                continue  # RACE: another worker moved it
-            except BlockingIOError:
-                self._next_due_ns = due_ns  # RACE: somebody works on its key; next time
+        with _Trouble() as trouble:
+            for name, _ in self._listed("scheduled"):
+                due_ns = int(name[:20])
+                if due_ns > now_ns:
+                    self._next_due_ns = due_ns
+                    return
+                try:
+                    self._woken(name, wait=False)
+                except FileNotFoundError:
+                    continue  # RACE: another worker moved it
+                except BlockingIOError:
+                    self._next_due_ns = due_ns  # RACE: somebody works on its key; next time
+                except OSError as error:
+                    trouble.note(error)
 
     def _woken(self, name: str, wait: bool = True) -> str:
         """Move one task that is due, and return its name in pending/."""
@@ -1435,23 +1493,24 @@ class FemtoQueue:
         A directory that can't be read is no reason to leave the others: its error comes last.
         """
         self._next_end_ns = _NEVER_NS
-        trouble: OSError | None = None
-        for directory in self._node_dirs():
-            try:
-                self._reclaim_from(directory)
-            except OSError as error:
-                trouble = trouble or error
-        if trouble is not None:
-            raise trouble
+        with _Trouble() as trouble:
+            for directory in self._node_dirs():
+                try:
+                    self._reclaim_from(directory, trouble)
+                except OSError as error:
+                    trouble.note(error)
 
-    def _reclaim_from(self, directory: str) -> None:
+    def _reclaim_from(self, directory: str, trouble: _Trouble) -> None:
         now_ns = self._now_ns()
         leases = self._listed(directory, "inflight")
         running = [lease for lease in leases if int(lease[0][:20]) > now_ns]
         for name, form in leases[: len(leases) - len(running)]:
             ours = form["boot"] in (self._boot, _DETACHED)
             if ours or not self._is_young(f"{directory}/{name}"):
-                self._put_back(directory, name, form, wait=False)
+                try:
+                    self._put_back(directory, name, form, wait=False)
+                except OSError as error:
+                    trouble.note(error)
         if running:
             self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
         if directory != self._lease_dir and (
@@ -1740,8 +1799,28 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_become_somebody_else)
 
 
+class _Trouble:
+    """Keeps the first error of a loop that goes on, and raises it when the loop has ended: one
+    task or directory that can't be had must not keep the others waiting."""
+
+    def __init__(self) -> None:
+        self._first: OSError | None = None
+
+    def note(self, error: OSError) -> None:
+        self._first = self._first or error
+
+    def __enter__(self) -> _Trouble:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        first, self._first = self._first, None
+        if first is not None and exc_info[1] is None:
+            raise first
+
+
 class _Chore:
-    """A thing that pop() does now and then: every_s seconds apart, or 20 times what it cost."""
+    """A thing that pop() does now and then: every_s seconds apart, or 20 times what it cost, up
+    to _LONGEST_PAUSE_S."""
 
     def __init__(self, run: Callable[[FemtoQueue], None], every_s: float) -> None:
         # A plain function: a bound method would tie the queue into a cycle, and a dropped queue
@@ -1756,7 +1835,10 @@ class _Chore:
             self.failed = False
         finally:  # also when it failed: pop() has other things to do than to fail at it again
             ended_s = time.monotonic()
-            self.at_s = ended_s + max(self.every_s, 20 * (ended_s - started_s))
+            pause_s = min(
+                20 * (ended_s - started_s), _LONGEST_PAUSE_S
+            )  # it may only have hung once
+            self.at_s = ended_s + max(self.every_s, pause_s)
 
 
 @dataclass
@@ -2083,7 +2165,7 @@ def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
 
 def _sync_dir(path: str) -> None:
     if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, _DIR_FLAGS)
+        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
