@@ -336,7 +336,7 @@ class FemtoQueue:
         max_attempts: int | None = None,
         keep_done: bool = True,
     ) -> None:
-        self._lease_fd: int | None = None  # first: __del__ reads it even when we raise
+        self._lease_fd: _LockFd | None = None  # first: __del__ reads it even when we raise
         if not isinstance(os.fspath(data_dir), str):
             raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
         if not os.fspath(data_dir):
@@ -448,10 +448,8 @@ class FemtoQueue:
         """
         listings = 0
         while True:
-            now_ns = self._now_ns()
-            if now_ns >= self._attend_at_ns:
+            if self._now_ns() >= self._attend_at_ns:
                 self._attend()
-                now_ns = self._now_ns()  # a long listing must not eat up a short lease
             with self._lock:
                 name = self._batch.pop() if self._batch else ""
             if not name:
@@ -459,7 +457,7 @@ class FemtoQueue:
                 if listings > _MAX_LISTINGS or not self._refill():
                     return None
                 continue
-            task = self._claim(name, now_ns)
+            task = self._claim(name)
             if task is not None:
                 return task
 
@@ -487,7 +485,7 @@ class FemtoQueue:
                     if int(waiting[:20]) > _wall_ns():
                         return None
                     waiting = self._woken(waiting)
-                task = self._claim(waiting, self._now_ns())
+                task = self._claim(waiting)
             if task is not None:
                 return task  # RACE: else a pop() was quicker, and we see it in flight now
 
@@ -542,8 +540,8 @@ class FemtoQueue:
         """
         _check_lease(task)
         timeout_ns = self._timeout_ns if ms is None else _lease_ns(_positive("ms", ms))
-        deadline_ns = self._now_ns() + timeout_ns
-        with self._lock:
+        with self._locks_of(task.id), self._lock:
+            deadline_ns = self._now_ns() + timeout_ns
             node_dir, _, name = task._lease.rpartition("/")
             lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
             try:
@@ -725,7 +723,9 @@ class FemtoQueue:
         self._lease_dir = f"{self._root}inflight-{self.node_id}"
         self._batch: list[str] = []  # names in pending/, the oldest last
         self._timeout_ns = _lease_ns(self.timeout_stale_ms)
-        self._held: _Bucket | None = None  # the key lock that a thread with _lock holds
+        self._key_lock = threading.RLock()  # taken before _lock, or without waiting
+        self._held: _Bucket | None = None  # what the thread with _key_lock holds
+        self._leftovers: set[str] = set()  # leases of a former holder of our place, still there
         self._newcomer = True  # has had no place yet: what stands in its directory is a dead one's
         self._seen = 0  # how many names pending/ had when it was listed last
         self._next_due_ns = self._next_end_ns = 0
@@ -766,7 +766,7 @@ class FemtoQueue:
                 fd = _open_to_lock(self._lease_dir)
             except FileNotFoundError:
                 continue  # RACE: an observer saw nobody in it, and removed it
-            to_close: int | None = fd
+            to_close: _LockFd | None = fd
             try:
                 # Waits while an observer looks in: it must not pass for a second worker.
                 if _flock(fd, "shared") is None:
@@ -774,7 +774,7 @@ class FemtoQueue:
                 # Alone here: whoever held these leases is dead, on this boot or an earlier one.
                 # Only a newcomer: later, another thread may have claimed into it just now.
                 elif self._newcomer and _flock(fd, "exclusive"):
-                    self._put_back_all(self._lease_dir, None, wait=True)  # nobody else will
+                    self._put_back_all(self._lease_dir, None)
                 _flock(fd, "shared")
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if _leads_to(self._lease_dir, fd):
@@ -886,7 +886,7 @@ class FemtoQueue:
                 _unlinked(leftover, or_fail=False)
             raise
 
-    def _claim(self, name: str, now_ns: int) -> FemtoTask | None:
+    def _claim(self, name: str) -> FemtoTask | None:
         """Rename one waiting task into our lease directory; None if it is not to be had."""
         form = _parse_pending(name)
         if form is None:
@@ -896,14 +896,13 @@ class FemtoQueue:
         if self.max_attempts is not None and attempts >= self.max_attempts:
             self._give_up(waiting, ident, attempts)
             return None
-        if attempts < _MOST_ATTEMPTS:
-            attempts += 1
-        lease_name = _stamped(now_ns + self._timeout_ns, attempts, f"{self._boot}~{ident}")
+        attempts = min(attempts + 1, _MOST_ATTEMPTS)
+        lease_name = self._seize(waiting, attempts, ident, self._timeout_ns)
+        if not lease_name:
+            self._pass_over_the_taken()
+            return None
         lease = self._node_dir + lease_name
         try:
-            if not self._seize(waiting, lease_name):
-                self._pass_over_the_taken()
-                return None
             data, key = _read_record(self._root + lease, ident)
         except CorruptTask as error:
             self._bury(ident, error.reason, lambda: self._transfer(lease, ident, f"failed/{ident}"))
@@ -917,37 +916,45 @@ class FemtoQueue:
             raise
         return FemtoTask(ident, data, attempts, key, lease)
 
-    def _seize(self, waiting: str, lease_name: str) -> bool:
-        """Rename a task into the directory that we hold locked, whatever has its name by now;
-        False if another worker was first, or if we have no place (any more)."""
+    def _seize(self, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
+        """Rename a task into the directory that we hold locked, whatever has its name by now.
+        Return its name there; "" if another worker was first, or if we have no place (any more)."""
         with self._lock:  # so that close() in another thread does not close the descriptor
+            deadline_ns = self._now_ns() + lasts_ns  # now: we may have waited for the lock
+            lease_name = _stamped(deadline_ns, attempts, f"{self._boot}~{ident}")
             try:
                 if fcntl is None:
                     os.rename(self._root + waiting, self._root + self._node_dir + lease_name)
                 elif self._lease_fd is None:
-                    return False  # RACE: closed by another thread
+                    return ""  # RACE: closed by another thread
                 else:
                     os.rename(self._root + waiting, lease_name, dst_dir_fd=self._lease_fd)
             except FileNotFoundError:
-                return False
-        return True
+                return ""
+            except BaseException:
+                self._unseize(lease_name, waiting)  # Ctrl-C may come when it is done
+                raise
+        return lease_name
 
     def _unseize(self, lease_name: str, waiting: str) -> None:
-        """Undo a claim whose file is not at its path: a person took it out, or moved our whole
-        directory away, where it must not be lost."""
+        """Undo a claim that was interrupted, or whose file is not at its path: a person took it
+        out, or moved our whole directory away, where it must not be lost."""
         with self._lock:
             self._batch.clear()  # look again, at our place too
             with contextlib.suppress(FileNotFoundError):
                 if self._lease_fd is not None:
                     os.rename(lease_name, self._root + waiting, src_dir_fd=self._lease_fd)
+                elif fcntl is None:
+                    os.rename(self._root + self._node_dir + lease_name, self._root + waiting)
 
     def _hand_back(self, lease: str, name: str, form: re.Match[str], error: BaseException) -> None:
-        """Undo a claim that was interrupted, or whose file the system would not let us read.
+        """Undo a claim that was interrupted, or whose file could not be read.
 
         It goes back to its place if that is no fault of the file's, else to the back: a file
-        that can't be read must not keep out of work all who start with the oldest task.
+        that can't be read, or is too large for our memory, must not keep out of work all who
+        start with the oldest task.
         """
-        if isinstance(error, OSError) and error.errno not in _SHORTAGES:
+        if isinstance(error, Exception) and getattr(error, "errno", None) not in _SHORTAGES:
             name = _stamped(self._next_order(), int(form["attempts"] or 0), form["id"])
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
             # CRASH: before it, a lease like any
@@ -966,7 +973,7 @@ class FemtoQueue:
 
     def _settle(self, task: FemtoTask, target: str) -> str:
         """Move a leased task out of its lease: every end of a delivery is here. Return where to."""
-        with self._lock:
+        with self._locks_of(task.id), self._lock:
             try:
                 return self._transfer(task._lease, task.id, target)
             except FileNotFoundError:
@@ -1048,9 +1055,9 @@ class FemtoQueue:
         target = f"pending/{_stamped(self._next_order(), 0, ident)}"
         source = path[len(self._root) :]
         try:
-            with self._bucket(ident[-8:]) if _is_keyed(ident) else contextlib.nullcontext() as keys:
-                if keys is not None:
-                    self._make_room(keys, source, target)
+            with self._locks_of(ident):
+                if self._held is not None and _is_keyed(ident):
+                    self._make_room(self._held, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
                 _unlinked(f"{self._root}failed/{ident}.error")
                 self._transfer(source, ident, target)
@@ -1061,25 +1068,27 @@ class FemtoQueue:
         self._sync_task(target)
         return True
 
-    def _put_back(self, directory: str, name: str, form: re.Match[str], wait: bool) -> None:
+    def _put_back(self, directory: str, name: str, form: re.Match[str]) -> None:
         """End somebody's lease: the task goes back to the place of its push, the front."""
         ident, lease = form["id"], f"{os.path.basename(directory)}/{name}"
         waiting = _stamped(int(ident[:20]), int(form["attempts"]), ident)
         try:
-            target = self._transfer(lease, ident, f"pending/{waiting}", wait)
+            target = self._transfer(lease, ident, f"pending/{waiting}", wait=False)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
         except BlockingIOError:
+            if directory == self._lease_dir:
+                self._leftovers.add(name)
             return  # RACE: somebody works on its key; next time
         self._remember(target)
 
-    def _put_back_all(self, directory: str, boot: str | None, wait: bool = False) -> None:
+    def _put_back_all(self, directory: str, boot: str | None) -> None:
         """Put back the leases of a directory whose lock we hold; None: whatever their boot."""
         with _Trouble() as trouble:
             for name, form in self._listed(directory, "inflight"):
                 if form["boot"] != _DETACHED and boot in (None, form["boot"]):
                     try:
-                        self._put_back(directory, name, form, wait)
+                        self._put_back(directory, name, form)
                     except OSError as error:
                         trouble.note(error)
 
@@ -1100,19 +1109,27 @@ class FemtoQueue:
 
     @contextlib.contextmanager
     def _bucket(self, tag: str, wait: bool = True) -> Iterator[_Bucket]:
-        """Hold the lock of the keys of one hash. Blocks, or with wait=False raises
-        BlockingIOError. Inside, it may be asked for again."""
-        with self._lock:
-            if self._held is not None and self._held.tag == tag:
-                yield self._held
+        """Hold the lock of the keys of one hash. Blocks, so not with _lock held: somebody may be
+        stopped while he has it. wait=False: BlockingIOError. It may be asked for again inside."""
+        if not self._key_lock.acquire(blocking=wait):
+            raise BlockingIOError(errno.EWOULDBLOCK, "another thread works on a key")
+        try:
+            outer = self._held
+            if outer is not None and outer.tag == tag:
+                yield outer
                 return
-            bucket, outer = _Bucket(f"{self._root}keys", tag, wait), self._held
+            bucket = _Bucket(f"{self._root}keys", tag, wait)
             self._held = bucket
             try:
                 yield bucket
             finally:
                 self._held = outer
                 bucket.close()
+        finally:
+            self._key_lock.release()
+
+    def _locks_of(self, ident: str) -> contextlib.AbstractContextManager[object]:
+        return self._bucket(ident[-8:]) if _is_keyed(ident) else _NO_LOCK
 
     def _push_keyed(
         self,
@@ -1147,7 +1164,8 @@ class FemtoQueue:
             bucket.save(self.sync_after_write)
             self._publish(ident, payload, self._root + path, key=name)
         except BaseException:
-            del bucket.hints[name]
+            with contextlib.suppress(OSError):
+                self._find_key(bucket, name)  # a consumer that was quicker keeps what it has
             raise
         self._remember(path)
         return ident
@@ -1173,10 +1191,8 @@ class FemtoQueue:
         if source.startswith("scheduled/"):  # no pop() takes it from there
             self._renew(record, source, target)
         else:
-            boot_and_id = f"{self._boot}~{source[-29:]}"
-            ends_ns = self._now_ns() + _BORROWED_NS
-            lease_name = _stamped(ends_ns, _attempts_in(source), boot_and_id)
-            if not self._seize(source, lease_name):
+            lease_name = self._seize(source, _attempts_in(source), source[-29:], _BORROWED_NS)
+            if not lease_name:
                 return False
             try:
                 self._renew(record, self._node_dir + lease_name, target)
@@ -1300,11 +1316,7 @@ class FemtoQueue:
         """Move a newer payload into the queue: the task before it has come to its end."""
         newer = self._newer(hint)
         path = f"{'scheduled' if '~' in newer else 'pending'}/{newer}"
-        try:
-            _move(f"{self._root}keys/{newer}", self._root + path)
-        except BaseException:
-            self._mending.at_s = 0.0  # the next pop() does it
-            raise
+        _move(f"{self._root}keys/{newer}", self._root + path)
         hint.path, hint.newer = path, ""
         self._remember(path)
         self._sync_task(path)
@@ -1323,15 +1335,15 @@ class FemtoQueue:
             return target
         try:
             self._rename(source, target)
-        except FileNotFoundError:
-            self._mending.at_s = 0.0  # by hand: what stands behind it is to be let in
+            if not ends:
+                hint.path = target
+            elif self._newer(hint):
+                self._let_in(hint)
+            elif name:
+                del bucket.hints[name]
+        except BaseException:
+            self._mending.at_s = 0.0  # the next pop() lets in what stands behind it
             raise
-        if not ends:
-            hint.path = target
-        elif self._newer(hint):
-            self._let_in(hint)
-        elif name:
-            del bucket.hints[name]
         return target
 
     def _make_room(self, bucket: _Bucket, source: str, target: str) -> None:
@@ -1503,12 +1515,16 @@ class FemtoQueue:
     def _reclaim_from(self, directory: str, trouble: _Trouble) -> None:
         now_ns = self._now_ns()
         leases = self._listed(directory, "inflight")
-        running = [lease for lease in leases if int(lease[0][:20]) > now_ns]
-        for name, form in leases[: len(leases) - len(running)]:
-            ours = form["boot"] in (self._boot, _DETACHED)
+        running: list[tuple[str, re.Match[str]]] = []
+        ended: list[tuple[str, re.Match[str]]] = []
+        for name, form in leases:
+            left = directory == self._lease_dir and name in self._leftovers
+            (ended if left or int(name[:20]) <= now_ns else running).append((name, form))
+        for name, form in ended:
+            ours = form["boot"] in (self._boot, _DETACHED) or name in self._leftovers
             if ours or not self._is_young(f"{directory}/{name}"):
                 try:
-                    self._put_back(directory, name, form, wait=False)
+                    self._put_back(directory, name, form)
                 except OSError as error:
                     trouble.note(error)
         if running:
@@ -1626,7 +1642,9 @@ class TicketQueue:
     def __init__(
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
-        self._held: dict[str, tuple[int, int]] = {}  # member -> its ticket and locked descriptor
+        self._held: dict[
+            str, tuple[int, _LockFd]
+        ] = {}  # member -> its ticket and locked descriptor
         if stale_timeout is not None:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
@@ -1783,6 +1801,7 @@ class TicketQueue:
         self._held = {}
 
 
+_NO_LOCK = contextlib.nullcontext()
 _live_queues: weakref.WeakSet[FemtoQueue | TicketQueue] = weakref.WeakSet()
 _lock_fds: set[int] = set()  # open lease directories, those of other threads' calls too
 
@@ -2260,7 +2279,7 @@ def _flock(fd: int, how: str) -> bool | None:
     return True
 
 
-def _open_locked(path: str, wait: bool = True) -> int:
+def _open_locked(path: str, wait: bool = True) -> _LockFd:
     """Open a file, made if it is missing, and take the exclusive lock on it.
 
     Raises BlockingIOError if somebody has it and wait is False.
@@ -2283,21 +2302,35 @@ def _open_locked(path: str, wait: bool = True) -> int:
         _let_go(fd)  # RACE: whoever had it removed the file; not this one, then
 
 
-def _let_go(fd: int) -> None:
+class _LockFd(int):
+    """A descriptor to be locked. It is closed with its last reference at the latest: an exception
+    from a signal handler (Ctrl-C) may come between any two lines."""
+
+    def __init__(self, _: int) -> None:
+        self.pid = os.getpid()  # a forked child closes its copy itself, see _lock_fds
+
+    def __del__(self) -> None:
+        if self.pid and self.pid == os.getpid() and _let_go is not None:
+            with contextlib.suppress(OSError):  # somebody closed what he did not open
+                _let_go(self)
+
+
+def _open_to_lock(path: str, flags: int = _DIR_FLAGS) -> _LockFd:
+    fd = _LockFd(os.open(path, flags, 0o666))
+    _lock_fds.add(int(fd))
+    return fd
+
+
+def _let_go(fd: _LockFd) -> None:
     """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock, too."""
     with contextlib.suppress(OSError):  # no locks here
         fcntl.flock(fd, fcntl.LOCK_UN)
     _lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
+    fd.pid = 0
     os.close(fd)
 
 
-def _open_to_lock(path: str, flags: int = _DIR_FLAGS) -> int:
-    fd = os.open(path, flags, 0o666)
-    _lock_fds.add(fd)
-    return fd
-
-
-def _open_if_there(path: str) -> int | None:
+def _open_if_there(path: str) -> _LockFd | None:
     """Open a lease directory to lock it; None where there are no locks, or it is gone."""
     if fcntl is None:
         return None

@@ -1008,7 +1008,8 @@ class Liveness(QueueCase):
             q = self.queue("a")
             q.push(b"x")
             self.pop(q)
-            femtoqueue._let_go(q._lease_fd or 0)
+            assert q._lease_fd is not None
+            femtoqueue._let_go(q._lease_fd)
             q._lease_fd = None
         clock = self.clock()
         other = self.queue("b")
@@ -1257,6 +1258,14 @@ class PlaceLost(QueueCase):
         self.assertEqual(self.pop(q).data, b"2")
         self.assertEqual(self.pop(self.queue("n2")).data, b"3")
 
+    def test_a_directory_that_is_moved_away_takes_no_waiting_task_along(self) -> None:
+        """A claim goes into the locked directory, wherever that is by now, and is undone."""
+        q = self.queue()
+        q.push_many([b"1", b"2", b"3"])
+        q.done(self.pop(q))
+        os.rename(q._lease_dir, self.file("elsewhere"))
+        self.assertEqual((self.drain(q), self.names("elsewhere")), ([b"2", b"3"], []))
+
     def test_extend_says_that_the_lease_is_lost(self) -> None:
         q = self.queue()
         q.push(b"1")
@@ -1297,6 +1306,54 @@ class Sharing(QueueCase):
             thread.join()
         wanted = Counter(b"%d-%d" % (name, number) for name in range(3) for number in range(300))
         self.assertEqual(Counter(got), wanted)
+
+    def test_a_thread_that_lost_a_race_leaves_the_batch_to_the_others(self) -> None:
+        """It looks at names without the interpreter's lock; others may use up the batch then."""
+        q, thief = self.queue(), self.queue("n2")
+        q.push_many([b"0", b"1", b"2", b"3"])
+        self.pop(q)
+        self.pop(thief)
+        emptied = threading.Event()
+
+        def empty() -> None:
+            while q.pop():
+                pass
+            emptied.set()
+
+        def look(path: str, mode: int) -> bool:
+            if not threads:
+                threads.append(threading.Thread(target=empty))
+                threads[0].start()
+                emptied.wait(0.1)  # it ends, or it waits for us
+            return os.path.lexists(path)
+
+        threads: list[threading.Thread] = []
+        with mock.patch.object(os, "access", look):
+            q.pop()
+        threads[0].join()
+        self.assertEqual(len(self.names("pending")), 0)
+
+    def test_a_lease_begins_when_it_is_taken_however_long_that_waited(self) -> None:
+        """Another thread's chore may hold the object's lock for longer than a short lease."""
+        q, clock = self.queue(), self.clock()
+        q.push(b"x")
+        q._list_pending()
+
+        class Slow:
+            def __enter__(self, lock: Any = q._lock) -> None:
+                lock.acquire()
+                clock.advance(40)
+
+            def __exit__(self, *exc_info: object, lock: Any = q._lock) -> None:
+                lock.release()
+
+            acquire, release = q._lock.acquire, q._lock.release
+
+        with mock.patch.object(q, "_lock", Slow()):
+            task = q.pop()
+            now_ns = q._now_ns()
+        assert task is not None
+        self.assertGreater(int(os.path.basename(task._lease)[:20]), now_ns)
 
     def test_a_renewal_and_a_finish_in_two_threads_do_not_lose_each_other(self) -> None:
         """done() right after extend() in another thread finds the renewed name."""
@@ -1668,6 +1725,140 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"2"])
         self.nothing_in_keys()
 
+    def test_a_scheduled_task_whose_replacement_is_interrupted_keeps_its_time(self) -> None:
+        """Whichever call fails: neither payload is delivered before it is due."""
+        clock = self.clock()
+        for number in itertools.count():
+            q = self.queue(f"w{number}")
+            q.schedule(b"1", (time.time() + 1e6) * 1e6, key=f"{number}")
+            step = Step(number, lambda: self.fail_with(errno.EIO))
+            with hooked(step), contextlib.suppress(OSError):
+                q.schedule(b"2", (time.time() + 2e6) * 1e6, key=f"{number}")
+            clock.advance(60)
+            self.assertIsNone(q.pop())
+            q.close()
+            if not step.reached:
+                break
+        self.assertGreater(number, 8)
+
+    def fail_with(self, code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def test_a_replacement_that_fails_leaves_the_task_waiting(self) -> None:
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "replace" and "/creating/" in args[0]:
+                self.fail_with(errno.EIO)
+
+        with hooked(refuse):
+            self.assertRaises(OSError, q.push, b"2", key="k")
+        self.assertEqual(self.names("pending"), [ident])
+
+    def test_a_push_that_raised_after_its_task_was_taken_does_not_make_room_for_another(
+        self,
+    ) -> None:
+        q, other = self.queue(sync_after_write=True), self.queue("n2")
+        taken: list[FemtoTask] = []
+
+        def pop_then_fail(name: str, args: tuple[Any, ...]) -> None:
+            if name == "fsync" and os.path.basename(os.readlink(f"/proc/self/fd/{args[0]}")) in (
+                self.names("pending")
+            ):
+                taken.append(_taken(other))
+                self.fail_with(errno.EIO)
+
+        if not os.path.isdir("/proc/self/fd"):
+            self.skipTest("needs /proc to see which file is synced")
+        with hooked(pop_then_fail):
+            self.assertRaises(OSError, q.push, b"1", key="k")
+        q.push(b"2", key="k")
+        self.assertEqual((q.pop(), q.stats().buffered), (None, 1))
+        other.done(taken[0])
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_to_wait_for_a_key_does_not_hold_up_the_other_threads(self) -> None:
+        """Nor their renewals: a process that is stopped may have that key's lock."""
+        import fcntl
+
+        q = self.queue()
+        q.push(b"1", key="k")
+        q.push(b"2")
+        task = q.take("k")
+        fd = os.open(self.file("keys", femtoqueue._key_tag("k")), os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        waiter = threading.Thread(target=q.push, args=(b"3",), kwargs={"key": "k"}, daemon=True)
+        worker = threading.Thread(target=self.drain, args=(q,), daemon=True)
+        waiter.start()
+        while q._key_lock.acquire(blocking=False):
+            q._key_lock.release()
+        worker.start()
+        worker.join(10)
+        self.assertFalse(worker.is_alive())
+        os.close(fd)
+        waiter.join()
+        assert task is not None
+        q.done(task)
+        self.assertEqual(self.drain(q), [b"3"])
+
+    def test_an_exception_from_a_signal_leaves_no_lock_behind(self) -> None:
+        """It may come between any two lines, also before the one that closes."""
+        import fcntl
+
+        q = self.queue()
+        interrupt = mock.patch.object(femtoqueue._Bucket, "close", side_effect=KeyboardInterrupt)
+        with interrupt, self.assertRaises(KeyboardInterrupt):
+            q.push(b"1", key="k")
+        fd = os.open(self.file("keys", femtoqueue._key_tag("k")), os.O_RDWR)
+        self.addCleanup(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def test_ctrl_c_right_after_the_end_of_a_task_does_not_keep_the_one_behind_it(self) -> None:
+        q, replace = self.queue(), os.replace
+        q.push(b"1", key="k")
+        task = self.pop(q)
+        q.push(b"2", key="k")
+
+        def interrupted(source: str, target: str) -> None:
+            replace(source, target)
+            raise KeyboardInterrupt
+
+        with mock.patch("os.replace", interrupted), self.assertRaises(KeyboardInterrupt):
+            q.done(task)
+        self.clock().advance(0.3)
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_a_leased_task_that_a_person_removed_lets_in_the_one_behind_it(self) -> None:
+        q, clock = self.queue(), self.clock()
+        q.push(b"1", key="k")
+        task = self.pop(q)
+        q.push(b"2", key="k")
+        os.unlink(self.file(task._lease))
+        self.assertRaises(LeaseLost, q.done, task)
+        clock.advance(0.3)
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_what_a_former_holder_left_of_a_busy_key_is_put_back_later(self) -> None:
+        """Though it stands in the directory of a living worker, with a lease that has no end."""
+        import fcntl
+
+        q = self.queue("same", timeout_stale_ms=None)
+        q.push(b"1", key="k")
+        lease = self.pop(q)._lease
+        os.rename(self.file("inflight-same"), self.file("inflight-other"))
+        other, clock = self.queue("other"), self.clock()
+        fd = os.open(self.file("keys", femtoqueue._key_tag("k")), os.O_RDWR)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        assert q._lease_fd is not None
+        femtoqueue._let_go(q._lease_fd)
+        q._lease_fd = None
+        self.assertIsNone(other.pop())
+        self.assertEqual(self.names("inflight-other"), [os.path.basename(lease)])
+        os.close(fd)
+        clock.advance(1)
+        self.assertEqual(self.pop(other).attempts, 2)
+
     def test_a_newer_payload_that_is_corrupt_is_set_aside(self) -> None:
         q = self.queue()
         os.mkdir(self.file("keys"))
@@ -1823,6 +2014,18 @@ class Durability(QueueCase):
             q.fail(self.pop(q), "why")
 
         self.assertNotIn("fsync", " ".join(self.calls(life)))
+
+    def test_links_to_directories_can_be_synced(self) -> None:
+        """data_dir, the directory above it, and one inside it."""
+        os.mkdir(self.file("real"))
+        os.symlink("real", self.file("link"))
+        for path in ("link", "link/jobs"):
+            with FemtoQueue(self.file(path), sync_after_write=True) as q:
+                os.rename(f"{q._root}done", self.file(f"done-{len(path)}"))
+                os.symlink(self.file(f"done-{len(path)}"), f"{q._root}done")
+                q.push(b"x")
+                q.done(_taken(q))
+                self.assertEqual(q.stats().done, 1)
 
     def test_a_data_dir_that_another_made_without_sync_is_synced_into_its_parent(self) -> None:
         self.queue()
@@ -2239,6 +2442,58 @@ class Faults(Interrupted):
         task = self.pop(again)
         self.assertEqual((task.id, task.attempts), (ident, 1))
 
+    def test_a_payload_that_is_too_large_for_our_memory_is_no_obstacle_either(self) -> None:
+        q = self.queue()
+        q.push_many([b"large" * 10_000, b"small"])
+        with mock.patch.object(femtoqueue, "_read_rest", side_effect=MemoryError):
+            self.assertRaises(MemoryError, q.pop)
+            self.assertEqual(self.pop(self.queue("n2")).data, b"small")
+        self.assertEqual(self.pop(q).data, b"large" * 10_000)
+
+    def test_one_due_task_that_can_not_be_moved_does_not_keep_the_others(self) -> None:
+        """Its error surfaces when there is nothing else to do."""
+        q, clock = self.queue(), self.clock()
+        first = q.schedule(b"1", 1)
+        q.schedule(b"2", 2)
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "replace" and args[0].endswith(first):
+                raise PermissionError(errno.EACCES, "immutable")
+
+        with hooked(refuse):
+            self.assertEqual(_taken(q).data, b"2")
+            self.assertRaises(PermissionError, q.pop)
+        clock.advance(1)
+        self.assertEqual(_taken(q).data, b"1")
+
+    def test_a_chore_that_hung_once_is_not_put_off_for_long(self) -> None:
+        """Twenty times what it cost, but not of an hour."""
+        q, clock = self.queue(), self.clock()
+
+        def hang(name: str, args: tuple[Any, ...]) -> None:
+            if name == "listdir" and args[0].endswith("scheduled"):
+                clock.advance(3600)
+
+        with hooked(hang):
+            q.pop()
+        self.queue("n2").schedule(b"x", 1)
+        clock.advance(21)
+        self.assertEqual(self.pop(q).data, b"x")
+
+    def test_a_worker_starts_after_a_reboot_though_a_directory_can_not_be_read(self) -> None:
+        """Another user's, say; the clock is drawn from what there is to see."""
+        ident = self.queue().push(b"x")
+        os.mkdir(self.file("inflight-others"))
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "listdir" and args[0].endswith("others"):
+                raise PermissionError(errno.EACCES, "not yours")
+
+        boot = mock.patch.object(femtoqueue, "_read_boot_id", return_value="the next boot")
+        self.clock().wall_shift_s = -1e8
+        with boot, hooked(refuse):
+            self.assertGreater(self.queue("n2").push(b"y"), ident)
+
     def test_after_a_shortage_the_task_is_the_next_again(self) -> None:
         q = self.queue()
         ident = q.push_many([b"1", b"2"])[0]
@@ -2613,7 +2868,7 @@ class Model(QueueCase):
         if self.chance.random() < 0.5:
             q.close()
         elif q._lease_fd is not None:
-            os.close(q._lease_fd)
+            femtoqueue._let_go(q._lease_fd)
             q._lease_fd = None
         self.workers[self.workers.index(q)] = self.queue(q.node_id)
         self.held = [row for row in self.held if row[0] is not q]
@@ -3251,6 +3506,18 @@ class Tickets(QueueCase):
         self.assertTrue(line.is_head(2))
         self.assertEqual((line.cleanup_stale(), line.is_head(4)), (1, False))
 
+    @FORK
+    def test_a_forked_child_holds_none_of_its_parents_tickets(self) -> None:
+        """That it ends, or drops its copy, gives up nothing."""
+        lines = [self.line()]
+        ticket, _ = lines[0].register()
+
+        def work(child: Child) -> None:
+            lines.clear()
+
+        self.assertEqual(self.child(work).finish(), ([], 0))
+        self.assertTrue(lines[0].is_head(ticket))
+
     def test_on_another_host_only_the_time_tells(self) -> None:
         """A ticket of another boot lives until nobody has touched it for stale_timeout."""
         with mock.patch.object(femtoqueue, "_read_boot_id", return_value="another host"):
@@ -3353,8 +3620,8 @@ class Tickets(QueueCase):
         self.assertNotIn("two inside", said)
         self.assertGreater(len(said), 50)
         line = self.line()
+        self.assertTrue(line.maybe_cleanup())  # over the dead, too
         self.assertTrue(line.is_empty())
-        self.assertTrue(line.maybe_cleanup())
 
 
 def child_is_alive(child: Child) -> bool:
