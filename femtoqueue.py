@@ -77,7 +77,6 @@ import binascii
 import contextlib
 import errno
 import itertools
-import math
 import os
 import re
 import stat
@@ -117,11 +116,11 @@ _DIRS = ("creating", "pending", "scheduled", "done", "failed")
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
 _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
+_MOST = 10**302  # of anything that is given as a number
 _MOST_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
 _KEY_BYTES = 200
 _BORROWED_NS = 30 * 10**9  # the lease under which the payload of a waiting task is replaced
-_MENDED_AT_ONCE = 100  # keys that one look through keys/ may search the queue for
 _UNQUOTED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:/@")
 _POLICIES = ("buffer", "update", "reject")
 _BATCH = 1 << 17  # pending names to keep in memory: up to 11 MB of them
@@ -141,6 +140,10 @@ _RENAMES_OPEN_FILES = os.name == "posix"
 _NO_LOCKS = (
     *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EBADF, errno.EINVAL),
+)
+_NO_ROOM = (
+    *(errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EROFS),
+    *(errno.EACCES, errno.EPERM, errno.EISDIR),
 )
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _NO_FLOCK = "keyed tasks and tickets need flock, which there is none of here"
@@ -345,8 +348,12 @@ class FemtoQueue:
             raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
         if timeout_stale_ms is not None:
             _positive("timeout_stale_ms", timeout_stale_ms)
-        if max_attempts is not None and (type(max_attempts) is not int or max_attempts < 1):
-            raise ValueError(f"max_attempts must be None or at least 1, not {max_attempts!r}")
+        if max_attempts is not None and (
+            type(max_attempts) is not int or not 1 <= max_attempts <= _MOST_ATTEMPTS
+        ):
+            raise ValueError(
+                f"max_attempts must be None or an int, 1 to {_MOST_ATTEMPTS}, not {max_attempts!r}"
+            )
         self.data_dir = data_dir
         self.timeout_stale_ms = timeout_stale_ms
         self.sync_after_write = bool(sync_after_write)
@@ -393,7 +400,8 @@ class FemtoQueue:
         """Add tasks in order and return their ids; with sync_after_write, sync once for all.
 
         An error on the way is raised as it came, with the number of tasks that were pushed added
-        to its message: the first ones of the iterable, each whole.
+        to its message, and their ids as its attribute pushed_ids: the first ones of the iterable,
+        each whole.
         """
         if isinstance(iterable, (bytes, bytearray, memoryview, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -411,6 +419,7 @@ class FemtoQueue:
             if sync.failed:
                 ids = [name for name in ids if not _unlinked(f"{pending}/{name}", or_fail=False)]
             _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
+            error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
         return ids
 
@@ -464,8 +473,8 @@ class FemtoQueue:
     def take(self, key: str) -> FemtoTask | None:
         """Lease the task of that key, out of turn; None if it is absent, in flight or not yet due.
 
-        What it costs does not depend on how many tasks wait. Raises as pop() does, and ValueError
-        for what is no key.
+        What it costs does not depend on how many tasks wait, but for pop()'s chores, which it does
+        too. Raises as pop() does, and ValueError for what is no key.
         """
         name = _quoted(key)
         if self._now_ns() >= self._attend_at_ns:
@@ -518,7 +527,8 @@ class FemtoQueue:
         """Give the task back: to the back of the queue, to its front, or after a delay.
 
         front: to the place of its push, before everything younger. delay_s: seconds to wait in
-        scheduled/ first. Its attempts stay counted. Raises LeaseLost as done() does.
+        scheduled/ first, by the wall clock. Its attempts stay counted. Raises LeaseLost as done()
+        does.
         """
         _check_lease(task)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
@@ -733,7 +743,6 @@ class FemtoQueue:
         self._listing = _Chore(FemtoQueue._list_pending, every_s=1.0)
         self._waking = _Chore(FemtoQueue._wake_due, every_s=_BASE_INTERVAL_S)
         self._reclaiming = _Chore(FemtoQueue._reclaim, every_s=interval_s)
-        self._mended = ""  # the last key's hash that was looked at
         self._mending = _Chore(FemtoQueue._mend_keys, every_s=600.0)
         sweeping = _Chore(FemtoQueue._sweep, every_s=600.0)
         self._housekeeping = (self._waking, self._reclaiming, self._mending, sweeping)
@@ -820,11 +829,19 @@ class FemtoQueue:
         if anchor_ns is None:
             anchor_ns = self._draw_anchor()
             aside = f"{self._root}creating/{_wall_ns():020d}-{self._tag}.clock"
-            _write_aside(aside, b"%d\n" % anchor_ns)
             try:
-                _put_first(aside, path)
-            finally:
-                _unlinked(aside)
+                _write_aside(aside, b"%d\n" % anchor_ns)
+                try:
+                    os.chmod(aside, 0o644)  # for all users of this boot, whatever our umask
+                    _put_first(aside, path)
+                finally:
+                    _unlinked(aside)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                # To look, to drain and to purge, a clock of our own is good enough.
+                _log().warning("no shared clock for this process: %s", error)
+                return os.urandom(4).hex(), anchor_ns
             in_place_ns = _read_anchor(path)
             anchor_ns = anchor_ns if in_place_ns is None else in_place_ns
         return boot, anchor_ns
@@ -892,6 +909,8 @@ class FemtoQueue:
         if form is None:
             return None  # not ours
         attempts, ident = int(form[1] or 0), form[2]
+        if fcntl is None and _is_keyed(ident):
+            return None  # it could be leased, but never finished
         waiting = f"pending/{name}"
         if self.max_attempts is not None and attempts >= self.max_attempts:
             self._give_up(waiting, ident, attempts)
@@ -901,15 +920,22 @@ class FemtoQueue:
         if not lease_name:
             self._pass_over_the_taken()
             return None
-        lease = self._node_dir + lease_name
+        return self._read_leased(lease_name, attempts, name, form)
+
+    def _read_leased(
+        self, lease_name: str, attempts: int, name: str, form: re.Match[str]
+    ) -> FemtoTask | None:
+        """Read what we claimed; None, and undo the claim or set it aside, if that is no use."""
+        ident, lease = form[2], self._node_dir + lease_name
         try:
             data, key = _read_record(self._root + lease, ident)
+            if key is not None and not self._may_have(key, ident, lease):
+                return None
         except CorruptTask as error:
-            self._bury(ident, error.reason, lambda: self._transfer(lease, ident, f"failed/{ident}"))
-            _log().error("%s; it is in failed/", error)
+            self._set_aside(lease, ident, error.reason)
             return None
         except FileNotFoundError:
-            self._unseize(lease_name, waiting)
+            self._unseize(lease_name, f"pending/{name}")
             return None
         except BaseException as error:
             self._hand_back(lease, name, form, error)
@@ -1013,7 +1039,7 @@ class FemtoQueue:
     def _lease_lost(self, task: FemtoTask) -> LeaseLost:
         late_ns = self._now_ns() - int(os.path.basename(task._lease)[:20])
         if late_ns >= 0:
-            why = f"its lease ran out {late_ns / 1e9:.3f} s ago and it was taken back"
+            why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
             why = "it is not in this worker's hands any more: finished, moved, or given up before"
         return LeaseLost(task.id, late_ns >= 0, why)
@@ -1043,13 +1069,35 @@ class FemtoQueue:
 
     def _give_up(self, waiting: str, ident: str, attempts: int) -> None:
         reason = f"delivered {attempts} times without done() or fail(): max_attempts reached"
+        with contextlib.suppress(BlockingIOError):  # RACE: its payload is being replaced
+            self._set_aside(waiting, ident, reason, wait=False)
+
+    def _set_aside(self, source: str, ident: str, reason: str, wait: bool = True) -> None:
+        """Make a dead letter of a task that can't be delivered, and say so in the log.
+
+        Without its reason if there is no room for that, or else it goes to the back: it must not
+        stand before what could be worked on, and would make room.
+        """
+
+        def move() -> None:
+            self._transfer(source, ident, f"failed/{ident}", wait)
+
         try:
-            self._bury(
-                ident, reason, lambda: self._transfer(waiting, ident, f"failed/{ident}", wait=False)
-            )
-        except (FileNotFoundError, BlockingIOError):
-            return  # RACE: another worker took it, gave it up first, or is replacing its payload
-        _log().error("task %s was %s; it is in failed/", ident, reason)
+            self._bury(ident, reason, move)
+        except FileNotFoundError:
+            return  # RACE: another worker took it, or set it aside first
+        except BlockingIOError:
+            raise
+        except OSError:
+            try:
+                self._bury(ident, None, move)
+            except FileNotFoundError:
+                pass  # it has moved: what failed was its reason
+            except OSError:
+                back = _stamped(self._next_order(), _attempts_in(source), ident)
+                self._transfer(source, ident, f"pending/{back}", wait)
+                raise
+        _log().error("task %s is in failed/: %s", ident, reason)
 
     def _retried(self, path: str, ident: str) -> bool:
         target = f"pending/{_stamped(self._next_order(), 0, ident)}"
@@ -1149,9 +1197,11 @@ class FemtoQueue:
                 if path is None:
                     return self._push_first(bucket, name, payload, due_ns)
                 if path.startswith("inflight-"):
-                    return self._push_to_leased(bucket, name, payload, if_in_flight, due_ns)
-                if self._replaced(bucket, name, payload, due_ns):
-                    return path[-29:]  # RACE: else a pop() was quicker, and we see it in flight
+                    ident = self._push_to_leased(bucket, name, payload, if_in_flight, due_ns)
+                else:
+                    ident = path[-29:] if self._replaced(bucket, name, payload, due_ns) else ""
+            if ident:
+                return ident  # RACE: else a pop() was quicker, and we see it in flight now
 
     def _push_first(
         self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
@@ -1230,6 +1280,8 @@ class FemtoQueue:
         if if_in_flight == "buffer":
             return self._push_behind(bucket, name, payload, due_ns)
         with self._written(name, payload) as aside:
+            if not os.path.lexists(self._root + path):
+                return ""  # by hand, while we wrote
             _move(aside, self._root + path)
         self._sync_task(path)
         return path[-29:]
@@ -1268,12 +1320,36 @@ class FemtoQueue:
         finally:
             _unlinked(aside, or_fail=False)
 
-    def _find_key(self, bucket: _Bucket, name: str) -> str | None:
-        """Return where the task of a key stands, None if it has none; mend what is known of it."""
+    def _may_have(self, key: str, ident: str, lease: str) -> bool:
+        """Whether a keyed task that we just leased is the one of its key; set it aside if not.
+
+        A hint that was lost with power, or `mv failed/ID pending/`, makes two of them.
+        """
+        name = _quoted(key)
+        try:
+            with open(f"{self._root}keys/{_key_tag(name)}", "rb") as file:
+                if ident.encode() in file.read():
+                    return True
+        except FileNotFoundError:
+            pass  # a key without a task, it says
+        with self._bucket(_key_tag(name)) as bucket:
+            path = self._find_key(bucket, name)
+            if path is None:
+                bucket.hints[name] = _Hint(lease)
+            elif path[-29:] != ident:
+                self._set_aside(lease, ident, str(KeyInFlight(key, path[-29:])))
+                return False
+        return True
+
+    def _find_key(self, bucket: _Bucket, name: str, thorough: bool = True) -> str | None:
+        """Return where the task of a key stands, None if it has none; mend what is known of it.
+
+        thorough=False: the caller has listed all that waits, and it was not there.
+        """
         hint = bucket.hints.get(name)
         if hint is None:
             return None
-        path = self._whereabouts(hint.path)
+        path = self._whereabouts(hint.path, thorough)
         if path is None and hint.newer:
             # CRASH: who ended the task before it died here, or after letting it in. Or by hand.
             newer = f"pending/{hint.newer[-29:]}"
@@ -1291,14 +1367,15 @@ class FemtoQueue:
             return self._whereabouts(hint.path)
         return path
 
-    def _whereabouts(self, path: str) -> str | None:
+    def _whereabouts(self, path: str, thorough: bool = True) -> str | None:
         """Return where a task is that was at `path`, None if it does not wait and is not leased.
 
         Lists pending/ only if it is not where a pop(), and nobody else, would have brought it.
         """
         if not path.startswith("inflight-") and os.path.lexists(self._root + path):
             return path
-        for state in ("inflight", "pending", "scheduled", "inflight"):
+        elsewhere = ("pending", "scheduled", "inflight") if thorough else ()
+        for state in ("inflight", *elsewhere):
             for found, _, ident in self._find(state):
                 if ident == path[-29:]:
                     return found[len(self._root) :]
@@ -1327,8 +1404,13 @@ class FemtoQueue:
         hint = bucket.hints[name] if name else _Hint(source)
         ends = target.startswith(("done/", "failed/")) or not target
         if not ends and not target.startswith("inflight-") and (newer := self._newer(hint)):
-            # It comes back, and the newer payload takes its place, by the rename over it.
-            os.lstat(self._root + source)  # gone: the lease is lost
+            # It comes back, and the newer payload takes its place, by the rename over it. The fence
+            # first, if it was leased: a late holder must not end what it never saw.
+            if source.startswith("inflight-"):
+                node_dir, _, name_there = source.partition("/")
+                fenced = f"{node_dir}/{self._now_ns():020d}{name_there[20:]}"
+                _move(self._root + source, self._root + fenced)  # gone: the lease is lost
+                source = fenced
             target = _renewed(target, int(newer[:20]) if "~" in newer else None)
             self._renew(f"{self._root}keys/{newer}", source, target)
             hint.path, hint.newer = target, ""
@@ -1376,13 +1458,10 @@ class FemtoQueue:
         if locks or newer:
             found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
             locks -= {ident[-8:] for _, _, ident in found}
-        tags = sorted(newer | locks)
-        tags = ([tag for tag in tags if tag > self._mended] or tags)[:_MENDED_AT_ONCE]
-        for tag in tags:
-            self._mended = tag
+        for tag in sorted(newer | locks):
             with contextlib.suppress(BlockingIOError), self._bucket(tag, wait=False) as bucket:
                 for key in [*bucket.hints]:
-                    self._find_key(bucket, key)
+                    self._find_key(bucket, key, thorough=False)
                 if tag in newer:
                     self._adopt(bucket)
 
@@ -1461,6 +1540,8 @@ class FemtoQueue:
         old = os.lstat(pending)
         if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
             return
+        if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
+            return  # rights that we don't know how to copy
         fresh = f"{self._root}creating/{self._new_id()}.pending"
         # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
         with contextlib.suppress(OSError):
@@ -1720,7 +1801,7 @@ class TicketQueue:
         timeout: seconds to wait, None: for ever. Raises TimeoutError, out of line then; and
         FemtoQueueError if another host passed us over, or a person removed our ticket.
         """
-        end_s = math.inf if timeout is None else time.monotonic() + _finite("timeout", timeout)
+        end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         ticket, member = self.register()
         over = threading.Event()
         try:
@@ -1892,7 +1973,7 @@ class _Bucket:
         self._saved = self._text()
 
     def _read(self) -> dict[str, _Hint]:
-        text = os.read(self._fd, 1 << 20).decode("ascii", "replace")
+        text = os.read(self._fd, os.fstat(self._fd).st_size).decode("ascii", "replace")
         lines = text.partition("\n\n")[0].splitlines()
         forms = [form for line in lines if (form := _parse_hint(line))]
         return {form[1]: _Hint(form[2], form[4].strip("-")) for form in forms}
@@ -2376,9 +2457,12 @@ def _monotonic_ns() -> int:
 def _read_boot_id() -> str | None:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
+            boot_id = file.read().strip()
     except OSError:
         return None  # not Linux, or no /proc
+    with contextlib.suppress(OSError):  # Linux 5.6: another one has a monotonic clock of its own
+        boot_id += os.readlink("/proc/self/ns/time")
+    return boot_id
 
 
 def _boot_tag(boot_id: str, directory: str) -> str:
@@ -2389,10 +2473,13 @@ def _boot_tag(boot_id: str, directory: str) -> str:
 def _read_anchor(path: str) -> int | None:
     """Return the anchor, None if there is none or it is not one (it is made again then)."""
     try:
-        with open(path, "rb") as file:
-            content = file.read(40)
+        fd = os.open(path, _READ_FLAGS)
     except FileNotFoundError:
         return None
+    try:
+        content = os.read(fd, 40) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
     if not re.fullmatch(rb"-?[0-9]{1,19}\n", content):
         return None
     anchor_ns = int(content)
@@ -2417,7 +2504,8 @@ def _put_first(aside: str, path: str) -> None:
 
 def _check_lease(task: object) -> None:
     if not isinstance(task, FemtoTask):
-        raise TypeError(f"task must be a FemtoTask that pop() returned, not {task!r}")
+        kind = type(task).__name__
+        raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
     if not task._lease:
         raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
 
@@ -2429,8 +2517,9 @@ def _lease_ns(ms: float | None) -> int:
 def _finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, not {value!r}")
+    if not abs(value) < _MOST:  # NaN neither
+        given = value if isinstance(value, float) else "an int of so many digits"
+        raise ValueError(f"{name} must be finite, and less than {_MOST:g}, not {given}")
     return value
 
 

@@ -396,7 +396,7 @@ class Lifecycle(QueueCase):
 
     def test_schedule_refuses_times_that_are_none(self) -> None:
         q = self.queue()
-        for bad in (float("nan"), float("inf"), 9e15, 1e300):
+        for bad in (float("nan"), float("inf"), 9e15, 1e300, 1e308, 10**400):
             with self.assertRaises(ValueError):
                 q.schedule(b"x", bad)
         not_numbers: list[Any] = ["1", None, True]
@@ -1393,6 +1393,10 @@ class Sharing(QueueCase):
             self.assertIsInstance(error, FemtoQueueError)
 
 
+def task_of(q: FemtoQueue) -> FemtoTask:
+    raise AssertionError("a task was there to be popped")
+
+
 # Keyed tasks
 
 
@@ -1828,6 +1832,56 @@ class Keyed(QueueCase):
             q.done(task)
         self.clock().advance(0.3)
         self.assertEqual(self.drain(q), [b"2"])
+
+    def test_who_was_late_does_not_finish_a_newer_payload_that_it_never_saw(self) -> None:
+        """Whatever happens to whoever puts the task back, between any two of its calls."""
+        clock = self.clock()
+        for number in itertools.count():
+            q, observer = self.queue(f"a{number}"), self.queue(f"b{number}")
+            q.push(b"1", key="k")
+            task = self.pop(q)
+            q.push(b"2", key="k")
+            clock.advance(31)
+            step = Step(number, lambda: self.fail_with(errno.EIO))
+            with hooked(step), contextlib.suppress(OSError):
+                observer.pop()
+            with contextlib.suppress(LeaseLost):
+                q.done(task)
+            clock.advance(61)
+            self.assertEqual(self.drain(q), [b"2"], number)
+            for worker in (q, observer):
+                worker.close()
+            if not step.reached:
+                break
+        self.assertGreater(number, 15)
+
+    def test_a_retry_by_hand_beside_a_newer_task_of_the_key_is_set_aside(self) -> None:
+        """`mv failed/ID pending/` knows nothing of keys; pop() does. Alone, it is delivered."""
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        for data in (b"2", None):
+            q.fail(self.pop(q), "why")
+            os.rename(self.file("failed", ident), self.file("pending", ident))
+            if data:
+                q.push(data, key="k")
+                mine = q.pop()
+                assert mine is not None
+                self.assertEqual((mine.data, q.pop()), (data, None))
+                self.assertEqual(q.stats().failed, 1)
+                q.done(mine)
+                q.retry(ident)
+        self.assertEqual((q.pop() or task_of(q)).id, ident)
+        self.assertTrue(q.contains("k"))
+
+    def test_many_keys_of_one_hash_are_all_remembered(self) -> None:
+        """More than a megabyte of hints."""
+        with mock.patch.object(femtoqueue, "_key_tag", return_value="80000000"):
+            q = self.queue()
+            lines = "".join(f"{'x' * 200}{n} pending/{n:020d}-80000000 -\n" for n in range(4000))
+            ident = q.push(b"1", key="k")
+            self.put("80000000", f"{lines}k pending/{ident} -\n\n".encode(), "keys")
+            self.assertEqual(q.push(b"2", key="k"), ident)
+            self.assertEqual(self.drain(q), [b"2"])
 
     def test_a_leased_task_that_a_person_removed_lets_in_the_one_behind_it(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -2494,6 +2548,68 @@ class Faults(Interrupted):
         with boot, hooked(refuse):
             self.assertGreater(self.queue("n2").push(b"y"), ident)
 
+    def test_dead_letters_that_find_no_room_are_no_obstacle(self) -> None:
+        """Without its reason; and if failed/ takes nothing at all, from the back of the queue."""
+        for refused in ("creating/", "failed/"):
+            q = self.queue(max_attempts=1)
+            self.put(q.push(b"corrupt"), b"rubbish")
+            q.push(b"worn out")
+            q.push(b"good")
+
+            def refuse(name: str, args: tuple[Any, ...], where: str = refused) -> None:
+                if name in ("open", "replace") and where in "".join(map(str, args)):
+                    raise OSError(errno.ENOSPC, "full")
+
+            with hooked(refuse):
+                got = [self.pop_or_error(q) for _ in range(4)]
+                again = self.queue("n2", max_attempts=1)
+                got += [self.pop_or_error(again) for _ in range(2)]
+            self.assertIn("good", got)
+            for worker in (q, again):
+                worker.close()
+            shutil.rmtree(self.file("pending"))
+            os.mkdir(self.file("pending"))
+
+    def pop_or_error(self, q: FemtoQueue) -> str:
+        try:
+            task = q.pop()
+        except OSError as error:
+            return str(error)
+        return task.data.decode() if task else ""
+
+    def test_a_clock_that_can_not_be_written_does_not_keep_from_looking_and_purging(self) -> None:
+        """A full disk, or one that may only be read."""
+        q = self.queue()
+        q.push(b"x")
+        q.done(self.pop(q))
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and str(args[0]).endswith(".clock"):
+                raise OSError(errno.EROFS, "read only")
+
+        boot = mock.patch.object(femtoqueue, "_read_boot_id", return_value="the next boot")
+        with boot, hooked(refuse):
+            other = self.queue("n2")
+            self.assertEqual((other.stats().done, other.purge(0)), (1, 1))
+
+    def test_rubbish_in_the_place_of_the_clock_is_replaced_or_passed_over(self) -> None:
+        for make in (os.mkdir, os.mkfifo):
+            q = self.queue()
+            clock = self.file(f"clock-{q._boot}")
+            os.unlink(clock)
+            make(clock)
+            self.queue("n2").push(b"x")
+            self.assertEqual(self.drain(q), [b"x"])
+            if os.path.isdir(clock):
+                os.rmdir(clock)
+                self.queue("n3")
+
+    def test_the_clock_can_be_read_by_all_whatever_the_umask(self) -> None:
+        before = os.umask(0o077)
+        self.addCleanup(os.umask, before)
+        q = self.queue()
+        self.assertEqual(stat.S_IMODE(os.stat(self.file(f"clock-{q._boot}")).st_mode), 0o644)
+
     def test_after_a_shortage_the_task_is_the_next_again(self) -> None:
         q = self.queue()
         ident = q.push_many([b"1", b"2"])[0]
@@ -2617,6 +2733,8 @@ class Faults(Interrupted):
             (TypeError, "timeout_stale_ms", {"timeout_stale_ms": "1"}),
             (ValueError, "max_attempts", {"max_attempts": 0}),
             (ValueError, "max_attempts", {"max_attempts": True}),
+            (ValueError, "max_attempts", {"max_attempts": 10**6}),
+            (ValueError, "timeout_stale_ms", {"timeout_stale_ms": 10**400}),
         ]
         for kind, name, settings in bad:
             with self.assertRaisesRegex(kind, name):
