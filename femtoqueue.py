@@ -783,7 +783,8 @@ class FemtoQueue:
                 # Alone here: whoever held these leases is dead, on this boot or an earlier one.
                 # Only a newcomer: later, another thread may have claimed into it just now.
                 elif self._newcomer and _flock(fd, "exclusive"):
-                    self._put_back_all(self._lease_dir, None)
+                    with contextlib.suppress(OSError):  # it surfaces when _reclaim() tries again
+                        self._put_back_all(self._lease_dir, None)
                 _flock(fd, "shared")
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if _leads_to(self._lease_dir, fd):
@@ -1124,10 +1125,12 @@ class FemtoQueue:
             target = self._transfer(lease, ident, f"pending/{waiting}", wait=False)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
-        except BlockingIOError:
+        except OSError as error:
             if directory == self._lease_dir:
-                self._leftovers.add(name)
-            return  # RACE: somebody works on its key; next time
+                self._leftovers.add(name)  # it does not look like one: we live
+            if isinstance(error, BlockingIOError):
+                return  # RACE: somebody works on its key; next time
+            raise
         self._remember(target)
 
     def _put_back_all(self, directory: str, boot: str | None) -> None:
@@ -2539,7 +2542,7 @@ def _reason(error: str | BaseException) -> str:
 
 def _add_to_message(error: Exception, text: str) -> None:
     """Add to what an exception says, and leave it the exception that it is."""
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.strerror is not None:
         error.strerror = f"{error.strerror}{text}"
     else:
         error.args = (f"{error}{text}",)

@@ -1913,6 +1913,29 @@ class Keyed(QueueCase):
         clock.advance(1)
         self.assertEqual(self.pop(other).attempts, 2)
 
+    def test_a_former_holders_task_that_can_not_be_put_back_keeps_nobody_from_his_place(
+        self,
+    ) -> None:
+        """It is tried again, and the error surfaces, when there is nothing else to do."""
+        q = self.queue("same")
+        q.push(b"1", key="k")
+        q.push(b"2")
+        self.pop(q)
+        os.rename(self.file("inflight-same"), self.file("inflight-other"))
+        assert q._lease_fd is not None
+        femtoqueue._let_go(q._lease_fd)
+        q._lease_fd = None
+        lock = self.file("keys", femtoqueue._key_tag("k"))
+        os.unlink(lock)
+        os.mkdir(lock)
+        other, clock = self.queue("other"), self.clock()
+        self.assertEqual(self.pop(other).data, b"2")
+        clock.advance(1)
+        self.assertRaises(IsADirectoryError, other.pop)
+        os.rmdir(lock)
+        clock.advance(1)
+        self.assertEqual(self.pop(other).attempts, 2)
+
     def test_a_newer_payload_that_is_corrupt_is_set_aside(self) -> None:
         q = self.queue()
         os.mkdir(self.file("keys"))
