@@ -2939,28 +2939,27 @@ class KeyedInterrupted(Interrupted):
         codes = (errno.ENOSPC, errno.EIO, errno.EMFILE)
         for scenario, code in itertools.product(KEY_SCENARIOS, codes):
             for number in itertools.count():
-                self.new_path(number)
-                q = self.queue("n1")
-                said: list[str] = []
-
-                def fail(code: int = code) -> None:
-                    raise OSError(code, os.strerror(code))
-
-                step = Step(number, fail)
+                step = Step(number, functools.partial(self.fail_with, code))
                 with self.subTest(f"{scenario.__name__} call {number} fails with {code}"):
-                    try:
-                        with hooked(step):
-                            scenario(q, said.append)
-                    except OSError as error:
-                        self.assertEqual(error.errno, code)
-                    if number % 2:
-                        _push_said(q, said.append, "after")
-                    clock.advance(60)
-                    self.check(q, said, clock)
-                    self.assertEqual(self.names("creating"), [])
-                q.close()
+                    self.meet_an_error(scenario, number, step, clock)
                 if not step.reached:
                     break
+
+    def fail_with(self, code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    def meet_an_error(self, scenario: Scenario, number: int, step: Step, clock: Clock) -> None:
+        self.new_path(number)
+        q = self.queue("n1")
+        said: list[str] = []
+        with hooked(step), contextlib.suppress(OSError):
+            scenario(q, said.append)
+        if number % 2:
+            _push_said(q, said.append, "after")
+        clock.advance(60)
+        self.check(q, said, clock)
+        self.assertEqual(self.names("creating"), [])
+        q.close()
 
 
 class Model(QueueCase):
@@ -3734,35 +3733,36 @@ class Tickets(QueueCase):
         for begin, end in itertools.pairwise([*starts, len(grants)]):
             self.assertEqual(grants[begin:end], sorted(grants[begin:end]))
 
+    def take_turns(self, child: Child) -> None:
+        """Turn after turn; say so if somebody else is inside, too."""
+        import fcntl
+
+        line = self.line()
+        inside = os.open(self.file("inside"), os.O_RDWR | os.O_CREAT, 0o600)
+        while True:
+            with line.turn():
+                for _ in range(200):  # a killed one's descriptors close one after the other
+                    with contextlib.suppress(BlockingIOError):
+                        fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    time.sleep(0.001)
+                else:
+                    child.say("two inside")
+                time.sleep(0.001)
+                fcntl.flock(inside, fcntl.LOCK_UN)
+            child.say("turn")
+
     @FORK
     def test_turns_go_on_when_members_are_killed_while_they_wait_and_hold(self) -> None:
         """Never two inside, and nobody waits for the dead."""
-        import fcntl
-
-        def work(child: Child) -> None:
-            line = self.line()
-            inside = os.open(self.file("inside"), os.O_RDWR | os.O_CREAT, 0o600)
-            while True:
-                with line.turn():
-                    for _ in range(200):  # a killed one's descriptors close one after the other
-                        with contextlib.suppress(BlockingIOError):
-                            fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                            break
-                        time.sleep(0.001)
-                    else:
-                        child.say("two inside")
-                    time.sleep(0.001)
-                    fcntl.flock(inside, fcntl.LOCK_UN)
-                child.say("turn")
-
-        chance = random.Random(2)
-        children, said = [self.child(work) for _ in range(6)], []
+        chance, said = random.Random(2), list[str]()
+        children = [self.child(self.take_turns) for _ in range(6)]
         for _ in range(60):
             time.sleep(0.02)
             at = chance.randrange(6)
             children[at].kill()
             said += children[at].finish()[0]
-            children[at] = self.child(work)
+            children[at] = self.child(self.take_turns)
         for child in children:
             child.kill()
             said += child.finish()[0]
