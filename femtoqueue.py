@@ -2390,6 +2390,8 @@ class _LockFd(int):
     """A descriptor to be locked. It is closed with its last reference at the latest: an exception
     from a signal handler (Ctrl-C) may come between any two lines."""
 
+    pid = 0  # of the process that has to close it
+
     def __init__(self, _: int) -> None:
         self.pid = os.getpid()  # a forked child closes its copy itself, see _lock_fds
 

@@ -2855,6 +2855,17 @@ def key_given_up(q: FemtoQueue, say: Say) -> None:
     _end_said(q, say)
 
 
+def key_reclaimed(q: FemtoQueue, say: Say) -> None:
+    _push_said(q, say, "1")
+    dead = FemtoQueue(q.data_dir, "dead")
+    _taken(dead)
+    _push_said(q, say, "2")
+    fd, dead._lease_fd = dead._lease_fd, None
+    assert fd is not None
+    femtoqueue._let_go(fd)
+    _end_said(q, say)
+
+
 def _push_said(q: FemtoQueue, say: Say, name: str) -> None:
     say(f"try {name}")
     q.push(name.encode(), key="k")
@@ -2877,6 +2888,7 @@ KEY_SCENARIOS: tuple[Scenario, ...] = (
     key_updated,
     key_failed_and_retried,
     key_given_up,
+    key_reclaimed,
 )
 
 
