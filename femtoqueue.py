@@ -151,12 +151,9 @@ _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the f
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 # O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not hang pop().
-_READ_FLAGS = os.O_RDONLY
-for _flag in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"):
-    _READ_FLAGS |= getattr(os, _flag, 0)
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT
-for _flag in ("O_NOFOLLOW", "O_NONBLOCK"):
-    _LOCK_FLAGS |= getattr(os, _flag, 0)
+_WARY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_READ_FLAGS = os.O_RDONLY | _WARY | getattr(os, "O_BINARY", 0)
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _WARY
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 _NS = "0[0-8][0-9]{18}"
@@ -652,7 +649,7 @@ class FemtoQueue:
             path = self._path_of_key(key)
             if path is None:
                 return None
-            return _read_task(self._root + path, _attempts_in(path), path[-29:])
+            return _read_task(self._root + path, _attempts_in(path), _id_in(path))
         _check_id(id)
         for directory in ("done", "failed", "pending"):
             task = _read_task(f"{self._root}{directory}/{id}", 0, id)
@@ -1104,9 +1101,9 @@ class FemtoQueue:
         target = f"pending/{_stamped(self._next_order(), 0, ident)}"
         source = path[len(self._root) :]
         try:
-            with self._locks_of(ident):
-                if self._held is not None and _is_keyed(ident):
-                    self._make_room(self._held, source, target)
+            with self._locks_of(ident) as bucket:
+                if bucket is not None:
+                    self._make_room(bucket, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
                 _unlinked(f"{self._root}failed/{ident}.error")
                 self._transfer(source, ident, target)
@@ -1135,13 +1132,12 @@ class FemtoQueue:
 
     def _put_back_all(self, directory: str, boot: str | None) -> None:
         """Put back the leases of a directory whose lock we hold; None: whatever their boot."""
-        with _Trouble() as trouble:
-            for name, form in self._listed(directory, "inflight"):
-                if form["boot"] != _DETACHED and boot in (None, form["boot"]):
-                    try:
-                        self._put_back(directory, name, form)
-                    except OSError as error:
-                        trouble.note(error)
+        trouble = _Trouble()
+        for name, form in self._listed(directory, "inflight"):
+            if form["boot"] != _DETACHED and boot in (None, form["boot"]):
+                with trouble:
+                    self._put_back(directory, name, form)
+        trouble.surface()
 
     def _remember(self, path: str) -> None:
         """What was put in front of our batch is next; all else is found by the next listing."""
@@ -1179,7 +1175,7 @@ class FemtoQueue:
         finally:
             self._key_lock.release()
 
-    def _locks_of(self, ident: str) -> contextlib.AbstractContextManager[object]:
+    def _locks_of(self, ident: str) -> contextlib.AbstractContextManager[_Bucket | None]:
         return self._bucket(ident[-8:]) if _is_keyed(ident) else _NO_LOCK
 
     def _push_keyed(
@@ -1202,7 +1198,7 @@ class FemtoQueue:
                 if path.startswith("inflight-"):
                     ident = self._push_to_leased(bucket, name, payload, if_in_flight, due_ns)
                 else:
-                    ident = path[-29:] if self._replaced(bucket, name, payload, due_ns) else ""
+                    ident = _id_in(path) if self._replaced(bucket, name, payload, due_ns) else ""
             if ident:
                 return ident  # RACE: else a pop() was quicker, and we see it in flight now
 
@@ -1244,7 +1240,7 @@ class FemtoQueue:
         if source.startswith("scheduled/"):  # no pop() takes it from there
             self._renew(record, source, target)
         else:
-            lease_name = self._seize(source, _attempts_in(source), source[-29:], _BORROWED_NS)
+            lease_name = self._seize(source, _attempts_in(source), _id_in(source), _BORROWED_NS)
             if not lease_name:
                 return False
             try:
@@ -1279,7 +1275,7 @@ class FemtoQueue:
     ) -> str:
         path = bucket.hints[name].path
         if if_in_flight == "reject":
-            raise KeyInFlight(_unquoted(name), path[-29:])
+            raise KeyInFlight(_unquoted(name), _id_in(path))
         if if_in_flight == "buffer":
             return self._push_behind(bucket, name, payload, due_ns)
         with self._written(name, payload) as aside:
@@ -1287,14 +1283,14 @@ class FemtoQueue:
                 return ""  # by hand, while we wrote
             _move(aside, self._root + path)
         self._sync_task(path)
-        return path[-29:]
+        return _id_in(path)
 
     def _push_behind(
         self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
     ) -> str:
         """Put a newer payload behind the task in flight, or in the place of the one behind it."""
         hint, before = bucket.hints[name], self._newer(bucket.hints[name])
-        ident = before[-29:] or f"{self._next_order():020d}-{bucket.tag}"
+        ident = _id_in(before) or f"{self._next_order():020d}-{bucket.tag}"
         hint.newer = ident if due_ns is None else _stamped(due_ns, 0, ident)
         keys = f"{self._root}keys/"
         try:
@@ -1339,8 +1335,8 @@ class FemtoQueue:
             path = self._find_key(bucket, name)
             if path is None:
                 bucket.hints[name] = _Hint(lease)
-            elif path[-29:] != ident:
-                self._set_aside(lease, ident, str(KeyInFlight(key, path[-29:])))
+            elif _id_in(path) != ident:
+                self._set_aside(lease, ident, str(KeyInFlight(key, _id_in(path))))
                 return False
         return True
 
@@ -1355,7 +1351,7 @@ class FemtoQueue:
         path = self._whereabouts(hint.path, thorough)
         if path is None and hint.newer:
             # CRASH: who ended the task before it died here, or after letting it in. Or by hand.
-            newer = f"pending/{hint.newer[-29:]}"
+            newer = f"pending/{_id_in(hint.newer)}"
             path = self._let_in(hint) if self._newer(hint) else self._whereabouts(newer)
         if path is None:
             del bucket.hints[name]
@@ -1364,8 +1360,8 @@ class FemtoQueue:
         if hint.newer and not path.startswith("inflight-"):
             # CRASH: when it came back and before the newer one took its place. Or by hand. If that
             # fails now, a pop() has just taken it, or we have no place: then the newer comes after.
-            due_ns = int(hint.newer[:20]) if "~" in hint.newer else None
-            if self._take_over(hint, f"{self._root}keys/{hint.newer}", due_ns):
+            record = f"{self._root}keys/{hint.newer}"
+            if self._take_over(hint, record, _due_ns_in(hint.newer)):
                 hint.newer = ""
             return self._whereabouts(hint.path)
         return path
@@ -1380,7 +1376,7 @@ class FemtoQueue:
         elsewhere = ("pending", "scheduled", "inflight") if thorough else ()
         for state in ("inflight", *elsewhere):
             for found, _, ident in self._find(state):
-                if ident == path[-29:]:
+                if ident == _id_in(path):
                     return found[len(self._root) :]
         return None
 
@@ -1389,7 +1385,7 @@ class FemtoQueue:
         if not hint.newer or os.path.lexists(f"{self._root}keys/{hint.newer}"):
             return hint.newer
         # CRASH: before it came there, before it got that name, or after it was let in.
-        names = (name for name, form in self._listed("keys") if form["id"] == hint.newer[-29:])
+        names = (name for name, form in self._listed("keys") if form["id"] == _id_in(hint.newer))
         return next(names, "")
 
     def _let_in(self, hint: _Hint) -> str:
@@ -1403,7 +1399,7 @@ class FemtoQueue:
         return path
 
     def _transfer_keyed(self, bucket: _Bucket, source: str, ident: str, target: str) -> str:
-        name = next((key for key, hint in bucket.hints.items() if hint.path[-29:] == ident), "")
+        name = next((key for key, hint in bucket.hints.items() if _id_in(hint.path) == ident), "")
         hint = bucket.hints[name] if name else _Hint(source)
         ends = target.startswith(("done/", "failed/")) or not target
         if not ends and not target.startswith("inflight-") and (newer := self._newer(hint)):
@@ -1414,7 +1410,7 @@ class FemtoQueue:
                 fenced = f"{node_dir}/{self._now_ns():020d}{name_there[20:]}"
                 _move(self._root + source, self._root + fenced)  # gone: the lease is lost
                 source = fenced
-            target = _renewed(target, int(newer[:20]) if "~" in newer else None)
+            target = _renewed(target, _due_ns_in(newer))
             self._renew(f"{self._root}keys/{newer}", source, target)
             hint.path, hint.newer = target, ""
             return target
@@ -1434,11 +1430,11 @@ class FemtoQueue:
     def _make_room(self, bucket: _Bucket, source: str, target: str) -> None:
         """Make sure that the key of a failed task has no other, and say that it will be there."""
         with contextlib.suppress(CorruptTask):  # it has no key then; pop() will set it aside
-            task = _read_task(self._root + source, 0, source[-29:])
+            task = _read_task(self._root + source, 0, _id_in(source))
             if task is not None and task.key is not None:
                 path = self._find_key(bucket, _quoted(task.key))
                 if path is not None:
-                    raise KeyInFlight(task.key, path[-29:])
+                    raise KeyInFlight(task.key, _id_in(path))
                 bucket.hints[_quoted(task.key)] = _Hint(target)
                 bucket.save(self.sync_after_write)
 
@@ -1561,24 +1557,24 @@ class FemtoQueue:
         """Move what is due to the back of pending/, in the order in which it came due."""
         now_ns = _wall_ns()
         self._next_due_ns = _NEVER_NS
-        with _Trouble() as trouble:
-            for name, _ in self._listed("scheduled"):
-                due_ns = int(name[:20])
-                if due_ns > now_ns:
-                    self._next_due_ns = due_ns
-                    return
+        trouble = _Trouble()
+        for name, _ in self._listed("scheduled"):
+            due_ns = int(name[:20])
+            if due_ns > now_ns:
+                self._next_due_ns = due_ns
+                break
+            with trouble:
                 try:
                     self._woken(name, wait=False)
                 except FileNotFoundError:
                     continue  # RACE: another worker moved it
                 except BlockingIOError:
                     self._next_due_ns = due_ns  # RACE: somebody works on its key; next time
-                except OSError as error:
-                    trouble.note(error)
+        trouble.surface()
 
     def _woken(self, name: str, wait: bool = True) -> str:
         """Move one task that is due, and return its name in pending/."""
-        ident = name[-29:]
+        ident = _id_in(name)
         waiting = _stamped(self._next_order(), _attempts_in(name), ident)
         target = self._transfer(f"scheduled/{name}", ident, f"pending/{waiting}", wait)
         return target.partition("/")[2]
@@ -1589,12 +1585,11 @@ class FemtoQueue:
         A directory that can't be read is no reason to leave the others: its error comes last.
         """
         self._next_end_ns = _NEVER_NS
-        with _Trouble() as trouble:
-            for directory in self._node_dirs():
-                try:
-                    self._reclaim_from(directory, trouble)
-                except OSError as error:
-                    trouble.note(error)
+        trouble = _Trouble()
+        for directory in self._node_dirs():
+            with trouble:
+                self._reclaim_from(directory, trouble)
+        trouble.surface()
 
     def _reclaim_from(self, directory: str, trouble: _Trouble) -> None:
         now_ns = self._now_ns()
@@ -1607,10 +1602,8 @@ class FemtoQueue:
         for name, form in ended:
             ours = form["boot"] in (self._boot, _DETACHED) or name in self._leftovers
             if ours or not self._is_young(f"{directory}/{name}"):
-                try:
+                with trouble:
                     self._put_back(directory, name, form)
-                except OSError as error:
-                    trouble.note(error)
         if running:
             self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
         if directory != self._lease_dir and (
@@ -1726,9 +1719,8 @@ class TicketQueue:
     def __init__(
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
-        self._held: dict[
-            str, tuple[int, _LockFd]
-        ] = {}  # member -> its ticket and locked descriptor
+        # member -> its ticket and locked descriptor
+        self._held: dict[str, tuple[int, _LockFd]] = {}
         if stale_timeout is not None:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
@@ -1903,22 +1895,24 @@ if hasattr(os, "register_at_fork"):
 
 
 class _Trouble:
-    """Keeps the first error of a loop that goes on, and raises it when the loop has ended: one
-    task or directory that can't be had must not keep the others waiting."""
+    """Keeps the first OSError of the `with` blocks that it stands before, which end there, until
+    surface(): one task or directory that can't be had must not keep the others waiting."""
 
     def __init__(self) -> None:
         self._first: OSError | None = None
 
-    def note(self, error: OSError) -> None:
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, OSError):
+            return False
         self._first = self._first or error
+        return True
 
-    def __enter__(self) -> _Trouble:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        first, self._first = self._first, None
-        if first is not None and exc_info[1] is None:
-            raise first
+    def surface(self) -> None:
+        if self._first is not None:
+            raise self._first
 
 
 class _Chore:
@@ -1938,9 +1932,8 @@ class _Chore:
             self.failed = False
         finally:  # also when it failed: pop() has other things to do than to fail at it again
             ended_s = time.monotonic()
-            pause_s = min(
-                20 * (ended_s - started_s), _LONGEST_PAUSE_S
-            )  # it may only have hung once
+            # It may only have hung once.
+            pause_s = min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
             self.at_s = ended_s + max(self.every_s, pause_s)
 
 
@@ -2018,8 +2011,8 @@ def _renewed(path: str, due_ns: int | None) -> str:
     or in scheduled/ for a time."""
     state, _, name = path.partition("/")
     if due_ns is not None:
-        return f"scheduled/{_stamped(due_ns, 0, name[-29:])}"
-    return f"{state}/{name if len(name) == 29 else _stamped(int(name[:20]), 0, name[-29:])}"
+        return f"scheduled/{_stamped(due_ns, 0, _id_in(name))}"
+    return f"{state}/{name if len(name) == 29 else _stamped(int(name[:20]), 0, _id_in(name))}"
 
 
 def _is_keyed(ident: str) -> bool:
@@ -2044,6 +2037,16 @@ def _quoted(key: object) -> str:
 def _unquoted(name: str) -> str:
     raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), name.encode())
     return raw.decode("utf-8", "replace")
+
+
+def _id_in(path: str) -> str:
+    """Return the id of a task, with which each of its names ends."""
+    return path[-29:]
+
+
+def _due_ns_in(newer: str) -> int | None:
+    """Return the time for which a payload in keys/ is scheduled, None if it is for at once."""
+    return int(newer[:20]) if "~" in newer else None
 
 
 def _attempts_in(path: str) -> int:
@@ -2368,9 +2371,9 @@ def _open_locked(path: str, wait: bool = True) -> _LockFd:
 
     Raises BlockingIOError if somebody has it and wait is False.
     """
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
     while True:
-        if fcntl is None:
-            raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
         fd = _open_to_lock(path, _LOCK_FLAGS)
         try:
             locked = _flock(fd, "exclusive, waiting" if wait else "exclusive")

@@ -200,6 +200,9 @@ class QueueCase(unittest.TestCase):
         self.check_invariants()
         return payloads
 
+    def fail_with(self, code: int) -> None:
+        raise OSError(code, os.strerror(code))
+
     def names(self, directory: str) -> list[str]:
         return sorted(os.listdir(os.path.join(self.path, directory)))
 
@@ -1393,10 +1396,6 @@ class Sharing(QueueCase):
             self.assertIsInstance(error, FemtoQueueError)
 
 
-def task_of(q: FemtoQueue) -> FemtoTask:
-    raise AssertionError("a task was there to be popped")
-
-
 # Keyed tasks
 
 
@@ -1745,9 +1744,6 @@ class Keyed(QueueCase):
                 break
         self.assertGreater(number, 8)
 
-    def fail_with(self, code: int) -> None:
-        raise OSError(code, os.strerror(code))
-
     def test_a_replacement_that_fails_leaves_the_task_waiting(self) -> None:
         q = self.queue()
         ident = q.push(b"1", key="k")
@@ -1870,7 +1866,7 @@ class Keyed(QueueCase):
                 self.assertEqual(q.stats().failed, 1)
                 q.done(mine)
                 q.retry(ident)
-        self.assertEqual((q.pop() or task_of(q)).id, ident)
+        self.assertEqual(_taken(q).id, ident)
         self.assertTrue(q.contains("k"))
 
     def test_many_keys_of_one_hash_are_all_remembered(self) -> None:
@@ -2396,9 +2392,6 @@ class Faults(Interrupted):
             if not step.reached:
                 self.assertGreaterEqual(number, 8)
                 return
-
-    def fail_with(self, code: int) -> None:
-        raise OSError(code, os.strerror(code))
 
     def test_an_error_of_any_system_call_surfaces_and_loses_nothing(self) -> None:
         """After it the same object works on, and delivers what is left."""
@@ -2956,9 +2949,6 @@ class KeyedInterrupted(Interrupted):
                     self.meet_an_error(scenario, number, step, clock)
                 if not step.reached:
                     break
-
-    def fail_with(self, code: int) -> None:
-        raise OSError(code, os.strerror(code))
 
     def meet_an_error(self, scenario: Scenario, number: int, step: Step, clock: Clock) -> None:
         self.new_path(number)
