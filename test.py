@@ -97,6 +97,16 @@ def hooked(hook: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
         yield
 
 
+def failing(call: str, ending: str, code: int) -> Callable[[str, tuple[Any, ...]], None]:
+    """Return a hook by which a system call fails for all paths that end so."""
+
+    def hook(name: str, args: tuple[Any, ...]) -> None:
+        if name == call and args[0].endswith(ending):
+            raise OSError(code, os.strerror(code))
+
+    return hook
+
+
 class Child:
     """A forked process that runs work(child): it says lines to us, and waits for our go()."""
 
@@ -2475,10 +2485,7 @@ class Faults(Interrupted):
         q = self.queue()
         ident = q.push(b"x")
 
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and args[0].endswith(ident):
-                raise OSError(errno.EMFILE, "too many open files")
-
+        refuse = failing("open", ident, errno.EMFILE)
         with hooked(refuse), self.assertRaises(OSError):
             q.pop()
         self.assertEqual(self.names("pending"), [ident])
@@ -2509,10 +2516,7 @@ class Faults(Interrupted):
         q = self.queue()
         ident = q.push_many([b"1", b"2"])[0]
 
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and args[0].endswith(ident):
-                raise PermissionError(errno.EACCES, "not yours")
-
+        refuse = failing("open", ident, errno.EACCES)
         with hooked(refuse):
             self.assertRaises(PermissionError, q.pop)
             again = self.queue("n2")
@@ -2535,10 +2539,7 @@ class Faults(Interrupted):
         first = q.schedule(b"1", 1)
         q.schedule(b"2", 2)
 
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "replace" and args[0].endswith(first):
-                raise PermissionError(errno.EACCES, "immutable")
-
+        refuse = failing("replace", first, errno.EACCES)
         with hooked(refuse):
             self.assertEqual(_taken(q).data, b"2")
             self.assertRaises(PermissionError, q.pop)
@@ -2564,10 +2565,7 @@ class Faults(Interrupted):
         ident = self.queue().push(b"x")
         os.mkdir(self.file("inflight-others"))
 
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "listdir" and args[0].endswith("others"):
-                raise PermissionError(errno.EACCES, "not yours")
-
+        refuse = failing("listdir", "others", errno.EACCES)
         boot = mock.patch.object(femtoqueue, "_read_boot_id", return_value="the next boot")
         self.clock().wall_shift_s = -1e8
         with boot, hooked(refuse):
@@ -2638,10 +2636,7 @@ class Faults(Interrupted):
         q = self.queue()
         ident = q.push_many([b"1", b"2"])[0]
 
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and args[0].endswith(ident):
-                raise OSError(errno.EMFILE, "too many open files")
-
+        refuse = failing("open", ident, errno.EMFILE)
         with hooked(refuse):
             self.assertRaises(OSError, q.pop)
         self.assertEqual(self.drain(q), [b"1", b"2"])
