@@ -80,10 +80,12 @@ import itertools
 import os
 import re
 import stat
+import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +95,9 @@ except ImportError:  # not POSIX: leases end by their deadlines
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
+    import asyncio
     import logging
+    from concurrent.futures import Future, ThreadPoolExecutor
     from datetime import datetime
 
 __all__ = [
@@ -101,12 +105,14 @@ __all__ = [
     "FemtoQueue",
     "FemtoQueueError",
     "FemtoTask",
+    "Finding",
     "KeyInFlight",
     "LeaseLost",
     "NodeStats",
     "Stats",
     "TaskNotFound",
     "TicketQueue",
+    "WorkCounts",
 ]
 __version__ = "1.0.0.dev0"
 
@@ -123,6 +129,15 @@ _KEY_BYTES = 200
 _BORROWED_NS = 30 * 10**9  # the lease under which the payload of a waiting task is replaced
 _UNQUOTED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:/@")
 _POLICIES = ("buffer", "update", "reject")
+# Where a delivery's task goes, as a field of WorkCounts.
+_OUTCOMES = {"done": "done", "": "done", "failed": "failed"} | dict.fromkeys(
+    ("pending", "scheduled"), "released"
+)
+# Directories of data_dir, and the forms of the names in them.
+_OUR_DIRS: dict[str, tuple[str, ...]] = {
+    name: (name,) for name in ("creating", "pending", "scheduled", "done", "checkpoints")
+}
+_OUR_DIRS |= {"failed": ("failed", "reason"), "keys": ("keys", "tag")}
 _BATCH = 1 << 17  # pending names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
 _MAX_LISTINGS = 8  # by one pop() that loses every claim to others
@@ -132,9 +147,21 @@ _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is rep
 _LEFTOVER_NS = 3600 * 10**9
 _LONGEST_PAUSE_S = 20.0
 _BASE_INTERVAL_S = 0.25  # between two looks for due tasks and dead workers
+_FIRST_PAUSE_S = 0.001  # between two polls; it doubles up to poll_interval_s
+_LONGEST_RETRY_S = 3600.0  # after an exception in processing()
+_PIPE_BYTES = 4096  # a pipe holds that much without a reader
 
 # ext2 to ext4, xfs, btrfs, f2fs, tmpfs: f_type of statfs(2)
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
+# Those, overlay, zfs, bcachefs, ramfs: nobody but this kernel writes to them, and inotify hears it.
+_LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
+_NETWORK_TYPES = {
+    **{0x6969: "NFS", 0x65735546: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"},
+    **{0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre", 0x01161970: "GFS2"},
+    **{0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS", 0x19830326: "BeeGFS"},
+}
+# inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
+_IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
 _RENAMES_OPEN_FILES = os.name == "posix"
 # EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
 _NO_LOCKS = (
@@ -170,9 +197,11 @@ _PARSE = {
         "scheduled": f"{_NS}~{_ATTEMPTS}~{_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
         "keys": f"(?:{_NS}~{_ATTEMPTS}~)?{_ID}",  # a newer payload behind what is in flight
+        "checkpoints": _ID,
         "done": _WAITING,
         "failed": _WAITING,
         "reason": rf"{_ID}\.error",
+        "tag": "[89a-f][0-9a-f]{7}",  # of a key; a process has 0 to 7 in front
     }.items()
 }
 _parse_pending = _PARSE["pending"]
@@ -180,7 +209,7 @@ _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"\.?([0-9]{20})~([0-9a-f]{8})~([0-9a-f]{16})").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
-_parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
+_parse_tag = _PARSE["tag"]
 _parse_hint = re.compile(
     r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
@@ -241,22 +270,30 @@ class FemtoTask:
     data: the payload as pushed.
     attempts: deliveries so far, this one counted; 0 for a task read from done/ or failed/.
     key: of a keyed task, else None.
+    checkpoint: what checkpoint() saved last, in this delivery or one before; None: nothing.
     """
 
     id: str
     data: bytes
     attempts: int = 0
     key: str | None = None
+    checkpoint: bytes | None = field(default=None, repr=False)
     # inflight-<node>/<exact name>: the fencing token. extend() renews it in place.
     _lease: str = field(default="", repr=False, compare=False)
 
     def __init__(
-        self, id: str, data: bytes, attempts: int = 0, key: str | None = None, _lease: str = ""
+        self,
+        id: str,
+        data: bytes,
+        attempts: int = 0,
+        key: str | None = None,
+        checkpoint: bytes | None = None,
+        _lease: str = "",
     ) -> None:
         # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
         fields = self.__dict__
         fields["id"], fields["data"], fields["attempts"] = id, data, attempts
-        fields["key"], fields["_lease"] = key, _lease
+        fields["key"], fields["checkpoint"], fields["_lease"] = key, checkpoint, _lease
 
     @property
     def created(self) -> datetime:
@@ -295,6 +332,33 @@ class Stats:
     nodes: tuple[NodeStats, ...]
 
 
+@dataclass(frozen=True)
+class WorkCounts:
+    """What became of the deliveries that one work() took.
+
+    retried: the handler raised, and the task waits for another try. released: given back at the
+    second signal, or because the handler was told to exit. lost: the lease was lost meanwhile, or
+    its end could not be written (the log says which).
+    """
+
+    done: int = 0
+    failed: int = 0
+    retried: int = 0
+    released: int = 0
+    lost: int = 0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that check() found: its kind, the path relative to data_dir, what is odd about
+    it, and whether it was mended."""
+
+    kind: str
+    path: str
+    text: str
+    repaired: bool = False
+
+
 class FemtoQueue:
     """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
@@ -310,6 +374,10 @@ class FemtoQueue:
     max_attempts: a task that was delivered so often without done() or fail() goes to failed/ by
     itself. None: no limit.
     keep_done: False deletes what is done instead of keeping it in done/.
+    retry_delay_s: what processing() and work() wait, in seconds, before a second delivery; twice
+    as long before each further one, up to an hour, and up to half of it less, by chance.
+    poll_interval_s: the longest pause, in seconds, between two looks of who waits, where inotify
+    does not tell (not Linux, or a file system that other hosts write to).
 
     Order and deadlines are by the queue clock: the monotonic clock plus an anchor that all
     processes of one boot share, so that nobody who sets the date moves it. Where there is no boot
@@ -335,6 +403,8 @@ class FemtoQueue:
         *,
         max_attempts: int | None = None,
         keep_done: bool = True,
+        retry_delay_s: float = 1.0,
+        poll_interval_s: float = 0.05,
     ) -> None:
         self._lease_fd: _LockFd | None = None  # first: __del__ reads it even when we raise
         if not isinstance(os.fspath(data_dir), str):
@@ -345,6 +415,8 @@ class FemtoQueue:
             raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
         if timeout_stale_ms is not None:
             _positive("timeout_stale_ms", timeout_stale_ms)
+        _not_negative("retry_delay_s", retry_delay_s)
+        _positive("poll_interval_s", poll_interval_s)
         if max_attempts is not None and (
             type(max_attempts) is not int or not 1 <= max_attempts <= _MOST_ATTEMPTS
         ):
@@ -356,8 +428,11 @@ class FemtoQueue:
         self.sync_after_write = bool(sync_after_write)
         self.max_attempts = max_attempts
         self.keep_done = bool(keep_done)
+        self.retry_delay_s = retry_delay_s
+        self.poll_interval_s = poll_interval_s
         self._given_node_id = node_id
         self._root = os.path.join(os.path.abspath(os.fspath(data_dir)), "")
+        self._detached = False  # True: a lease that we take outlives us
         self._next_due_ns = 0  # the earliest due time that is known, wall clock
         self._next_end_ns = 0  # the earliest end of a lease that is known, queue clock
         self._make_dirs()
@@ -444,56 +519,59 @@ class FemtoQueue:
         self._next_due_ns = min(self._next_due_ns, due_ns)
         return ident
 
-    def pop(self) -> FemtoTask | None:
-        """Lease the oldest task, or return None when there is none to be had. Does not block.
+    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+        """Lease the oldest task, or return None when there is none to be had.
+
+        timeout: seconds to wait for one; 0: don't; None: for ever. inotify wakes who waits, or
+        else a look every poll_interval_s does; so does a task that comes due, a lease that ends
+        and, within about a quarter of a second, a worker that died. Signals get through at once.
 
         The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
         ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
         for disk trouble: a task that could not be read is at the back of pending/ then; trouble
         with other workers' directories, scheduled/ or creating/ surfaces when nothing is waiting.
         """
-        listings = 0
-        while True:
-            if self._now_ns() >= self._attend_at_ns:
-                self._attend()
-            with self._lock:
-                name = self._batch.pop() if self._batch else ""
-            if not name:
-                listings += 1
-                if listings > _MAX_LISTINGS or not self._refill():
-                    return None
-                continue
-            task = self._claim(name)
-            if task is not None:
-                return task
+        if timeout == 0:
+            return self._take_oldest()
+        return self._wait_for(self._take_oldest, _end_s(timeout))
 
-    def take(self, key: str) -> FemtoTask | None:
+    async def pop_async(self, timeout: float | None = None) -> FemtoTask | None:
+        """Do as pop() does, without blocking the event loop. First come, first served.
+
+        Cancelling it leaves no task leased: one that it had just got is back at its place, and
+        that delivery is not counted.
+        """
+        return await self._wait_for_async(self._take_oldest, _end_s(timeout), "")
+
+    def take(self, key: str, timeout: float | None = 0) -> FemtoTask | None:
         """Lease the task of that key, out of turn; None if it is absent, in flight or not yet due.
 
-        What it costs does not depend on how many tasks wait, but for pop()'s chores, which it does
-        too. Raises as pop() does, and ValueError for what is no key.
+        timeout: seconds to wait for it, as in pop(). What it costs does not depend on how many
+        tasks wait, but for pop()'s chores, which it does too. Raises as pop() does, and ValueError
+        for what is no key.
         """
         name = _quoted(key)
-        if self._now_ns() >= self._attend_at_ns:
-            self._attend()
-        if not os.path.lexists(f"{self._root}keys/{_key_tag(name)}") or os.path.lexists(
-            f"{self._root}PAUSED"
-        ):
-            return None
-        while True:
-            self._be_in_place()
-            with self._bucket(_key_tag(name)) as bucket:
-                path = self._find_key(bucket, name)
-                if path is None or path.startswith("inflight-"):
-                    return None
-                state, _, waiting = path.partition("/")
-                if state == "scheduled":
-                    if int(waiting[:20]) > _wall_ns():
-                        return None
-                    waiting = self._woken(waiting)
-                task = self._claim(waiting)
-            if task is not None:
-                return task  # RACE: else a pop() was quicker, and we see it in flight now
+        return self._wait_for(lambda: self._take_key(name), _end_s(timeout))
+
+    async def take_async(self, key: str, timeout: float | None = None) -> FemtoTask | None:
+        """Do as take() does, without blocking the event loop; see pop_async()."""
+        name = _quoted(key)
+        return await self._wait_for_async(lambda: self._take_key(name), _end_s(timeout), name)
+
+    def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
+        """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
+
+        Unlike a loop over pop() it goes on while others hold work that may come back. So does
+        what it yielded: end each task before asking for the next. timeout: seconds to wait for a
+        task before it ends all the same; None: no limit.
+        """
+        _end_s(timeout)  # a wrong one is an error now, not at the first task
+
+        def tasks() -> Iterator[FemtoTask]:
+            while task := self._wait_for(self._take_oldest, _end_s(timeout), self._is_drained):
+                yield task
+
+        return tasks()
 
     def done(self, task: FemtoTask) -> None:
         """End the task's life: it moves to done/, or is deleted with keep_done=False.
@@ -536,9 +614,7 @@ class FemtoQueue:
         else:
             order = int(task.id[:20]) if front else self._next_order()
             target = f"pending/{_stamped(order, task.attempts, task.id)}"
-        target = self._settle(task, target)
-        self._remember(target)
-        self._sync_task(target)
+        self._give_up_lease(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
         """Renew the lease: it ends `ms` milliseconds from now (None: timeout_stale_ms).
@@ -557,6 +633,91 @@ class FemtoQueue:
                 if os.path.lexists(self._root + lease):
                     object.__setattr__(task, "_lease", lease)
             self._next_end_ns = min(self._next_end_ns, deadline_ns)
+
+    # Running
+
+    def processing(self, task: FemtoTask) -> _Processing:
+        """Return a context manager that holds the task's lease for its block, and then ends it.
+
+        The lease is renewed in the background, by one thread per queue object. A block that ends
+        well is done(task). An exception: the task waits in scheduled/ for another try (see
+        retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception).
+        KeyboardInterrupt, SystemExit and asyncio.CancelledError: back to the front, and the
+        delivery is not counted. The exception propagates. A task that the block itself ended, by
+        done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
+        the lease was lost.
+        """
+        _check_lease(task)
+        return _Processing(self, task)
+
+    def checkpoint(self, task: FemtoTask, data: bytes | bytearray | memoryview) -> None:
+        """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
+
+        Whoever gets the task next, after release(), a retry or our death, finds it in
+        task.checkpoint. It is gone with done() and fail(). Atomic: there is the old one or the
+        new one; with sync_after_write it is on disk when this returns. Raises LeaseLost, with
+        nothing saved, if the task is not this delivery's any more; else as push() does.
+        """
+        _check_lease(task)
+        payload = data if type(data) is bytes else _as_bytes(data)
+        directory, aside = f"{self._root}checkpoints", f"{self._root}creating/{self._new_id()}"
+        _write_aside(aside, _header(payload), payload, self.sync_after_write)
+        try:
+            if not os.path.isdir(directory):
+                _make_dir(directory, 0o777, self.sync_after_write)
+            with self._locks_of(task.id), self._lock:
+                self._renew_lease(task)  # the fence; it holds for far longer than the next line
+                _move(aside, f"{directory}/{task.id}")
+        except BaseException:
+            _unlinked(aside, or_fail=False)
+            raise
+        if self.sync_after_write:
+            _sync_dir(directory)
+        object.__setattr__(task, "checkpoint", bytes(payload))
+
+    def work(
+        self,
+        handler: Callable[[FemtoTask], object],
+        *,
+        concurrency: int = 1,
+        drain: bool = False,
+        stop: threading.Event | None = None,
+    ) -> WorkCounts:
+        """Call handler(task) for each task, within processing(), until told to stop.
+
+        concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
+        pending, scheduled or in flight any more. stop: an Event; when it is set, what runs is
+        finished, and work() returns. In the main thread SIGTERM and SIGINT do the same, and a
+        second one gives back what runs and returns at once; threads that are at it then can
+        change nothing any more. A handler that fails is logged (logger "femtoqueue"), and the
+        loop goes on; one that raises SystemExit or the like ends it. Disk trouble of pop() ends
+        it too, as the OSError that it is, when what runs is finished.
+        """
+        if not callable(handler):
+            raise TypeError(f"handler must be callable, not {handler!r}")
+        if type(concurrency) is not int or concurrency < 1:
+            raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
+        if stop is not None and not callable(getattr(stop, "is_set", None)):
+            raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
+        return _Crew(self, handler, concurrency, drain, stop).run()
+
+    def pause(self) -> None:
+        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED.
+
+        Other workers see it when they list pending/ next, within a second or so.
+        """
+        os.close(os.open(f"{self._root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
+        with self._lock:
+            self._batch.clear()
+
+    def resume(self) -> None:
+        """Undo pause(), or a person's `touch PAUSED`. Whoever waits is woken."""
+        _unlinked(f"{self._root}PAUSED")
+
+    @property
+    def paused(self) -> bool:
+        """Whether data_dir/PAUSED is there."""
+        return os.path.lexists(f"{self._root}PAUSED")
 
     # Dead letters and housekeeping
 
@@ -590,8 +751,7 @@ class FemtoQueue:
         states: "done", "failed" or both. Age counts from the move there (st_ctime, which every
         common file system sets on rename(); wall clock).
         """
-        if _finite("older_than_s", older_than_s) < 0:
-            raise ValueError(f"older_than_s must be 0 or more, not {older_than_s!r}")
+        _not_negative("older_than_s", older_than_s)
         wanted = {states} if isinstance(states, str) else set(states)
         if not wanted <= {"done", "failed"}:
             raise ValueError(f"states must be of 'done' and 'failed', not {wanted!r}")
@@ -604,6 +764,18 @@ class FemtoQueue:
                 if not os.path.lexists(f"{self._root}{state}/{form['id']}"):
                     _purged(f"{self._root}{state}/{name}", before_s)
         return count
+
+    def check(self, repair: bool = False) -> list[Finding]:
+        """Look for what is odd in data_dir, and with repair=True mend what is safe to mend.
+
+        Found: directories on another file system or on a network file system; a queue clock ahead
+        of the wall clock; names that are not the queue's; records that are not whole, or can't be
+        read; an id in two places; dead workers and leases that have ended; keys without a task;
+        leftovers in creating/ and checkpoints/, more than an hour old. Mended: corrupt tasks that
+        wait go to failed/, what the dead held back to pending/, keys and leftovers go. Reads every
+        task; while others work, what just moves may be found odd.
+        """
+        return [*_Inspection(self, repair).findings()]
 
     # Looking
 
@@ -679,6 +851,7 @@ class FemtoQueue:
         Dropping the object, or leaving its `with` block, does the same as close().
         """
         with self._lock:
+            self._renewer.set()
             self._batch.clear()
             self._newcomer = True
             fd, self._lease_fd = self._lease_fd, None
@@ -714,6 +887,8 @@ class FemtoQueue:
             "sync_after_write": self.sync_after_write,
             "max_attempts": self.max_attempts,
             "keep_done": self.keep_done,
+            "retry_delay_s": self.retry_delay_s,
+            "poll_interval_s": self.poll_interval_s,
         }
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
@@ -744,6 +919,13 @@ class FemtoQueue:
         sweeping = _Chore(FemtoQueue._sweep, every_s=600.0)
         self._housekeeping = (self._waking, self._reclaiming, self._mending, sweeping)
         self._attend_at_ns = 0
+        self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
+        self._bell: _Bell | None = None
+        self._halls: weakref.WeakKeyDictionary[object, _Hall] = weakref.WeakKeyDictionary()
+        self._lookers: ThreadPoolExecutor | None = None
+        self._under_way: dict[int, _Processing] = {}  # by id() of the task
+        self._renewer: threading.Event = threading.Event()  # set: no thread renews leases
+        self._renewer.set()
 
     def _after_fork(self) -> None:
         self._lease_fd = None
@@ -859,6 +1041,192 @@ class FemtoQueue:
                         newest_ns = max(newest_ns, order)
         return max(_wall_ns(), newest_ns + 1) - _monotonic_ns()
 
+    # Taking, and waiting for what is to be taken
+
+    def _take_oldest(self) -> FemtoTask | None:
+        listings = 0
+        while True:
+            if self._now_ns() >= self._attend_at_ns:
+                self._attend()
+            with self._lock:
+                name = self._batch.pop() if self._batch else ""
+            if not name:
+                listings += 1
+                if listings > _MAX_LISTINGS or not self._refill():
+                    return None
+                continue
+            task = self._claim(name)
+            if task is not None:
+                return task
+
+    def _take_key(self, name: str) -> FemtoTask | None:
+        if self._now_ns() >= self._attend_at_ns:
+            self._attend()
+        if not os.path.lexists(f"{self._root}keys/{_key_tag(name)}") or self.paused:
+            return None
+        while True:
+            self._be_in_place()
+            with self._bucket(_key_tag(name)) as bucket:
+                path = self._find_key(bucket, name)
+                if path is None or path.startswith("inflight-"):
+                    return None
+                state, _, waiting = path.partition("/")
+                if state == "scheduled":
+                    if int(waiting[:20]) > _wall_ns():
+                        return None
+                    waiting = self._woken(waiting)
+                task = self._claim(waiting)
+            if task is not None:
+                return task  # RACE: else a pop() was quicker, and we see it in flight now
+
+    def _wait_for(
+        self,
+        look: Callable[[], FemtoTask | None],
+        end_s: float,
+        is_over: Callable[[], bool] | None = None,
+    ) -> FemtoTask | None:
+        """Look until there is a task, the time has come, or it is over by itself."""
+        task = look()
+        if task is not None or time.monotonic() >= end_s:
+            return task
+        with self._lock:
+            bell = self._bell = self._bell or _Bell(self._root)
+        rests_s = self._rests_s(bell, end_s)
+        while True:
+            rings = bell.rings  # what comes from now on is either seen or heard
+            task = look()
+            if task is not None or (is_over is not None and is_over()):
+                return task
+            rest_s = next(rests_s, None)
+            if rest_s is None:
+                return None
+            # Of what others finish nothing is heard.
+            bell.wait(rings, rest_s if is_over is None else min(rest_s, self.poll_interval_s))
+
+    def _rests_s(self, bell: _Bell, end_s: float) -> Iterator[float]:
+        """Yield how long to wait before each further look, until the time has come."""
+        pause_s = min(_FIRST_PAUSE_S, self.poll_interval_s)
+        while (left_s := end_s - time.monotonic()) > 0:
+            rest_s = self._rest_s()
+            if rest_s <= 0:  # something is stuck, or somebody else is at it
+                rest_s = pause_s
+            yield min(left_s, rest_s if bell.hears_all else min(rest_s, pause_s))
+            pause_s = min(2 * pause_s, self.poll_interval_s)
+
+    def _rest_s(self) -> float:
+        """Return the time until a task comes due, a lease ends or a chore is to be done."""
+        next_ns = min(self._attend_at_ns, self._next_end_ns)
+        return min(next_ns - self._now_ns(), self._next_due_ns - _wall_ns()) / 1e9
+
+    async def _wait_for_async(
+        self, look: Callable[[], FemtoTask | None], end_s: float, line: str
+    ) -> FemtoTask | None:
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        hall = self._halls.get(loop)
+        if hall is None:
+            hall = self._halls[loop] = _Hall(self._root)
+        rests_s = self._rests_s(hall.bell, end_s)
+        async with hall.turn(line, end_s):
+            while True:
+                rings = hall.bell.rings
+                task = await self._look_async(look)
+                if task is not None:
+                    return task
+                rest_s = next(rests_s, None)
+                if rest_s is None:
+                    return None
+                await hall.wait(rings, rest_s)
+
+    async def _look_async(self, look: Callable[[], FemtoTask | None]) -> FemtoTask | None:
+        import asyncio
+
+        if self._lookers is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            self._lookers = ThreadPoolExecutor(4, "femtoqueue")
+        looking = self._lookers.submit(look)
+        try:
+            return await asyncio.wrap_future(looking)
+        except BaseException:  # cancelled: the thread may have, or may yet get, a task for nobody
+            looking.add_done_callback(self._give_back_found)
+            raise
+
+    def _give_back_found(self, looking: Future[FemtoTask | None]) -> None:
+        if looking.cancelled() or looking.exception() is not None:
+            return
+        task = looking.result()
+        if task is None:
+            return
+        try:
+            self._give_back(task)
+        except (LeaseLost, OSError) as error:
+            _log().warning("task %s waits for the end of its lease: %s", task.id, error)
+
+    def _is_drained(self) -> bool:
+        """Whether nothing waits or is leased. Twice over: while we look, tasks move both ways."""
+        return not any(
+            self._has_tasks(directory, state)
+            for _ in range(2)
+            for directory, state in (
+                *((self._root + state, state) for state in ("keys", "scheduled", "pending")),
+                *((directory, "inflight") for directory in self._node_dirs()),
+            )
+        )
+
+    def _has_tasks(self, directory: str, state: str) -> bool:
+        try:
+            with os.scandir(directory) as entries:
+                return any(_PARSE[state](entry.name) for entry in entries)
+        except (FileNotFoundError, NotADirectoryError):
+            return False  # no keys yet; RACE: removed with its worker just now
+
+    # Keeping a lease while its task is worked on
+
+    def _keep_lease(self, processing: _Processing) -> None:
+        """Renew the lease, at once if much of it is over, and now and then from now on."""
+        task = processing.task
+        if self._left_ns(task) < self._timeout_ns * 2 / 3:
+            self._renew_lease(task)
+        with self._lock:
+            self._under_way[id(task)] = processing
+            if self._renewer.is_set() and self._timeout_ns < _FOREVER_NS:
+                self._renewer = threading.Event()
+                # Not a bound method: the thread must not keep a dropped queue in its place.
+                renewing = (weakref.ref(self), self._renewer, self._timeout_ns / 3e9)
+                threading.Thread(target=_renew_leases, args=renewing, daemon=True).start()
+
+    def _renew_all(self, renewer: threading.Event) -> bool:
+        """Renew what is under way; False, and the thread ends, if nothing is."""
+        with self._lock:
+            if not self._under_way or renewer.is_set():
+                renewer.set()
+                return False
+            under_way = [*self._under_way.values()]
+        # Those with keys last: a process that is stopped at work on a key holds them up.
+        for processing in sorted(under_way, key=lambda it: _is_keyed(it.task.id)):
+            try:
+                if id(processing.task) in self._under_way:
+                    self._renew_lease(processing.task)
+            except LeaseLost:
+                self._under_way.pop(id(processing.task), None)  # its block will see
+            except OSError as error:
+                _log().warning("task %s: its lease is not renewed: %s", processing.task.id, error)
+        return True
+
+    def _renew_lease(self, task: FemtoTask) -> None:
+        """extend(), but never to less than is left."""
+        left_ns = self._left_ns(task)
+        self.extend(task, None if left_ns < self._timeout_ns else left_ns / 1e6)
+
+    def _left_ns(self, task: FemtoTask) -> int:
+        return int(os.path.basename(task._lease)[:20]) - self._now_ns()
+
+    def _retry_delay_s(self, attempts: int) -> float:
+        delay_s = min(self.retry_delay_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
+        return delay_s * (1 - os.urandom(1)[0] / 512)  # what failed together comes apart
+
     # Moves
 
     def _publish(
@@ -929,6 +1297,8 @@ class FemtoQueue:
             data, key = _read_record(self._root + lease, ident)
             if key is not None and not self._may_have(key, ident, lease):
                 return None
+            # What was pushed and never delivered bears its id as its name, and has none.
+            checkpoint = None if name == ident else self._read_checkpoint(ident)
         except CorruptTask as error:
             self._set_aside(lease, ident, error.reason)
             return None
@@ -938,14 +1308,24 @@ class FemtoQueue:
         except BaseException as error:
             self._hand_back(lease, name, form, error)
             raise
-        return FemtoTask(ident, data, attempts, key, lease)
+        return FemtoTask(ident, data, attempts, key, checkpoint, lease)
+
+    def _read_checkpoint(self, ident: str) -> bytes | None:
+        try:
+            return _read_record(f"{self._root}checkpoints/{ident}", ident)[0]
+        except FileNotFoundError:
+            return None
+        except CorruptTask as error:  # power loss: the work begins anew
+            _log().warning("checkpoints/%s: %s", ident, error.reason)
+            return None
 
     def _seize(self, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
         """Rename a task into the directory that we hold locked, whatever has its name by now.
         Return its name there; "" if another worker was first, or if we have no place (any more)."""
         with self._lock:  # so that close() in another thread does not close the descriptor
             deadline_ns = self._now_ns() + lasts_ns  # now: we may have waited for the lock
-            lease_name = _stamped(deadline_ns, attempts, f"{self._boot}~{ident}")
+            boot = _DETACHED if self._detached else self._boot
+            lease_name = _stamped(deadline_ns, attempts, f"{boot}~{ident}")
             try:
                 if fcntl is None:
                     os.rename(self._root + waiting, self._root + self._node_dir + lease_name)
@@ -999,11 +1379,29 @@ class FemtoQueue:
         """Move a leased task out of its lease: every end of a delivery is here. Return where to."""
         with self._locks_of(task.id), self._lock:
             try:
-                return self._transfer(task._lease, task.id, target)
+                gone_to = self._transfer(task._lease, task.id, target)
             except FileNotFoundError:
                 place = os.path.dirname(target)
                 os.stat(self._root + (place if place in _DIRS else ""))  # gone: disk trouble
                 raise self._lease_lost(task) from None
+            if self._under_way and not target.startswith("inflight-"):
+                processing = self._under_way.pop(id(task), None)
+                if processing is not None:
+                    processing.outcome = _OUTCOMES[target.partition("/")[0]]
+        if task.checkpoint is not None and _is_end(target):
+            _unlinked(f"{self._root}checkpoints/{task.id}", or_fail=False)
+        return gone_to
+
+    def _give_up_lease(self, task: FemtoTask, target: str) -> None:
+        target = self._settle(task, target)
+        self._remember(target)
+        self._sync_task(target)
+
+    def _give_back(self, task: FemtoTask) -> None:
+        """End a delivery that does not count: the task is at its place again, the front."""
+        self._give_up_lease(
+            task, f"pending/{_stamped(int(task.id[:20]), task.attempts - 1, task.id)}"
+        )
 
     def _transfer(self, source: str, ident: str, target: str, wait: bool = True) -> str:
         """Move a task that is in one state to another; "": remove it. Return where it went.
@@ -1095,6 +1493,7 @@ class FemtoQueue:
                 back = _stamped(self._next_order(), _attempts_in(source), ident)
                 self._transfer(source, ident, f"pending/{back}", wait)
                 raise
+        _unlinked(f"{self._root}checkpoints/{ident}", or_fail=False)
         _log().error("task %s is in failed/: %s", ident, reason)
 
     def _retried(self, path: str, ident: str) -> bool:
@@ -1401,7 +1800,7 @@ class FemtoQueue:
     def _transfer_keyed(self, bucket: _Bucket, source: str, ident: str, target: str) -> str:
         name = next((key for key, hint in bucket.hints.items() if _id_in(hint.path) == ident), "")
         hint = bucket.hints[name] if name else _Hint(source)
-        ends = target.startswith(("done/", "failed/")) or not target
+        ends = _is_end(target)
         if not ends and not target.startswith("inflight-") and (newer := self._newer(hint)):
             # It comes back, and the newer payload takes its place, by the rename over it. The fence
             # first, if it was leased: a late holder must not end what it never saw.
@@ -1447,22 +1846,26 @@ class FemtoQueue:
 
     def _mend_keys(self) -> None:
         """Let in the payloads whose task is gone, and remove the locks of keys that have none."""
-        try:
-            with os.scandir(f"{self._root}keys") as entries:
-                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return
-        newer = {form["id"][-8:] for name in names if (form := _PARSE["keys"](name))}
-        locks = {name for name in names if _parse_tag(name)}
-        if locks or newer:
-            found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
-            locks -= {ident[-8:] for _, _, ident in found}
-        for tag in sorted(newer | locks):
+        newer = {form["id"][-8:] for _, form in self._listed("keys")}
+        for tag in sorted(newer.union(name[-8:] for name in self._idle_keys())):
             with contextlib.suppress(BlockingIOError), self._bucket(tag, wait=False) as bucket:
                 for key in [*bucket.hints]:
                     self._find_key(bucket, key, thorough=False)
                 if tag in newer:
                     self._adopt(bucket)
+
+    def _idle_keys(self) -> list[str]:
+        """Return the hashes of keys, and the newer payloads, that have no task."""
+        keys = f"{self._root}keys/"
+        hashes = {name for name, _ in self._listed("keys", "tag") if os.path.isfile(keys + name)}
+        newer = {name: form["id"][-8:] for name, form in self._listed("keys")}
+        if not hashes and not newer:
+            return []
+        found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
+        busy = {ident[-8:] for _, _, ident in found}
+        return sorted(hashes - busy) + sorted(
+            name for name, tag in newer.items() if tag not in busy
+        )
 
     def _adopt(self, bucket: _Bucket) -> None:
         """Let in newer payloads that no hint knows: power loss, or a person, took the hint."""
@@ -1500,7 +1903,10 @@ class FemtoQueue:
         with self._lock:
             if self._batch:
                 return True  # another thread did
-            if _wall_ns() >= self._next_due_ns:
+            if (
+                _wall_ns() >= self._next_due_ns
+                or os.stat(f"{self._root}scheduled").st_mtime_ns != self._due_seen_ns
+            ):
                 self._keep_house(self._waking)
             if self._now_ns() >= self._next_end_ns:
                 self._keep_house(self._reclaiming)
@@ -1557,6 +1963,7 @@ class FemtoQueue:
         """Move what is due to the back of pending/, in the order in which it came due."""
         now_ns = _wall_ns()
         self._next_due_ns = _NEVER_NS
+        self._due_seen_ns = os.stat(f"{self._root}scheduled").st_mtime_ns
         trouble = _Trouble()
         for name, _ in self._listed("scheduled"):
             due_ns = int(name[:20])
@@ -1641,14 +2048,32 @@ class FemtoQueue:
 
     def _sweep(self) -> None:
         """Remove what a killed process left in creating/: it was never acknowledged."""
+        for name in self._old_creations():
+            path = f"{self._root}creating/{name}"
+            if name.endswith(".pending"):
+                _remove_empty_dir(path)
+            elif not os.path.isdir(path):  # a folder is somebody else's, whatever its name
+                _unlinked(path)
+        for ident in self._lost_checkpoints():
+            _unlinked(f"{self._root}checkpoints/{ident}")
+
+    def _old_creations(self) -> list[str]:
         before_ns = self._now_ns() - _LEFTOVER_NS
-        for name, form in self._listed("creating"):
-            if int(form["id"][:20]) < before_ns:
-                path = f"{self._root}creating/{name}"
-                if name.endswith(".pending"):
-                    _remove_empty_dir(path)
-                elif not os.path.isdir(path):  # a folder is somebody else's, whatever its name
-                    _unlinked(path)
+        return [name for name, form in self._listed("creating") if int(form["id"][:20]) < before_ns]
+
+    def _lost_checkpoints(self) -> list[str]:
+        """Return the ids of checkpoints, an hour old, whose task is not there (any more): its
+        worker was killed between the two, or it was ended by hand."""
+        before_ns = _wall_ns() - _LEFTOVER_NS
+        old = {
+            ident
+            for path, _, ident in self._find("checkpoints")
+            if os.path.lexists(path) and os.lstat(path).st_mtime_ns < before_ns
+        }
+        if old:
+            found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
+            old -= {ident for _, _, ident in found}
+        return sorted(old)
 
     # Listings
 
@@ -1658,9 +2083,9 @@ class FemtoQueue:
         try:
             names = os.listdir(os.path.join(self._root, directory))
         except (FileNotFoundError, NotADirectoryError):
-            if (state or directory) not in ("inflight", "keys"):
+            if os.path.basename(directory) in _DIRS:
                 raise
-            return []  # removed with its worker just now, a stray file of such a name; no keys yet
+            return []  # removed with its worker just now, a stray file of such a name; none yet
         return [(name, form) for name in sorted(names) if (form := parse(name))]
 
     def _node_dirs(self) -> list[str]:
@@ -1937,6 +2362,418 @@ class _Chore:
             self.at_s = ended_s + max(self.every_s, pause_s)
 
 
+class _Bell:
+    """Rings when something came into pending/ or scheduled/, or PAUSED is gone.
+
+    By inotify(7) on Linux, in a descriptor that one thread at a time reads. hears_all: nobody but
+    this kernel writes there; else the wait must be short, as it must without inotify.
+    """
+
+    # Invariant: rings grows before anybody is woken. Who read it before he looked, and found
+    # nothing, can't miss what came since: wait() returns at once then.
+
+    def __init__(self, root: str) -> None:
+        self.rings, self.fd = 0, -1
+        self._root, self._libc = root, _libc()
+        self._changed = threading.Condition()
+        self._listening = False  # a thread waits at the descriptor, the others for that thread
+        if self._libc is not None:
+            self.fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)  # -1: too many
+        self.hears_all = self._watch() and _fs_type(root) in _LOCAL_TYPES
+
+    def _watch(self) -> bool:
+        watched = [("pending", _IN_COMES), ("scheduled", _IN_COMES), ("", _IN_COMES | _IN_GOES)]
+        return self.fd >= 0 and all(
+            self._libc.inotify_add_watch(self.fd, os.fsencode(self._root + name), mask) >= 0
+            for name, mask in ((name, mask | _IN_ONLYDIR) for name, mask in watched)
+        )
+
+    def wait(self, rings: int, seconds: float) -> None:
+        """Return when it has rung more often than `rings`, or when the time is over."""
+        with self._changed:
+            if self.fd < 0 or self._listening:
+                unheard = self.fd < 0
+                self._changed.wait_for(
+                    lambda: self.rings != rings or not (unheard or self._listening), seconds
+                )
+                return
+            if self.rings != rings:
+                return
+            self._listening = True
+        try:
+            import select
+
+            poll = select.poll()
+            poll.register(self.fd, select.POLLIN)
+            if poll.poll(int(seconds * 1000) + 1):
+                self.hear()
+        finally:
+            with self._changed:
+                self._listening = False
+                self._changed.notify_all()
+
+    def hear(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.fd, 1 << 16)
+        # pending/ may be a new one (_shrink_pending). Before the next look, so nothing is missed.
+        self.hears_all = self._watch() and self.hears_all
+        self.rings += 1
+
+    def __del__(self) -> None:
+        if self.fd >= 0 and os is not None:  # None: the interpreter ends
+            os.close(self.fd)
+
+
+class _Hall:
+    """Where the coroutines of one event loop wait: a line per key, and of each the head looks."""
+
+    def __init__(self, root: str) -> None:
+        self.bell = _Bell(root)
+        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
+        self._listeners: set[asyncio.Future[None]] = set()
+
+    @contextlib.asynccontextmanager
+    async def turn(self, name: str, end_s: float) -> AsyncIterator[None]:
+        """Wait to be the first in a line, or for the time to come; leave the line at the end."""
+        import asyncio
+
+        line = self._lines.setdefault(name, deque())
+        ours: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        line.append(ours)
+        try:
+            if line[0] is not ours:
+                left_s = None if end_s == float("inf") else max(0, end_s - time.monotonic())
+                await asyncio.wait({ours}, timeout=left_s)
+            yield
+        finally:
+            line.remove(ours)
+            if not line:
+                self._lines.pop(name, None)
+            elif not line[0].done():
+                line[0].set_result(None)
+
+    async def wait(self, rings: int, seconds: float) -> None:
+        """Do as _Bell.wait() does, for coroutines."""
+        import asyncio
+
+        if self.bell.rings != rings:
+            return
+        loop = asyncio.get_running_loop()
+        ring: asyncio.Future[None] = loop.create_future()
+        if not self._listeners and self.bell.fd >= 0:
+            loop.add_reader(self.bell.fd, self._wake_listeners)
+        self._listeners.add(ring)
+        try:
+            await asyncio.wait({ring}, timeout=seconds)
+        finally:
+            self._listeners.discard(ring)
+            if not self._listeners and self.bell.fd >= 0:
+                loop.remove_reader(self.bell.fd)
+
+    def _wake_listeners(self) -> None:
+        self.bell.hear()
+        for ring in self._listeners:
+            if not ring.done():
+                ring.set_result(None)
+
+
+class _Processing:
+    """The block of processing(): see there. outcome says how the delivery ended: a field of
+    WorkCounts, "" while it runs, or if its end could not be written."""
+
+    def __init__(self, queue: FemtoQueue, task: FemtoTask) -> None:
+        self._queue, self.task, self.outcome = queue, task, ""
+
+    def __enter__(self) -> FemtoTask:
+        self._queue._keep_lease(self)
+        return self.task
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        queue, task = self._queue, self.task
+        try:
+            if self.outcome or (isinstance(error, LeaseLost) and error.id == task.id):
+                return
+            if error is None:
+                queue.done(task)
+            elif not isinstance(error, Exception):  # we are told to go
+                queue._give_back(task)
+            elif queue.max_attempts is not None and task.attempts >= queue.max_attempts:
+                queue.fail(task, error)
+            else:
+                queue.release(task, delay_s=queue._retry_delay_s(task.attempts))
+                self.outcome = "retried"
+        finally:
+            queue._under_way.pop(id(task), None)
+
+
+def _renew_leases(
+    queue_ref: weakref.ref[FemtoQueue], renewer: threading.Event, interval_s: float
+) -> None:
+    while not renewer.wait(interval_s):
+        queue = queue_ref()
+        if queue is None or not queue._renew_all(renewer):
+            return
+        del queue  # asleep, we hold nobody
+
+
+class _CommandFailed(Exception):
+    """A command that `work` ran did not end well. Its text is the whole reason."""
+
+
+class _Crew:
+    """work(): the caller takes tasks, and as many hands work as may at a time."""
+
+    def __init__(
+        self,
+        queue: FemtoQueue,
+        handler: Callable[[FemtoTask], object],
+        concurrency: int,
+        drain: bool,
+        stop: threading.Event | None,
+    ) -> None:
+        from queue import SimpleQueue
+
+        self._queue, self._handler, self._concurrency = queue, handler, concurrency
+        self._is_over = queue._is_drained if drain else None
+        self._stop = stop
+        self.signals: list[int] = []  # those that came
+        self.before_leaving: Callable[[], object] = bool  # called at the second one
+        self.counts: Counter[str] = Counter()
+        self._running: dict[int, FemtoTask] = {}  # by their id()
+        self._free = threading.Condition()  # held where one of the two above changes
+        self._inbox: SimpleQueue[FemtoTask | None] = SimpleQueue()
+        self._hands = 0
+        self._error: BaseException | None = None  # that told a hand to go
+
+    def run(self) -> WorkCounts:
+        with self._hearing_signals():
+            try:
+                try:
+                    self._take_all()
+                finally:
+                    self._wait_for_hands()
+            except KeyboardInterrupt:
+                if len(self.signals) < 2:
+                    raise
+                self._leave()
+            finally:
+                for _ in range(self._hands):
+                    self._inbox.put(None)
+        if self._error is not None:
+            raise self._error
+        return WorkCounts(**self.counts)
+
+    def _is_stopping(self) -> bool:
+        told = self._stop is not None and self._stop.is_set()
+        return told or bool(self.signals) or self._error is not None
+
+    def _take_all(self) -> None:
+        queue = self._queue
+        while not self._is_stopping():
+            if not self._has_free_hand():
+                continue
+            # Not for long: whoever sets `stop` wakes nobody.
+            task = queue._wait_for(queue._take_oldest, _end_s(_BASE_INTERVAL_S), self._is_over)
+            if task is None:
+                if self._is_over is not None and self._is_over():
+                    return
+            elif self._is_stopping():
+                queue._give_back(task)
+            elif self._concurrency == 1:
+                self._process(task)
+            else:
+                self._hand_over(task)
+
+    def _has_free_hand(self) -> bool:
+        with self._free:
+            return self._free.wait_for(
+                lambda: len(self._running) < self._concurrency, _BASE_INTERVAL_S
+            )
+
+    def _hand_over(self, task: FemtoTask) -> None:
+        with self._free:
+            self._running[id(task)] = task
+            if self._hands < len(self._running):
+                self._hands += 1
+                # A daemon: a handler that does not return must not keep the process.
+                threading.Thread(target=self._be_a_hand, daemon=True).start()
+        self._inbox.put(task)
+
+    def _be_a_hand(self) -> None:
+        while (task := self._inbox.get()) is not None:
+            try:
+                self._process(task)
+            except BaseException as error:
+                self._error = error
+
+    def _process(self, task: FemtoTask) -> None:
+        processing = self._queue.processing(task)
+        try:
+            with processing:
+                self._handler(task)
+        except LeaseLost as error:
+            _log().warning("%s", error)
+        except Exception as error:
+            what = {"failed": "it is in failed/", "retried": "it is tried again later"}
+            then = what.get(processing.outcome, "when its lease ends, it is delivered again")
+            cause = None if isinstance(error, _CommandFailed) else error
+            text = "task %s failed (delivery %d), %s: %s"
+            _log().error(text, task.id, task.attempts, then, error, exc_info=cause)
+        finally:
+            with self._free:
+                self._running.pop(id(task), None)
+                self.counts[processing.outcome or "lost"] += 1
+                self._free.notify_all()
+
+    def _wait_for_hands(self) -> None:
+        with self._free:
+            while self._running and len(self.signals) < 2:
+                self._free.wait(_BASE_INTERVAL_S)
+
+    def _leave(self) -> None:
+        """Give back what runs in other threads; what ran in this one has been given back."""
+        self.before_leaving()
+        for task in [*self._running.values()]:
+            try:
+                self._queue._give_back(task)
+                self.counts["released"] += 1
+            except (LeaseLost, OSError) as error:
+                _log().warning("task %s is not given back: %s", task.id, error)
+
+    @contextlib.contextmanager
+    def _hearing_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        import signal
+
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        # Not what is ignored, as by nohup, or has a handler that Python does not know.
+        before = {number: signal.getsignal(number) for number in numbers}
+        before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
+        try:
+            for number in before:
+                signal.signal(number, self._hear)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: object) -> None:
+        self.signals.append(number)
+        if len(self.signals) > 1:
+            raise KeyboardInterrupt
+
+
+class _Inspection:
+    """check(): a method for each thing that may be odd."""
+
+    def __init__(self, queue: FemtoQueue, repair: bool) -> None:
+        self._queue, self._repair, self._root = queue, repair, queue._root
+
+    def findings(self) -> Iterator[Finding]:
+        for look in (
+            *(self._file_systems, self._clock, self._strangers, self._tasks, self._twice),
+            *(self._workers, self._keys, self._leftovers),
+        ):
+            yield from look()
+
+    def _file_systems(self) -> Iterator[Finding]:
+        kind = _NETWORK_TYPES.get(_fs_type(self._root))
+        if kind is not None:
+            text = (
+                f"{kind}: other hosts' leases end by their deadlines only, and waiting is polling"
+            )
+            yield Finding("network file system", ".", text)
+        device = os.stat(self._root).st_dev
+        for name in self._directories():
+            if os.stat(self._root + name).st_dev != device:
+                yield Finding("file system", name, "another than data_dir's: rename() can't cross")
+
+    def _directories(self) -> list[str]:
+        names = [name for name in os.listdir(self._root) if os.path.isdir(self._root + name)]
+        return [name for name in sorted(names) if name in _OUR_DIRS or _parse_node_dir(name)]
+
+    def _clock(self) -> Iterator[Finding]:
+        ahead_s = (self._queue._now_ns() - _wall_ns()) / 1e9
+        if ahead_s > 1:
+            text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
+            yield Finding("clock", f"clock-{self._queue._boot}", text)
+
+    def _strangers(self) -> Iterator[Finding]:
+        directories = self._directories()
+        for name in sorted({*os.listdir(self._root)} - {*directories, "PAUSED"}):
+            if not re.fullmatch("clock-[0-9a-f]{8}", name):
+                yield Finding("foreign", name, "not of the queue's")
+        for directory in directories:
+            forms = _OUR_DIRS.get(directory, ("inflight",))
+            for name in sorted(os.listdir(self._root + directory)):
+                if not any(_PARSE[form](name) for form in forms):
+                    yield Finding("foreign", f"{directory}/{name}", "no name of a task's")
+
+    def _tasks(self) -> Iterator[Finding]:
+        for state in (*STATES, "keys"):
+            for full_path, _, ident in self._queue._find(state):
+                path = full_path[len(self._root) :]
+                try:
+                    _read_record(full_path, ident)
+                except FileNotFoundError:
+                    continue  # it moved on
+                except OSError as error:
+                    yield Finding("unreadable", path, str(error))
+                except CorruptTask as error:
+                    if state == "failed" and os.path.lexists(f"{full_path}.error"):
+                        continue  # a dead letter for just that
+                    mend = self._repair and state in ("pending", "scheduled")
+                    if mend:
+                        self._queue._set_aside(path, ident, error.reason)
+                    yield Finding("corrupt", path, error.reason, mend)
+
+    def _twice(self) -> Iterator[Finding]:
+        first: dict[str, str] = {}
+        for state in (*STATES, "keys"):
+            for path, _, ident in self._queue._find(state):
+                if ident in first and os.path.lexists(first[ident]) and os.path.lexists(path):
+                    other = first[ident][len(self._root) :]
+                    yield Finding("twice", path[len(self._root) :], f"there is {other} too")
+                first.setdefault(ident, path)
+
+    def _workers(self) -> Iterator[Finding]:
+        found = []
+        for directory in self._queue._node_dirs():
+            stats = self._queue._node_stats(directory)
+            path = f"inflight-{stats.node}"
+            if stats.liveness == "dead":
+                found.append((directory, "dead worker", path, f"{stats.inflight} tasks leased"))
+            elif stats.expired:
+                found.append((directory, "expired", path, f"{stats.expired} leases have ended"))
+        if found and self._repair:
+            self._queue._reclaim()
+        for directory, kind, path, text in found:
+            stats = self._queue._node_stats(directory)
+            ended = stats.expired or (stats.liveness == "dead" and stats.inflight)
+            yield Finding(kind, path, text, self._repair and not ended)
+
+    def _keys(self) -> Iterator[Finding]:
+        found = self._queue._idle_keys()
+        if found and self._repair:
+            self._queue._mend_keys()
+        for name in found:
+            mended = self._repair and not os.path.lexists(f"{self._root}keys/{name}")
+            yield Finding("key without a task", f"keys/{name}", "nothing of it waits", mended)
+
+    def _leftovers(self) -> Iterator[Finding]:
+        found = [f"checkpoints/{ident}" for ident in self._queue._lost_checkpoints()]
+        found += [f"creating/{name}" for name in self._queue._old_creations()]
+        if found and self._repair:
+            self._queue._sweep()
+        for path in found:
+            mended = not os.path.lexists(self._root + path)
+            yield Finding("leftover", path, "more than an hour old", mended)
+
+
 @dataclass
 class _Hint:
     """Where the task of a key was last, and the name in keys/ of the payload behind it, if any."""
@@ -2037,6 +2874,10 @@ def _quoted(key: object) -> str:
 def _unquoted(name: str) -> str:
     raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), name.encode())
     return raw.decode("utf-8", "replace")
+
+
+def _is_end(target: str) -> bool:
+    return target.startswith(("done/", "failed/")) or not target
 
 
 def _id_in(path: str) -> str:
@@ -2328,24 +3169,47 @@ class _BatchSync:
 
 
 def _find_syncfs(directory: str) -> Callable[[int], None] | None:
-    """Return syncfs(2) if the C library has it and the directory's file system is known to obey."""
+    """Return syncfs(2) if there is one and the directory's file system is known to obey it."""
+    libc = _libc()
+    if libc is None or _fs_type(directory) not in _SYNCFS_TYPES:
+        return None
+
+    def call(fd: int) -> None:
+        if libc.syncfs(fd):
+            raise _libc_error(directory)
+
+    return call
+
+
+def _fs_type(directory: str) -> int:
+    """Return f_type of statfs(2); 0 where that is not to be had."""
+    libc = _libc()
+    if libc is None:
+        return 0
+    import ctypes
+
+    # struct statfs begins with the type; 256 bytes are enough for any of them.
+    status = (ctypes.c_long * 32)()
+    failed = libc.statfs(os.fsencode(directory), status)
+    return 0 if failed else status[0] & 0xFFFFFFFF
+
+
+def _libc() -> Any:
+    """Return the C library if it is that of a Linux that has all we want of it, else None."""
     try:
         import ctypes
 
         libc = ctypes.CDLL(None, use_errno=True)
-        statfs, syncfs = libc.statfs, libc.syncfs
+        has_all = libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch
+        return libc if has_all else None
     except (ImportError, OSError, AttributeError, TypeError):
-        return None  # not Linux
-    # struct statfs begins with the type, statfs(2); 256 bytes are enough for any of them.
-    status = (ctypes.c_long * 32)()
-    if statfs(os.fsencode(directory), status) or status[0] & 0xFFFFFFFF not in _SYNCFS_TYPES:
         return None
 
-    def call(fd: int) -> None:
-        if syncfs(fd):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), directory)
 
-    return call
+def _libc_error(path: str) -> OSError:
+    import ctypes
+
+    return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
 
 
 # Locks: who is alive
@@ -2462,6 +3326,13 @@ def _monotonic_ns() -> int:
     return int(time.monotonic() * 1e9)
 
 
+def _end_s(timeout: float | None) -> float:
+    """Return when a wait ends, on the monotonic clock."""
+    if timeout is None:
+        return float("inf")
+    return time.monotonic() + _not_negative("timeout", timeout)
+
+
 def _read_boot_id() -> str | None:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
@@ -2531,6 +3402,12 @@ def _finite(name: str, value: float) -> float:
     return value
 
 
+def _not_negative(name: str, value: float) -> float:
+    if _finite(name, value) < 0:
+        raise ValueError(f"{name} must be 0 or more, not {value!r}")
+    return value
+
+
 def _positive(name: str, value: float) -> float:
     if _finite(name, value) <= 0:
         raise ValueError(f"{name} must be greater than 0, not {value!r}")
@@ -2538,6 +3415,8 @@ def _positive(name: str, value: float) -> float:
 
 
 def _reason(error: str | BaseException) -> str:
+    if isinstance(error, _CommandFailed):
+        error = str(error)
     if isinstance(error, str):
         return error if error.endswith("\n") else error + "\n"
     import traceback
@@ -2557,3 +3436,1002 @@ def _log() -> logging.Logger:
     import logging
 
     return logging.getLogger("femtoqueue")
+
+
+# Command line: a function for each command; its docstring is the help, and its end the example
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command and return its exit status: 0 ok, 1 nothing there or a condition not met,
+    2 wrong use or trouble. Errors are one line on standard error."""
+    try:
+        status = _run_command(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the flush at exit complain
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    except (FemtoQueueError, OSError, ValueError) as error:
+        print(f"femtoqueue: {error}", file=sys.stderr)
+        return 1 if isinstance(error, FemtoQueueError) else 2
+
+
+class _Command:
+    """A command: how it is used, and what runs it.
+
+    words: how its arguments after DIR are written. may_be_word: tells whether an argument can be
+    one of these, so that DIR was left out for $FEMTOQUEUE_DIR.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[str, list[str], Any], int],
+        words: str = "",
+        may_be_word: Callable[[str], object] = lambda word: False,
+        **options: tuple[Any, ...],
+    ) -> None:
+        self.run, self.words, self.may_be_word = run, words, may_be_word
+        self.options = options
+        self.help, _, self.example = (run.__doc__ or "").partition("Example: ")
+
+    def add_to(self, commands: Any, name: str) -> None:
+        import argparse
+
+        summary = self.help.partition("\n")[0].rstrip(".")
+        parser = commands.add_parser(
+            name,
+            help=summary[0].lower() + summary[1:],
+            usage=f"femtoqueue {name} [options] DIR{' ' * bool(self.words)}{self.words}",
+            description=_dedented(self.help),
+            epilog=f"example:\n  {_dedented(self.example)}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+        for option, (short, help, *more) in self.options.items():
+            settings = {"help": help, **(more[0] if more else {"action": "store_true"})}
+            flag = "--" + option.replace("_", "-")
+            parser.add_argument(*([short] if short else []), flag, **settings)
+
+
+def _dedented(text: str) -> str:
+    return "\n".join(line.strip() for line in text.strip().splitlines())
+
+
+def _run_command(words: list[str]) -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(
+        prog="femtoqueue",
+        description="A durable task queue: a directory. `femtoqueue COMMAND --help` says more.",
+        epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or\n"
+        "seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
+    for name, command in _COMMANDS.items():
+        command.add_to(commands, name)
+    name = words[0] if words else ""
+    if name not in _COMMANDS:
+        parser.parse_args(words)  # prints what is wanted, or what is wrong, and exits
+    words, dashes, rest = _split(words[1:])
+    options = commands.choices[name].parse_intermixed_args(words)
+    options.after_dashes = rest if dashes else None
+    path, others = _dir_and_words(name, options)
+    return _COMMANDS[name].run(path, others, options)
+
+
+def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
+    if "--" not in words:
+        return words, False, []
+    at = words.index("--")
+    return words[:at], True, words[at + 1 :]
+
+
+def _dir_and_words(name: str, options: Any) -> tuple[str, list[str]]:
+    given, command = options.words, _COMMANDS[name]
+    path = os.environ.get("FEMTOQUEUE_DIR")
+    if path and (not given or command.may_be_word(given[0])):
+        if name == "push" and given and os.path.isdir(given[0]):
+            raise ValueError(
+                f"push: is {given[0]!r} a queue or a payload? With FEMTOQUEUE_DIR set it is a "
+                "payload; unset that, or put payloads that are directories behind --"
+            )
+        others = given
+    elif given:
+        path, *others = given
+    else:
+        raise ValueError(f"{name}: DIR is missing, and FEMTOQUEUE_DIR is not set")
+    if name != "work":
+        others = others + (options.after_dashes or [])
+    wrong = [word for word in others if not command.may_be_word(word)]
+    if wrong:
+        raise ValueError(f"{name}: {wrong[0]!r} is not {command.words or 'to be there'}")
+    return path, others
+
+
+def _open(path: str, make: bool = False, **settings: Any) -> FemtoQueue:
+    if not make and not os.path.isdir(os.path.join(path, "pending")):
+        raise FileNotFoundError(errno.ENOENT, "there is no queue", path)
+    return FemtoQueue(path, **settings)
+
+
+def _duration(text: str) -> float:
+    """Return seconds: a TIME of the command line."""
+    form = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)(ms|s|m|h|d|)", text)
+    if form is None:
+        import argparse
+
+        raise argparse.ArgumentTypeError(f"{text!r} is no TIME: 500ms, 30s, 5m, 2h, 7d, 1.5")
+    return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
+
+
+def _moment(text: str) -> float:
+    """Return seconds since the epoch: local time, unless an offset says otherwise."""
+    import argparse
+    from datetime import datetime
+
+    try:
+        return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no point in time, as 2026-12-01T08:00 is, or 2026-12-01T08:00+01:00"
+        ) from None
+
+
+def _count(text: str) -> int:
+    number = int(text) if re.fullmatch("[0-9]{1,6}", text) else -1
+    if number < 0:
+        import argparse
+
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 999999")
+    return number
+
+
+def _time_text(seconds: float | None) -> str:
+    """Return a span in six characters or so: 7s, 3m07s, 2h05m, 4d03h."""
+    if seconds is None:
+        return "-"
+    sign, whole = "-" if seconds <= -1 else "", int(abs(seconds))
+    if whole < 60:
+        return f"{sign}{whole}s"
+    if whole < 3600:
+        return f"{sign}{whole // 60}m{whole % 60:02}s"
+    if whole < 86400:
+        return f"{sign}{whole // 3600}h{whole % 3600 // 60:02}m"
+    return f"{sign}{whole // 86400}d{whole % 86400 // 3600:02}h"
+
+
+def _push_command(path: str, words: list[str], options: Any) -> int:
+    """Add tasks, and print their ids.
+
+    Each PAYLOAD is a task; without one, standard input is: whole, or a task for each line.
+    Example: femtoqueue push jobs 'resize 42.png'
+    """
+    one = len(words) < 2 and not (options.lines or options.null)
+    if options.key is not None and not one:
+        raise ValueError("push: --key goes with one payload: of a key, one task waits")
+    due_s = options.at
+    if options.delay is not None:
+        due_s = time.time() + options.delay
+    keyed = (
+        {} if options.key is None else {"key": options.key, "if_in_flight": options.if_in_flight}
+    )
+    with _open(path, make=True, sync_after_write=options.sync) as q:
+        for payload in map(os.fsencode, words) if words else _payloads(options):
+            if due_s is None:
+                print(q.push(payload, **keyed), flush=True)
+            else:
+                print(q.schedule(payload, due_s * 1e6, **keyed), flush=True)
+    return 0
+
+
+def _payloads(options: Any) -> Iterator[bytes]:
+    stream: Any = sys.stdin.buffer
+    if options.null:
+        rest = b""
+        while chunk := stream.read1(1 << 16):
+            *whole, rest = (rest + chunk).split(b"\0")
+            yield from whole
+        if rest:
+            yield rest
+    elif options.lines:
+        for line in stream:
+            yield line.removesuffix(b"\n")
+    else:
+        yield stream.read()
+
+
+def _work_command(path: str, words: list[str], options: Any) -> int:
+    """Run CMD for each task, its payload on standard input.
+
+    Its environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. Exit status 0 is
+    done; else it is tried again later, and in the end failed, with the end of its standard error
+    as the reason. SIGTERM or Ctrl-C: what runs is finished; a second one: it goes to CMD's
+    process group, and what ran is given back. Status 1: with --drain, a task failed for good.
+    Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
+    """
+    import logging
+    import shutil
+
+    command = options.after_dashes
+    if not command:
+        raise ValueError("work: the command is missing: femtoqueue work DIR -- CMD ARGS")
+    if shutil.which(command[0]) is None:
+        raise ValueError(f"work: {command[0]}: command not found")
+    if options.output_dir is not None:
+        os.makedirs(options.output_dir, exist_ok=True)
+    screen = _Screen()
+    logging.basicConfig(stream=screen, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    q = _open(
+        path,
+        make=True,
+        node_id=options.node,
+        timeout_stale_ms=options.timeout * 1000,
+        sync_after_write=options.sync,
+        max_attempts=options.max_attempts or None,
+        retry_delay_s=options.retry_delay,
+    )
+    with q:
+        return _work_with(q, _Runner(command, options, screen), options, screen)
+
+
+def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) -> int:
+    crew = _Crew(q, runner, max(1, options.jobs), options.drain, None)
+    crew.before_leaving = lambda: runner.stop_all(crew.signals[-1])
+    over = threading.Event()
+    if not options.quiet:
+        progress = _Progress(q, crew, screen, over)
+        threading.Thread(target=progress.run, daemon=True).start()
+    started_s = time.monotonic()
+    try:
+        crew.run()
+    except SystemExit as error:
+        screen.write(f"femtoqueue: {error}\n")
+        return 2
+    finally:
+        over.set()
+        screen.progress("")
+        if not options.quiet:
+            counts = ", ".join(f"{name} {count}" for name, count in crew.counts.items())
+            took = _time_text(time.monotonic() - started_s)
+            screen.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
+    if len(crew.signals) > 1:
+        return 128 + crew.signals[-1]
+    return 1 if options.drain and crew.counts["failed"] else 0
+
+
+class _Screen:
+    """Standard output and error, shared by threads that write lines, and a progress line."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._progress = ""
+        self.is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+    def write(self, text: str) -> None:
+        self.write_bytes(text.encode("utf-8", "backslashreplace"), sys.stderr.buffer)
+
+    def flush(self) -> None:
+        pass  # write() does
+
+    def write_bytes(self, lines: bytes, stream: Any) -> None:
+        with self._lock:
+            self._draw("")
+            try:
+                stream.write(lines)
+                stream.flush()
+            except BrokenPipeError:
+                raise SystemExit("nobody reads the output any more") from None
+            self._draw(self._progress)
+
+    def progress(self, text: str) -> None:
+        """Show a line until the next one; where there is no terminal, nothing."""
+        import shutil
+
+        with self._lock:
+            self._progress = text[: shutil.get_terminal_size().columns - 1]
+            self._draw(self._progress)
+
+    def _draw(self, text: str) -> None:
+        if self.is_terminal:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+
+
+class _Progress:
+    """Says now and then how far work() has come."""
+
+    def __init__(
+        self, queue: FemtoQueue, crew: _Crew, screen: _Screen, over: threading.Event
+    ) -> None:
+        self._queue, self._crew, self._screen, self._over = queue, crew, screen, over
+        self._samples: deque[tuple[float, int]] = deque(maxlen=20)
+
+    def run(self) -> None:
+        pause_s = 0.5 if self._screen.is_terminal else 10.0
+        cost_s = 0.0
+        while not self._over.wait(max(pause_s, 20 * cost_s)):
+            started_s = time.monotonic()
+            try:
+                text = self._text()
+            except OSError as error:
+                text = str(error)
+            cost_s = time.monotonic() - started_s
+            if self._screen.is_terminal:
+                self._screen.progress(text)
+            else:
+                self._screen.write(f"femtoqueue: {text}\n")
+
+    def _text(self) -> str:
+        counts = self._crew.counts
+        ended = counts["done"] + counts["failed"]
+        self._samples.append((time.monotonic(), ended))
+        waiting = sum(
+            len(os.listdir(f"{self._queue._root}{it}")) for it in ("pending", "scheduled")
+        )
+        (since_s, before), (now_s, _) = self._samples[0], self._samples[-1]
+        rate = (ended - before) / (now_s - since_s) if now_s > since_s else 0.0
+        left = f", {_time_text(waiting / rate)} left" if rate else ""
+        return (
+            f"done {counts['done']}, failed {counts['failed']}, waiting {waiting}, "
+            f"{rate:.1f}/s{left}"
+        )
+
+
+class _Runner:
+    """The handler of the command `work`: runs CMD, and raises _CommandFailed."""
+
+    def __init__(self, command: list[str], options: Any, screen: _Screen) -> None:
+        self._command, self._screen = command, screen
+        self._timeout_s, self._output_dir = options.task_timeout, options.output_dir
+        self._running: set[Any] = set()
+        self._signal = 15  # what those get whom we end
+
+    def __call__(self, task: FemtoTask) -> None:
+        with contextlib.ExitStack() as files:
+            process = self._started(task, files)
+            self._running.add(process)
+            try:
+                tail = self._followed(process, files)
+            except BaseException:
+                self._end(process)
+                raise
+            finally:
+                self._running.discard(process)
+        if process.returncode:
+            status = process.returncode
+            what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
+            raise _CommandFailed(f"{what}\n{tail.decode('utf-8', 'replace')}".rstrip())
+
+    def _started(self, task: FemtoTask, files: contextlib.ExitStack) -> Any:
+        import subprocess
+
+        env = {
+            **os.environ,
+            "FEMTOQUEUE_ID": task.id,
+            "FEMTOQUEUE_ATTEMPT": str(task.attempts),
+            "FEMTOQUEUE_KEY": task.key or "",
+        }
+        outputs: list[Any] = [subprocess.PIPE, subprocess.PIPE]
+        if self._output_dir is not None:
+            paths = (f"{self._output_dir}/{task.id}.{name}" for name in ("out", "err"))
+            outputs = [files.enter_context(open(path, "ab")) for path in paths]  # noqa: SIM115
+        stdin = files.enter_context(_readable(task.data))
+        try:
+            # A group of its own: Ctrl-C at the terminal is for us, who finish what runs.
+            return subprocess.Popen(
+                self._command,
+                stdin=stdin,
+                stdout=outputs[0],
+                stderr=outputs[1],
+                env=env,
+                start_new_session=True,
+            )
+        except OSError as error:  # no fault of the task's
+            raise SystemExit(f"{self._command[0]}: {error.strerror}") from error
+
+    def _followed(self, process: Any, files: contextlib.ExitStack) -> bytes:
+        """Pass on what a process writes, line by line, until it has ended; return the end of its
+        standard error."""
+        import subprocess
+
+        end_s = float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
+        err = _Lines(sys.stderr.buffer, self._screen)
+        if process.stdout is not None:
+            out = _Lines(sys.stdout.buffer, self._screen)
+            sinks = {process.stdout: out, process.stderr: err}
+            for pipe in sinks:
+                files.enter_context(pipe)
+            self._pass_on(process, sinks, end_s)
+        try:
+            process.wait(None if self._timeout_s is None else max(0, end_s - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self._end(process)
+            raise _CommandFailed(f"killed after {_time_text(self._timeout_s)}") from None
+        return err.tail
+
+    def _pass_on(self, process: Any, sinks: dict[Any, _Lines], end_s: float) -> None:
+        import selectors
+
+        with selectors.DefaultSelector() as selector:
+            for pipe, lines in sinks.items():
+                selector.register(pipe, selectors.EVENT_READ, lines)
+            while selector.get_map() and time.monotonic() < end_s:
+                ready = selector.select(0.1)
+                for key, _ in ready:
+                    data = os.read(key.fd, 1 << 16)
+                    key.data.feed(data)
+                    if not data:
+                        selector.unregister(key.fileobj)
+                if not ready and process.poll() is not None:
+                    break  # what it left running in the background has the pipes still
+        for lines in sinks.values():
+            lines.feed(b"")
+
+    def stop_all(self, number: int) -> None:
+        self._signal = number
+        for process in [*self._running]:
+            self._kill(process, number)
+        for process in [*self._running]:
+            self._end(process)
+
+    def _end(self, process: Any) -> None:
+        """End a process and its group; if it does not go, kill it."""
+        import subprocess
+
+        self._kill(process, self._signal)
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._kill(process, 9)
+            process.wait()
+
+    def _kill(self, process: Any, number: int) -> None:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, number)
+
+
+class _Lines:
+    """Passes on whole lines, and keeps the last 4 KiB."""
+
+    def __init__(self, stream: Any, screen: _Screen) -> None:
+        self.tail = b""
+        self._stream, self._screen, self._rest = stream, screen, b""
+
+    def feed(self, data: bytes) -> None:
+        """Take what came; b"": that was all."""
+        self.tail = (self.tail + data)[-4096:]
+        lines, newline, self._rest = (self._rest + data).rpartition(b"\n")
+        if self._rest and (not data or len(self._rest) > 1 << 16):
+            lines, newline, self._rest = lines + newline + self._rest, b"\n", b""
+        if newline:
+            self._screen.write_bytes(lines + newline, self._stream)
+
+
+@contextlib.contextmanager
+def _readable(data: bytes) -> Iterator[int]:
+    """Give a descriptor from which a child reads data: a pipe if it fits in, else a file."""
+    if len(data) <= _PIPE_BYTES:
+        fd, end = os.pipe()
+        try:
+            os.write(end, data)
+        finally:
+            os.close(end)
+    else:
+        import tempfile
+
+        with tempfile.TemporaryFile() as file:
+            file.write(data)
+            file.seek(0)
+            fd = os.dup(file.fileno())
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _pop_command(path: str, words: list[str], options: Any) -> int:
+    """Lease the oldest task, and print its lease's name: a path in DIR, whose end is the id.
+
+    The lease is a node's, not this process's: it lasts until done, fail or release, or for
+    --timeout. Those take the name (another delivery's they leave alone) or the id. Status 1:
+    nothing is to be had. With --payload, the payload is printed, and the name on standard error.
+    Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
+    """
+    with _open(path, node_id=options.node, timeout_stale_ms=options.timeout * 1000) as q:
+        q._detached = True
+        task = q.pop(options.wait) if options.key is None else q.take(options.key, options.wait)
+    if task is None:
+        return 1
+    if options.payload:
+        sys.stdout.buffer.write(task.data)
+        print(task._lease, file=sys.stderr)
+    else:
+        print(task._lease)
+    return 0
+
+
+def _leased(q: FemtoQueue, word: str) -> FemtoTask:
+    """Return the task in flight of a lease's name or an id, to be settled; not its payload."""
+    name = word.rpartition("/")[2]
+    for path, attempts, ident in q._find("inflight"):
+        lease = path[len(q._root) :]
+        if word == lease or name in (os.path.basename(lease), ident):
+            return FemtoTask(ident, b"", attempts, None, q._read_checkpoint(ident), lease)
+    raise LeaseLost(name[-29:], True, "it is not in flight by that name (any more)")
+
+
+def _each_lease(path: str, words: list[str], settle: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
+    """Settle the leases that words name; those that can't be are told, and the status is 1."""
+    if not words:
+        raise ValueError("which task? The name that `pop` printed, or an id, is missing")
+    status = 0
+    with _open(path) as q:
+        for word in words:
+            try:
+                settle(q, _leased(q, word))
+            except LeaseLost as error:
+                print(f"femtoqueue: {error}", file=sys.stderr)
+                status = 1
+    return status
+
+
+def _done_command(path: str, words: list[str], options: Any) -> int:
+    """End tasks that `pop` leased: they move to done/.
+
+    Example: femtoqueue done jobs "$task"
+    """
+    return _each_lease(path, words, FemtoQueue.done)
+
+
+def _fail_command(path: str, words: list[str], options: Any) -> int:
+    """Set tasks that are in flight aside as dead letters, with a reason.
+
+    Example: femtoqueue fail jobs "$task" --reason 'no such image'
+    """
+    return _each_lease(path, words, lambda q, task: q.fail(task, options.reason))
+
+
+def _release_command(path: str, words: list[str], options: Any) -> int:
+    """Give tasks that are in flight back: to the back of the queue, its front, or after a while.
+
+    Also from another worker, who can then change nothing any more.
+    Example: femtoqueue release jobs "$task" --delay 5m
+    """
+
+    def release(q: FemtoQueue, task: FemtoTask) -> None:
+        q.release(task, front=options.front, delay_s=options.delay)
+
+    return _each_lease(path, words, release)
+
+
+def _extend_command(path: str, words: list[str], options: Any) -> int:
+    """Renew leases, and print their new names.
+
+    Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
+    """
+
+    def extend(q: FemtoQueue, task: FemtoTask) -> None:
+        q.extend(task, options.timeout * 1000)
+        print(task._lease)
+
+    return _each_lease(path, words, extend)
+
+
+def _rows(q: FemtoQueue, states: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """Yield what `ls` tells of each task, by the name and the first line of its file."""
+    for state in states:
+        for path, attempts, ident in q._find(state):
+            name, node = os.path.basename(path), path.rpartition("/inflight-")[2].partition("/")[0]
+            try:
+                key, size = _read_head(path)
+            except OSError:
+                continue  # it moved on
+            left_s = None
+            if state == "inflight":
+                left_s = round((int(name[:20]) - q._now_ns()) / 1e9, 3)
+            elif state == "scheduled":
+                left_s = round((int(name[:20]) - _wall_ns()) / 1e9, 3)
+            yield {
+                "id": ident,
+                "state": state,
+                "age_s": round((q._now_ns() - int(ident[:20])) / 1e9, 3),
+                "attempts": attempts,
+                "key": key,
+                "size_bytes": size,
+                "node": node if state == "inflight" else None,
+                "left_s": left_s,
+            }
+
+
+def _read_head(path: str) -> tuple[str | None, int | None]:
+    """Return a task's key and size by its first line; (None, None) if that is none."""
+    fd = os.open(path, _READ_FLAGS)
+    try:
+        header = _match_header(os.read(fd, 1024))
+    except IsADirectoryError:
+        header = None
+    finally:
+        os.close(fd)
+    if header is None:
+        return None, None
+    return (_unquoted(header[3].decode()) if header[3] else None), int(header[2])
+
+
+def _ls_command(path: str, words: list[str], options: Any) -> int:
+    """List tasks: all, or those of a state: pending, scheduled, inflight, done, failed.
+
+    Columns: state, id, age, attempts, size in bytes (-: corrupt), time until the lease ends or
+    the task is due, key, node. Separated by tabs, and in seconds, where it is not a terminal.
+    Example: femtoqueue ls jobs failed
+    """
+    with _open(path) as q:
+        rows = _rows(q, words or STATES)
+        if options.json:
+            import json
+
+            for row in rows:
+                print(json.dumps(row))
+        elif sys.stdout.isatty():
+            _print_table(rows)
+        else:
+            names = ("state", "id", "age_s", "attempts", "size_bytes", "left_s", "key", "node")
+            for row in rows:
+                print(*("-" if row[name] is None else row[name] for name in names), sep="\t")
+    return 0
+
+
+def _print_table(rows: Iterable[dict[str, Any]]) -> None:
+    import shutil
+
+    width = shutil.get_terminal_size().columns
+    head = {"state": "STATE", "id": "ID", "attempts": "TRY", "size_bytes": "BYTES", "key": "KEY"}
+    print(_table_line(head, "AGE", "LEFT", "NODE")[:width])
+    for row in rows:
+        age, left = _time_text(row["age_s"]), _time_text(row["left_s"])
+        print(_table_line(row, age, left, row["node"])[:width])
+
+
+def _table_line(row: dict[str, Any], age: str, left: str, node: str | None) -> str:
+    size = "-" if row["size_bytes"] is None else row["size_bytes"]
+    key = "".join(it if it.isprintable() else "?" for it in row["key"] or "-")
+    return (
+        f"{row['state']:9} {row['id']:29} {age:>6} {row['attempts']:>3} {size:>8} {left:>6} "
+        f"{key} {node or ''}"
+    )
+
+
+def _stat_command(path: str, words: list[str], options: Any) -> int:
+    """Count the tasks in each state; for monitors, too.
+
+    Status 1 if more than --max-pending wait, or the oldest for longer than --max-age.
+    Example: femtoqueue stat jobs --max-age 10m
+    """
+    with _open(path) as q:
+        stats, paused = q.stats(), q.paused
+    live = Counter(node.liveness for node in stats.nodes)
+    figures: dict[str, Any] = {
+        **{name: getattr(stats, name) for name in ("pending", "scheduled", "inflight")},
+        **{name: getattr(stats, name) for name in ("buffered", "done", "failed")},
+        "oldest_pending_age_s": stats.oldest_pending_age_s,
+        **{f"workers_{name}": live[name] for name in ("alive", "dead", "unknown")},
+        "disk_bytes": _disk_bytes(path),
+        "paused": paused,
+    }
+    if options.json:
+        import json
+
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:20} {'-' if value is None else value}")
+    return _exceeded(stats, options)
+
+
+def _exceeded(stats: Stats, options: Any) -> int:
+    status, age_s = 0, stats.oldest_pending_age_s or 0
+    if options.max_pending is not None and stats.pending > options.max_pending:
+        print(f"femtoqueue: {stats.pending} tasks are pending", file=sys.stderr)
+        status = 1
+    if options.max_age is not None and age_s > options.max_age:
+        print(f"femtoqueue: the oldest task waits for {_time_text(age_s)}", file=sys.stderr)
+        status = 1
+    return status
+
+
+def _disk_bytes(path: str) -> int:
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                status = os.lstat(os.path.join(directory, name))
+                total += getattr(status, "st_blocks", status.st_size // 512) * 512
+    return total
+
+
+def _top_command(path: str, words: list[str], options: Any) -> int:
+    """Show the queue live: counts, rates, workers and what they hold. q leaves.
+
+    Where it is not a terminal, it prints a block each --interval, --count times.
+    Example: femtoqueue top jobs
+    """
+    with _open(path) as q, _keyboard() as keyboard:
+        top = _Top(q, path, keyboard is not None)
+        for number in itertools.count(1):
+            top.draw()
+            if number == options.count:
+                return 0
+            if keyboard is None:
+                time.sleep(options.interval)
+            elif keyboard(max(options.interval, 20 * top.cost_s)) in ("q", "Q", "\x03", "\x04"):
+                return 0
+    return 0
+
+
+@contextlib.contextmanager
+def _keyboard() -> Iterator[Callable[[float], str] | None]:
+    """On a terminal: take it over, and give a function that waits for a key, "" if none came."""
+    try:
+        import select
+        import termios
+        import tty
+    except ImportError:
+        yield None
+        return
+    if not (sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"):
+        yield None
+        return
+    fd = sys.stdin.fileno()
+
+    def key(seconds: float) -> str:
+        ready = select.select([fd], [], [], seconds)[0]
+        return os.read(fd, 1).decode("ascii", "replace") if ready else ""
+
+    before = termios.tcgetattr(fd)
+    try:
+        tty.setcbreak(fd)
+        print("\x1b[?1049h\x1b[?25l", end="", flush=True)  # another screen, no cursor
+        yield key
+    finally:
+        print("\x1b[?25h\x1b[?1049l", end="", flush=True)
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+class _Top:
+    def __init__(self, queue: FemtoQueue, path: str, is_terminal: bool) -> None:
+        self._queue, self._path, self._is_terminal = queue, path, is_terminal
+        self._before: tuple[float, int, int] | None = None
+        self.cost_s = 0.0
+
+    def draw(self) -> None:
+        import shutil
+
+        started_s = time.monotonic()
+        lines = self._lines(self._queue.stats())
+        self.cost_s = time.monotonic() - started_s
+        if not self._is_terminal:
+            print("\n".join(lines), end="\n\n", flush=True)
+            return
+        columns, rows = shutil.get_terminal_size()
+        lines = [line[:columns] for line in lines[: rows - 1]]
+        if "NO_COLOR" not in os.environ:
+            lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
+        body = "".join(f"{line}\x1b[K\n" for line in lines)
+        print(f"\x1b[H{body}\x1b[J", end="", flush=True)
+
+    def _lines(self, stats: Stats) -> list[str]:
+        rate_in, rate_out = self._rates(stats)
+        state = "   PAUSED" if self._queue.paused else ""
+        lines = [
+            f"{self._path}   {time.strftime('%H:%M:%S')}{state}",
+            f"pending {stats.pending}   scheduled {stats.scheduled}   in flight {stats.inflight}"
+            f"   buffered {stats.buffered}   done {stats.done}   failed {stats.failed}",
+            f"in {rate_in}   out {rate_out}   oldest {_time_text(stats.oldest_pending_age_s)}",
+            "",
+            f"{'NODE':32} {'IS':8} {'IN FLIGHT':>9} {'EXPIRED':>8}",
+        ]
+        lines += [
+            f"{it.node:32} {it.liveness:8} {it.inflight:9} {it.expired:8}" for it in stats.nodes
+        ]
+        head = {
+            "state": "STATE",
+            "id": "ID",
+            "attempts": "TRY",
+            "size_bytes": "BYTES",
+            "key": "KEY",
+        }
+        lines += ["", _table_line(head, "AGE", "LEFT", "NODE")]
+        for row in itertools.islice(_rows(self._queue, ["inflight"]), 100):
+            age, left = _time_text(row["age_s"]), _time_text(row["left_s"])
+            lines.append(_table_line(row, age, left, row["node"]))
+        return lines
+
+    def _rates(self, stats: Stats) -> tuple[str, str]:
+        """Return what came in and what ended, per second, since the last look."""
+        ended = stats.done + stats.failed
+        total = ended + stats.pending + stats.scheduled + stats.inflight + stats.buffered
+        now_s = time.monotonic()
+        before, self._before = self._before, (now_s, total, ended)
+        if before is None or now_s <= before[0]:
+            return "-", "-"
+        seconds = now_s - before[0]
+        rates = ((total - before[1]) / seconds, (ended - before[2]) / seconds)
+        return f"{max(0, rates[0]):.1f}/s", f"{max(0, rates[1]):.1f}/s"
+
+
+def _pause_command(path: str, words: list[str], options: Any) -> int:
+    """Hand nothing out until resume, in any process.
+
+    Example: femtoqueue pause jobs
+    """
+    with _open(path) as q:
+        q.pause()
+    return 0
+
+
+def _resume_command(path: str, words: list[str], options: Any) -> int:
+    """Hand tasks out again after pause.
+
+    Example: femtoqueue resume jobs
+    """
+    with _open(path) as q:
+        q.resume()
+    return 0
+
+
+def _check_command(path: str, words: list[str], options: Any) -> int:
+    """Look for what is odd in DIR: one line each; status 1 if something is, and stays.
+
+    Reads every task. --repair mends what is safe to mend.
+    Example: femtoqueue check jobs --repair
+    """
+    status = 0
+    with _open(path) as q:
+        for finding in _Inspection(q, options.repair).findings():
+            mended = "mended" if finding.repaired else "odd"
+            print(finding.kind, finding.path, finding.text, mended, sep="\t")
+            status = status if finding.repaired else 1
+    return status
+
+
+def _show_command(path: str, words: list[str], options: Any) -> int:
+    """Print what there is to know of a task, and its payload.
+
+    Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
+    """
+    if len(words) != 1:
+        raise ValueError("show: one id is wanted")
+    ident = words[0][-29:]
+    with _open(path) as q:
+        task = q.peek(ident)
+        if task is None:
+            raise TaskNotFound(f"no task {ident}")
+        if not options.payload:
+            row = next((it for it in _rows(q, STATES) if it["id"] == ident), {"id": ident})
+            for name, value in row.items():
+                print(f"{name:12} {'-' if value is None else value}")
+            with (
+                contextlib.suppress(FileNotFoundError),
+                open(f"{q._root}failed/{ident}.error", encoding="utf-8", errors="replace") as file,
+            ):
+                print(f"{'reason':12} {file.read().rstrip()}")
+            print(flush=True)
+    sys.stdout.buffer.write(task.data)
+    return 0
+
+
+def _retry_command(path: str, words: list[str], options: Any) -> int:
+    """Put failed tasks to the back of the queue, their attempts at 0.
+
+    Example: femtoqueue retry jobs --all
+    """
+    if bool(words) == options.all:
+        raise ValueError("retry: ids or --all are wanted")
+    with _open(path) as q:
+        if options.all:
+            print(q.retry_failed())
+        for ident in words:
+            q.retry(ident)
+    return 0
+
+
+def _purge_command(path: str, words: list[str], options: Any) -> int:
+    """Delete tasks that were done long ago (--failed: those that failed too); print how many.
+
+    Example: femtoqueue purge jobs --older-than 7d
+    """
+    with _open(path) as q:
+        print(q.purge(options.older_than, ("done", "failed") if options.failed else ("done",)))
+    return 0
+
+
+def _is_task_word(word: str) -> bool:
+    """Whether a word is an id, or the name of a lease."""
+    return bool(_parse_id(word) or _PARSE["inflight"](word.rpartition("/")[2]))
+
+
+_VALUE: dict[str, Any] = {"metavar": "TEXT"}
+_TIME: dict[str, Any] = {"metavar": "TIME", "type": _duration}
+_NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
+_LEASE = ("", "the lease (visibility timeout); default 30s", {**_TIME, "default": 30.0})
+_SYNC = ("", "survive power loss, not only the death of processes")
+_IDS = ("ID ...", _is_task_word)
+_COMMANDS = {
+    "push": _Command(
+        _push_command,
+        "[PAYLOAD ...]",
+        lambda word: True,
+        lines=("", "one task for each line of standard input"),
+        null=("-0", "one task for each piece that ends with a zero byte"),
+        key=("", "at most one task of a key waits: this payload replaces its", _VALUE),
+        if_in_flight=(
+            "",
+            "if the key's task is in flight: buffer (default), update or reject",
+            {"choices": _POLICIES, "default": "buffer"},
+        ),
+        delay=("", "not before that much time has gone by", _TIME),
+        at=("", "not before that time, as 2026-12-01T08:00", {"metavar": "WHEN", "type": _moment}),
+        sync=_SYNC,
+    ),
+    "work": _Command(
+        _work_command,
+        "-- CMD [ARG ...]",
+        jobs=("-j", "commands at a time; default 1", {**_NUMBER, "default": 1}),
+        drain=("", "end when nothing waits or runs any more"),
+        max_attempts=("", "default 3; 0: no limit", {**_NUMBER, "default": 3}),
+        retry_delay=("", "before the second; doubles; default 1s", {**_TIME, "default": 1.0}),
+        timeout=("", "the lease, renewed while CMD runs; default 30s", _LEASE[2]),
+        task_timeout=("", "kill CMD after that", _TIME),
+        output_dir=("", "CMD's output to ID.out and ID.err in there", {"metavar": "DIR"}),
+        node=("", "this worker's name; default: a fresh one", _VALUE),
+        sync=_SYNC,
+        quiet=("-q", "no progress"),
+    ),
+    "pop": _Command(
+        _pop_command,
+        timeout=_LEASE,
+        wait=("", "for a task; default 0", {**_TIME, "default": 0.0}),
+        key=("", "the task of that key, out of turn", _VALUE),
+        node=("", "whose lease it is; default cli", {**_VALUE, "default": "cli"}),
+        payload=("", "print the payload"),
+    ),
+    "done": _Command(_done_command, *_IDS),
+    "fail": _Command(_fail_command, *_IDS, reason=("", "why", _VALUE)),
+    "release": _Command(
+        _release_command,
+        *_IDS,
+        front=("", "to the front, where it was"),
+        delay=("", "after that", {**_TIME, "default": 0.0}),
+    ),
+    "extend": _Command(_extend_command, *_IDS, timeout=_LEASE),
+    "ls": _Command(_ls_command, "[STATE]", STATES.__contains__, json=("", "an object a line")),
+    "stat": _Command(
+        _stat_command,
+        json=("", "as an object"),
+        max_age=("", "of the oldest pending task", _TIME),
+        max_pending=("", "tasks", _NUMBER),
+    ),
+    "top": _Command(
+        _top_command,
+        interval=("", "between two looks; default 1s", {**_TIME, "default": 1.0}),
+        count=("-n", "looks; default: no limit", _NUMBER),
+    ),
+    "pause": _Command(_pause_command),
+    "resume": _Command(_resume_command),
+    "check": _Command(_check_command, repair=("", "mend what is safe to mend")),
+    "show": _Command(_show_command, "ID", _is_task_word, payload=("", "only the payload")),
+    "retry": _Command(_retry_command, "[ID ...]", _is_task_word, all=("", "all that failed")),
+    "purge": _Command(
+        _purge_command,
+        older_than=("", "since it was finished", {**_TIME, "required": True}),
+        failed=("", "dead letters too"),
+    ),
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
