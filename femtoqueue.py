@@ -1846,7 +1846,7 @@ class FemtoQueue:
 
     def _mend_keys(self) -> None:
         """Let in the payloads whose task is gone, and remove the locks of keys that have none."""
-        newer = {form["id"][-8:] for _, form in self._listed("keys")}
+        newer = {name[-8:] for name in self._files_of_keys("keys")}
         for tag in sorted(newer.union(name[-8:] for name in self._idle_keys())):
             with contextlib.suppress(BlockingIOError), self._bucket(tag, wait=False) as bucket:
                 for key in [*bucket.hints]:
@@ -1856,16 +1856,16 @@ class FemtoQueue:
 
     def _idle_keys(self) -> list[str]:
         """Return the hashes of keys, and the newer payloads, that have no task."""
-        keys = f"{self._root}keys/"
-        hashes = {name for name, _ in self._listed("keys", "tag") if os.path.isfile(keys + name)}
-        newer = {name: form["id"][-8:] for name, form in self._listed("keys")}
-        if not hashes and not newer:
+        files = self._files_of_keys("tag") + self._files_of_keys("keys")
+        if not files:
             return []
         found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
         busy = {ident[-8:] for _, _, ident in found}
-        return sorted(hashes - busy) + sorted(
-            name for name, tag in newer.items() if tag not in busy
-        )
+        return [name for name in files if name[-8:] not in busy]
+
+    def _files_of_keys(self, form: str) -> list[str]:
+        names = [name for name, _ in self._listed("keys", form)]
+        return [name for name in names if os.path.isfile(f"{self._root}keys/{name}")]
 
     def _adopt(self, bucket: _Bucket) -> None:
         """Let in newer payloads that no hint knows: power loss, or a person, took the hint."""
