@@ -2504,6 +2504,8 @@ class _Processing:
             else:
                 queue.release(task, delay_s=queue._retry_delay_s(task.attempts))
                 self.outcome = "retried"
+        except LeaseLost as lost:
+            raise lost from error
         finally:
             queue._under_way.pop(id(task), None)
 

@@ -2259,8 +2259,20 @@ def hold_and_close(q: FemtoQueue, say: Say) -> None:
     say("done a")
 
 
+def save_progress(q: FemtoQueue, say: Say) -> None:
+    push_some(q, say)
+    task = _taken(q)
+    q.checkpoint(task, b"1")
+    q.checkpoint(task, b"2")
+    q.release(task, front=True)
+    with q.processing(_taken(q)) as task:
+        assert task.checkpoint == b"2", task.checkpoint
+    say("done a")
+
+
 SCENARIOS: tuple[Scenario, ...] = (
     push_some,
+    save_progress,
     push_batch,
     schedule_and_finish,
     push_and_finish,
@@ -3993,6 +4005,993 @@ class Compatibility(QueueCase):
             q.done(task)
         with self.assertRaises(Exception):  # noqa: B017
             q.fail(task)
+
+
+# Waiting and running
+
+
+Tasks = list[Any]
+
+
+class Waiting(QueueCase):
+    """Who waits is woken; that it was soon is the benchmark's to show."""
+
+    polling = False  # class Polling: without inotify
+
+    def setUp(self) -> None:
+        super().setUp()
+        if self.polling:
+            patch = mock.patch.object(femtoqueue, "_libc", return_value=None)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def waiting(self, q: FemtoQueue, work: Callable[[], object]) -> threading.Thread:
+        """Start work() in a thread, and return when it waits."""
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        while q._bell is None or not (q._bell._listening or self.polling):
+            self.assertTrue(thread.is_alive(), "it did not wait")
+            time.sleep(0.001)
+        self.addCleanup(thread.join, 60)
+        return thread
+
+    @FORK
+    def test_a_push_of_another_process_wakes_who_waits(self) -> None:
+        def push(child: Child) -> None:
+            q = FemtoQueue(self.path)
+            child.wait_for_go()
+            child.say(q.push(b"x"))
+
+        q, child, got = self.queue(), self.child(push), Tasks()
+        thread = self.waiting(q, lambda: got.append(q.pop(60)))
+        child.go()
+        lines, _ = child.finish()
+        thread.join(60)
+        self.assertEqual([task.id for task in got], lines)
+        assert q._bell is not None
+        self.assertEqual(q._bell.rings > 0, not self.polling, "woken, not by chance")
+
+    def test_a_task_that_comes_due_wakes_who_waits(self) -> None:
+        """Also one that was scheduled by another while it waited, before all others."""
+        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        other.schedule(b"later", (time.time() + 3600) * 1e6)
+        thread = self.waiting(q, lambda: got.append(q.pop(60)))
+        other.schedule(b"soon", (time.time() + 0.05) * 1e6)
+        thread.join(60)
+        self.assertEqual(got[0].data, b"soon")
+
+    def test_a_lease_that_runs_out_wakes_who_waits(self) -> None:
+        q, other = self.queue(), self.queue("n2", timeout_stale_ms=50)
+        q.push(b"x")
+        first = self.pop(other)
+        second = q.pop(60)
+        assert second is not None
+        self.assertEqual((second.id, second.attempts), (first.id, 2))
+        with self.assertRaises(LeaseLost):
+            other.done(first)
+
+    @FORK
+    def test_the_death_of_a_worker_wakes_who_waits(self) -> None:
+        """Its lease lasts for as long as it lives, so nothing else does."""
+
+        def hold(child: Child) -> None:
+            q = FemtoQueue(self.path, timeout_stale_ms=None)
+            task = _taken(q)
+            child.say(task.id)
+            child.wait_for_go()
+
+        q = self.queue()
+        ident, child, got = q.push(b"x"), self.child(hold), Tasks()
+        self.assertEqual(child.line(), ident)
+        thread = self.waiting(q, lambda: got.append(q.pop(60)))
+        child.kill()
+        thread.join(60)
+        self.assertEqual(got[0].id, ident)
+
+    def test_who_waits_while_paused_is_woken_by_resume(self) -> None:
+        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q.push(b"x")
+        other.pause()
+        self.assertTrue(q.paused)
+        self.assertIsNone(q.pop(0.01))
+        thread = self.waiting(q, lambda: got.append(q.pop(60)))
+        other.resume()
+        thread.join(60)
+        self.assertEqual((got[0].data, q.paused), (b"x", False))
+        other.resume()  # twice is no error
+
+    def test_take_waits_for_its_key_and_leaves_others(self) -> None:
+        """For a first task, and for one that its holder gives back."""
+        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q.push(b"other", key="other")
+        thread = self.waiting(q, lambda: got.append(q.take("mine", 60)))
+        other.push(b"first", key="mine")
+        thread.join(60)
+        q.release(got[0])
+        held = other.take("mine")
+        assert held is not None
+        self.assertIsNone(q.take("mine", 0.01))
+        threading.Timer(0.01, other.release, [held]).start()
+        again = q.take("mine", 60)
+        assert again is not None
+        self.assertEqual((got[0].data, again.data), (b"first", b"first"))
+
+    def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
+        q = self.queue()
+        started_s = time.monotonic()
+        self.assertIsNone(q.pop(0.05))
+        self.assertIsNone(q.take("key", 0.05))
+        self.assertEqual([*q.drain(0.05)], [])
+        self.assertGreaterEqual(time.monotonic() - started_s, 0.1)
+
+    def test_a_timeout_that_is_none_is_an_error_and_leases_nothing(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        q.push(b"x", key="key")
+        bad: list[Any] = ["1", True, [], -1, float("nan"), float("inf")]
+        for timeout in bad:
+            for call in (q.pop, q.drain, lambda timeout: q.take("key", timeout)):
+                with self.assertRaisesRegex((TypeError, ValueError), "timeout must be"):
+                    call(timeout)
+        self.assertEqual(self.states(), {"pending": 2})
+
+    @FORK
+    def test_ctrl_c_gets_through_to_who_waits(self) -> None:
+        def wait(child: Child) -> None:
+            q = FemtoQueue(self.path)
+            q.pop(0.001)
+            child.say("waits")
+            try:
+                q.pop(None)
+            except KeyboardInterrupt:
+                child.say("interrupted")
+
+        child = self.child(wait)
+        child.line()
+        os.kill(child.pid, signal.SIGINT)
+        self.assertEqual(child.finish(), (["interrupted"], 0))
+
+    @FORK
+    def test_threads_that_wait_at_one_object_get_each_task_once(self) -> None:
+        def push(child: Child) -> None:
+            q = FemtoQueue(self.path)
+            child.wait_for_go()
+            for number in range(200):
+                q.push(b"%d" % number)
+                child.say("pushed")
+
+        q, child, got = self.queue(), self.child(push), []
+        free = threading.Semaphore(0)
+
+        def take() -> None:
+            while (task := q.pop(60)) is not None and task.data != b"end":
+                q.done(task)
+                got.append(int(task.data))
+                free.release()
+
+        threads = [threading.Thread(target=take, daemon=True) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        child.go()
+        for _ in range(200):
+            self.assertTrue(free.acquire(timeout=60))
+        for _ in threads:
+            q.push(b"end")
+        for thread in threads:
+            thread.join(60)
+        self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
+
+    def test_a_forked_child_waits_by_a_bell_of_its_own(self) -> None:
+        q = self.queue()
+        q.pop(0.001)
+        bell = q._bell
+        q._after_fork()
+        self.assertIsNone(q._bell)
+        q.push(b"x")
+        task = q.pop(1)
+        self.assertIsNotNone(task)
+        self.assertIsNot(q._bell, bell)
+
+    # drain()
+
+    def test_drain_waits_for_what_others_may_give_back(self) -> None:
+        """A loop over pop() would have ended."""
+        q, other, got = self.queue(), self.queue("n2"), []
+        q.push(b"1")
+        held = self.pop(other)
+
+        def drain() -> None:
+            for task in q.drain():
+                got.append(task.data)
+                q.done(task)
+
+        thread = self.waiting(q, drain)
+        self.assertEqual(got, [])
+        other.release(held, delay_s=0.05)
+        thread.join(60)
+        self.assertEqual((got, self.states()), ([b"1"], {"done": 1}))
+
+    def test_drain_ends_when_the_last_one_of_others_is_done(self) -> None:
+        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q.push(b"1", key="key")
+        held = self.pop(other)
+        q.push(b"2", key="key")
+        thread = self.waiting(q, lambda: got.extend(q.drain()))
+        q.push(b"3", key="key")
+        other.done(held)
+        other.done(self.pop(other)) if self.names("pending") else None
+        thread.join(0.2)
+        for task in got:
+            q.done(task)
+        thread.join(60)
+        self.assertFalse(thread.is_alive())
+        self.assertEqual(self.states(), {"done": 2})
+
+
+class Polling(Waiting):
+    """The same where there is no inotify."""
+
+    polling = True
+
+
+class Hearing(QueueCase):
+    """What inotify must not miss."""
+
+    def bell(self, q: FemtoQueue) -> femtoqueue._Bell:
+        q.pop(0.001)
+        bell = q._bell
+        assert bell is not None
+        if bell.fd < 0:
+            self.skipTest("no inotify here: Polling covers what there is")
+        return bell
+
+    def test_what_came_before_the_wait_is_not_slept_over(self) -> None:
+        """Nor is what another thread heard in between."""
+        q = self.queue()
+        bell = self.bell(q)
+        rings = bell.rings
+        q.push(b"x")
+        bell.wait(rings, 60)
+        self.assertGreater(bell.rings, rings)
+        bell.wait(rings, 60)
+
+    def test_a_push_into_a_replaced_directory_is_heard(self) -> None:
+        q = self.queue()
+        bell = self.bell(q)
+        rings = bell.rings
+        os.mkdir(self.file("creating", "fresh"))
+        os.rename(self.file("creating", "fresh"), self.file("pending"))
+        bell.wait(rings, 60)
+        while rings != bell.rings:
+            rings = bell.rings
+            bell.wait(rings, 0)
+        q.push(b"x")
+        bell.wait(rings, 60)
+        self.assertGreater(bell.rings, rings)
+
+    def test_without_a_descriptor_or_on_a_shared_file_system_it_polls(self) -> None:
+        """inotify does not hear other hosts, so nobody relies on it there."""
+        with mock.patch.object(femtoqueue, "_fs_type", return_value=0x6969):
+            bell = femtoqueue._Bell(self.queue()._root)
+            self.assertFalse(bell.hears_all)
+            rests_s = itertools.islice(self.queue()._rests_s(bell, float("inf")), 8)
+            self.assertLessEqual(max(rests_s), 0.05)
+        with mock.patch.object(femtoqueue, "_libc", return_value=None):
+            self.assertFalse(femtoqueue._Bell(self.queue()._root).hears_all)
+
+    def test_no_descriptor_is_left_when_the_object_is_dropped(self) -> None:
+        q = FemtoQueue(self.path)
+        fd = self.bell(q).fd
+        del q
+        with self.assertRaises(OSError):
+            os.fstat(fd)
+
+
+class Coroutines(QueueCase):
+    def run_async(self, work: Any) -> Any:
+        import asyncio
+
+        return asyncio.run(asyncio.wait_for(work, 60))
+
+    def test_a_hundred_wait_half_are_cancelled_and_a_thousand_tasks_come(self) -> None:
+        """Each who still waits gets one, the rest is there, nothing is leased to nobody."""
+        import asyncio
+
+        q, other = self.queue(), self.queue("n2")
+
+        async def wait() -> str:
+            task = await q.pop_async()
+            assert task is not None
+            q.done(task)
+            return task.id
+
+        async def all_of_them() -> list[Any]:
+            waiters = [asyncio.create_task(wait()) for _ in range(100)]
+            await asyncio.sleep(0.01)
+            for number in range(1000):
+                other.push(b"%d" % number)
+                if number < 50:
+                    waiters[2 * number].cancel()
+                    await asyncio.sleep(0)
+            return await asyncio.gather(*waiters, return_exceptions=True)
+
+        results = self.run_async(all_of_them())
+        ids = [result for result in results[1::2] if isinstance(result, str)]
+        self.assertEqual(len({*ids}), 50)
+        assert q._lookers is not None
+        q._lookers.shutdown()
+        self.assertEqual(self.states()["inflight"], 0)
+        self.assertEqual(sum(self.states().values()), 1000)
+
+    def test_a_wait_that_is_cancelled_as_it_gets_its_task_gives_it_back(self) -> None:
+        """To its place, and the delivery is not counted."""
+        import asyncio
+
+        q = self.queue()
+        got, go = threading.Event(), threading.Event()
+
+        def slowly() -> FemtoTask | None:
+            task = FemtoQueue._take_oldest(q)
+            got.set()
+            go.wait(60)
+            return task
+
+        async def cancel() -> None:
+            waiter = asyncio.create_task(q.pop_async())
+            await asyncio.to_thread(got.wait, 60)
+            waiter.cancel()
+            with self.assertRaises(asyncio.CancelledError):
+                await waiter
+            go.set()
+
+        first, _ = q.push(b"1"), q.push(b"2")
+        with mock.patch.object(q, "_take_oldest", slowly):
+            self.run_async(cancel())
+            assert q._lookers is not None
+            q._lookers.shutdown()
+        self.assertEqual(self.states(), {"pending": 2})
+        task = self.pop(q)
+        self.assertEqual((task.id, task.attempts), (first, 1))
+
+    def test_the_loop_runs_on_while_a_look_takes_long(self) -> None:
+        import asyncio
+
+        q, go = self.queue(), threading.Event()
+
+        def stuck() -> FemtoTask | None:
+            go.wait(60)
+            return None
+
+        async def work() -> None:
+            with mock.patch.object(q, "_take_oldest", stuck):
+                waiter = asyncio.create_task(q.pop_async(0))
+                for _ in range(100):
+                    await asyncio.sleep(0)
+                self.assertFalse(waiter.done())
+                go.set()
+                self.assertIsNone(await waiter)
+
+        self.run_async(work())
+
+    def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
+        import asyncio
+
+        q = self.queue()
+
+        async def work() -> list[bytes]:
+            order: list[bytes] = []
+
+            async def wait(look: Any) -> None:
+                order.append((await look).data)
+
+            looks = [q.pop_async(), q.take_async("key"), q.pop_async(), q.take_async("key")]
+            waiters = [asyncio.create_task(wait(look)) for look in looks]
+            await asyncio.sleep(0.01)
+            q.push(b"1")
+            await waiters[0]
+            q.push(b"2")
+            await waiters[2]
+            q.push(b"3", key="key")
+            await waiters[1]
+            self.assertFalse(waiters[3].done())
+            waiters[3].cancel()
+            return order
+
+        self.assertEqual(self.run_async(work()), [b"1", b"2", b"3"])
+
+    def test_time_out_also_of_those_who_were_never_first(self) -> None:
+        """They look at least once: nobody leaves what is there."""
+        import asyncio
+
+        q = self.queue()
+
+        async def work() -> None:
+            first = asyncio.create_task(q.pop_async())
+            await asyncio.sleep(0)
+            self.assertIsNone(await q.pop_async(0.01))
+            q.pause()
+            q.push(b"1")
+            q.push(b"2")
+            self.assertIsNone(await q.pop_async(0))
+            q.resume()
+            got = await asyncio.gather(first, q.pop_async(60))
+            self.assertEqual({task.data for task in got if task}, {b"1", b"2"})
+
+        self.run_async(work())
+
+    def test_several_loops_and_threads_wait_at_one_object(self) -> None:
+        import asyncio
+
+        q = self.queue()
+        got: list[bytes] = []
+
+        async def wait() -> None:
+            tasks = await asyncio.gather(*(q.pop_async(60) for _ in range(5)))
+            got.extend(task.data for task in tasks if task)
+
+        threads = [
+            threading.Thread(target=lambda: asyncio.run(wait()), daemon=True) for _ in range(2)
+        ]
+        threads.append(threading.Thread(target=lambda: got.append(_popped(q)), daemon=True))
+        for thread in threads:
+            thread.start()
+        for number in range(11):
+            q.push(b"%d" % number)
+        for thread in threads:
+            thread.join(60)
+        self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
+
+
+def _popped(q: FemtoQueue) -> bytes:
+    task = q.pop(60)
+    assert task is not None
+    return task.data
+
+
+class PollingCoroutines(Coroutines):
+    """The same where there is no inotify."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        patch = mock.patch.object(femtoqueue, "_libc", return_value=None)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+
+class Processing(QueueCase):
+    def ends(self, error: BaseException | None, **settings: Any) -> FemtoTask:
+        """Process a first delivery that ends with an error, and return the task."""
+        q = self.queue(**settings)
+        q.push(b"x")
+        task = self.pop(q)
+        try:
+            with q.processing(task) as given:
+                self.assertIs(given, task)
+                if error is not None:
+                    raise error
+        except BaseException as raised:
+            self.assertIs(raised, error)
+        self.check_invariants()
+        return task
+
+    def test_a_block_that_ends_well_is_done(self) -> None:
+        self.ends(None)
+        self.assertEqual(self.states(), {"done": 1})
+
+    def test_an_exception_is_tried_again_after_a_delay_that_doubles(self) -> None:
+        """A half of it at least, an hour at most; without max_attempts for ever."""
+        clock = self.clock()
+        task = self.ends(ValueError("no"), retry_delay_s=100)
+        q = self.queue("n2", retry_delay_s=100)
+        self.assertEqual(self.states(), {"scheduled": 1})
+        clock.advance(49)
+        self.assertIsNone(q.pop())
+        clock.advance(52)
+        self.assertEqual(self.pop(q).id, task.id)
+        for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
+            delays_s = [q._retry_delay_s(attempts) for _ in range(200)]
+            self.assertLessEqual(max(delays_s), longest_s)
+            self.assertGreaterEqual(min(delays_s), longest_s / 2)
+            self.assertGreater(len({*delays_s}), 10, "they come apart")
+
+    def test_the_last_attempt_that_raises_is_a_dead_letter_with_its_traceback(self) -> None:
+        task = self.ends(ValueError("no such image"), max_attempts=1)
+        with open(self.file("failed", f"{task.id}.error"), encoding="utf-8") as file:
+            self.assertRegex(file.read(), r"(?s)Traceback.*ValueError: no such image")
+
+    def test_who_is_told_to_go_gives_the_task_back_uncounted(self) -> None:
+        """KeyboardInterrupt, SystemExit, CancelledError: to the front, also at max_attempts."""
+        import asyncio
+
+        for error in (KeyboardInterrupt(), SystemExit(1), asyncio.CancelledError()):
+            task = self.ends(error, max_attempts=1)
+            q = self.queue("n2", max_attempts=1)
+            again = self.pop(q)
+            self.assertEqual((again.id, again.attempts), (task.id, 1))
+            q.done(again)
+
+    def test_what_the_block_ended_itself_stays_so(self) -> None:
+        for end, state in (
+            (FemtoQueue.done, "done"),
+            (FemtoQueue.fail, "failed"),
+            (FemtoQueue.release, "pending"),
+        ):
+            q = self.queue(state)
+            q.push(b"x")
+            task = self.pop(q)
+            with q.processing(task):
+                end(q, task)
+            self.assertEqual(self.check_invariants()[task.id], state)
+
+    def until(self, condition: Callable[[], bool]) -> None:
+        for _ in range(60_000):
+            if condition():
+                return
+            time.sleep(0.001)
+        self.fail("it did not happen")
+
+    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
+        q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
+        q.push(b"x")
+        task = self.pop(q)
+        with q.processing(task):
+            started_s = time.monotonic()
+            while time.monotonic() < started_s + 1:
+                self.assertIsNone(other.pop())
+                time.sleep(0.01)
+        self.assertEqual(self.states(), {"done": 1})
+
+    def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
+        q = self.queue(timeout_stale_ms=60)
+        before = {*threading.enumerate()}
+        for name in (b"a", b"b"):
+            q.push(name)
+        first, second = self.pop(q), self.pop(q)
+        with q.processing(first), q.processing(second):
+            leases = {first._lease, second._lease}
+            self.assertEqual(len({*threading.enumerate()} - before), 1)
+            self.until(lambda: not {first._lease, second._lease} & leases)
+        self.until(lambda: not {*threading.enumerate()} - before)
+        with q.processing(_pushed_and_taken(q)) as task:
+            lease = task._lease
+            self.until(lambda: task._lease != lease)
+
+    def test_an_object_that_is_dropped_leaves_its_place_at_once(self) -> None:
+        """The thread that renews does not hold it."""
+        q = FemtoQueue(self.path, "gone")
+        with q.processing(_pushed_and_taken(q)):
+            pass
+        del q
+        self.assertNotIn("inflight-gone", os.listdir(self.path))
+
+    def test_a_lease_without_an_end_needs_no_thread(self) -> None:
+        q = self.queue(timeout_stale_ms=None)
+        before = threading.active_count()
+        with q.processing(_pushed_and_taken(q)):
+            self.assertEqual(threading.active_count(), before)
+
+    def test_renewal_never_shortens_a_lease(self) -> None:
+        q = self.queue(timeout_stale_ms=60)
+        task = _pushed_and_taken(q)
+        q.extend(task, 3_600_000)
+        with q.processing(task):
+            self.until(lambda: bool(q._renewer.is_set() or q._left_ns(task)))
+            q._renew_all(q._renewer)
+            self.assertGreater(q._left_ns(task), 3590 * 10**9)
+
+    def test_a_lease_that_is_nearly_over_is_renewed_at_the_start(self) -> None:
+        q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
+        task = _pushed_and_taken(q)
+        clock.advance(59)
+        with q.processing(task):
+            self.assertGreater(q._left_ns(task), 59 * 10**9)
+
+    def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        task = _pushed_and_taken(q)
+        with self.assertRaises(LeaseLost), q.processing(task):
+            clock.advance(31)
+            self.assertEqual(self.pop(other).attempts, 2)
+        with self.assertRaises(LeaseLost), q.processing(task):
+            self.fail("the block must not begin")
+        self.assertEqual(self.states(), {"inflight-n2": 1})
+
+    def test_an_error_in_a_block_whose_lease_is_lost_is_lease_lost_with_its_cause(self) -> None:
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        task = _pushed_and_taken(q)
+        with self.assertRaises(LeaseLost) as caught, q.processing(task):
+            clock.advance(31)
+            self.pop(other)
+            raise ValueError("the cause")
+        self.assertEqual(str(caught.exception.__cause__), "the cause")
+        with self.assertRaises(LeaseLost), q.processing(self.pop_of(other)):
+            raise LeaseLost(task.id, True, "of another task")
+
+    def pop_of(self, q: FemtoQueue) -> FemtoTask:
+        q.push(b"more")
+        return self.pop(q)
+
+    def test_a_renewal_that_meets_disk_trouble_is_tried_again(self) -> None:
+        q = self.queue(timeout_stale_ms=90)
+        task = _pushed_and_taken(q)
+        with q.processing(task):
+            lease = task._lease
+            with hooked(failing("replace", task.id, errno.EIO)):
+                tried = mock.Mock(wraps=q.extend)
+                with mock.patch.object(q, "extend", tried):
+                    self.until(lambda: tried.call_count > 0)
+            self.until(lambda: task._lease != lease)
+        self.assertEqual(self.states(), {"done": 1})
+
+    def test_it_takes_tasks_with_a_lease_only(self) -> None:
+        q = self.queue()
+        with self.assertRaises(LeaseLost):
+            q.processing(FemtoTask("0" * 20, b""))
+        with self.assertRaises(TypeError):
+            q.processing(b"x")  # type: ignore[arg-type]
+
+
+def _pushed_and_taken(q: FemtoQueue) -> FemtoTask:
+    q.push(b"x")
+    return _taken(q)
+
+
+class Checkpoints(QueueCase):
+    def test_the_next_delivery_finds_what_was_saved_last(self) -> None:
+        """After release(), a retry and the end of a lease; done() ends it."""
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        task = _pushed_and_taken(q)
+        self.assertIsNone(task.checkpoint)
+        q.checkpoint(task, b"page 1")
+        q.checkpoint(task, bytearray(b"page 2"))
+        self.assertEqual(task.checkpoint, b"page 2")
+        q.release(task)
+        task = self.pop(q)
+        self.assertEqual(task.checkpoint, b"page 2")
+        with self.assertRaises(ValueError), q.processing(task):
+            raise ValueError
+        clock.advance(2)
+        task = self.pop(q)
+        self.assertEqual(task.checkpoint, b"page 2")
+        clock.advance(31)
+        task = self.pop(other)
+        self.assertEqual(task.checkpoint, b"page 2")
+        other.done(task)
+        self.assertEqual(self.names("checkpoints"), [])
+
+    def test_done_fail_and_dead_letters_end_it(self) -> None:
+        clock = self.clock()
+        for end, settings in (
+            (FemtoQueue.done, {"keep_done": False}),
+            (FemtoQueue.fail, {}),
+            (FemtoQueue.release, {"max_attempts": 1}),
+        ):
+            q = self.queue(end.__name__, **settings)
+            task = _pushed_and_taken(q)
+            q.checkpoint(task, b"far")
+            end(q, task)
+            self.assertIsNone(q.pop())
+            self.assertEqual(self.names("checkpoints"), [])
+        q.retry_failed()
+        self.assertIsNone(self.pop(q).checkpoint)
+        clock.advance(0)
+
+    @FORK
+    def test_a_killed_worker_is_gone_on_from_where_it_was(self) -> None:
+        def work(child: Child) -> None:
+            q = FemtoQueue(self.path)
+            q.checkpoint(_taken(q), b"half")
+            child.say("saved")
+            child.wait_for_go()
+
+        q = self.queue()
+        q.push(b"x")
+        child = self.child(work)
+        child.line()
+        child.kill()
+        task = q.pop(60)
+        assert task is not None
+        self.assertEqual((task.checkpoint, task.attempts), (b"half", 2))
+
+    def test_it_renews_the_lease_and_refuses_who_lost_it(self) -> None:
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        task = _pushed_and_taken(q)
+        clock.advance(20)
+        q.checkpoint(task, b"early")
+        clock.advance(20)
+        self.assertIsNone(other.pop())
+        clock.advance(20)
+        newer = self.pop(other)
+        other.checkpoint(newer, b"newer")
+        with self.assertRaises(LeaseLost):
+            q.checkpoint(task, b"late")
+        other.release(newer)
+        self.assertEqual(self.pop(other).checkpoint, b"newer")
+
+    def test_a_torn_one_is_none_and_the_task_is_delivered(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        q.checkpoint(task, b"x" * 100)
+        os.truncate(self.file("checkpoints", task.id), 50)
+        q.release(task)
+        self.assertIsNone(self.pop(q).checkpoint)
+
+    def test_what_is_no_bytes_is_refused_and_nothing_is_left(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        with self.assertRaises(TypeError):
+            q.checkpoint(task, "text")  # type: ignore[arg-type]
+        with hooked(failing("replace", "checkpoints/" + task.id, errno.EIO)):
+            pass
+        self.check_invariants()
+
+    def test_it_costs_nothing_to_tasks_that_never_use_it(self) -> None:
+        q, calls = self.queue(), []
+        q.push(b"x")
+        q.push(b"y")
+        q.done(_taken(q))  # with the chores, of which one looks for old checkpoints
+        with hooked(lambda name, args: calls.append(str(args[:2]))):
+            q.done(_taken(q))
+        self.assertEqual([call for call in calls if "checkpoint" in call], [])
+
+    def test_one_without_its_task_goes_after_an_hour(self) -> None:
+        """Its task was ended by hand. One whose task waits stays for as long."""
+        q, clock = self.queue(), self.clock()
+        gone, kept = _pushed_and_taken(q), _pushed_and_taken(q)
+        for task in (gone, kept):
+            q.checkpoint(task, b"x")
+            q.release(task)
+        os.unlink(self.file("pending", self.name_of(gone)))
+        q.pause()
+        q.pop()
+        clock.advance(1000)
+        q.pop()
+        self.assertEqual(len(self.names("checkpoints")), 2)
+        clock.advance(3000)
+        q.pop()
+        self.assertEqual(self.names("checkpoints"), [kept.id])
+
+    def name_of(self, task: FemtoTask) -> str:
+        return next(name for name in self.names("pending") if name.endswith(task.id))
+
+
+class Work(QueueCase):
+    def test_it_counts_what_became_of_each_and_goes_on_after_a_failure(self) -> None:
+        q = self.queue(max_attempts=2, retry_delay_s=0)
+        for name in (b"good", b"bad", b"good"):
+            q.push(name)
+
+        def handle(task: FemtoTask) -> None:
+            if task.data == b"bad":
+                raise ValueError(task.data)
+
+        femtoqueue._log().disabled = False
+        with self.assertLogs("femtoqueue", "ERROR") as logs:
+            counts = q.work(handle, drain=True)
+        self.assertEqual((counts.done, counts.retried, counts.failed), (2, 1, 1))
+        self.assertEqual(len(logs.output), 2)
+        self.assertRegex(logs.output[1], r"(?s)it is in failed/.*Traceback.*ValueError")
+        self.assertEqual(self.states(), {"done": 2, "failed": 1})
+
+    def test_as_many_run_at_a_time_as_were_asked_for(self) -> None:
+        """They meet at a barrier for just so many; none waits for a fifth."""
+        q, barrier = self.queue(), threading.Barrier(4)
+        for _ in range(16):
+            q.push(b"x")
+        counts = q.work(lambda task: barrier.wait(60), concurrency=4, drain=True)
+        self.assertEqual((counts.done, self.states()), (16, {"done": 16}))
+
+    def test_drain_waits_for_what_comes_later_and_for_others(self) -> None:
+        q, other = self.queue(), self.queue("n2", timeout_stale_ms=100)
+        q.schedule(b"later", (time.time() + 0.1) * 1e6)
+        other.push(b"held")
+        self.pop(other)
+        for concurrency in (1, 3):
+            self.assertEqual(
+                q.work(lambda task: None, drain=True, concurrency=concurrency).done,
+                2 if concurrency == 1 else 0,
+            )
+
+    def test_stop_finishes_what_runs_and_takes_no_more(self) -> None:
+        for concurrency in (1, 2):
+            q, stop = self.queue(str(concurrency)), threading.Event()
+            for _ in range(20):
+                q.push(b"x")
+            handler = mock.Mock(side_effect=lambda task, stop=stop: stop.set())
+            counts = q.work(handler, concurrency=concurrency, stop=stop)
+            self.assertLessEqual(counts.done, concurrency)
+            self.assertEqual(self.states()["inflight"], 0)
+
+    def test_a_lost_lease_is_counted_and_work_goes_on(self) -> None:
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        q.push(b"1")
+
+        def lose(task: FemtoTask) -> None:
+            if task.data == b"1" and task.attempts == 1:
+                clock.advance(31)
+                other.release(self.pop(other))
+
+        counts = q.work(lose, drain=True)
+        self.assertEqual((counts.lost, counts.done), (1, 1))
+
+    def test_system_exit_of_a_handler_ends_work_and_gives_its_task_back(self) -> None:
+        for concurrency in (1, 2):
+            q = self.queue(str(concurrency))
+            q.push(b"x")
+            with self.assertRaisesRegex(SystemExit, "enough"):
+                q.work(lambda task: sys.exit("enough"), concurrency=concurrency)
+            self.assertEqual(self.drain(q), [b"x"])
+
+    def test_disk_trouble_of_pop_ends_it_when_what_runs_is_finished(self) -> None:
+        q, finished, broken = self.queue(), [], threading.Event()
+        q.push(b"x")
+
+        def handle(task: FemtoTask) -> None:
+            broken.wait(60)
+            finished.append(task.data)
+
+        def look() -> FemtoTask | None:
+            task = FemtoQueue._take_oldest(q)
+            if task is None:
+                broken.set()
+                self.fail_with(errno.EIO)
+            return task
+
+        with mock.patch.object(q, "_take_oldest", look), self.assertRaises(OSError):
+            q.work(handle, concurrency=2)
+        self.assertEqual((finished, self.states()), ([b"x"], {"done": 1}))
+
+    def test_arguments_that_are_none_are_errors(self) -> None:
+        q = self.queue()
+        bad: list[tuple[Any, dict[str, Any]]] = [
+            (7, {}),
+            (print, {"concurrency": 0}),
+            (print, {"concurrency": 1.5}),
+            (print, {"stop": True}),
+        ]
+        for handler, settings in bad:
+            with self.assertRaises((TypeError, ValueError)):
+                q.work(handler, **settings)
+        for name in ("retry_delay_s", "poll_interval_s"):
+            with self.assertRaisesRegex(ValueError, name):
+                self.queue("n1", **{name: -1})
+
+    def working(self, concurrency: int, ignoring: bool = False) -> Child:
+        """A process that says which tasks it has begun and, when told to go on, finished."""
+
+        def work(child: Child) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            go = threading.Event()
+
+            def handle(task: FemtoTask) -> None:
+                child.say(f"begun {task.data.decode()}")
+                while not go.wait(0.001):
+                    pass
+                child.say(f"finished {task.data.decode()}")
+
+            def wait() -> None:
+                child.wait_for_go()
+                go.set()
+
+            def hear(crew: femtoqueue._Crew, number: int, frame: object) -> None:
+                child.say("heard")
+                heard(crew, number, frame)
+
+            threading.Thread(target=wait, daemon=True).start()
+            q, heard = FemtoQueue(self.path, timeout_stale_ms=None), femtoqueue._Crew._hear
+            with mock.patch.object(femtoqueue._Crew, "_hear", hear):
+                child.say(str(q.work(handle, concurrency=concurrency)))
+
+        return self.child(work)
+
+    @FORK
+    def test_a_signal_finishes_what_runs_and_takes_no_more(self) -> None:
+        q = self.queue()
+        for concurrency, number in ((1, signal.SIGTERM), (3, signal.SIGINT)):
+            for name in range(5):
+                q.push(b"%d" % name)
+            child = self.working(concurrency)
+            begun = [child.line().split()[1] for _ in range(concurrency)]
+            os.kill(child.pid, number)
+            self.assertEqual(child.line(), "heard")
+            child.go()
+            lines, status = child.finish()
+            self.assertEqual(status, 0)
+            self.assertEqual(sorted(line.split()[1] for line in lines[:-1]), sorted(begun))
+            self.assertIn(f"done={concurrency},", lines[-1])
+            self.assertEqual(self.states()["inflight"], 0)
+            self.assertEqual(len(self.drain(q)), 5 - concurrency)
+
+    @FORK
+    def test_a_second_signal_gives_back_what_runs_and_returns(self) -> None:
+        q = self.queue()
+        for concurrency in (1, 3):
+            for name in range(5):
+                q.push(b"%d" % name)
+            child = self.working(concurrency)
+            for _ in range(concurrency):
+                child.line()
+            os.kill(child.pid, signal.SIGTERM)
+            self.assertEqual(child.line(), "heard")
+            os.kill(child.pid, signal.SIGTERM)
+            lines, status = child.finish()
+            self.assertEqual(status, 0)
+            self.assertIn(f"released={concurrency},", lines[-1])
+            tasks = [task for _ in range(5) if (task := q.pop())]
+            self.assertEqual({task.attempts for task in tasks}, {1})
+            for task in tasks:
+                q.done(task)
+            self.assertEqual(len(tasks), 5)
+
+
+class Checking(QueueCase):
+    def kinds(self, q: FemtoQueue, repair: bool = False) -> list[tuple[str, str, bool]]:
+        return [(it.kind, it.path, it.repaired) for it in q.check(repair)]
+
+    def test_a_queue_at_work_has_nothing_odd(self) -> None:
+        q = self.queue()
+        for key in (None, "a"):
+            q.push(b"x", key=key)
+            q.push(b"x", key=key)
+        q.checkpoint(self.pop(q), b"far")
+        q.fail(self.pop(q), "why")
+        q.schedule(b"x", 1e15)
+        q.pause()
+        self.assertEqual(q.check(), [])
+
+    def test_what_is_safe_to_mend_is_mended_and_found_no_more(self) -> None:
+        q, clock = self.queue(), self.clock()
+        dead = FemtoQueue(self.path, "dead")
+        q.push(b"x")
+        self.pop(dead)
+        assert dead._lease_fd is not None
+        femtoqueue._let_go(dead._lease_fd)
+        dead._lease_fd = None
+        old = f"{q._now_ns():020d}-0000aaaa"
+        self.put(old, b"torn", "creating")
+        torn = f"{q._now_ns():020d}-0000bbbb"
+        self.put(torn, b"torn")
+        q.push(b"k", key="k")
+        os.unlink(self.file("pending", self.names("pending")[-1]))
+        clock.advance(3700)
+        wanted = [
+            ("corrupt", f"pending/{torn}"),
+            ("dead worker", "inflight-dead"),
+            ("key without a task", f"keys/{self.names('keys')[0]}"),
+            ("leftover", f"creating/{old}"),
+        ]
+        self.assertEqual(self.kinds(q), [(*it, False) for it in wanted])
+        self.assertEqual(self.kinds(q, repair=True), [(*it, True) for it in wanted])
+        self.assertEqual(self.kinds(q), [])
+        self.assertEqual(self.states(), {"pending": 1, "failed": 1})
+
+    def test_what_is_not_is_told_and_left_alone(self) -> None:
+        q = self.queue()
+        self.foreign = ("notes.txt", "x.tmp")
+        self.put("notes.txt", b"", "")
+        self.put("x.tmp", b"", "failed")
+        ident = q.push(b"x")
+        shutil.copy(self.file("pending", ident), self.file("done", ident))
+        with open(self.file("done", ident), "ab") as file:
+            file.write(b"more")
+        wanted = [
+            ("foreign", "notes.txt", False),
+            ("foreign", "failed/x.tmp", False),
+            ("corrupt", f"done/{ident}", False),
+            ("twice", f"done/{ident}", False),
+        ]
+        for repair in (False, True):
+            self.assertEqual(self.kinds(q, repair), wanted)
+        os.unlink(self.file("done", ident))
+
+    def test_clocks_and_file_systems_that_are_odd_are_told(self) -> None:
+        q, clock = self.queue(), self.clock()
+        clock.wall_shift_s -= 3600
+        with mock.patch.object(femtoqueue, "_fs_type", return_value=0x6969):
+            found = q.check()
+        self.assertEqual([it.kind for it in found], ["network file system", "clock"])
+        self.assertIn("NFS", found[0].text)
+        self.assertIn("3600 s ahead", found[1].text)
 
 
 # Words and weight
