@@ -2541,7 +2541,8 @@ class _Crew:
         self._is_over = queue._is_drained if drain else None
         self._stop = stop
         self.signals: list[int] = []  # those that came
-        self.before_leaving: Callable[[], object] = bool  # called at the second one
+        self.when_told: Callable[[], object] = bool  # called at the first one
+        self.before_leaving: Callable[[], object] = bool  # and at the second
         self.counts: Counter[str] = Counter()
         self._running: dict[int, FemtoTask] = {}  # by their id()
         self._free = threading.Condition()  # held where one of the two above changes
@@ -2667,6 +2668,7 @@ class _Crew:
         self.signals.append(number)
         if len(self.signals) > 1:
             raise KeyboardInterrupt
+        self.when_told()
 
 
 class _Inspection:
@@ -3661,6 +3663,8 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
     command = options.after_dashes
     if not command:
         raise ValueError("work: the command is missing: femtoqueue work DIR -- CMD ARGS")
+    if options.jobs < 1:
+        raise ValueError("work: --jobs must be 1 or more, not 0")
     if shutil.which(command[0]) is None:
         raise ValueError(f"work: {command[0]}: command not found")
     if options.output_dir is not None:
@@ -3681,7 +3685,10 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
 
 
 def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) -> int:
-    crew = _Crew(q, runner, max(1, options.jobs), options.drain, None)
+    crew = _Crew(q, runner, options.jobs, options.drain, None)
+    # Not by the screen: its lock may be held by the very line that the signal interrupted.
+    told = b"femtoqueue: finishing what runs; a second signal ends it\n"
+    crew.when_told = lambda: os.write(2, told)
     crew.before_leaving = lambda: runner.stop_all(crew.signals[-1])
     over = threading.Event()
     if not options.quiet:

@@ -4994,6 +4994,356 @@ class Checking(QueueCase):
         self.assertIn("3600 s ahead", found[1].text)
 
 
+class CommandLine(QueueCase):
+    """Each command through its entry point, in a directory that holds femtoqueue.py alone."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.path = os.path.join(self.path, "jobs")
+
+    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        ours = {name: it for name, it in os.environ.items() if name != "FEMTOQUEUE_DIR"}
+        env = {**ours, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+        command = [sys.executable, "-S", "-W", "error", os.path.join(HERE, "femtoqueue.py")]
+        cwd = os.path.dirname(self.path)
+        pipe = subprocess.PIPE
+        process = subprocess.Popen(
+            [*command, *words], env=env, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        return process
+
+    def run_it(self, *words: str, input: bytes = b"", **settings: Any) -> tuple[int, str, str]:
+        with self.start(*words, **settings) as process:
+            out, err = process.communicate(input, 120)
+        return process.returncode, out.decode(), err.decode()
+
+    def ok(self, *words: str, **settings: Any) -> str:
+        """Run it, and return what it prints: nothing went wrong."""
+        status, out, err = self.run_it(*words, **settings)
+        self.assertEqual((status, err), (0, ""), words)
+        return out
+
+    def payloads(self, state: str = "pending") -> list[bytes]:
+        return [task.data for task in self.queue("looker").tasks(state)]
+
+    def test_push_takes_arguments_standard_input_lines_and_pieces(self) -> None:
+        ids = self.ok("push", "jobs", "a b", "x").split()
+        ids += self.ok("push", "jobs", "--", "--not-an-option").split()
+        ids += self.ok("push", "jobs", input=b"whole\ninput\n").split()
+        ids += self.ok("push", "jobs", "--lines", "--sync", input=b"1\n\n2").split()
+        ids += self.ok("push", "jobs", "-0", input=b"p\nq\0r").split()
+        wanted = [b"a b", b"x", b"--not-an-option", b"whole\ninput\n", b"1", b"", b"2", b"p\nq"]
+        self.assertEqual(self.payloads(), [*wanted, b"r"])
+        self.assertEqual(ids, self.names("pending"))
+
+    def test_push_with_a_key_or_for_a_time(self) -> None:
+        first = self.ok("push", "jobs", "1", "--key", "user:42")
+        self.assertEqual(self.ok("push", "jobs", "2", "--key", "user:42"), first)
+        self.assertEqual(self.payloads(), [b"2"])
+        task = self.pop(self.queue())
+        status, _, err = self.run_it(
+            *("push", "jobs", "3", "--key", "user:42", "--if-in-flight", "reject")
+        )
+        self.assertEqual((status, err.count("\n")), (1, 1))
+        self.queue().done(task)
+        self.ok("push", "jobs", "later", "--delay", "1h")
+        self.ok("push", "jobs", "then", "--at", "2050-12-01T08:00")
+        self.ok("push", "jobs", "utc", "--at", "2051-12-01T08:00:00Z")
+        self.assertEqual(self.payloads("scheduled"), [b"later", b"then", b"utc"])
+        due_s = [int(name[:20]) / 1e9 - time.time() for name in self.names("scheduled")]
+        self.assertTrue(3000 < due_s[0] < 3601, due_s)
+        self.assertTrue(due_s[1] < due_s[2] - 360 * 86400)
+
+    def test_wrong_use_is_one_line_and_status_2(self) -> None:
+        """And nothing is made or changed."""
+        for words, text in (
+            (["push"], "DIR is missing"),
+            (["ls", "nowhere"], "no queue"),
+            (["push", "jobs", "--delay", "3 weeks", "x"], "no TIME"),
+            (["push", "jobs", "--at", "noon", "x"], "no point in time"),
+            (["push", "jobs", "--key", "k", "1", "2"], "--key"),
+            (["push", "jobs", "--key", "", "1"], "key must be"),
+            (["work", "jobs"], "command is missing"),
+            (["work", "jobs", "--", "no-such-command"], "command not found"),
+            (["work", "jobs", "-j", "0", "--", "true"], "0"),
+            (["nonsense"], "nonsense"),
+            (["stat", "jobs", "extra"], "extra"),
+        ):
+            status, out, err = self.run_it(*words)
+            self.assertEqual((status, out), (2, ""), words)
+            self.assertIn(text, err.splitlines()[-1])
+            self.assertNotIn("Traceback", err)
+        self.assertFalse(os.path.exists(self.path))
+
+    def test_help_has_an_example_for_each_command(self) -> None:
+        overview = self.ok("--help")
+        for name in femtoqueue._COMMANDS:
+            self.assertIn(f"    {name}", overview)
+            self.assertRegex(self.ok(name, "--help"), f"(?s)example:.*femtoqueue {name} jobs")
+        self.assertEqual(self.ok("--version"), f"femtoqueue {femtoqueue.__version__}\n")
+
+    def test_the_directory_may_come_from_the_environment(self) -> None:
+        env = {"FEMTOQUEUE_DIR": self.path}
+        ident = self.in_env("push", "hello")
+        self.assertEqual(self.payloads(), [b"hello"])
+        self.assertIn(ident.strip(), self.in_env("ls", "pending"))
+        self.assertIn("pending              1", self.in_env("stat"))
+        lease = self.in_env("pop").strip()
+        self.in_env("done", lease)
+        os.mkdir(os.path.join(os.path.dirname(self.path), "other"))
+        status, _, err = self.run_it("push", "other", env=env)
+        self.assertEqual((status, "queue or a payload" in err), (2, True))
+        self.assertEqual(self.states(), {"done": 1})
+
+    def in_env(self, *words: str) -> str:
+        return self.ok(*words, env={"FEMTOQUEUE_DIR": self.path})
+
+    def test_pop_leases_until_done_and_the_lease_outlives_its_process(self) -> None:
+        """The name that it prints is the fence; a restart of its node changes nothing."""
+        for name in (b"1", b"2", b"3"):
+            self.queue().push(name)
+        first, second = self.ok("pop", "jobs").strip(), self.ok("pop", "jobs").strip()
+        self.assertIsNotNone(femtoqueue._PARSE["inflight"](os.path.basename(first)))
+        with open(self.file(first), "rb") as file:
+            self.assertEqual(file.read().partition(b"\n")[2], b"1")
+        self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
+        status, out, err = self.run_it("pop", "jobs", "--payload", "--node", "me")
+        self.assertEqual((status, out), (0, "3"))
+        self.assertEqual(self.run_it("pop", "jobs")[:2], (1, ""))
+        self.ok("done", "jobs", first)
+        self.ok("fail", "jobs", err.strip()[-29:], "--reason", "no such image")
+        self.ok("release", "jobs", os.path.basename(second))
+        self.assertEqual(self.states(), {"done": 1, "failed": 1, "pending": 1})
+        for stale in (first, second, err.strip()):
+            status, _, told = self.run_it("done", "jobs", stale)
+            self.assertEqual((status, told.count("\n")), (1, 1))
+        self.assertIn("no such image", self.ok("show", "jobs", err.strip()[-29:]))
+
+    def test_extend_prints_the_new_name_and_the_old_one_is_no_fence_any_more(self) -> None:
+        self.queue().push(b"x")
+        old = self.ok("pop", "jobs", "--timeout", "1s").strip()
+        new = self.ok("extend", "jobs", old, "--timeout", "1h").strip()
+        self.assertEqual(self.run_it("done", "jobs", old)[0], 1)
+        self.ok("done", "jobs", new)
+
+    def test_pop_waits_and_takes_by_key(self) -> None:
+        process = self.start("pop", "jobs", "--wait", "60s", "--key", "k", "--payload")
+        q = self.queue()
+        q.push(b"other")
+        q.push(b"mine", key="k")
+        self.assertEqual(process.communicate(timeout=120)[0], b"mine")
+
+    def test_ls_and_show_tell_of_each_task(self) -> None:
+        q = self.queue()
+        q.push(b"12345", key="käse\n")
+        q.schedule(b"later", (time.time() + 3600) * 1e6)
+        q.push(b"x")
+        task = self.pop(q)
+        self.put(f"{1:020d}-0000aaaa", b"torn")
+        lines = self.ok("ls", "jobs").splitlines()
+        rows = [line.split("\t") for line in lines]
+        self.assertEqual({len(row) for row in rows}, {8})
+        self.assertEqual([row[0] for row in rows], ["pending", "pending", "scheduled", "inflight"])
+        self.assertEqual(rows[0][4], "-")
+        self.assertEqual(rows[3][1], task.id)
+        import json
+
+        objects = [json.loads(line) for line in self.ok("ls", "jobs", "--json").splitlines()]
+        self.assertEqual(objects[3]["key"], "käse\n")
+        self.assertEqual((objects[3]["node"], objects[3]["size_bytes"]), ("n1", 5))
+        self.assertEqual(self.ok("show", "jobs", task.id, "--payload"), "12345")
+        self.assertIn("inflight", self.ok("show", "jobs", task.id))
+        self.assertEqual(self.run_it("show", "jobs", f"{2:020d}-0000aaaa")[0], 1)
+        os.unlink(self.file("pending", f"{1:020d}-0000aaaa"))
+
+    def test_stat_counts_and_is_a_monitor(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        q.push(b"x")
+        held = self.pop(q)
+        lines = dict(line.split() for line in self.ok("stat", "jobs").splitlines())
+        self.assertEqual((lines["pending"], lines["inflight"]), ("1", "1"))
+        self.assertEqual(lines["workers_alive"], "1")
+        self.ok("stat", "jobs", "--json", "--max-pending", "1", "--max-age", "1h")
+        self.assertEqual(self.run_it("stat", "jobs", "--max-pending", "0")[0], 1)
+        status, _, err = self.run_it("stat", "jobs", "--max-age", "0s")
+        self.assertEqual((status, err.count("\n")), (1, 1))
+        q.done(held)
+
+    def test_pause_resume_check_retry_and_purge(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        self.ok("pause", "jobs")
+        self.assertEqual(self.run_it("pop", "jobs")[0], 1)
+        self.ok("resume", "jobs")
+        task = self.pop(q)
+        q.fail(task)
+        self.ok("retry", "jobs", task.id)
+        q.fail(self.pop(q))
+        self.assertEqual(self.ok("retry", "jobs", "--all"), "1\n")
+        self.assertEqual(self.run_it("retry", "jobs", task.id)[0], 1)
+        self.assertEqual(self.run_it("retry", "jobs")[0], 2)
+        self.assertEqual(self.ok("check", "jobs"), "")
+        self.put(f"{1:020d}-0000aaaa", b"torn")
+        status, out, _ = self.run_it("check", "jobs")
+        self.assertEqual((status, out.split("\t")[0]), (1, "corrupt"))
+        self.run_it("check", "jobs", "--repair")
+        self.ok("check", "jobs")
+        q.done(self.pop(q))
+        self.assertEqual(self.ok("purge", "jobs", "--older-than", "0"), "1\n")
+        self.assertEqual(self.ok("purge", "jobs", "--older-than", "0", "--failed"), "1\n")
+
+    def test_a_pipe_that_closes_ends_quietly(self) -> None:
+        self.queue().push_many([b"x"] * 5000)
+        with self.start("ls", "jobs") as process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            process.stdout.readline()
+            process.stdout.close()
+            self.assertEqual(process.stderr.read(), b"")
+
+    def test_top_prints_blocks_where_there_is_no_terminal(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        task = self.pop(q)
+        blocks = self.ok("top", "jobs", "-n", "2", "--interval", "10ms").strip().split("\n\n")
+        self.assertIn("in flight 1", blocks[0])
+        self.assertIn(task.id, blocks[1])
+
+    # work
+
+    def work(self, *words: str, **settings: Any) -> tuple[int, str, str]:
+        return self.run_it("work", "jobs", "-q", *words, **settings)
+
+    def test_work_runs_a_command_for_each_task_and_passes_its_lines_on(self) -> None:
+        q = self.queue()
+        for name in (b"1", b"2", b"x" * 100_000):
+            q.push(name)
+        q.push(b"keyed", key="k:1")
+        script = 'wc -c; echo "$FEMTOQUEUE_KEY $FEMTOQUEUE_ATTEMPT" >&2; printf end'
+        status, out, err = self.work("--drain", "-j", "2", "--", "sh", "-c", script)
+        self.assertEqual(status, 0, err)
+        self.assertEqual(sorted(out.split()), sorted([*["end"] * 4, "1", "1", "100000", "5"]))
+        self.assertEqual(sorted(err.splitlines()), [" 1", " 1", " 1", "k:1 1"])
+        self.assertEqual(self.states(), {"done": 4})
+
+    def test_a_command_that_fails_is_tried_again_and_then_a_dead_letter(self) -> None:
+        ident = self.queue().push(b"x")
+        words = ("--drain", "--max-attempts", "2", "--retry-delay", "1ms", "--sync")
+        script = "echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3"
+        status, out, _ = self.work(*words, "--", "sh", "-c", script)
+        self.assertEqual((status, out), (1, "try 1\ntry 2\n"))
+        with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
+            self.assertEqual(file.read(), "exit status 3\nno such image\n")
+
+    def test_work_kills_a_command_that_takes_too_long_with_all_its_group(self) -> None:
+        ident = self.queue().push(b"x")
+        words = ("--drain", "--max-attempts", "1", "--task-timeout", "100ms")
+        script = "sleep 1000 & echo $! $$; wait"
+        status, out, _ = self.work(*words, "--", "sh", "-c", script)
+        self.assertEqual(status, 1)
+        for pid in out.split():
+            self.wait_until_gone(int(pid))
+        with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
+            self.assertIn("killed after", file.read())
+
+    def wait_until_gone(self, pid: int) -> None:
+        for _ in range(30_000):
+            try:
+                os.kill(pid, 0)
+                with open(f"/proc/{pid}/stat", encoding="ascii") as file:
+                    if file.read().rpartition(")")[2].split()[0] == "Z":
+                        return
+            except (ProcessLookupError, FileNotFoundError):
+                return
+            time.sleep(0.001)
+        self.fail(f"{pid} runs on")
+
+    def test_output_goes_to_files_if_so_wanted(self) -> None:
+        ident = self.queue().push(b"x")
+        script = "echo out; echo err >&2"
+        status, out, err = self.work("--drain", "--output-dir", "logs", "--", "sh", "-c", script)
+        self.assertEqual((status, out, err), (0, "", ""))
+        for name in ("out", "err"):
+            path = os.path.join(os.path.dirname(self.path), "logs", f"{ident}.{name}")
+            with open(path, encoding="ascii") as file:
+                self.assertEqual(file.read(), f"{name}\n")
+
+    def test_a_command_that_can_not_be_run_is_no_fault_of_the_tasks(self) -> None:
+        self.queue().push(b"x")
+        path = os.path.join(os.path.dirname(self.path), "script")
+        with open(path, "w", encoding="ascii") as file:
+            file.write("no interpreter\n")
+        os.chmod(path, 0o755)
+        for jobs in ("1", "2"):
+            status, _, err = self.work("-j", jobs, "--drain", "--", "./script")
+            self.assertEqual((status, err.count("\n")), (2, 1), err)
+        self.assertEqual(self.pop(self.queue()).attempts, 1)
+
+    def test_without_a_terminal_it_says_at_the_end_what_it_did(self) -> None:
+        self.queue().push(b"x")
+        status, _, err = self.run_it("work", "jobs", "--drain", "--", "true")
+        self.assertEqual((status, err), (0, "femtoqueue: done 1 in 0s\n"))
+
+    def begun(self, process: subprocess.Popen[bytes], count: int) -> list[bytes]:
+        assert process.stdout is not None
+        return [process.stdout.readline().strip() for _ in range(count)]
+
+    def test_sigterm_during_work_on_four_loses_nothing_and_leaves_nothing_in_flight(self) -> None:
+        q = self.queue()
+        q.push_many(b"%d" % number for number in range(20))
+        script = "read x; echo $x; read y < fifo; echo end $x"
+        os.mkfifo(os.path.join(os.path.dirname(self.path), "fifo"))
+        words = ("work", "jobs", "-q", "-j", "4", "--timeout", "1s", "--", "sh", "-c", script)
+        with self.start(*words) as process:
+            begun = self.begun(process, 4)
+            process.send_signal(signal.SIGTERM)
+            with open(os.path.join(os.path.dirname(self.path), "fifo"), "wb", buffering=0) as fifo:
+                fifo.write(b"\n" * 4)
+                out, err = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 0)
+        self.assertIn(b"finishing what runs", err)
+        self.assertEqual(sorted(out.splitlines()), sorted(b"end " + name for name in begun))
+        self.assertEqual(self.states(), {"done": 4, "pending": 16})
+
+    def test_the_second_signal_goes_to_the_commands_group_and_gives_back(self) -> None:
+        q = self.queue()
+        for jobs in (1, 3):
+            q.push_many([b"x"] * jobs)
+            script = "sleep 1000 & echo $!; wait"
+            words = ("-q", "-j", str(jobs), "--", "sh", "-c", script)
+            with self.start("work", "jobs", *words) as process:
+                pids = self.begun(process, jobs)
+                assert process.stderr is not None
+                process.send_signal(signal.SIGINT)
+                self.assertIn(b"finishing what runs", process.stderr.readline())
+                process.send_signal(signal.SIGINT)
+                process.communicate(timeout=120)
+            self.assertEqual(process.returncode, 128 + signal.SIGINT)
+            for pid in pids:
+                self.wait_until_gone(int(pid))
+            tasks = [self.pop(q) for _ in range(jobs)]
+            self.assertEqual({task.attempts for task in tasks}, {1})
+            for task in tasks:
+                q.done(task)
+
+    def test_a_killed_work_is_taken_over_at_once(self) -> None:
+        q = self.queue(timeout_stale_ms=None)
+        ident = q.push(b"x")
+        script = "echo begun $$; exec sleep 1000"
+        words = ("-q", "--timeout", "1000s", "--", "sh", "-c", script)
+        with self.start("work", "jobs", *words) as process:
+            [line] = self.begun(process, 1)
+            process.kill()
+            task = q.pop(60)
+            assert task is not None
+            self.assertEqual((task.id, task.attempts), (ident, 2))
+            os.kill(int(line.split()[1]), signal.SIGKILL)
+        q.done(task)
+
+
 # Words and weight
 
 
