@@ -2564,7 +2564,7 @@ class _Crew:
             finally:
                 for _ in range(self._hands):
                     self._inbox.put(None)
-        if self._error is not None:
+        if self._error is not None and len(self.signals) < 2:
             raise self._error
         return WorkCounts(**self.counts)
 
@@ -2619,10 +2619,10 @@ class _Crew:
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            what = {"failed": "it is in failed/", "retried": "it is tried again later"}
-            then = what.get(processing.outcome, "when its lease ends, it is delivered again")
+            what = {"failed": "to failed/", "retried": "to be retried"}
+            then = what.get(processing.outcome, "waits for the end of its lease")
             cause = None if isinstance(error, _CommandFailed) else error
-            text = "task %s failed (delivery %d), %s: %s"
+            text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, error, exc_info=cause)
         finally:
             with self._free:
@@ -2642,7 +2642,9 @@ class _Crew:
             try:
                 self._queue._give_back(task)
                 self.counts["released"] += 1
-            except (LeaseLost, OSError) as error:
+            except LeaseLost:
+                pass  # it has just ended
+            except OSError as error:
                 _log().warning("task %s is not given back: %s", task.id, error)
 
     @contextlib.contextmanager
@@ -3620,9 +3622,10 @@ def _push_command(path: str, words: list[str], options: Any) -> int:
     due_s = options.at
     if options.delay is not None:
         due_s = time.time() + options.delay
-    keyed = (
-        {} if options.key is None else {"key": options.key, "if_in_flight": options.if_in_flight}
-    )
+    keyed = {}
+    if options.key is not None:
+        _quoted(options.key)  # a wrong one is an error before anything is made
+        keyed = {"key": options.key, "if_in_flight": options.if_in_flight}
     with _open(path, make=True, sync_after_write=options.sync) as q:
         for payload in map(os.fsencode, words) if words else _payloads(options):
             if due_s is None:
@@ -3797,7 +3800,7 @@ class _Runner:
         self._command, self._screen = command, screen
         self._timeout_s, self._output_dir = options.task_timeout, options.output_dir
         self._running: set[Any] = set()
-        self._signal = 15  # what those get whom we end
+        self._signal, self._is_leaving = 15, False  # what those get whom we end
 
     def __call__(self, task: FemtoTask) -> None:
         with contextlib.ExitStack() as files:
@@ -3810,6 +3813,8 @@ class _Runner:
                 raise
             finally:
                 self._running.discard(process)
+        if self._is_leaving:
+            raise SystemExit  # it was ended with us
         if process.returncode:
             status = process.returncode
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
@@ -3881,7 +3886,7 @@ class _Runner:
             lines.feed(b"")
 
     def stop_all(self, number: int) -> None:
-        self._signal = number
+        self._signal, self._is_leaving = number, True
         for process in [*self._running]:
             self._kill(process, number)
         for process in [*self._running]:
@@ -4090,6 +4095,7 @@ def _ls_command(path: str, words: list[str], options: Any) -> int:
         else:
             names = ("state", "id", "age_s", "attempts", "size_bytes", "left_s", "key", "node")
             for row in rows:
+                row["key"] = _key_text(row["key"])
                 print(*("-" if row[name] is None else row[name] for name in names), sep="\t")
     return 0
 
@@ -4107,11 +4113,14 @@ def _print_table(rows: Iterable[dict[str, Any]]) -> None:
 
 def _table_line(row: dict[str, Any], age: str, left: str, node: str | None) -> str:
     size = "-" if row["size_bytes"] is None else row["size_bytes"]
-    key = "".join(it if it.isprintable() else "?" for it in row["key"] or "-")
     return (
         f"{row['state']:9} {row['id']:29} {age:>6} {row['attempts']:>3} {size:>8} {left:>6} "
-        f"{key} {node or ''}"
+        f"{_key_text(row['key'])} {node or ''}"
     )
+
+
+def _key_text(key: str | None) -> str:
+    return "-" if key is None else _quoted(key)  # whatever is in it, it is one word
 
 
 def _stat_command(path: str, words: list[str], options: Any) -> int:
