@@ -145,11 +145,13 @@ _MAX_REPLACED = 1000  # times that a target directory may be replaced during one
 _READ_BYTES = 4096  # a record of this size or less is read with one call
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 _LEFTOVER_NS = 3600 * 10**9
+_IDLE_NS = 60 * 10**9
 _LONGEST_PAUSE_S = 20.0
 _BASE_INTERVAL_S = 0.25  # between two looks for due tasks and dead workers
 _FIRST_PAUSE_S = 0.001  # between two polls; it doubles up to poll_interval_s
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
 _PIPE_BYTES = 4096  # a pipe holds that much without a reader
+_TAIL_BYTES = 4096  # of a command's standard error, as the reason of its failure
 
 # ext2 to ext4, xfs, btrfs, f2fs, tmpfs: f_type of statfs(2)
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
@@ -173,6 +175,8 @@ _NO_ROOM = (
     *(errno.EACCES, errno.EPERM, errno.EISDIR),
 )
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# ESTALE: what a descriptor of ours leads to was removed by another host (NFS, GlusterFS).
+_GONE = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
 _NO_FLOCK = "keyed tasks and tickets need flock, which there is none of here"
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
 
@@ -196,7 +200,8 @@ _PARSE = {
         "pending": _WAITING,
         "scheduled": f"{_NS}~{_ATTEMPTS}~{_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
-        "keys": f"(?:{_NS}~{_ATTEMPTS}~)?{_ID}",  # a newer payload behind what is in flight
+        # A newer payload behind what is in flight; its tag is a key's.
+        "keys": f"(?:{_NS}~{_ATTEMPTS}~)?(?P<id>{_NS}-[89a-f][0-9a-f]{{7}})",
         "checkpoints": _ID,
         "done": _WAITING,
         "failed": _WAITING,
@@ -268,7 +273,8 @@ class FemtoTask:
 
     id: for life, through retries and delays.
     data: the payload as pushed.
-    attempts: deliveries so far, this one counted; 0 for a task read from done/ or failed/.
+    attempts: deliveries so far, this one counted; 0 for a task that is in done/ or failed/ under
+    its id.
     key: of a keyed task, else None.
     checkpoint: what checkpoint() saved last, in this delivery or one before; None: nothing.
     """
@@ -582,7 +588,8 @@ class FemtoQueue:
         if self.keep_done:
             self._sync_task(self._settle(task, f"done/{task.id}"))
             return
-        self._sync_task(task._lease)  # the place that it goes from, or it is back where it was
+        with contextlib.suppress(FileNotFoundError):  # the lease was lost, and its directory
+            self._sync_task(task._lease)  # the place that it goes from, or it is back where it was
         self._settle(task, "")
         if self.sync_after_write:
             _sync_dir(self._root + os.path.dirname(task._lease))
@@ -622,17 +629,7 @@ class FemtoQueue:
         The task object carries the new lease from then on. Raises LeaseLost as done() does.
         """
         _check_lease(task)
-        timeout_ns = self._timeout_ns if ms is None else _lease_ns(_positive("ms", ms))
-        with self._locks_of(task.id), self._lock:
-            deadline_ns = self._now_ns() + timeout_ns
-            node_dir, _, name = task._lease.rpartition("/")
-            lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
-            try:
-                self._settle(task, lease)
-            finally:  # also when Ctrl-C came between the rename and here
-                if os.path.lexists(self._root + lease):
-                    object.__setattr__(task, "_lease", lease)
-            self._next_end_ns = min(self._next_end_ns, deadline_ns)
+        self._extend(task, self._timeout_ns if ms is None else _lease_ns(_positive("ms", ms)))
 
     # Running
 
@@ -717,7 +714,7 @@ class FemtoQueue:
     @property
     def paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
-        return os.path.lexists(f"{self._root}PAUSED")
+        return _is_there(f"{self._root}PAUSED")
 
     # Dead letters and housekeeping
 
@@ -760,7 +757,7 @@ class FemtoQueue:
         for state in sorted(wanted):
             for name, _ in self._listed(state):
                 count += _purged(f"{self._root}{state}/{name}", before_s)
-            for name, form in self._listed(state, "reason"):
+            for name, form in self._listed(state, "reason") if state == "failed" else ():
                 if not os.path.lexists(f"{self._root}{state}/{form['id']}"):
                     _purged(f"{self._root}{state}/{name}", before_s)
         return count
@@ -923,7 +920,9 @@ class FemtoQueue:
         self._bell: _Bell | None = None
         self._halls: weakref.WeakKeyDictionary[object, _Hall] = weakref.WeakKeyDictionary()
         self._lookers: ThreadPoolExecutor | None = None
-        self._under_way: dict[int, _Processing] = {}  # by id() of the task
+        # By the id() of the task. Weak: the `with` holds it, for as long as there is one.
+        self._under_way: weakref.WeakValueDictionary[int, _Processing]
+        self._under_way = weakref.WeakValueDictionary()
         self._renewer: threading.Event = threading.Event()  # set: no thread renews leases
         self._renewer.set()
 
@@ -1062,7 +1061,7 @@ class FemtoQueue:
     def _take_key(self, name: str) -> FemtoTask | None:
         if self._now_ns() >= self._attend_at_ns:
             self._attend()
-        if not os.path.lexists(f"{self._root}keys/{_key_tag(name)}") or self.paused:
+        if not _is_there(f"{self._root}keys/{_key_tag(name)}") or self.paused:
             return None
         while True:
             self._be_in_place()
@@ -1195,7 +1194,11 @@ class FemtoQueue:
                 self._renewer = threading.Event()
                 # Not a bound method: the thread must not keep a dropped queue in its place.
                 renewing = (weakref.ref(self), self._renewer, self._timeout_ns / 3e9)
-                threading.Thread(target=_renew_leases, args=renewing, daemon=True).start()
+                try:
+                    threading.Thread(target=_renew_leases, args=renewing, daemon=True).start()
+                except BaseException:
+                    self._renewer.set()
+                    raise
 
     def _renew_all(self, renewer: threading.Event) -> bool:
         """Renew what is under way; False, and the thread ends, if nothing is."""
@@ -1204,21 +1207,34 @@ class FemtoQueue:
                 renewer.set()
                 return False
             under_way = [*self._under_way.values()]
-        # Those with keys last: a process that is stopped at work on a key holds them up.
-        for processing in sorted(under_way, key=lambda it: _is_keyed(it.task.id)):
+        for processing in under_way:
             try:
                 if id(processing.task) in self._under_way:
-                    self._renew_lease(processing.task)
+                    # Not waiting for the lock of its key: somebody may be stopped while he has it.
+                    self._renew_lease(processing.task, wait=False)
             except LeaseLost:
                 self._under_way.pop(id(processing.task), None)  # its block will see
             except OSError as error:
                 _log().warning("task %s: its lease is not renewed: %s", processing.task.id, error)
         return True
 
-    def _renew_lease(self, task: FemtoTask) -> None:
+    def _renew_lease(self, task: FemtoTask, wait: bool = True) -> None:
         """extend(), but never to less than is left."""
-        left_ns = self._left_ns(task)
-        self.extend(task, None if left_ns < self._timeout_ns else left_ns / 1e6)
+        self._extend(task, max(self._timeout_ns, self._left_ns(task)), wait)
+
+    def _extend(self, task: FemtoTask, timeout_ns: int, wait: bool = True) -> None:
+        with self._locks_of(task.id, wait), self._lock:
+            deadline_ns = self._now_ns() + timeout_ns
+            node_dir, _, name = task._lease.rpartition("/")
+            lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
+            renewed = False
+            try:
+                self._settle(task, lease)
+                renewed = True
+            finally:  # also when Ctrl-C came between the rename and here
+                if renewed or os.path.lexists(self._root + lease):
+                    object.__setattr__(task, "_lease", lease)
+            self._next_end_ns = min(self._next_end_ns, deadline_ns)
 
     def _left_ns(self, task: FemtoTask) -> int:
         return int(os.path.basename(task._lease)[:20]) - self._now_ns()
@@ -1310,6 +1326,9 @@ class FemtoQueue:
             raise
         return FemtoTask(ident, data, attempts, key, checkpoint, lease)
 
+    def _forget_checkpoint(self, ident: str) -> None:
+        _unlinked(f"{self._root}checkpoints/{ident}", or_fail=False)
+
     def _read_checkpoint(self, ident: str) -> bytes | None:
         try:
             return _read_record(f"{self._root}checkpoints/{ident}", ident)[0]
@@ -1333,11 +1352,13 @@ class FemtoQueue:
                     return ""  # RACE: closed by another thread
                 else:
                     os.rename(self._root + waiting, lease_name, dst_dir_fd=self._lease_fd)
-            except FileNotFoundError:
+            except BaseException as error:
+                if getattr(error, "errno", None) not in _GONE:
+                    self._unseize(lease_name, waiting)  # Ctrl-C may come when it is done
+                    raise
+                if not isinstance(error, FileNotFoundError):
+                    self._batch.clear()  # our place is gone: the next listing makes it again
                 return ""
-            except BaseException:
-                self._unseize(lease_name, waiting)  # Ctrl-C may come when it is done
-                raise
         return lease_name
 
     def _unseize(self, lease_name: str, waiting: str) -> None:
@@ -1362,7 +1383,12 @@ class FemtoQueue:
             name = _stamped(self._next_order(), int(form["attempts"] or 0), form["id"])
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
             # CRASH: before it, a lease like any
-            self._remember(self._transfer(lease, form["id"], f"pending/{name}"))
+            try:
+                self._remember(self._transfer(lease, form["id"], f"pending/{name}"))
+            except OSError:
+                self._leftovers.add(lease.rpartition("/")[2])  # _reclaim() tries again
+                self._next_end_ns = 0
+                raise
 
     def _pass_over_the_taken(self) -> None:
         """After a lost race, drop what else of our batch is gone.
@@ -1389,7 +1415,7 @@ class FemtoQueue:
                 if processing is not None:
                     processing.outcome = _OUTCOMES[target.partition("/")[0]]
         if task.checkpoint is not None and _is_end(target):
-            _unlinked(f"{self._root}checkpoints/{task.id}", or_fail=False)
+            self._forget_checkpoint(task.id)
         return gone_to
 
     def _give_up_lease(self, task: FemtoTask, target: str) -> None:
@@ -1416,10 +1442,16 @@ class FemtoQueue:
         return target
 
     def _rename(self, source: str, target: str) -> None:
-        if target:
-            _move(self._root + source, self._root + target)
-        else:
+        if not target:
             os.unlink(self._root + source)
+            return
+        _move(self._root + source, self._root + target)
+        # POSIX: rename() does nothing, and succeeds, if both names are links to one file. So stands
+        # a finished task whose lease came back, when GlusterFS healed a host that had been cut off:
+        # it would be delivered for ever. Its first delivery, of all others, pays nothing for that.
+        first = source.startswith("inflight-") and _attempts_in(source) < 2
+        if target.startswith(("done/", "failed/")) and not first:
+            _unlinked(self._root + source)
 
     def _sync_task(self, path: str) -> None:
         """Make durable where a task stands, with sync_after_write: the file first, then the
@@ -1491,9 +1523,11 @@ class FemtoQueue:
                 pass  # it has moved: what failed was its reason
             except OSError:
                 back = _stamped(self._next_order(), _attempts_in(source), ident)
-                self._transfer(source, ident, f"pending/{back}", wait)
+                with contextlib.suppress(FileNotFoundError):
+                    # RACE: another worker took it. Or it has moved, and what failed was the sync.
+                    self._transfer(source, ident, f"pending/{back}", wait)
                 raise
-        _unlinked(f"{self._root}checkpoints/{ident}", or_fail=False)
+        self._forget_checkpoint(ident)
         _log().error("task %s is in failed/: %s", ident, reason)
 
     def _retried(self, path: str, ident: str) -> bool:
@@ -1574,8 +1608,10 @@ class FemtoQueue:
         finally:
             self._key_lock.release()
 
-    def _locks_of(self, ident: str) -> contextlib.AbstractContextManager[_Bucket | None]:
-        return self._bucket(ident[-8:]) if _is_keyed(ident) else _NO_LOCK
+    def _locks_of(
+        self, ident: str, wait: bool = True
+    ) -> contextlib.AbstractContextManager[_Bucket | None]:
+        return self._bucket(ident[-8:], wait) if _is_keyed(ident) else _NO_LOCK
 
     def _push_keyed(
         self,
@@ -1655,8 +1691,10 @@ class FemtoQueue:
         """Move a task that nobody else may take to its place, with a new payload.
 
         CRASH: between the two renames it has the old payload or the new one; but the new one is
-        never anywhere where it may be had before its time.
+        never anywhere where it may be had before its time. And it is not gone on with from where
+        the old one was left.
         """
+        self._forget_checkpoint(_id_in(source))
         if target.startswith("scheduled/"):
             _move(self._root + source, self._root + target)
             _move(record, self._root + target)
@@ -1680,6 +1718,7 @@ class FemtoQueue:
         with self._written(name, payload) as aside:
             if not os.path.lexists(self._root + path):
                 return ""  # by hand, while we wrote
+            self._forget_checkpoint(_id_in(path))
             _move(aside, self._root + path)
         self._sync_task(path)
         return _id_in(path)
@@ -1839,7 +1878,7 @@ class FemtoQueue:
 
     def _path_of_key(self, key: str | None) -> str | None:
         name = _quoted(key)
-        if not os.path.lexists(f"{self._root}keys/{_key_tag(name)}"):
+        if not _is_there(f"{self._root}keys/{_key_tag(name)}"):
             return None
         with self._bucket(_key_tag(name)) as bucket:
             return self._find_key(bucket, name)
@@ -1928,7 +1967,7 @@ class FemtoQueue:
 
     def _list_pending(self) -> None:
         self._be_in_place()
-        if os.path.lexists(f"{self._root}PAUSED"):
+        if self.paused:
             self._batch = []
             return
         self._batch, self._seen = _oldest_names(f"{self._root}pending", self._seen)
@@ -2013,10 +2052,9 @@ class FemtoQueue:
                     self._put_back(directory, name, form)
         if running:
             self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
-        if directory != self._lease_dir and (
-            not running or any(form["boot"] == self._boot for _, form in running)
-        ):
-            self._clear_out(directory)
+        ours = any(form["boot"] == self._boot for _, form in leases)
+        if directory != self._lease_dir and (ours or not running):
+            self._clear_out(directory, ours)
 
     def _is_young(self, path: str) -> bool:
         """Whether a lease was taken or renewed less than our own lease length ago.
@@ -2033,8 +2071,13 @@ class FemtoQueue:
             return False  # RACE: settled or put back meanwhile
         return 0 <= age_ns < self._timeout_ns
 
-    def _clear_out(self, directory: str) -> None:
-        """Put back a dead worker's leases and remove its directory; leave a living one alone."""
+    def _clear_out(self, directory: str, ours: bool) -> None:
+        """Put back a dead worker's leases and remove its directory; leave a living one alone.
+
+        RACE: where flock on a directory is a mount's own affair (FUSE: GlusterFS, sshfs), another
+        host's idle worker looks dead. He would make his place again each second: so a directory
+        that was never seen with leases of this boot is removed only when it is a minute old.
+        """
         fd = _open_if_there(directory)
         if fd is None:
             return
@@ -2042,7 +2085,8 @@ class FemtoQueue:
             if _flock(fd, "exclusive") and _leads_to(directory, fd):
                 self._put_back_all(directory, self._boot)
                 self._mending.at_s = 0.0  # it may have died between a task and the one behind it
-                _remove_empty_dir(directory)  # not with another boot's leases, or foreign files
+                if ours or not 0 <= _wall_ns() - os.fstat(fd).st_mtime_ns < _IDLE_NS:
+                    _remove_empty_dir(directory)  # not with another boot's leases, foreign files
         finally:
             _let_go(fd)
 
@@ -2537,9 +2581,11 @@ class _Crew:
     ) -> None:
         from queue import SimpleQueue
 
+        self._pid = os.getpid()
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
         self._is_over = queue._is_drained if drain else None
         self._stop = stop
+        self.listens_to = [2, 15]  # SIGINT, SIGTERM
         self.signals: list[int] = []  # those that came
         self.when_told: Callable[[], object] = bool  # called at the first one
         self.before_leaving: Callable[[], object] = bool  # and at the second
@@ -2599,9 +2645,15 @@ class _Crew:
         with self._free:
             self._running[id(task)] = task
             if self._hands < len(self._running):
-                self._hands += 1
-                # A daemon: a handler that does not return must not keep the process.
-                threading.Thread(target=self._be_a_hand, daemon=True).start()
+                try:
+                    # A daemon: a handler that does not return must not keep the process.
+                    threading.Thread(target=self._be_a_hand, daemon=True).start()
+                    self._hands += 1
+                except RuntimeError:
+                    if not self._hands:  # else those that there are will do
+                        del self._running[id(task)]
+                        self._queue._give_back(task)
+                        raise
         self._inbox.put(task)
 
     def _be_a_hand(self) -> None:
@@ -2654,23 +2706,31 @@ class _Crew:
             return
         import signal
 
-        numbers = (signal.SIGINT, signal.SIGTERM)
         # Not what is ignored, as by nohup, or has a handler that Python does not know.
-        before = {number: signal.getsignal(number) for number in numbers}
+        before = {number: signal.getsignal(number) for number in self.listens_to}
         before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
+
+        def hear(number: int, frame: object) -> None:
+            if os.getpid() == self._pid:
+                self._hear(number)
+            else:  # a child that a handler forked: what we promise is not for it
+                signal.signal(number, before[number])
+                os.kill(os.getpid(), number)
+
         try:
             for number in before:
-                signal.signal(number, self._hear)
+                signal.signal(number, hear)
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int, frame: object) -> None:
+    def _hear(self, number: int) -> None:
         self.signals.append(number)
-        if len(self.signals) > 1:
+        if len(self.signals) == 1:
+            self.when_told()
+        elif len(self.signals) == 2:  # a third one changes nothing
             raise KeyboardInterrupt
-        self.when_told()
 
 
 class _Inspection:
@@ -2815,7 +2875,13 @@ class _Bucket:
         text = os.read(self._fd, os.fstat(self._fd).st_size).decode("ascii", "replace")
         lines = text.partition("\n\n")[0].splitlines()
         forms = [form for line in lines if (form := _parse_hint(line))]
-        return {form[1]: _Hint(form[2], form[4].strip("-")) for form in forms}
+        # One that leads to a task of no key, or of another hash, would have it overwritten.
+        ours = ("-", f"-{self.tag}")
+        return {
+            form[1]: _Hint(form[2], form[4].strip("-"))
+            for form in forms
+            if form[2][-9:] == ours[1] and form[4][-9:] in ours
+        }
 
     def _text(self) -> str:
         lines = (f"{key} {hint.path} {hint.newer or '-'}\n" for key, hint in self.hints.items())
@@ -2839,7 +2905,8 @@ class _Bucket:
                 else:
                     os.unlink(self._path)
         finally:
-            _let_go(self._fd)
+            with contextlib.suppress(OSError):  # what was done under the lock is done
+                _let_go(self._fd)
 
 
 # Names
@@ -3016,7 +3083,13 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     name = header[3] or b""
     if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
-    return payload, _unquoted(name.decode()) if name else None
+    if not name:
+        return payload, None
+    key = _unquoted(name.decode())
+    with contextlib.suppress(ValueError):
+        if _quoted(key) == name.decode() and _key_tag(name.decode()) == ident[-8:]:
+            return payload, key
+    raise CorruptTask(ident, "its key is none, or not quoted as push() does, or not of its id")
 
 
 def _read_rest(fd: int, start: int, length: int) -> bytes:
@@ -3057,6 +3130,15 @@ def _move(source: str, target: str, sync: bool = False) -> None:
             if not os.path.lexists(source) or not os.path.isdir(os.path.dirname(target)):
                 raise
     os.replace(source, target)
+
+
+def _is_there(path: str) -> bool:
+    """os.path.lexists() makes "no" of every error."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
 
 
 def _unlinked(path: str, or_fail: bool = True) -> bool:
@@ -3304,7 +3386,9 @@ def _leads_to(path: str, fd: int | None) -> bool:
         return fd is not None and os.path.samestat(
             os.stat(path, follow_symlinks=False), os.fstat(fd)
         )
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
         return False
 
 
@@ -3451,6 +3535,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 0 ok, 1 nothing there or a condition not met,
     2 wrong use or trouble. Errors are one line on standard error."""
     try:
+        _open_what_is_closed()
         status = _run_command(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
@@ -3462,6 +3547,18 @@ def main(argv: list[str] | None = None) -> int:
     except (FemtoQueueError, OSError, ValueError) as error:
         print(f"femtoqueue: {error}", file=sys.stderr)
         return 1 if isinstance(error, FemtoQueueError) else 2
+
+
+def _open_what_is_closed() -> None:
+    """Where standard input, output or error are closed (`>&-`), open /dev/null: the next file to
+    be opened, a task's, would be taken for it."""
+    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
 class _Command:
@@ -3629,9 +3726,11 @@ def _push_command(path: str, words: list[str], options: Any) -> int:
     with _open(path, make=True, sync_after_write=options.sync) as q:
         for payload in map(os.fsencode, words) if words else _payloads(options):
             if due_s is None:
-                print(q.push(payload, **keyed), flush=True)
+                ident = q.push(payload, **keyed)
             else:
-                print(q.schedule(payload, due_s * 1e6, **keyed), flush=True)
+                ident = q.schedule(payload, due_s * 1e6, **keyed)
+            with contextlib.suppress(BrokenPipeError):  # all the same, the rest is to be pushed
+                print(ident, flush=True)
     return 0
 
 
@@ -3683,8 +3782,12 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
         max_attempts=options.max_attempts or None,
         retry_delay_s=options.retry_delay,
     )
-    with q:
-        return _work_with(q, _Runner(command, options, screen), options, screen)
+    runner = _Runner(command, options, screen)
+    try:
+        with q:
+            return _work_with(q, runner, options, screen)
+    finally:
+        runner.close()
 
 
 def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) -> int:
@@ -3692,6 +3795,7 @@ def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) ->
     # Not by the screen: its lock may be held by the very line that the signal interrupted.
     told = b"femtoqueue: finishing what runs; a second signal ends it\n"
     crew.when_told = lambda: os.write(2, told)
+    crew.listens_to.append(1)  # SIGHUP: the terminal is gone
     crew.before_leaving = lambda: runner.stop_all(crew.signals[-1])
     over = threading.Event()
     if not options.quiet:
@@ -3735,8 +3839,8 @@ class _Screen:
             try:
                 stream.write(lines)
                 stream.flush()
-            except BrokenPipeError:
-                raise SystemExit("nobody reads the output any more") from None
+            except OSError as error:  # a closed pipe, a full disk: no fault of the task's
+                raise SystemExit(f"the output: {error.strerror}") from None
             self._draw(self._progress)
 
     def progress(self, text: str) -> None:
@@ -3800,25 +3904,28 @@ class _Runner:
         self._command, self._screen = command, screen
         self._timeout_s, self._output_dir = options.task_timeout, options.output_dir
         self._running: set[Any] = set()
+        self._keeper = _Keeper()
         self._signal, self._is_leaving = 15, False  # what those get whom we end
 
     def __call__(self, task: FemtoTask) -> None:
         with contextlib.ExitStack() as files:
             process = self._started(task, files)
             self._running.add(process)
+            self._keeper.note("+", process.pid)
             try:
-                tail = self._followed(process, files)
+                tail = self._followed(process, task, files)
             except BaseException:
                 self._end(process)
                 raise
             finally:
                 self._running.discard(process)
+                self._keeper.note("-", process.pid)
         if self._is_leaving:
             raise SystemExit  # it was ended with us
         if process.returncode:
             status = process.returncode
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
-            raise _CommandFailed(f"{what}\n{tail.decode('utf-8', 'replace')}".rstrip())
+            raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _started(self, task: FemtoTask, files: contextlib.ExitStack) -> Any:
         import subprocess
@@ -3847,7 +3954,7 @@ class _Runner:
         except OSError as error:  # no fault of the task's
             raise SystemExit(f"{self._command[0]}: {error.strerror}") from error
 
-    def _followed(self, process: Any, files: contextlib.ExitStack) -> bytes:
+    def _followed(self, process: Any, task: FemtoTask, files: contextlib.ExitStack) -> str:
         """Pass on what a process writes, line by line, until it has ended; return the end of its
         standard error."""
         import subprocess
@@ -3860,12 +3967,20 @@ class _Runner:
             for pipe in sinks:
                 files.enter_context(pipe)
             self._pass_on(process, sinks, end_s)
+        why = ""
         try:
             process.wait(None if self._timeout_s is None else max(0, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             self._end(process)
-            raise _CommandFailed(f"killed after {_time_text(self._timeout_s)}") from None
-        return err.tail
+            why = f"killed after {_time_text(self._timeout_s)}\n"
+        if self._output_dir is not None:
+            with open(f"{self._output_dir}/{task.id}.err", "rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+                err.tail = file.read()
+        tail = err.tail.decode("utf-8", "replace")
+        if why:
+            raise _CommandFailed(f"{why}{tail}".rstrip())
+        return tail
 
     def _pass_on(self, process: Any, sinks: dict[Any, _Lines], end_s: float) -> None:
         import selectors
@@ -3884,6 +3999,9 @@ class _Runner:
                     break  # what it left running in the background has the pipes still
         for lines in sinks.values():
             lines.feed(b"")
+
+    def close(self) -> None:
+        self._keeper.close()
 
     def stop_all(self, number: int) -> None:
         self._signal, self._is_leaving = number, True
@@ -3909,6 +4027,45 @@ class _Runner:
                 os.killpg(process.pid, number)
 
 
+class _Keeper:
+    """Kills the commands of a worker that was killed: another gets their tasks at once, and must
+    not run beside them. A process of its own, to which the worker says what runs; when the pipe
+    ends, nobody says anything any more."""
+
+    def __init__(self) -> None:
+        import signal
+
+        reading, self._fd = os.pipe()
+        self._pid = os.fork()
+        if self._pid:
+            os.close(reading)
+            return
+        try:
+            os.close(self._fd)
+            os.setsid()
+            for number in (1, 2, 3, 15):  # what the terminal sends to all is not for us
+                signal.signal(number, signal.SIG_IGN)
+            self._keep(reading)
+        finally:
+            os._exit(0)
+
+    def _keep(self, reading: int) -> None:
+        groups = set()
+        with os.fdopen(reading, encoding="ascii") as lines:
+            for line in lines:
+                (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+        for group in groups:
+            with contextlib.suppress(OSError):
+                os.killpg(group, 9)
+
+    def note(self, sign: str, group: int) -> None:
+        os.write(self._fd, f"{sign}{group}\n".encode("ascii"))
+
+    def close(self) -> None:
+        os.close(self._fd)
+        os.waitpid(self._pid, 0)
+
+
 class _Lines:
     """Passes on whole lines, and keeps the last 4 KiB."""
 
@@ -3918,7 +4075,7 @@ class _Lines:
 
     def feed(self, data: bytes) -> None:
         """Take what came; b"": that was all."""
-        self.tail = (self.tail + data)[-4096:]
+        self.tail = (self.tail + data)[-_TAIL_BYTES:]
         lines, newline, self._rest = (self._rest + data).rpartition(b"\n")
         if self._rest and (not data or len(self._rest) > 1 << 16):
             lines, newline, self._rest = lines + newline + self._rest, b"\n", b""

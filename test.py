@@ -946,6 +946,15 @@ class Liveness(QueueCase):
         self.pop(q)
         self.assertFalse(os.path.exists(self.file("inflight-victim")))
 
+    def test_an_empty_directory_of_unknown_boot_is_left_alone_for_a_minute(self) -> None:
+        """It may be an idle worker's on another host, whose lock is not seen here (FUSE)."""
+        q, clock = self.queue(), self.clock()
+        os.mkdir(self.file("inflight-other"))
+        for advance_s, there in ((1, True), (61, False)):
+            clock.advance(advance_s)
+            self.assertIsNone(q.pop())
+            self.assertEqual(os.path.exists(self.file("inflight-other")), there)
+
     def test_a_restarted_worker_takes_back_what_it_left(self) -> None:
         q = self.queue()
         q.push(b"x")
@@ -1218,6 +1227,36 @@ class Liveness(QueueCase):
         self.assertEqual(self.states(), {"done": 2})
 
 
+class TwoNames(QueueCase):
+    """One file, which a file system that healed after a cut shows in two states."""
+
+    @unittest.skipUnless(hasattr(os, "link"), "needs links")
+    def test_a_task_that_is_done_and_waits_comes_to_its_end(self) -> None:
+        """rename() of one name to the other does nothing, and says that it did."""
+        for end in ("done", "failed"):
+            with self.subTest(end):
+                q, clock = self.queue(), self.clock()
+                ident = q.push(b"x")
+                os.link(self.file("pending", ident), self.file(end, ident))
+                for _ in range(2):
+                    task = q.pop()  # not by self.pop(): it stands in two states
+                    assert task is not None
+                    q.done(task) if end == "done" else q.fail(task)
+                    clock.advance(31)
+                self.assertIsNone(q.pop())
+                self.assertEqual((self.names("pending"), os.listdir(q._lease_dir)), ([], []))
+                self.assertEqual(self.names(end), [ident])
+
+    @unittest.skipUnless(hasattr(os, "link"), "needs links")
+    def test_max_attempts_ends_it_at_once(self) -> None:
+        q = self.queue(max_attempts=1)
+        ident = q.push(b"x")
+        q.release(self.pop(q), front=True)
+        os.link(self.file("pending", *self.names("pending")), self.file("failed", ident))
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.names("pending"), [])
+
+
 class PlaceLost(QueueCase):
     """A worker whose own lease directory was removed while it lives."""
 
@@ -1231,6 +1270,23 @@ class PlaceLost(QueueCase):
         mine = self.pop(q)
         self.assertEqual((mine.data, self.pop(observer).data, observer.pop()), (b"2", b"3", None))
         q.done(mine)
+
+    def test_a_place_that_another_host_removed_is_made_again(self) -> None:
+        """There its descriptor does not lead to an empty directory, but gives ESTALE."""
+        q = self.queue()
+        q.push_many([b"%d" % n for n in range(5)])
+        q.done(self.pop(q))
+        gone = q._lease_fd
+        os.rmdir(q._lease_dir)
+
+        def stale(name: str, args: tuple[Any, ...]) -> None:
+            into_it = name == "rename" and not args[1].startswith("/")
+            if q._lease_fd == gone and (into_it or (name == "fstat" and args[0] == gone)):
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        with hooked(stale):
+            self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
+        self.assertNotEqual(q._lease_fd, gone)
 
     def test_two_that_share_it_meet_in_the_new_one(self) -> None:
         """The end of one is not the end of what the other holds."""
@@ -4873,9 +4929,9 @@ class Work(QueueCase):
                 child.wait_for_go()
                 go.set()
 
-            def hear(crew: femtoqueue._Crew, number: int, frame: object) -> None:
+            def hear(crew: femtoqueue._Crew, number: int) -> None:
                 child.say("heard")
-                heard(crew, number, frame)
+                heard(crew, number)
 
             threading.Thread(target=wait, daemon=True).start()
             q, heard = FemtoQueue(self.path, timeout_stale_ms=None), femtoqueue._Crew._hear
