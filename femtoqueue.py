@@ -149,6 +149,7 @@ _IDLE_NS = 60 * 10**9
 _LONGEST_PAUSE_S = 20.0
 _BASE_INTERVAL_S = 0.25  # between two looks for due tasks and dead workers
 _FIRST_PAUSE_S = 0.001  # between two polls; it doubles up to poll_interval_s
+_RENEWAL = 1 / 3  # of its length, after which a lease is renewed
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
 _PIPE_BYTES = 4096  # a pipe holds that much without a reader
 _TAIL_BYTES = 4096  # of a command's standard error, as the reason of its failure
@@ -276,14 +277,15 @@ class FemtoTask:
     attempts: deliveries so far, this one counted; 0 for a task that is in done/ or failed/ under
     its id.
     key: of a keyed task, else None.
-    checkpoint: what checkpoint() saved last, in this delivery or one before; None: nothing.
+    checkpoint: what checkpoint() saved last, in this delivery or one before; None: nothing, or
+    the task was not leased but looked at.
     """
 
     id: str
     data: bytes
     attempts: int = 0
     key: str | None = None
-    checkpoint: bytes | None = field(default=None, repr=False)
+    checkpoint: bytes | None = field(default=None, repr=False, compare=False)
     # inflight-<node>/<exact name>: the fencing token. extend() renews it in place.
     _lease: str = field(default="", repr=False, compare=False)
 
@@ -439,6 +441,7 @@ class FemtoQueue:
         self._given_node_id = node_id
         self._root = os.path.join(os.path.abspath(os.fspath(data_dir)), "")
         self._detached = False  # True: a lease that we take outlives us
+        self._lookers: ThreadPoolExecutor | None = None  # threads that look for coroutines
         self._next_due_ns = 0  # the earliest due time that is known, wall clock
         self._next_end_ns = 0  # the earliest end of a lease that is known, queue clock
         self._make_dirs()
@@ -651,12 +654,13 @@ class FemtoQueue:
         """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
 
         Whoever gets the task next, after release(), a retry or our death, finds it in
-        task.checkpoint. It is gone with done() and fail(). Atomic: there is the old one or the
-        new one; with sync_after_write it is on disk when this returns. Raises LeaseLost, with
-        nothing saved, if the task is not this delivery's any more; else as push() does.
+        task.checkpoint; but not with a newer payload of its key. It is gone with done() and
+        fail(). Atomic: there is the old one or the new one; with sync_after_write it is on disk
+        when this returns. Raises LeaseLost, with nothing saved, if the task is not this delivery's
+        any more; else as push() does.
         """
         _check_lease(task)
-        payload = data if type(data) is bytes else _as_bytes(data)
+        payload = _header(task.data) + _as_bytes(data)
         directory, aside = f"{self._root}checkpoints", f"{self._root}creating/{self._new_id()}"
         _write_aside(aside, _header(payload), payload, self.sync_after_write)
         try:
@@ -670,7 +674,7 @@ class FemtoQueue:
             raise
         if self.sync_after_write:
             _sync_dir(directory)
-        object.__setattr__(task, "checkpoint", bytes(payload))
+        object.__setattr__(task, "checkpoint", bytes(data))
 
     def work(
         self,
@@ -849,6 +853,9 @@ class FemtoQueue:
         """
         with self._lock:
             self._renewer.set()
+            if self._lookers is not None:
+                self._lookers.shutdown(wait=False)
+                self._lookers = None
             self._batch.clear()
             self._newcomer = True
             fd, self._lease_fd = self._lease_fd, None
@@ -919,7 +926,7 @@ class FemtoQueue:
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._bell: _Bell | None = None
         self._halls: weakref.WeakKeyDictionary[object, _Hall] = weakref.WeakKeyDictionary()
-        self._lookers: ThreadPoolExecutor | None = None
+        self._lookers = None
         # By the id() of the task. Weak: the `with` holds it, for as long as there is one.
         self._under_way: weakref.WeakValueDictionary[int, _Processing]
         self._under_way = weakref.WeakValueDictionary()
@@ -1063,6 +1070,8 @@ class FemtoQueue:
             self._attend()
         if not _is_there(f"{self._root}keys/{_key_tag(name)}") or self.paused:
             return None
+        with self._lock:
+            self._catch_up()
         while True:
             self._be_in_place()
             with self._bucket(_key_tag(name)) as bucket:
@@ -1144,7 +1153,7 @@ class FemtoQueue:
         if self._lookers is None:
             from concurrent.futures import ThreadPoolExecutor
 
-            self._lookers = ThreadPoolExecutor(4, "femtoqueue")
+            self._lookers = ThreadPoolExecutor(32, "femtoqueue")
         looking = self._lookers.submit(look)
         try:
             return await asyncio.wrap_future(looking)
@@ -1164,10 +1173,11 @@ class FemtoQueue:
             _log().warning("task %s waits for the end of its lease: %s", task.id, error)
 
     def _is_drained(self) -> bool:
-        """Whether nothing waits or is leased. Twice over: while we look, tasks move both ways."""
+        """Whether nothing waits or is leased. Looked at four times: meanwhile tasks move both ways,
+        and one that moves against us each time is not to be believed in."""
         return not any(
             self._has_tasks(directory, state)
-            for _ in range(2)
+            for _ in range(4)
             for directory, state in (
                 *((self._root + state, state) for state in ("keys", "scheduled", "pending")),
                 *((directory, "inflight") for directory in self._node_dirs()),
@@ -1193,37 +1203,44 @@ class FemtoQueue:
             if self._renewer.is_set() and self._timeout_ns < _FOREVER_NS:
                 self._renewer = threading.Event()
                 # Not a bound method: the thread must not keep a dropped queue in its place.
-                renewing = (weakref.ref(self), self._renewer, self._timeout_ns / 3e9)
+                renewing = (weakref.ref(self), self._renewer, self._timeout_ns / 1e9)
                 try:
                     threading.Thread(target=_renew_leases, args=renewing, daemon=True).start()
                 except BaseException:
                     self._renewer.set()
                     raise
 
-    def _renew_all(self, renewer: threading.Event) -> bool:
-        """Renew what is under way; False, and the thread ends, if nothing is."""
+    def _renew_all(self, renewer: threading.Event) -> float:
+        """Renew what is under way. Return when to do so again, in lease lengths; 0, and the thread
+        ends, if nothing is."""
         with self._lock:
             if not self._under_way or renewer.is_set():
                 renewer.set()
-                return False
+                return 0
             under_way = [*self._under_way.values()]
+        pause = _RENEWAL
         for processing in under_way:
+            task = processing.task
             try:
-                if id(processing.task) in self._under_way:
+                if id(task) in self._under_way:
                     # Not waiting for the lock of its key: somebody may be stopped while he has it.
-                    self._renew_lease(processing.task, wait=False)
+                    self._renew_lease(task, wait=False)
             except LeaseLost:
-                self._under_way.pop(id(processing.task), None)  # its block will see
+                self._under_way.pop(id(task), None)  # its block will see
+            except BlockingIOError:
+                pause = _RENEWAL / 10
             except OSError as error:
-                _log().warning("task %s: its lease is not renewed: %s", processing.task.id, error)
-        return True
+                pause = _RENEWAL / 10
+                _log().warning("task %s: its lease is not renewed: %s", task.id, error)
+        return pause
 
     def _renew_lease(self, task: FemtoTask, wait: bool = True) -> None:
         """extend(), but never to less than is left."""
-        self._extend(task, max(self._timeout_ns, self._left_ns(task)), wait)
-
-    def _extend(self, task: FemtoTask, timeout_ns: int, wait: bool = True) -> None:
         with self._locks_of(task.id, wait), self._lock:
+            self._extend(task, max(self._timeout_ns, self._left_ns(task)))
+
+    def _extend(self, task: FemtoTask, timeout_ns: int) -> None:
+        with self._locks_of(task.id), self._lock:
             deadline_ns = self._now_ns() + timeout_ns
             node_dir, _, name = task._lease.rpartition("/")
             lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
@@ -1314,7 +1331,7 @@ class FemtoQueue:
             if key is not None and not self._may_have(key, ident, lease):
                 return None
             # What was pushed and never delivered bears its id as its name, and has none.
-            checkpoint = None if name == ident else self._read_checkpoint(ident)
+            checkpoint = None if name == ident else self._read_checkpoint(ident, data)
         except CorruptTask as error:
             self._set_aside(lease, ident, error.reason)
             return None
@@ -1329,14 +1346,17 @@ class FemtoQueue:
     def _forget_checkpoint(self, ident: str) -> None:
         _unlinked(f"{self._root}checkpoints/{ident}", or_fail=False)
 
-    def _read_checkpoint(self, ident: str) -> bytes | None:
+    def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
+        """Return how far the work on that payload had come: of a key, another may be here now."""
         try:
-            return _read_record(f"{self._root}checkpoints/{ident}", ident)[0]
+            saved, _ = _read_record(f"{self._root}checkpoints/{ident}", ident)
         except FileNotFoundError:
             return None
         except CorruptTask as error:  # power loss: the work begins anew
             _log().warning("checkpoints/%s: %s", ident, error.reason)
             return None
+        of_data = _header(data)
+        return saved[len(of_data) :] if saved.startswith(of_data) else None
 
     def _seize(self, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
         """Rename a task into the directory that we hold locked, whatever has its name by now.
@@ -1386,9 +1406,13 @@ class FemtoQueue:
             try:
                 self._remember(self._transfer(lease, form["id"], f"pending/{name}"))
             except OSError:
-                self._leftovers.add(lease.rpartition("/")[2])  # _reclaim() tries again
-                self._next_end_ns = 0
+                self._abandon(lease)
                 raise
+
+    def _abandon(self, lease: str) -> None:
+        """Have a lease put back, by the next look at leases, that nobody works under any more."""
+        self._leftovers.add(os.path.basename(lease))
+        self._next_end_ns = 0
 
     def _pass_over_the_taken(self) -> None:
         """After a lost race, drop what else of our batch is gone.
@@ -1507,8 +1531,12 @@ class FemtoQueue:
         stand before what could be worked on, and would make room.
         """
 
+        target = f"failed/{ident}"
+        if os.path.lexists(self._root + target):  # of this id, by hand: what is there stays
+            target = f"failed/{_stamped(self._next_order(), _attempts_in(source), ident)}"
+
         def move() -> None:
-            self._transfer(source, ident, f"failed/{ident}", wait)
+            self._transfer(source, ident, target, wait)
 
         try:
             self._bury(ident, reason, move)
@@ -1691,10 +1719,8 @@ class FemtoQueue:
         """Move a task that nobody else may take to its place, with a new payload.
 
         CRASH: between the two renames it has the old payload or the new one; but the new one is
-        never anywhere where it may be had before its time. And it is not gone on with from where
-        the old one was left.
+        never anywhere where it may be had before its time.
         """
-        self._forget_checkpoint(_id_in(source))
         if target.startswith("scheduled/"):
             _move(self._root + source, self._root + target)
             _move(record, self._root + target)
@@ -1718,7 +1744,6 @@ class FemtoQueue:
         with self._written(name, payload) as aside:
             if not os.path.lexists(self._root + path):
                 return ""  # by hand, while we wrote
-            self._forget_checkpoint(_id_in(path))
             _move(aside, self._root + path)
         self._sync_task(path)
         return _id_in(path)
@@ -1942,13 +1967,7 @@ class FemtoQueue:
         with self._lock:
             if self._batch:
                 return True  # another thread did
-            if (
-                _wall_ns() >= self._next_due_ns
-                or os.stat(f"{self._root}scheduled").st_mtime_ns != self._due_seen_ns
-            ):
-                self._keep_house(self._waking)
-            if self._now_ns() >= self._next_end_ns:
-                self._keep_house(self._reclaiming)
+            self._catch_up()
             self._listing(self)
             if self._batch:
                 return True
@@ -1956,6 +1975,16 @@ class FemtoQueue:
             for chore in failed:
                 chore(self)
             return bool(failed)  # it passed: what they moved is to be listed
+
+    def _catch_up(self) -> None:
+        """Do the chores whose time is known to have come, and look at what was scheduled since."""
+        if _wall_ns() >= self._next_due_ns or (
+            time.monotonic() >= self._waking.rested_s
+            and os.stat(f"{self._root}scheduled").st_mtime_ns != self._due_seen_ns
+        ):
+            self._keep_house(self._waking)
+        if self._now_ns() >= self._next_end_ns:
+            self._keep_house(self._reclaiming)
 
     def _keep_house(self, chore: _Chore) -> None:
         """Do a chore. Disk trouble in it does not keep pop() from what there is to do: one
@@ -2114,9 +2143,10 @@ class FemtoQueue:
             for path, _, ident in self._find("checkpoints")
             if os.path.lexists(path) and os.lstat(path).st_mtime_ns < before_ns
         }
-        if old:
-            found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
-            old -= {ident for _, _, ident in found}
+        for _ in range(2):  # while we look, tasks move both ways
+            if old:
+                found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
+                old -= {ident for _, _, ident in found}
         return sorted(old)
 
     # Listings
@@ -2392,6 +2422,7 @@ class _Chore:
         # A plain function: a bound method would tie the queue into a cycle, and a dropped queue
         # would keep its lock until the garbage collector comes by.
         self.run, self.every_s, self.at_s = run, every_s, 0.0
+        self.rested_s = 0.0  # when it may be done again, if there is a reason to
         self.failed = False
 
     def __call__(self, queue: FemtoQueue) -> None:
@@ -2403,6 +2434,7 @@ class _Chore:
             ended_s = time.monotonic()
             # It may only have hung once.
             pause_s = min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
+            self.rested_s = ended_s + pause_s
             self.at_s = ended_s + max(self.every_s, pause_s)
 
 
@@ -2434,27 +2466,32 @@ class _Bell:
 
     def wait(self, rings: int, seconds: float) -> None:
         """Return when it has rung more often than `rings`, or when the time is over."""
-        with self._changed:
-            if self.fd < 0 or self._listening:
-                unheard = self.fd < 0
-                self._changed.wait_for(
-                    lambda: self.rings != rings or not (unheard or self._listening), seconds
-                )
-                return
-            if self.rings != rings:
-                return
-            self._listening = True
+        listens = False
         try:
-            import select
-
-            poll = select.poll()
-            poll.register(self.fd, select.POLLIN)
-            if poll.poll(int(seconds * 1000) + 1):
-                self.hear()
-        finally:
             with self._changed:
-                self._listening = False
-                self._changed.notify_all()
+                if self.fd < 0 or self._listening:
+                    deaf = self.fd < 0
+                    self._changed.wait_for(
+                        lambda: self.rings != rings or not (deaf or self._listening), seconds
+                    )
+                    return
+                if self.rings != rings:
+                    return
+                self._listening = listens = True
+            self._listen(seconds)
+        finally:
+            if listens:
+                with self._changed:
+                    self._listening = False
+                    self._changed.notify_all()
+
+    def _listen(self, seconds: float) -> None:
+        import select
+
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        if poll.poll(int(seconds * 1000) + 1):
+            self.hear()
 
     def hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -2527,6 +2564,7 @@ class _Processing:
 
     def __init__(self, queue: FemtoQueue, task: FemtoTask) -> None:
         self._queue, self.task, self.outcome = queue, task, ""
+        self._pid = os.getpid()
 
     def __enter__(self) -> FemtoTask:
         self._queue._keep_lease(self)
@@ -2536,6 +2574,8 @@ class _Processing:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
         queue, task = self._queue, self.task
+        if os.getpid() != self._pid:
+            return  # a child that was forked in the block leaves it: the task is not its own
         try:
             if self.outcome or (isinstance(error, LeaseLost) and error.id == task.id):
                 return
@@ -2550,16 +2590,21 @@ class _Processing:
                 self.outcome = "retried"
         except LeaseLost as lost:
             raise lost from error
+        except OSError:
+            queue._abandon(task._lease)  # whoever can may deliver it again
+            raise
         finally:
             queue._under_way.pop(id(task), None)
 
 
 def _renew_leases(
-    queue_ref: weakref.ref[FemtoQueue], renewer: threading.Event, interval_s: float
+    queue_ref: weakref.ref[FemtoQueue], renewer: threading.Event, lease_s: float
 ) -> None:
-    while not renewer.wait(interval_s):
+    pause = _RENEWAL
+    while not renewer.wait(pause * lease_s):
         queue = queue_ref()
-        if queue is None or not queue._renew_all(renewer):
+        pause = 0 if queue is None else queue._renew_all(renewer)
+        if not pause:
             return
         del queue  # asleep, we hold nobody
 
@@ -2594,24 +2639,24 @@ class _Crew:
         self._free = threading.Condition()  # held where one of the two above changes
         self._inbox: SimpleQueue[FemtoTask | None] = SimpleQueue()
         self._hands = 0
+        self._is_interruptible = False  # while the handler runs in the thread that hears signals
         self._error: BaseException | None = None  # that told a hand to go
 
     def run(self) -> WorkCounts:
         with self._hearing_signals():
             try:
-                try:
-                    self._take_all()
-                finally:
-                    self._wait_for_hands()
+                self._take_all()
             except KeyboardInterrupt:
                 if len(self.signals) < 2:
-                    raise
-                self._leave()
+                    raise  # the handler's own
             finally:
+                self._wait_for_hands()
                 for _ in range(self._hands):
                     self._inbox.put(None)
-        if self._error is not None and len(self.signals) < 2:
-            raise self._error
+            if len(self.signals) > 1:
+                self._leave()
+            elif self._error is not None:
+                raise self._error
         return WorkCounts(**self.counts)
 
     def _is_stopping(self) -> bool:
@@ -2631,6 +2676,7 @@ class _Crew:
             elif self._is_stopping():
                 queue._give_back(task)
             elif self._concurrency == 1:
+                self._running[id(task)] = task
                 self._process(task)
             else:
                 self._hand_over(task)
@@ -2659,7 +2705,8 @@ class _Crew:
     def _be_a_hand(self) -> None:
         while (task := self._inbox.get()) is not None:
             try:
-                self._process(task)
+                if id(task) in self._running:  # not given back meanwhile
+                    self._process(task)
             except BaseException as error:
                 self._error = error
 
@@ -2667,20 +2714,34 @@ class _Crew:
         processing = self._queue.processing(task)
         try:
             with processing:
-                self._handler(task)
+                self._handle(task)
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            what = {"failed": "to failed/", "retried": "to be retried"}
-            then = what.get(processing.outcome, "waits for the end of its lease")
+            words = {
+                "": "delivered again later",
+                "retried": "to be retried",
+                "failed": "a dead letter",
+            }
+            then = words.get(processing.outcome, processing.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, error, exc_info=cause)
         finally:
             with self._free:
-                self._running.pop(id(task), None)
-                self.counts[processing.outcome or "lost"] += 1
+                if self._running.pop(id(task), None) is not None:  # else counted as given back
+                    self.counts[processing.outcome or "lost"] += 1
                 self._free.notify_all()
+
+    def _handle(self, task: FemtoTask) -> None:
+        if self._concurrency > 1:
+            self._handler(task)
+            return
+        try:
+            self._is_interruptible = True
+            self._handler(task)
+        finally:
+            self._is_interruptible = False
 
     def _wait_for_hands(self) -> None:
         with self._free:
@@ -2690,7 +2751,10 @@ class _Crew:
     def _leave(self) -> None:
         """Give back what runs in other threads; what ran in this one has been given back."""
         self.before_leaving()
-        for task in [*self._running.values()]:
+        with self._free:
+            running = [*self._running.values()]
+            self._running.clear()
+        for task in running:
             try:
                 self._queue._give_back(task)
                 self.counts["released"] += 1
@@ -2729,7 +2793,7 @@ class _Crew:
         self.signals.append(number)
         if len(self.signals) == 1:
             self.when_told()
-        elif len(self.signals) == 2:  # a third one changes nothing
+        elif len(self.signals) == 2 and self._is_interruptible:  # a third one changes nothing
             raise KeyboardInterrupt
 
 
@@ -2744,7 +2808,11 @@ class _Inspection:
             *(self._file_systems, self._clock, self._strangers, self._tasks, self._twice),
             *(self._workers, self._keys, self._leftovers),
         ):
-            yield from look()
+            try:
+                yield from look()
+            except OSError as error:
+                path = os.path.relpath(error.filename or self._root, self._root)
+                yield Finding("unreadable", path, str(error))
 
     def _file_systems(self) -> Iterator[Finding]:
         kind = _NETWORK_TYPES.get(_fs_type(self._root))
@@ -4050,7 +4118,7 @@ class _Keeper:
             os._exit(0)
 
     def _keep(self, reading: int) -> None:
-        groups = set()
+        groups: set[int] = set()
         with os.fdopen(reading, encoding="ascii") as lines:
             for line in lines:
                 (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
@@ -4132,7 +4200,7 @@ def _leased(q: FemtoQueue, word: str) -> FemtoTask:
     for path, attempts, ident in q._find("inflight"):
         lease = path[len(q._root) :]
         if word == lease or name in (os.path.basename(lease), ident):
-            return FemtoTask(ident, b"", attempts, None, q._read_checkpoint(ident), lease)
+            return FemtoTask(ident, b"", attempts, None, b"", lease)  # it may have a checkpoint
     raise LeaseLost(name[-29:], True, "it is not in flight by that name (any more)")
 
 

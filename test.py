@@ -11,6 +11,7 @@ temporary directory (.ci/ has what needs root), and what needs fork() where ther
 
 from __future__ import annotations
 
+import binascii
 import contextlib
 import errno
 import functools
@@ -2832,6 +2833,76 @@ class Faults(Interrupted):
             FemtoQueue("")
         self.assertFalse(os.path.exists(jobs))
 
+    def test_an_error_of_close_undoes_nothing_that_was_done_under_a_keys_lock(self) -> None:
+        q = self.queue()
+        with hooked(self.failing_close("/keys/")):
+            q.push(b"x", key="k")
+        with hooked(self.failing_close("/keys/")):
+            task = q.take("k")
+        assert task is not None
+        with hooked(self.failing_close("/keys/")):
+            q.done(task)
+        self.assertEqual(self.states(), {"done": 1})
+
+    def failing_close(self, part: str) -> Callable[[str, tuple[Any, ...]], None]:
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            if name == "close" and part in os.readlink(f"/proc/self/fd/{args[0]}"):
+                os.close(args[0])
+                self.fail_with(errno.EIO)
+
+        return hook
+
+    def test_extend_does_not_ask_whether_it_did_what_it_did(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        with hooked(failing("lstat", task.id, errno.EIO)):
+            q.extend(task, 60_000)
+        q.done(task)
+
+    def test_an_error_is_not_taken_for_a_no(self) -> None:
+        """Neither for a key's lock nor for PAUSED."""
+        q = self.queue()
+        q.push(b"x", key="k")
+        for call in (lambda: q.take("k"), lambda: q.peek(key="k"), lambda: q.contains("k")):
+            with hooked(failing("lstat", self.names("keys")[0], errno.EIO)):
+                self.assertRaises(OSError, call)
+        with hooked(failing("lstat", "/PAUSED", errno.EIO)):
+            self.assertRaises(OSError, self.queue("n2").pop)
+        self.assertEqual(self.states(), {"pending": 1})
+
+    def test_a_keyed_task_that_can_be_neither_read_nor_given_back_is_put_back_later(self) -> None:
+        """No descriptors are left: reading takes one, and so does the lock of its key."""
+        q = self.queue(timeout_stale_ms=None)
+        q.push(b"x", key="k")
+        stuck = mock.patch.object(q, "_transfer", side_effect=OSError(errno.EMFILE, ""))
+        with hooked(failing("open", self.names("pending")[0], errno.EMFILE)), stuck:
+            self.assertRaises(OSError, q.pop)
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+        self.assertEqual(self.drain(q), [b"x"])
+
+    def test_a_task_that_others_take_while_it_can_not_be_set_aside_is_no_error_of_its_own(
+        self,
+    ) -> None:
+        """What surfaces is the full disk."""
+        q, other = self.queue(max_attempts=1), self.queue("n2")
+        other.push(b"x")
+        other.release(self.pop(other), front=True)
+
+        def full(name: str, args: tuple[Any, ...]) -> None:
+            if name == "replace" and "/failed/" in args[1]:
+                other.pop()
+                self.fail_with(errno.ENOSPC)
+
+        with hooked(full), self.assertRaises(OSError) as caught:
+            q.pop()
+        self.assertEqual(caught.exception.errno, errno.ENOSPC)
+
+    def test_done_of_a_lost_lease_whose_directory_is_gone_is_lease_lost(self) -> None:
+        q = self.queue(sync_after_write=True, keep_done=False)
+        task = _pushed_and_taken(q)
+        q.close()
+        self.assertRaises(LeaseLost, q.done, task)
+
 
 def key_replaced(q: FemtoQueue, say: Say) -> None:
     for name in ("1", "2"):
@@ -3122,6 +3193,53 @@ class Model(QueueCase):
 
 
 # What else stands in the directories
+
+
+class Lies(QueueCase):
+    """Whole files that say what is not so: nobody's push() wrote them."""
+
+    def record(self, payload: bytes, key: bytes) -> bytes:
+        crc = binascii.crc32(payload, binascii.crc32(key))
+        return b"FQ1 %08x %d %b\n%b" % (crc, len(payload), key, payload)
+
+    def test_a_hint_that_leads_to_another_task_is_not_believed(self) -> None:
+        q = self.queue()
+        plain = q.push(b"plain")
+        q.push(b"1", key="k")
+        with open(self.file("keys", *self.names("keys")), "w", encoding="ascii") as file:
+            file.write(f"k pending/{plain} -\n\n")
+        q.push(b"2", key="k")
+        self.assertEqual(self.pop(q).data, b"plain")
+
+    def test_a_key_that_is_none_or_not_its_ids_is_a_dead_letter(self) -> None:
+        """It must not be an error of pop() for ever, nor lead to the locks of two keys."""
+        q = self.queue()
+        for number, key in enumerate((b"a" * 201, b"%61", b"a,b", b"%", b"other")):
+            self.put(f"{number:020d}-80000000", self.record(b"x", key))
+        q.push(b"good")
+        self.assertEqual(self.drain(q), [b"good"])
+        self.assertEqual(self.states(), {"failed": 5, "done": 1})
+
+    def test_a_record_of_another_key_hangs_nobody(self) -> None:
+        q = self.queue()
+        first, second = q.push(b"1", key="a"), q.push(b"2", key="b")
+        shutil.copy(self.file("pending", second), self.file("pending", first))
+        self.assertIsNone(q.take("a"))
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_names_in_keys_and_done_that_are_not_ours_stay(self) -> None:
+        q = self.queue()
+        self.foreign = ("0000aaaa", f"{1:020d}-0000aaaa")
+        os.mkdir(self.file("keys"))
+        for name in self.foreign:
+            self.put(name, b"", "keys")
+        self.put(f"{1:020d}-00000000.error", b"", "done")
+        q.pop()
+        q.purge(0)
+        self.assertEqual(self.names("keys"), sorted(self.foreign))
+        self.assertEqual(self.names("done"), [f"{1:020d}-00000000.error"])
+        shutil.rmtree(self.file("keys"))
+        os.unlink(self.file("done", f"{1:020d}-00000000.error"))
 
 
 class Corruption(QueueCase):
@@ -4196,8 +4314,8 @@ class Waiting(QueueCase):
         def wait(child: Child) -> None:
             q = FemtoQueue(self.path)
             q.pop(0.001)
-            child.say("waits")
             try:
+                child.say("waits")
                 q.pop(None)
             except KeyboardInterrupt:
                 child.say("interrupted")
@@ -4247,6 +4365,17 @@ class Waiting(QueueCase):
         task = q.pop(1)
         self.assertIsNotNone(task)
         self.assertIsNot(q._bell, bell)
+
+    def test_a_listing_of_what_is_scheduled_is_paid_for_before_the_next(self) -> None:
+        """Each push of others to scheduled/ would cost every pop() a listing of it."""
+        q, other, calls = self.queue(), self.queue("n2"), []
+        q.pop()
+        q._waking.rested_s = q._waking.at_s = q._attend_at_ns = float("inf")  # type: ignore[assignment]
+        with hooked(lambda name, args: calls.append((name, *args))):
+            for _ in range(5):
+                other.schedule(b"x", 1e15)
+                q.pop()
+        self.assertEqual([call for call in calls if call[0] == "listdir"], [])
 
     # drain()
 
@@ -4673,11 +4802,82 @@ class Processing(QueueCase):
         with q.processing(task):
             lease = task._lease
             with hooked(failing("replace", task.id, errno.EIO)):
-                tried = mock.Mock(wraps=q.extend)
-                with mock.patch.object(q, "extend", tried):
+                tried = mock.Mock(wraps=q._extend)
+                with mock.patch.object(q, "_extend", tried):
                     self.until(lambda: tried.call_count > 0)
             self.until(lambda: task._lease != lease)
         self.assertEqual(self.states(), {"done": 1})
+
+    def test_who_holds_up_a_key_does_not_keep_other_leases_from_renewal(self) -> None:
+        """He may be stopped. The lease of that key is tried again soon."""
+        q = self.queue()
+        q.push(b"keyed", key="k")
+        keyed = self.pop(q)
+        other = _pushed_and_taken(q)
+        before = keyed._lease, other._lease
+        with q.processing(keyed), q.processing(other):
+            lock = femtoqueue._open_locked(self.file("keys", *self.names("keys")))
+            pause = q._renew_all(q._renewer)
+            self.assertEqual(keyed._lease, before[0])
+            self.assertNotEqual(other._lease, before[1])
+            self.assertLess(pause, femtoqueue._RENEWAL)
+            femtoqueue._let_go(lock)
+            self.assertEqual(q._renew_all(q._renewer), femtoqueue._RENEWAL)
+            self.assertNotEqual(keyed._lease, before[0])
+
+    def test_a_thread_that_can_not_be_started_is_an_error_and_the_next_one_is(self) -> None:
+        q = self.queue(timeout_stale_ms=60)
+        task = _pushed_and_taken(q)
+        broken = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
+        with broken, self.assertRaises(RuntimeError), q.processing(task):
+            self.fail("the block must not begin")
+        with q.processing(task):
+            lease = task._lease
+            self.until(lambda: task._lease != lease)
+
+    def test_ctrl_c_at_the_start_leaves_nothing_that_is_renewed_for_nobody(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        keep = q._keep_lease
+
+        def interrupted(processing: femtoqueue._Processing) -> None:
+            keep(processing)
+            raise KeyboardInterrupt
+
+        with mock.patch.object(q, "_keep_lease", interrupted):
+            try:
+                with q.processing(task):
+                    self.fail("the block must not begin")
+            except KeyboardInterrupt:
+                pass
+        gc.collect()
+        self.assertEqual(q._renew_all(q._renewer), 0)
+
+    @FORK
+    def test_a_child_that_leaves_the_block_does_not_end_the_task(self) -> None:
+        q = self.queue()
+        block = q.processing(_pushed_and_taken(q))
+        with block:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    block.__exit__(SystemExit, SystemExit(), None)
+                finally:
+                    os._exit(0)
+            os.waitpid(pid, 0)
+            self.assertEqual(self.states(), {"inflight-n1": 1})
+
+    def test_a_task_whose_end_can_not_be_written_is_delivered_again(self) -> None:
+        """Also by a worker whose leases last for as long as it lives."""
+        q = self.queue(timeout_stale_ms=None)
+        task = _pushed_and_taken(q)
+        with (
+            hooked(failing("replace", f"/{task._lease}", errno.EIO)),
+            self.assertRaises(OSError),
+            q.processing(task),
+        ):
+            pass
+        self.assertEqual(self.pop(q).id, task.id)
 
     def test_it_takes_tasks_with_a_lease_only(self) -> None:
         q = self.queue()
@@ -4764,6 +4964,28 @@ class Checkpoints(QueueCase):
         other.release(newer)
         self.assertEqual(self.pop(other).checkpoint, b"newer")
 
+    def test_a_newer_payload_of_its_key_does_not_go_on_from_there(self) -> None:
+        """Whether it took the task's place in flight, behind it, or as it waited."""
+        for policy in ("update", "buffer", "wait"):
+            q = self.queue()
+            q.push(b"old", key=policy)
+            task = self.pop(q)
+            q.checkpoint(task, b"half of the old")
+            if policy == "wait":
+                q.release(task)
+                q.push(b"new", key=policy)
+            else:
+                q.push(b"new", key=policy, if_in_flight=policy)
+                q.checkpoint(task, b"more of the old")
+                q.release(task)
+            task = self.pop(q)
+            self.assertEqual((task.data, task.checkpoint), (b"new", None))
+            q.checkpoint(task, b"half of the new")
+            q.release(task)
+            task = self.pop(q)
+            self.assertEqual(task.checkpoint, b"half of the new")
+            q.done(task)
+
     def test_a_torn_one_is_none_and_the_task_is_delivered(self) -> None:
         q = self.queue()
         task = _pushed_and_taken(q)
@@ -4826,7 +5048,7 @@ class Work(QueueCase):
             counts = q.work(handle, drain=True)
         self.assertEqual((counts.done, counts.retried, counts.failed), (2, 1, 1))
         self.assertEqual(len(logs.output), 2)
-        self.assertRegex(logs.output[1], r"(?s)to failed/.*Traceback.*ValueError")
+        self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*ValueError")
         self.assertEqual(self.states(), {"done": 2, "failed": 1})
 
     def test_as_many_run_at_a_time_as_were_asked_for(self) -> None:
@@ -4896,6 +5118,31 @@ class Work(QueueCase):
         with mock.patch.object(q, "_take_oldest", look), self.assertRaises(OSError):
             q.work(handle, concurrency=2)
         self.assertEqual((finished, self.states()), ([b"x"], {"done": 1}))
+
+    def test_work_whose_threads_can_not_be_started_gives_the_task_back(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        broken = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
+        with broken, self.assertRaisesRegex(RuntimeError, "no more"):
+            q.work(print, concurrency=2)
+        self.assertEqual(self.drain(q), [b"x"])
+
+    @FORK
+    def test_children_of_a_handler_are_ended_by_a_signal_as_ever(self) -> None:
+        def work(child: Child) -> None:
+            def handle(task: FemtoTask) -> None:
+                pid = os.fork()
+                if pid == 0:
+                    child.say("runs")
+                    signal.pause()
+                os.kill(pid, signal.SIGTERM)
+                child.say(str(os.waitpid(pid, 0)[1]))
+
+            FemtoQueue(self.path).work(handle, drain=True)
+
+        self.queue().push(b"x")
+        lines, status = self.child(work).finish()
+        self.assertEqual((lines[-1], status), (str(int(signal.SIGTERM)), 0))
 
     def test_arguments_that_are_none_are_errors(self) -> None:
         q = self.queue()
@@ -5039,6 +5286,30 @@ class Checking(QueueCase):
         for repair in (False, True):
             self.assertEqual(self.kinds(q, repair), wanted)
         os.unlink(self.file("done", ident))
+
+    def test_a_torn_copy_never_takes_the_place_of_a_whole_dead_letter(self) -> None:
+        """Neither by repair nor by pop()."""
+        q = self.queue()
+        for mend in (lambda: q.check(repair=True), q.pop):
+            task = _pushed_and_taken(q)
+            q.fail(task, "why")
+            self.put(task.id, b"torn")
+            mend()
+            letters = [name for name in self.names("failed") if name.endswith(task.id)]
+            self.assertEqual(len(letters), 2)
+            whole = q.peek(task.id)
+            assert whole is not None
+            self.assertEqual(whole.data, b"x")
+            for name in self.names("failed"):
+                os.unlink(self.file("failed", name))
+
+    def test_what_can_not_be_read_is_told_and_the_rest_is_looked_at(self) -> None:
+        q = self.queue()
+        self.put(f"{1:020d}-0000aaaa", b"torn")
+        with hooked(failing("listdir", "/failed", errno.EACCES)):
+            kinds = {it.kind for it in q.check()}
+        self.assertEqual(kinds, {"unreadable", "corrupt"})
+        q.pop()
 
     def test_clocks_and_file_systems_that_are_odd_are_told(self) -> None:
         q, clock = self.queue(), self.clock()
