@@ -1928,8 +1928,12 @@ class FemtoQueue:
         return [name for name in files if name[-8:] not in busy]
 
     def _files_of_keys(self, form: str) -> list[str]:
-        names = [name for name, _ in self._listed("keys", form)]
-        return [name for name in names if os.path.isfile(f"{self._root}keys/{name}")]
+        try:
+            with os.scandir(f"{self._root}keys") as entries:
+                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []  # none yet
+        return sorted(filter(_PARSE[form], names))
 
     def _adopt(self, bucket: _Bucket) -> None:
         """Let in newer payloads that no hint knows: power loss, or a person, took the hint."""
@@ -2630,6 +2634,7 @@ class _Crew:
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
         self._is_over = queue._is_drained if drain else None
         self._stop = stop
+        self.in_this_thread = True  # the handler runs, if it is one at a time
         self.listens_to = [2, 15]  # SIGINT, SIGTERM
         self.signals: list[int] = []  # those that came
         self.when_told: Callable[[], object] = bool  # called at the first one
@@ -2675,7 +2680,7 @@ class _Crew:
                     return
             elif self._is_stopping():
                 queue._give_back(task)
-            elif self._concurrency == 1:
+            elif self._concurrency == 1 and self.in_this_thread:
                 self._running[id(task)] = task
                 self._process(task)
             else:
@@ -2734,7 +2739,7 @@ class _Crew:
                 self._free.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
-        if self._concurrency > 1:
+        if self._hands:
             self._handler(task)
             return
         try:
@@ -2752,6 +2757,8 @@ class _Crew:
         """Give back what runs in other threads; what ran in this one has been given back."""
         self.before_leaving()
         with self._free:
+            if not self.in_this_thread:  # what they ran has ended: they give back by themselves
+                self._free.wait_for(lambda: not self._running, 1.0)
             running = [*self._running.values()]
             self._running.clear()
         for task in running:
@@ -3613,7 +3620,10 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except (FemtoQueueError, OSError, ValueError) as error:
-        print(f"femtoqueue: {error}", file=sys.stderr)
+        text = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            text = f"{error.filename}: {error.strerror}"
+        print(f"femtoqueue: {text}", file=sys.stderr)
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
@@ -3731,7 +3741,7 @@ def _open(path: str, make: bool = False, **settings: Any) -> FemtoQueue:
 
 def _duration(text: str) -> float:
     """Return seconds: a TIME of the command line."""
-    form = re.fullmatch(r"([0-9]+(?:\.[0-9]*)?)(ms|s|m|h|d|)", text)
+    form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
         import argparse
 
@@ -3805,12 +3815,15 @@ def _push_command(path: str, words: list[str], options: Any) -> int:
 def _payloads(options: Any) -> Iterator[bytes]:
     stream: Any = sys.stdin.buffer
     if options.null:
-        rest = b""
+        parts: list[bytes] = []
         while chunk := stream.read1(1 << 16):
-            *whole, rest = (rest + chunk).split(b"\0")
-            yield from whole
-        if rest:
-            yield rest
+            first, *more = chunk.split(b"\0")
+            parts.append(first)
+            for piece in more:
+                yield b"".join(parts)
+                parts = [piece]
+        if any(parts):
+            yield b"".join(parts)
     elif options.lines:
         for line in stream:
             yield line.removesuffix(b"\n")
@@ -3824,7 +3837,8 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
     Its environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. Exit status 0 is
     done; else it is tried again later, and in the end failed, with the end of its standard error
     as the reason. SIGTERM or Ctrl-C: what runs is finished; a second one: it goes to CMD's
-    process group, and what ran is given back. Status 1: with --drain, a task failed for good.
+    process group, and what ran is given back. Status 1: with --drain, if a task failed for good,
+    or a signal came before the end.
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
     import logging
@@ -3864,6 +3878,7 @@ def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) ->
     told = b"femtoqueue: finishing what runs; a second signal ends it\n"
     crew.when_told = lambda: os.write(2, told)
     crew.listens_to.append(1)  # SIGHUP: the terminal is gone
+    crew.in_this_thread = False  # a signal must not come between a command's start and its note
     crew.before_leaving = lambda: runner.stop_all(crew.signals[-1])
     over = threading.Event()
     if not options.quiet:
@@ -3884,7 +3899,7 @@ def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) ->
             screen.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
     if len(crew.signals) > 1:
         return 128 + crew.signals[-1]
-    return 1 if options.drain and crew.counts["failed"] else 0
+    return 1 if options.drain and (crew.counts["failed"] or crew.signals) else 0
 
 
 class _Screen:
@@ -3973,14 +3988,22 @@ class _Runner:
         self._timeout_s, self._output_dir = options.task_timeout, options.output_dir
         self._running: set[Any] = set()
         self._keeper = _Keeper()
-        self._signal, self._is_leaving = 15, False  # what those get whom we end
+        self._is_leaving = False
 
     def __call__(self, task: FemtoTask) -> None:
+        try:
+            self._run(task)
+        except OSError as error:  # ours: no descriptors, no memory, no room. No fault of the task's
+            raise SystemExit(f"{error.filename or self._command[0]}: {error.strerror}") from error
+
+    def _run(self, task: FemtoTask) -> None:
         with contextlib.ExitStack() as files:
             process = self._started(task, files)
             self._running.add(process)
-            self._keeper.note("+", process.pid)
             try:
+                self._keeper.note("+", process.pid)
+                if self._is_leaving:  # RACE: it had not begun when we ended the others
+                    raise SystemExit
                 tail = self._followed(process, task, files)
             except BaseException:
                 self._end(process)
@@ -4008,19 +4031,15 @@ class _Runner:
         if self._output_dir is not None:
             paths = (f"{self._output_dir}/{task.id}.{name}" for name in ("out", "err"))
             outputs = [files.enter_context(open(path, "ab")) for path in paths]  # noqa: SIM115
-        stdin = files.enter_context(_readable(task.data))
-        try:
-            # A group of its own: Ctrl-C at the terminal is for us, who finish what runs.
-            return subprocess.Popen(
-                self._command,
-                stdin=stdin,
-                stdout=outputs[0],
-                stderr=outputs[1],
-                env=env,
-                start_new_session=True,
-            )
-        except OSError as error:  # no fault of the task's
-            raise SystemExit(f"{self._command[0]}: {error.strerror}") from error
+        # A group of its own: Ctrl-C at the terminal is for us, who finish what runs.
+        return subprocess.Popen(
+            self._command,
+            stdin=files.enter_context(_readable(task.data)),
+            stdout=outputs[0],
+            stderr=outputs[1],
+            env=env,
+            start_new_session=True,
+        )
 
     def _followed(self, process: Any, task: FemtoTask, files: contextlib.ExitStack) -> str:
         """Pass on what a process writes, line by line, until it has ended; return the end of its
@@ -4072,22 +4091,22 @@ class _Runner:
         self._keeper.close()
 
     def stop_all(self, number: int) -> None:
-        self._signal, self._is_leaving = number, True
-        for process in [*self._running]:
-            self._kill(process, number)
-        for process in [*self._running]:
-            self._end(process)
+        self._is_leaving = True
+        self._end(*self._running, number=number)
 
-    def _end(self, process: Any) -> None:
-        """End a process and its group; if it does not go, kill it."""
+    def _end(self, *processes: Any, number: int = 15) -> None:
+        """End processes and their groups; kill those that have not gone after 5 s."""
         import subprocess
 
-        self._kill(process, self._signal)
-        try:
-            process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._kill(process, 9)
-            process.wait()
+        for process in processes:
+            self._kill(process, number)
+        end_s = time.monotonic() + 5
+        for process in processes:
+            try:
+                process.wait(max(0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self._kill(process, 9)
+                process.wait()
 
     def _kill(self, process: Any, number: int) -> None:
         if process.poll() is None:
@@ -4201,22 +4220,31 @@ def _leased(q: FemtoQueue, word: str) -> FemtoTask:
         lease = path[len(q._root) :]
         if word == lease or name in (os.path.basename(lease), ident):
             return FemtoTask(ident, b"", attempts, None, b"", lease)  # it may have a checkpoint
-    raise LeaseLost(name[-29:], True, "it is not in flight by that name (any more)")
+    raise LeaseLost(_ident_of(name), True, "it is not in flight by that name (any more)")
 
 
 def _each_lease(path: str, words: list[str], settle: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
     """Settle the leases that words name; those that can't be are told, and the status is 1."""
     if not words:
         raise ValueError("which task? The name that `pop` printed, or an id, is missing")
-    status = 0
     with _open(path) as q:
-        for word in words:
-            try:
-                settle(q, _leased(q, word))
-            except LeaseLost as error:
-                print(f"femtoqueue: {error}", file=sys.stderr)
-                status = 1
+        return _each(words, lambda word: settle(q, _leased(q, word)))
+
+
+def _each(words: list[str], act: Callable[[str], Any]) -> int:
+    """Act on each word; what can't be done is told, the rest is done, and the status is 1."""
+    status = 0
+    for word in words:
+        try:
+            act(word)
+        except FemtoQueueError as error:
+            print(f"femtoqueue: {error}", file=sys.stderr)
+            status = 1
     return status
+
+
+def _ident_of(word: str) -> str:
+    return word[-29:]  # each name of a task ends with its id
 
 
 def _done_command(path: str, words: list[str], options: Any) -> int:
@@ -4329,19 +4357,18 @@ def _print_table(rows: Iterable[dict[str, Any]]) -> None:
     import shutil
 
     width = shutil.get_terminal_size().columns
-    head = {"state": "STATE", "id": "ID", "attempts": "TRY", "size_bytes": "BYTES", "key": "KEY"}
-    print(_table_line(head, "AGE", "LEFT", "NODE")[:width])
+    for line in _table(rows):
+        print(line[:width])
+
+
+def _table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
+    form = "{:9} {:29} {:>6} {:>3} {:>8} {:>6} {} {}"
+    yield form.format("STATE", "ID", "AGE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
     for row in rows:
+        size = "-" if row["size_bytes"] is None else row["size_bytes"]
         age, left = _time_text(row["age_s"]), _time_text(row["left_s"])
-        print(_table_line(row, age, left, row["node"])[:width])
-
-
-def _table_line(row: dict[str, Any], age: str, left: str, node: str | None) -> str:
-    size = "-" if row["size_bytes"] is None else row["size_bytes"]
-    return (
-        f"{row['state']:9} {row['id']:29} {age:>6} {row['attempts']:>3} {size:>8} {left:>6} "
-        f"{_key_text(row['key'])} {node or ''}"
-    )
+        key, node = _key_text(row["key"]), row["node"] or ""
+        yield form.format(row["state"], row["id"], age, row["attempts"], size, left, key, node)
 
 
 def _key_text(key: str | None) -> str:
@@ -4480,17 +4507,8 @@ class _Top:
         lines += [
             f"{it.node:32} {it.liveness:8} {it.inflight:9} {it.expired:8}" for it in stats.nodes
         ]
-        head = {
-            "state": "STATE",
-            "id": "ID",
-            "attempts": "TRY",
-            "size_bytes": "BYTES",
-            "key": "KEY",
-        }
-        lines += ["", _table_line(head, "AGE", "LEFT", "NODE")]
-        for row in itertools.islice(_rows(self._queue, ["inflight"]), 100):
-            age, left = _time_text(row["age_s"]), _time_text(row["left_s"])
-            lines.append(_table_line(row, age, left, row["node"]))
+        leases = itertools.islice(_rows(self._queue, ["inflight"]), 100)
+        lines += ["", *_table(leases)]
         return lines
 
     def _rates(self, stats: Stats) -> tuple[str, str]:
@@ -4536,7 +4554,7 @@ def _check_command(path: str, words: list[str], options: Any) -> int:
     with _open(path) as q:
         for finding in _Inspection(q, options.repair).findings():
             mended = "mended" if finding.repaired else "odd"
-            print(finding.kind, finding.path, finding.text, mended, sep="\t")
+            print(finding.kind, ascii(finding.path)[1:-1], finding.text, mended, sep="\t")
             status = status if finding.repaired else 1
     return status
 
@@ -4548,7 +4566,7 @@ def _show_command(path: str, words: list[str], options: Any) -> int:
     """
     if len(words) != 1:
         raise ValueError("show: one id is wanted")
-    ident = words[0][-29:]
+    ident = _ident_of(words[0])
     with _open(path) as q:
         task = q.peek(ident)
         if task is None:
@@ -4577,9 +4595,7 @@ def _retry_command(path: str, words: list[str], options: Any) -> int:
     with _open(path) as q:
         if options.all:
             print(q.retry_failed())
-        for ident in words:
-            q.retry(ident)
-    return 0
+        return _each(words, lambda word: q.retry(_ident_of(word)))
 
 
 def _purge_command(path: str, words: list[str], options: Any) -> int:

@@ -258,9 +258,9 @@ def check(path: str, log: str, sync: bool) -> int:
     late = {number_of(task.data) for task in q.tasks("scheduled")}
     delivered = set()
     q.push(b"0:")
-    while task := q.pop():
-        delivered.add(number_of(task.data))
-        q.done(task)
+    while waiting := q.pop():
+        delivered.add(number_of(waiting.data))
+        q.done(waiting)
     if not live - late <= delivered or 0 not in delivered or not delivered <= live | {0}:
         raise Violation(f"live {sorted(live)}, late {sorted(late)}, delivered {sorted(delivered)}")
     q.close()

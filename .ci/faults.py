@@ -1,0 +1,1186 @@
+"""System calls that fail, and death at system calls: each one in turn, by strace -e inject=.
+
+    python .ci/faults.py [--all | --sample N] [--seed S] [--in-a-row N] [--jobs N] [--dir DIR]
+                         [--verbose]
+    python .ci/faults.py --self-check
+
+Needs strace (5.14 or later) and the right to ptrace, on Linux; no root.
+
+A child lives a scripted life of tasks on a queue, through its public interface, and notes outside
+what it tries, what is acknowledged and what raises. One life is traced whole: each call in it that
+names the data directory, or a descriptor in it, is a point. Then the life is lived once more for
+each point and each errno that such a call may give (ENOSPC, EIO, EMFILE, EACCES, EINTR, ...), and
+for SIGKILL at its entry. Clock and random numbers are made up, so that the N-th call of a kind is
+the same one in each life; the trace must show that it was. (strace -P would not do: it knows
+whole paths only, and those of tasks are not known before.) By default a sample by lot, in which
+each kind of call, place and fault is; --all takes ten minutes.
+
+Proved for each: the error surfaces, untouched, from the step that it happened in (a chore's: from
+that pop() or a later one), which succeeds when it is done again, or turns out to be done. Or it is
+harmless: each step answers as it does without the fault, or (put off) a pop() gives another task
+first. No other exception, no traceback, no hang. Then the same object (after SIGKILL: the next
+process) pushes and drains. In the end each task that was acknowledged stands once, in the state
+that was acknowledged, with its own bytes; a push that raised left nothing (one that was to replace
+a payload: the old or the new one); what was done is not delivered again; creating/ is empty,
+nothing is in flight, and stats(), tasks() and peek() agree.
+
+Not proved: an injected call is not made, so that nothing is seen of one that fails half-way (a
+short write, a rename that took place), and a close() that fails leaves the descriptor open, which
+Linux does not. One process, no races. One fault a life, or with --in-a-row several of a kind.
+
+--self-check shows that this can fail: broken queues must all be caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import json
+import logging
+import multiprocessing
+import os
+import random
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+import femtoqueue
+from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
+
+WRITES = ("ENOSPC", "EIO", "EINTR")
+CHANGES = ("ENOSPC", "EIO", "EACCES")
+STATUS = ("EIO", "EACCES")
+# What a call on a file or directory may give: open(2), rename(2), ... Empty: it can't well fail.
+ERRORS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("open", "openat"), ("EIO", "EACCES", "EMFILE", "EINTR", "ENOSPC")),
+    **dict.fromkeys(("write", "writev", "pwrite64"), WRITES),
+    **dict.fromkeys(("fsync", "fdatasync", "syncfs"), WRITES),
+    **dict.fromkeys(("rename", "renameat", "renameat2", "mkdir", "mkdirat"), CHANGES),
+    **dict.fromkeys(("link", "linkat"), (*CHANGES, "EPERM")),
+    **dict.fromkeys(("unlink", "unlinkat", "rmdir", "chmod", "fchmodat"), STATUS),
+    **dict.fromkeys(("stat", "lstat", "newfstatat", "statx", "access", "faccessat"), STATUS),
+    **dict.fromkeys(("faccessat2", "readlink", "listxattr"), STATUS),
+    **dict.fromkeys(("fstat", "statfs", "fstatfs", "getdents64"), ("EIO",)),
+    "read": ("EIO", "EINTR"),
+    "flock": ("ENOLCK", "EINTR"),
+    "close": ("EIO", "ENOSPC", "EINTR"),
+    **dict.fromkeys(("lseek", "fcntl", "ioctl"), ()),
+}
+SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # a file system without flock, the queue says then
+KILL = "SIGKILL"
+TORN_ID = f"{1:020d}-00000001"
+AN_HOUR_S, LATER_S = 3600.0, 1000.0
+TIMEOUT_S = 30
+PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
+
+Note = list[Any]  # [try, ok, err, lost or other word, step, its arguments..., its outcome]
+
+
+class Violation(Exception):
+    pass
+
+
+class Clock:
+    """Stands in for the module time: a microsecond passes with each look. Ahead of the kernel's,
+    so that for purge() each file is old."""
+
+    def __init__(self) -> None:
+        self._wall_s, self._monotonic_s = time.time() + AN_HOUR_S, time.monotonic()
+        self._passed_s = 0.0
+
+    def skip(self, seconds: float) -> None:
+        self._passed_s += seconds
+
+    sleep = skip
+
+    def time(self) -> float:
+        self._passed_s += 1e-6
+        return self._wall_s + self._passed_s
+
+    def monotonic(self) -> float:
+        self._passed_s += 1e-6
+        return self._monotonic_s + self._passed_s
+
+
+CLOCK = Clock()  # read at the start, the same in all processes that are forked
+
+
+@contextlib.contextmanager
+def made_up(seed: str) -> Iterator[Clock]:
+    """Let femtoqueue see a clock and random numbers that are the same each time."""
+    clock, chance, urandom = Clock.__new__(Clock), random.Random(seed), os.urandom
+    clock.__dict__.update(CLOCK.__dict__)
+    vars(femtoqueue)["time"], os.urandom = clock, chance.randbytes
+    try:
+        yield clock
+    finally:
+        vars(femtoqueue)["time"], os.urandom = time, urandom
+
+
+def payload(name: str) -> bytes:
+    size = 100_000 if name.startswith("big") else 40
+    return f"{name}:".encode() + random.Random(name).randbytes(size)
+
+
+def name_of(data: bytes) -> str:
+    name = data.partition(b":")[0].decode("ascii", "replace")
+    if data != payload(name):
+        raise Violation(f"the bytes of {name!r} are not those that were pushed")
+    return name
+
+
+# A life, as the child lives it
+
+
+class Life:
+    """Calls a queue's methods, and notes each before and after."""
+
+    def __init__(
+        self, make: Callable[[], FemtoQueue], clock: Clock, note: Callable[[Note], None]
+    ) -> None:
+        self.make, self.clock, self.note = make, clock, note
+        self.ids: dict[str, str] = {}
+        self.queue: FemtoQueue
+
+    def step(
+        self,
+        call: Callable[[], Any],
+        *what: Any,
+        again: bool = True,
+        shown: Callable[[Any], Any] = lambda _: None,
+    ) -> Any:
+        """Do one thing; again if it raised OSError, unless it is a push."""
+        for _ in range(9 if again else 1):
+            self.note(["try", *what])
+            try:
+                result = call()
+                self.note(["ok", *what, shown(result)])
+                return result
+            except OSError as error:
+                self.note(["err", *what, error.errno, len(getattr(error, "pushed_ids", ()))])
+            except FemtoQueueError as error:
+                self.note(["lost", *what, type(error).__name__])
+                break
+        return None
+
+    def open(self) -> None:
+        self.queue = self.step(self.make, "open") or self.queue
+
+    def push(
+        self, name: str, key: str | None = None, policy: str = "buffer", in_s: float | None = None
+    ) -> None:
+        def call() -> str:
+            if in_s is None:
+                return self.queue.push(payload(name), key=key, if_in_flight=policy)
+            due_us = (self.clock.time() + in_s) * 1e6
+            return self.queue.schedule(payload(name), due_us, key=key, if_in_flight=policy)
+
+        self.step(call, "push", name, key, policy, (in_s or 0) > 0, again=False)
+
+    def push_many(self, *names: str) -> None:
+        self.step(
+            lambda: self.queue.push_many(map(payload, names)), "push_many", [*names], again=False
+        )
+
+    def pop(self, key: str | None = None) -> FemtoTask | None:
+        def call() -> FemtoTask | None:
+            return self.queue.pop() if key is None else self.queue.take(key)
+
+        task: FemtoTask | None = self.step(
+            call, "pop", key, shown=lambda task: task and name_of(task.data)
+        )
+        if task is not None:
+            self.ids[name_of(task.data)] = task.id
+        return task
+
+    def end(self, task: FemtoTask | None, how: str, **options: Any) -> None:
+        """done, fail, release or extend what was popped, if anything was."""
+        if task is not None:
+            method = getattr(self.queue, how)
+            later = "delay_s" in options
+            self.step(lambda: method(task, **options), "end", how, name_of(task.data), later)
+
+    def call(self, method: str, *arguments: Any) -> None:
+        self.step(lambda: getattr(self.queue, method)(*arguments), "call", method, [*arguments])
+
+    def retry(self, task: FemtoTask | None) -> None:
+        if task is not None:
+            self.step(lambda: self.queue.retry(task.id), "retry", name_of(task.data))
+
+    def paused(self) -> None:
+        """pop() while PAUSED is there, which a person made."""
+        path = os.path.join(self.queue.data_dir, "PAUSED")
+        self.step(lambda: os.close(os.open(path, os.O_CREAT)), "pause", True)
+        self.clock.skip(2)  # it is looked for when pending/ is listed
+        self.pop()
+        self.step(lambda: os.unlink(path), "pause", False)
+
+    def expire(self) -> None:
+        self.clock.skip(40)
+        self.note(["ok", "expire"])
+
+    def look(self) -> None:
+        def call() -> dict[str, Any]:
+            stats, q = self.queue.stats(), self.queue
+            k = q.peek(key="k")
+            return {
+                "stats": [stats.pending, stats.scheduled, stats.inflight, stats.done],
+                "tasks": {s: [name_of(t.data) for t in q.tasks(s)] for s in femtoqueue.STATES},
+                "keys": [*q.keys("pending")],
+                "contains k": q.contains("k"),
+                "k": k and name_of(k.data),
+                "peeked": [name for name, i in self.ids.items() if q.peek(i) is not None],
+            }
+
+        self.step(call, "look", shown=lambda seen: seen)
+
+    def drain(self) -> None:
+        for _ in range(100):
+            task = self.pop()
+            if task is None:
+                return
+            self.end(task, "done")
+
+    def finish(self) -> None:
+        """Show that the same object works on; nothing is injected from here on."""
+        self.note(["end"])
+        self.clock.skip(LATER_S)
+        for name in ("after", "afterwards"):
+            self.push(name)
+            self.drain()
+            self.call("close")
+
+
+def plain(life: Life) -> None:
+    """Tasks without a key, from the first mkdir on."""
+    life.open()
+    life.push("a")
+    life.push_many("b", "big", "c", "d", "e")
+    life.push("late", in_s=600)
+    life.push("due", in_s=-1)
+    life.end(life.pop(), "done")
+    failed = life.pop()
+    life.end(failed, "fail", error="why")
+    life.end(life.pop(), "done")
+    life.end(life.pop(), "release")
+    life.end(life.pop(), "release", front=True)
+    task = life.pop()
+    life.end(task, "extend", ms=60_000)
+    life.end(task, "release", delay_s=30)
+    life.retry(failed)
+    life.end(life.pop(), "fail")
+    life.paused()
+    life.pop()
+    life.expire()
+    life.end(life.pop(), "release", front=True)
+    life.look()
+    life.call("retry_failed")
+    life.call("purge", 0)
+    life.clock.skip(100)
+    life.drain()
+    life.call("close")
+    life.push("f")
+    life.drain()
+
+
+def keyed(life: Life) -> None:
+    """Tasks that have one."""
+    life.open()
+    life.push("k1", "k")
+    life.push("k2", "k")  # replaces
+    task = life.pop("k")
+    life.push("k3", "k")  # behind it
+    life.push("k4", "k")  # in the place of k3
+    life.end(task, "release")  # k4 in its place
+    task = life.pop("k")
+    life.push("k5", "k", "update")
+    life.push("k6", "k")
+    life.end(task, "extend", ms=60_000)
+    life.end(task, "done")  # k6 is let in
+    failed = life.pop("k")
+    life.end(failed, "fail", error="why")
+    life.push("l1", "l", in_s=20)
+    life.push("l2", "l", in_s=40)  # replaces, and moves
+    life.push("l3", "l")
+    task = life.pop()
+    life.push("m1", "m", in_s=10)
+    life.end(task, "release", delay_s=5)
+    life.retry(failed)
+    task = life.pop("k")
+    life.push("k7", "k", in_s=10)
+    life.end(task, "done")
+    life.look()
+    life.clock.skip(100)
+    life.drain()
+
+
+def inherited(life: Life) -> None:
+    """What dead workers left: leases, of our own node too, and what is behind them."""
+    life.open()
+    life.look()
+    life.push("a")
+    life.end(life.pop(), "done")
+    life.push("k9", "k")
+    life.clock.skip(5)
+    life.end(life.pop("k"), "done")
+    life.end(life.pop(), "fail", error="why")
+    life.end(life.pop(), "release", delay_s=20)
+    life.drain()
+    life.call("purge", 0, ("done", "failed"))
+    life.clock.skip(700)
+    life.drain()
+    life.look()
+
+
+def former(life: Life) -> None:
+    """Leaves what `inherited` finds; dies with leases in its hands."""
+    life.clock.skip(-AN_HOUR_S / 2)
+    life.open()
+    own = life.queue.node_id
+    life.push_many(*(f"{own}-{letter}" for letter in "abcd"))
+    life.push(f"{own}-k1", f"k{own}")
+    life.push(f"{own}-late", in_s=600)
+    life.push(f"{own}-soon", in_s=3)
+    life.end(life.pop(), "done")
+    life.end(life.pop(), "fail", error="why")
+    life.pop()
+    life.pop(f"k{own}")
+    life.push(f"{own}-k2", f"k{own}")
+    life.push("k1" if own == "n0" else "k2", "k")
+    if own == "n0":
+        life.pop("k")
+    life.push(f"{own}-spent")
+    for _ in range(4):
+        task = life.pop()
+        while task is not None and name_of(task.data) != f"{own}-spent":
+            life.end(task, "done")
+            task = life.pop()
+        life.end(task, "release")
+
+
+# What must be true of it
+
+
+@dataclasses.dataclass(eq=False)
+class Slot:
+    """A task: the payloads that it may have, one of them, and the states that it may be in."""
+
+    names: set[str]
+    states: set[str]
+    key: str | None = None
+    leased: str = ""  # the payload with which it was delivered, while it is in hand
+    later: bool = False  # it may have to wait: for its time, or for the next pop()'s chores
+    behind: Slot | None = None  # the newer payload behind a leased task
+
+
+class Ledger:
+    """Follows the notes of a life; raises Violation for what must not be answered."""
+
+    def __init__(self, notes: Iterable[Note]) -> None:
+        self.slots: list[Slot] = []
+        self.paused = False
+        self.done = "done"  # "gone" from when keep_done is False on
+        self._pushed: list[Slot] = []
+        self._erred: Note = []  # the step that raised last
+        for note in notes:
+            self.follow(note)
+
+    def follow(self, note: Note) -> None:
+        word, what, *rest = [*note, None]
+        if word == "crash":
+            raise Violation(f"neither OSError nor FemtoQueueError: {what}")
+        if word == "died":
+            self.died()
+        if word == "lost" and self._erred != note[1:-1]:
+            raise Violation(f"{note} without an error before")
+        if word == "lost" and (what not in ("end", "retry") or rest[0] == "extend"):
+            raise Violation(f"{note}: after the error, the task was not in hand any more")
+        handler = getattr(self, f"_{what}", None) if word in ("try", "ok", "err", "lost") else None
+        if handler is not None:
+            handler(word, *rest[:-1])
+        if word != "try":
+            self._erred = note[1:-2] if word == "err" else []
+
+    def died(self) -> None:
+        """The process was killed: what was leased comes back, with the newer payload."""
+        for slot in [slot for slot in self.slots if slot.leased]:
+            behind, slot.leased, slot.behind = slot.behind, "", None
+            if behind is None:
+                continue
+            if behind.states == {"live"}:
+                slot.states = (slot.states - {"live"}) | {"gone"}
+            else:  # killed while that was pushed
+                slot.names |= behind.names
+                self.slots.remove(behind)
+
+    def _of_key(self, key: str) -> Slot | None:
+        behind = [slot.behind for slot in self.slots]
+        mine = [s for s in self.slots if s.key == key and "live" in s.states and s not in behind]
+        return mine[-1] if mine else None
+
+    def _waiting(self) -> list[Slot]:
+        """Return what is sure to be in pending/ or scheduled/."""
+        behind = [slot.behind for slot in self.slots]
+        return [s for s in self.slots if s.states == {"live"} and not s.leased and s not in behind]
+
+    def _look(self, word: str, seen: Any = None, *_: Any) -> None:
+        if word != "ok":
+            return
+        names = [name for listed in seen["tasks"].values() for name in listed]
+        if len(names) != len({*names}):
+            raise Violation(f"a task is listed twice: {seen}")
+        for slot in self.slots:
+            state = next(iter(slot.states)) if len(slot.states) == 1 else ""
+            wanted = {"live": [], "gone": [None]}.get(state, [state])
+            if state == "live":
+                behind = any(other.behind is slot for other in self.slots)
+                waiting = ["pending", "scheduled"]
+                wanted = [None] if behind else ["inflight"] if slot.leased else waiting
+            places = [s for s, listed in seen["tasks"].items() if slot.names & {*listed}]
+            if slot.later:
+                wanted = [*wanted, None, "inflight"]
+            if state and (places or [None])[0] not in wanted:
+                raise Violation(f"{slot} is seen in {places}")
+            if state == "live" and slot.key == "k" and not (seen["contains k"] and seen["k"]):
+                raise Violation(f"{slot} is not seen by its key: {seen}")
+
+    def _new(self, name: str, key: str | None) -> Slot:
+        slot = Slot({name}, {"gone", "live"}, key)
+        self.slots.append(slot)
+        return slot
+
+    def _push(
+        self, word: str, name: str, key: str | None, policy: str, later: bool, *_: Any
+    ) -> None:
+        if word == "try":
+            before = None if key is None else self._of_key(key)
+            if before is not None and before.leased and policy == "buffer":
+                if before.behind is None:
+                    before.behind = self._new(name, key)
+                    self._pushed = [before.behind]
+                    before.behind.later = later
+                    return
+                before = before.behind
+            self._pushed = [before or self._new(name, key)]
+        slot = self._pushed[0]
+        slot.later |= later
+        if slot.names == {name}:
+            slot.states = {"try": {"gone", "live"}, "ok": {"live"}, "err": {"gone"}}[word]
+            if word == "err":
+                for other in self.slots:
+                    other.behind = None if other.behind is slot else other.behind
+        else:
+            slot.names = {name} if word == "ok" else slot.names | {name}
+
+    def _push_many(self, word: str, names: list[str], *outcome: Any) -> None:
+        if word == "try":
+            self._pushed = [self._new(name, None) for name in names]
+            return
+        count = len(names) if word == "ok" else outcome[-1]
+        for index, slot in enumerate(self._pushed):
+            slot.states = {"live"} if index < count else {"gone"}
+
+    def _pop(self, word: str, key: str | None, name: str | None = None, *_: Any) -> None:
+        if word != "ok":
+            return
+        if self.paused and name is not None and not self._erred:  # else it is not listed yet
+            raise Violation(f"{name} was delivered, though PAUSED is there")
+        if name is None and not self.paused:
+            missed = [s for s in self._waiting() if not s.later and key in (None, s.key)]
+            if missed:
+                raise Violation(f"pop() found nothing, where there is {missed}")
+        if name is None:
+            return
+        slot = next((s for s in self.slots if name in s.names and "live" in s.states), None)
+        if slot is None or slot.leased:
+            raise Violation(f"{name} was delivered, which was not to be had: {slot}")
+        slot.names, slot.states, slot.leased = {name}, {"live"}, name
+
+    def _pause(self, word: str, paused: bool, *_: Any) -> None:
+        self.paused = paused
+
+    def _expire(self, _: str) -> None:
+        for slot in self.slots:
+            slot.later |= slot.leased != ""
+            slot.leased = ""
+
+    def _end(self, word: str, how: str, name: str, later: bool, *_: Any) -> None:
+        slot = next(s for s in self.slots if s.leased == name)
+        if how == "extend" or word == "err":
+            return
+        end = {"done": self.done, "fail": "failed", "release": "live"}[how]
+        if word == "try":
+            slot.states |= {end}
+            slot.later |= later
+            return
+        slot.states, slot.leased = {end}, ""
+        if slot.behind is not None:
+            slot.behind.later |= word == "lost"  # the next pop() lets it in
+            if how == "release":
+                slot.states = {"gone"}  # the newer payload is in its place
+        slot.behind = None
+
+    def _retry(self, word: str, name: str, *_: Any) -> None:
+        for slot in self.slots:
+            if name in slot.names and "failed" in slot.states:
+                slot.states = {"failed", "live"} if word in ("try", "err") else {"live"}
+
+    def _call(self, word: str, method: str, arguments: list[Any], *_: Any) -> None:
+        after = {"retry_failed": "live", "purge": "gone"}.get(method)
+        of = {"failed"} if method == "retry_failed" else {*(["done"], *arguments[1:])[-1]}
+        for slot in self.slots:
+            if after is not None and slot.states & of:
+                sure = word == "ok" and slot.states <= {*of, after}
+                slot.states = {after} if sure else slot.states | {after}
+
+
+def stands(q: FemtoQueue) -> dict[str, list[str]]:
+    """Return the states in which each payload is found, and that peek() and stats() agree."""
+    found: dict[str, list[str]] = {}
+    counts = dict.fromkeys(femtoqueue.STATES, 0)
+    for state in femtoqueue.STATES:
+        for task in q.tasks(state):
+            counts[state] += 1
+            found.setdefault(name_of(task.data), []).append(state)
+            seen = q.peek(task.id)
+            if seen is None or seen.data != task.data:
+                raise Violation(f"peek() sees {seen} for {task}")
+    try:
+        torn = q.peek(TORN_ID) is not None
+    except CorruptTask:
+        torn = True
+    stats = q.stats()
+    counted = {state: getattr(stats, state) for state in counts}
+    if sum(counted.values()) != sum(counts.values()) + torn:
+        raise Violation(f"stats() counts {counted}, tasks() {counts}")
+    if torn and counted["failed"] == counts["failed"] + 1:
+        found["torn"] = ["failed"]
+    for name, states in found.items():
+        if len(states) > 1:
+            raise Violation(f"{name} stands {len(states)} times: {states}")
+    return found
+
+
+def check_end(path: str, q: FemtoQueue, ledger: Ledger, kept: set[str]) -> None:
+    """After all was drained: each task is where it was acknowledged to be. kept: paths of
+    files whose unlink() failed."""
+    found = stands(q)
+    for slot in ledger.slots:
+        there = [(name, state) for name in slot.names for state in found.pop(name, [])]
+        if len(there) > 1 or (there[0][1] if there else "gone") not in slot.states - {"live"}:
+            raise Violation(f"{sorted(slot.names)} is {there}, not {sorted(slot.states)}")
+    if found:
+        raise Violation(f"nobody acknowledged {found}")
+    stats = q.stats()
+    if stats.pending or stats.scheduled or stats.inflight or stats.buffered:
+        raise Violation(f"after all was drained: {stats}")
+    left = os.listdir(os.path.join(path, "creating"))
+    if {f"/creating/{name}" for name in left} - kept:
+        raise Violation(f"left in creating/: {left}")
+
+
+# One injection
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """The N-th call of a kind, which is on the data directory."""
+
+    call: str
+    number: int
+    text: str
+    step: int  # of the life
+
+
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    script: str
+    sync: bool
+    broken: str = ""
+
+    @property
+    def keep_done(self) -> bool:
+        return self.script != "inherited"
+
+    def __str__(self) -> str:
+        return f"{self.script}, sync={self.sync}"
+
+
+SCRIPTS: dict[str, Callable[[Life], None]] = {
+    "plain": plain,
+    "keyed": keyed,
+    "inherited": inherited,
+}
+
+
+class Stage:
+    """A directory for one life, with what is there before it."""
+
+    def __init__(self, work: str, scene: Scene) -> None:
+        self.scene, self.work = scene, work
+        self.path = os.path.join(work, "jobs")
+        self.inherited = os.path.join(os.path.dirname(work), "inherited")
+
+    def set_up(self) -> None:
+        shutil.rmtree(self.work, ignore_errors=True)
+        os.makedirs(self.work)
+        if self.scene.script == "inherited":
+            shutil.copytree(os.path.join(self.inherited, "jobs"), self.path)
+
+    def file(self, name: str) -> str:
+        return os.path.join(self.work, name)
+
+    def read(self, name: str) -> str:
+        with open(self.file(name), encoding="utf-8", errors="replace") as file:
+            return file.read()
+
+    def make(self, node_id: str = "n1") -> FemtoQueue:
+        kind = BROKEN[self.scene.broken][0] if self.scene.broken else FemtoQueue
+        return kind(
+            self.path,
+            node_id,
+            sync_after_write=self.scene.sync,
+            max_attempts=4 if self.scene.script == "inherited" else 9,
+            keep_done=self.scene.keep_done,
+        )
+
+    def notes(self) -> list[Note]:
+        return [json.loads(line) for line in self.read("notes").splitlines()]
+
+    def ledger(self) -> Ledger:
+        """What dead workers acknowledged before this life."""
+        if self.scene.script != "inherited":
+            return Ledger([])
+        with open(os.path.join(self.inherited, "notes"), encoding="ascii") as file:
+            ledger = Ledger(json.loads(line) for line in file)
+        for slot in ledger.slots:
+            if slot.states == {"live"} and any("spent" in name for name in slot.names):
+                slot.states = {"failed", "live"}  # by max_attempts
+        ledger.slots.append(Slot({"torn"}, {"failed", "live"}))
+        ledger.done = "done" if self.scene.keep_done else "gone"
+        return ledger
+
+
+class LogNotes(logging.Handler):
+    def __init__(self, note: Callable[[Note], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.note(["log", record.getMessage()])
+
+
+def writer(path: str) -> Callable[[Note], None]:
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return lambda note: (os.write(fd, json.dumps(note).encode() + b"\n"), None)[1]
+
+
+def live(stage: Stage, node_id: str, script: Callable[[Life], None]) -> None:
+    """In the child: play a script to its end."""
+    note = writer(stage.file("notes"))
+    os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
+    femtoqueue._log().addHandler(LogNotes(note))
+    try:
+        with made_up(node_id) as clock:
+            script(Life(lambda: stage.make(node_id), clock, note))
+    except BaseException:
+        note(["crash", traceback.format_exc()])
+    finally:
+        os._exit(0)  # as if killed: close() is a step of its own
+
+
+def spawn(stage: Stage, go: int) -> int:
+    """Fork a child that plays the stage's script as soon as `go` is readable."""
+    child = os.fork()
+    if child == 0:
+        prctl = ctypes.CDLL(None).prctl
+        prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # Yama: a sibling may trace us
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+        def script(life: Life) -> None:
+            SCRIPTS[stage.scene.script](life)
+            life.finish()
+
+        select.select([go], [], [])
+        live(stage, "n1", script)
+    return child
+
+
+def traced(stage: Stage, *options: str) -> int:
+    """Play the stage's life under strace, from its first call to its last; return its status."""
+    go, start = os.pipe()
+    child = spawn(stage, go)
+    command = ["strace", "-f", "-y", "-s", "4096", "-o", stage.file("trace"), *options]
+    with subprocess.Popen(
+        [*command, "-p", str(child)], stderr=subprocess.PIPE, text=True
+    ) as strace:
+        assert strace.stderr is not None
+        said = strace.stderr.readline()
+        os.write(start, b"!")
+        if "attached" not in said:
+            os.kill(child, signal.SIGKILL)
+        try:
+            said += strace.communicate(timeout=TIMEOUT_S)[1]
+        except subprocess.TimeoutExpired:
+            os.kill(child, signal.SIGKILL)
+            said += "it hangs"
+        _, status = os.waitpid(child, 0)
+    os.close(go)
+    os.close(start)
+    if "attached" not in said or "it hangs" in said:
+        raise Violation(f"strace: {said}")
+    return status
+
+
+def points_of(stage: Stage) -> list[Point]:
+    """Return the calls on the data directory, of a life that was traced whole."""
+    points: list[Point] = []
+    numbers, step = collections.Counter[str](), 0
+    for line in stage.read("trace").splitlines():
+        match = re.match(r"\d+ +(\w+)\((.*)", line)
+        if match is None:
+            continue
+        numbers[match[1]] += 1
+        if match[1] == "write" and "notes>" in line:
+            step += r"[\"try\"" in line
+            if r"[\"end\"]" in line:
+                return points
+        by_hand = match[1] != "newfstatat" and "/PAUSED" in line
+        if (f"<{stage.path}" in line or f'"{stage.path}' in line) and not by_hand:
+            points.append(Point(match[1], numbers[match[1]], places(stage, line), step))
+    raise Violation(f"no end in the trace: {stage.read('notes')[-2000:]}")
+
+
+def places(stage: Stage, line: str) -> str:
+    """Return which paths a call is on: the same in each life."""
+    called = line.rpartition(" = ")[0]
+    return " ".join(re.findall(f'{re.escape(stage.path)}([^>"]*)[>"]', called)) or "."
+
+
+def faults_at(point: Point) -> list[str]:
+    if point.call not in ERRORS:
+        raise SystemExit(f"faults: FAILED: no errno is known for {point}; put it into ERRORS")
+    return [*ERRORS[point.call], KILL]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    scene: Scene
+    point: Point
+    fault: str
+    usual: tuple[str, ...]  # the notes of a life without a fault
+    logged: int  # how many messages it logged
+    in_a_row: int
+
+
+def usual_notes(notes: list[Note]) -> tuple[str, ...]:
+    return tuple(json.dumps(note) for note in notes if note[0] != "log")
+
+
+def lines_hit(stage: Stage) -> list[str]:
+    return [line for line in stage.read("trace").splitlines() if "INJECTED" in line]
+
+
+def check_hit(stage: Stage, job: Job, status: int) -> None:
+    """Was it that call, and nothing said or died but by the fault?"""
+    killed = stage.read("trace").splitlines()[-2:-1]
+    hit = killed if job.fault == KILL else lines_hit(stage)
+    if [places(stage, line) for line in hit[:1]] != [job.point.text] or len(hit) > job.in_a_row:
+        raise Violation(f"another call than {job.point} was hit: {hit}")
+    said = stage.read("stderr")
+    if said or status != (signal.SIGKILL if job.fault == KILL else 0):
+        raise Violation(f"exit status {status}, and it said: {said}")
+
+
+def inject(job: Job, work: str) -> str:
+    """Play one life with one fault, and check; return how the fault showed."""
+    stage = Stage(work, job.scene)
+    stage.set_up()
+    what = f"signal={KILL}" if job.fault == KILL else f"error={job.fault}"
+    when = f"{job.point.number}"
+    if job.in_a_row > 1:
+        when += f"..{job.point.number + job.in_a_row - 1}"
+    status = traced(
+        stage,
+        *("-e", f"trace={job.point.call}"),
+        *("-e", f"inject={job.point.call}:{what}:when={when}"),
+    )
+    check_hit(stage, job, status)
+    notes = stage.notes()
+    ledger = stage.ledger()
+    for note in notes:
+        ledger.follow(note)
+    if job.fault == KILL:
+        succeed(stage, ledger)
+        showed = "killed"
+    else:
+        showed = outcome(job, notes)
+    with made_up("later") as clock:
+        clock.skip(2 * LATER_S)
+        with FemtoQueue(stage.path, "looker") as q:
+            kept = {places(stage, line) for line in lines_hit(stage) if "unlink" in line}
+            check_end(stage.path, q, ledger, kept)
+    return showed
+
+
+def outcome(job: Job, notes: list[Note]) -> str:
+    errors = [note for note in notes if note[0] == "err"]
+    given = getattr(errno, job.fault)
+    if len(errors) > job.in_a_row or any(
+        e[-2] not in (given, SURFACES_AS.get(given)) for e in errors
+    ):
+        raise Violation(f"{job.fault} surfaced as {errors}")
+    if errors:
+        before = notes[: notes.index(errors[0])]
+        step = sum(note[0] == "try" for note in before)
+        late = step > job.point.step and errors[0][1] != "pop" and job.in_a_row == 1
+        if step < job.point.step or late:
+            raise Violation(f"the fault in step {job.point.step} surfaced in {step}: {errors}")
+        return "surfaced"
+    if len([n for n in notes if n[0] == "log"]) > job.logged:
+        return "logged"
+    return "harmless" if usual_notes(notes) == job.usual else "put off"
+
+
+def succeed(stage: Stage, ledger: Ledger) -> None:
+    """After a kill: the next process finds a legal state, and drains it."""
+    ledger.died()
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(os.path.join(stage.path, "PAUSED"))
+        ledger.paused = False
+    with made_up("next") as clock:
+        clock.skip(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
+        life = Life(stage.make, clock, ledger.follow)
+        life.open()
+        stands(life.queue)
+        life.finish()
+
+
+def run(job: Job) -> tuple[Job, str, str]:
+    """Return the job, how the fault showed, and what was wrong."""
+    work = os.path.join(WORK, str(os.getpid()))
+    try:
+        return job, inject(job, work), ""
+    except Exception as error:
+        known = isinstance(error, (Violation, OSError, FemtoQueueError))
+        return job, "", str(error) if known else traceback.format_exc()
+
+
+# Broken queues
+
+
+class Swallows(FemtoQueue):
+    """push() acknowledges what the disk did not take."""
+
+    def push(self, data: Any, **options: Any) -> str:
+        try:
+            return super().push(data, **options)
+        except OSError:
+            return self._new_id()
+
+
+class DoneAnyway(FemtoQueue):
+    """done() ignores errors."""
+
+    def done(self, task: FemtoTask) -> None:
+        with contextlib.suppress(OSError):
+            super().done(task)
+
+
+class Litters(FemtoQueue):
+    """A push that raises leaves its file in creating/."""
+
+    def push(self, data: Any, **options: Any) -> str:
+        unlinked = femtoqueue._unlinked
+        femtoqueue._unlinked = lambda path, or_fail=True: True
+        try:
+            return super().push(data, **options)
+        finally:
+            femtoqueue._unlinked = unlinked
+
+
+class LinksFirst(FemtoQueue):
+    """A task moves by link() and unlink(): killed between them, it is in two states."""
+
+    def _rename(self, source: str, target: str) -> None:
+        if not target:
+            super()._rename(source, target)
+        else:
+            os.link(self._root + source, self._root + target)
+            os.unlink(self._root + source)
+
+
+class UnlinksFirst(FemtoQueue):
+    """A task moves by unlink() and write: killed between them, it is in none."""
+
+    def _rename(self, source: str, target: str) -> None:
+        with open(self._root + source, "rb") as file:
+            record = file.read()
+        os.unlink(self._root + source)
+        if target:
+            femtoqueue._write_aside(self._root + target, record)
+
+
+class TooEarly(FemtoQueue):
+    """push() returns before the task is in pending/: the next call moves it there."""
+
+    moves: tuple[str, str] | None = None
+
+    def push(self, data: Any, **options: Any) -> str:
+        if options.get("key") is not None:
+            return super().push(data, **options)
+        self.catch_up()
+        ident = self._new_id()
+        aside = f"{self._root}creating/{ident}"
+        femtoqueue._write_aside(aside, femtoqueue._header(data), data)
+        self.moves = aside, f"{self._root}pending/{ident}"
+        return ident
+
+    def catch_up(self) -> None:
+        moves, self.moves = self.moves, None
+        if moves is not None:
+            os.rename(*moves)
+
+    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+        self.catch_up()
+        return super().pop(timeout)
+
+
+class SaysEmpty(FemtoQueue):
+    """pop() makes "nothing is there" of an error."""
+
+    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+        try:
+            return super().pop(timeout)
+        except OSError:
+            return None
+
+
+class GivesUp(FemtoQueue):
+    """After an error, pop() finds nothing any more."""
+
+    broke = False
+
+    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+        try:
+            return None if self.broke else super().pop(timeout)
+        except OSError:
+            self.broke = True
+            raise
+
+
+class KeepsClaim(FemtoQueue):
+    """What can't be read after the claim stays claimed."""
+
+    def _hand_back(self, *_: Any) -> None:
+        pass
+
+
+# With the calls at which a fault shows it, or SIGKILL.
+BROKEN: dict[str, tuple[type[FemtoQueue], tuple[str, ...]]] = {
+    broken.__name__: (broken, shows)
+    for broken, shows in (
+        (Swallows, ("writev", "rename")),
+        (DoneAnyway, ("rename",)),
+        (Litters, ("writev",)),
+        (LinksFirst, (KILL,)),
+        (UnlinksFirst, (KILL,)),
+        (TooEarly, (KILL,)),
+        (SaysEmpty, ("read",)),
+        (GivesUp, ("renameat",)),
+        (KeepsClaim, ("read",)),
+    )
+}
+
+
+# All of them
+
+
+def make_inherited(directory: str) -> None:
+    """Let two workers live and die in a queue, for all lives that begin after them."""
+    stage = Stage(os.path.join(directory, "inherited"), Scene("plain", False))
+    stage.set_up()
+    for node_id in ("n0", "n1"):
+        child = os.fork()
+        if child == 0:
+            live(stage, node_id, former)
+        os.waitpid(child, 0)
+        writer(stage.file("notes"))(["died"])
+        problems = [note for note in stage.notes() if note[0] in ("err", "lost", "crash")]
+        if problems or stage.read("stderr"):
+            raise SystemExit(f"faults: FAILED: {problems} {stage.read('stderr')}")
+    for name, content in (
+        (f"pending/{TORN_ID}", b"FQ1 00000000 99\nshort"),
+        (f"creating/{2:020d}-00000002", b"FQ1"),
+    ):
+        with open(os.path.join(stage.path, name), "wb") as file:
+            file.write(content)
+
+
+def jobs_of(scene: Scene, in_a_row: int = 1) -> list[Job]:
+    """Live once without a fault, and return an injection for each call and each fault."""
+    stage = Stage(os.path.join(WORK, "usual"), scene)
+    stage.set_up()
+    traced(stage, "-e", "trace=%file,%desc")
+    notes, ledger = stage.notes(), stage.ledger()
+    for note in notes:
+        ledger.follow(note)
+    if any(note[0] in ("err", "lost") for note in notes) or stage.read("stderr"):
+        raise Violation(f"without a fault: {stage.read('stderr')} {notes}")
+    usual = usual_notes(notes)
+    return [
+        Job(scene, point, fault, usual, len(notes) - len(usual), in_a_row)
+        for point in points_of(stage)
+        for fault in faults_at(point)
+        if fault != "ENOSPC" or "open" not in point.call or point.text.startswith("/creating")
+        if in_a_row == 1 or fault != KILL
+    ]
+
+
+def warm_up() -> None:
+    """Live each life here, so that what Python imports when it is first needed is there: a child
+    must not make other calls than the one before it."""
+    for name, script in SCRIPTS.items():
+        for sync in (False, True):
+            stage = Stage(os.path.join(WORK, "warm"), Scene(name, sync))
+            stage.set_up()
+            with made_up("n1") as clock:
+                script(Life(stage.make, clock, lambda _: None))
+
+
+WORK = ""
+
+
+@contextlib.contextmanager
+def workshop(directory: str | None) -> Iterator[None]:
+    global WORK
+    if directory is None and os.access("/dev/shm", os.W_OK):
+        directory = "/dev/shm"  # nothing here is about what is on disk
+    with tempfile.TemporaryDirectory(prefix="femtoqueue-faults-", dir=directory) as WORK:
+        make_inherited(WORK)
+        warm_up()
+        yield
+
+
+def results(jobs: list[Job], workers: int) -> Iterator[tuple[Job, str, str]]:
+    with multiprocessing.get_context("fork").Pool(workers) as pool:
+        yield from pool.imap_unordered(run, jobs, chunksize=4)
+
+
+def describe(job: Job) -> str:
+    return f"{job.scene}: {job.fault} at {job.point.call} {job.point.number} {job.point.text}"
+
+
+def caught(name: str, shows: tuple[str, ...], workers: int) -> str:
+    """Return what is wrong with a broken queue, "" if nothing is."""
+    for script in ("plain", "keyed"):
+        for sync in (False, True):
+            jobs = [
+                job
+                for job in jobs_of(Scene(script, sync, name))
+                if (KILL if job.fault == KILL else job.point.call) in shows
+            ]
+            for start in range(0, len(jobs), 20):
+                for job, _, wrong in [*results(jobs[start : start + 20], workers)]:
+                    if wrong:
+                        return f"{describe(job)}: {wrong[:200]}"
+    return ""
+
+
+def self_check(workers: int) -> None:
+    for name, (broken, shows) in BROKEN.items():
+        wrong = caught(name, shows, workers)
+        if not wrong:
+            raise SystemExit(f"faults: FAILED: {name} is not caught: {broken.__doc__}")
+        print(f"faults: {name} is caught: {wrong}", flush=True)
+
+
+def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
+    """Choose by lot: one of each kind first (call, directory and fault), then a second, ..."""
+    chance, kinds = random.Random(seed), collections.Counter[tuple[str, ...]]()
+    ranked = []
+    for job in chance.sample(jobs, len(jobs)):
+        kind = (job.point.call, job.fault, *re.findall(r"(?:^| )/([a-z]*)", job.point.text))
+        kinds[kind] += 1
+        ranked.append((kinds[kind], job))
+    return [job for _, job in sorted(ranked, key=lambda pair: pair[0])[:count]]
+
+
+def check_all(args: argparse.Namespace) -> tuple[int, int]:
+    """Return how many injections there were, and how many violations."""
+    total = violations = 0
+    for script in SCRIPTS:
+        for sync in (False, True):
+            jobs = jobs_of(Scene(script, sync), args.in_a_row)
+            calls = len({job.point for job in jobs})
+            count = len(jobs)
+            if not args.all:
+                jobs = sample(jobs, args.sample, args.seed)
+            counts = collections.Counter[str]()
+            for job, showed, wrong in results(jobs, args.jobs):
+                counts[showed] += 1
+                if wrong:
+                    print(f"faults: VIOLATION: {describe(job)}: {wrong}", flush=True)
+                elif args.verbose:
+                    print(f"{showed}: {describe(job)}")
+            total, violations = total + len(jobs), violations + counts[""]
+            print(
+                f"faults: {Scene(script, sync)}: {calls} calls, {len(jobs)} of {count} injections:"
+                f" {counts['surfaced']} surfaced, {counts['logged']} harmless and logged,"
+                f" {counts['harmless']} harmless, {counts['put off']} put off,"
+                f" {counts['killed']} kills,"
+                f" {counts['']} violations",
+                flush=True,
+            )
+    return total, violations
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Let each system call of a queue fail in turn.")
+    add = parser.add_argument
+    add("--sample", type=int, default=600, help="so many injections a life (default: 600)")
+    add("--all", action="store_true", help="not a sample: every one")
+    add("--seed", type=int, default=random.randrange(10**6), help="of the sample")
+    add("--in-a-row", type=int, default=1, choices=range(1, 9), help="calls of a kind that fail")
+    add("--jobs", type=int, default=os.cpu_count() or 1, help="at the same time")
+    add("--dir", help="for the queues (default: /dev/shm)")
+    add("--verbose", action="store_true", help="say how each fault showed")
+    add("--self-check", action="store_true", help="show that broken queues are caught")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
+    if shutil.which("strace") is None:
+        raise SystemExit("faults: FAILED: strace is missing (apt-get install strace)")
+    print(f"faults: seed {args.seed}", flush=True)
+    femtoqueue._log().addHandler(logging.NullHandler())
+    femtoqueue._log().propagate = False
+    try:
+        with workshop(args.dir):
+            if args.self_check:
+                self_check(args.jobs)
+                return
+            total, violations = check_all(args)
+    except Violation as error:
+        raise SystemExit(f"faults: FAILED: {error}") from error
+    print(f"faults: {total} injections, {violations} violations")
+    raise SystemExit(violations > 0)
+
+
+if __name__ == "__main__":
+    main()

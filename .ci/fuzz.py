@@ -1,0 +1,647 @@
+"""Fuzz: random lives of a queue against a model, names and contents that are not as they should be.
+
+    python .ci/fuzz.py [--minutes N] [--seed S] [--only KIND] [--self-check]
+
+Three kinds of seeds take turns, until the minutes are over. `lives` is test.py's Fuzz: random
+operations of several objects, whose outcome has to be as in a model in memory after each of them.
+`names` puts mutated names into every directory: what is of no form is never delivered, moved,
+changed or removed, what is of one is a task like any, and nothing crashes. `contents` damages the
+files of tasks and of keys: what is not a whole record is never delivered, what was not damaged is.
+What is a name and what a record is decided here, by other code than femtoqueue's.
+
+A failure ends it with the seed; `--seed S --only KIND --minutes 0` runs that one again.
+
+--self-check shows that this can fail: each of some broken queues must be caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import binascii
+import contextlib
+import os
+import random
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+import femtoqueue
+from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
+from test import Fuzz, StandingClock, demand
+
+STEPS = 400  # of one seed of lives
+PATIENCE_S = 60  # of real time, for one seed
+BOUND = 200  # seeds by which a broken queue is caught
+HEX = "0123456789abcdef"
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+Record = tuple[bytes, "str | None"]
+
+
+@contextlib.contextmanager
+def a_directory() -> Iterator[str]:
+    path = tempfile.mkdtemp(prefix="femtoqueue-fuzz-", dir=MEMORY)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def hangs(*_: object) -> None:
+    raise AssertionError(f"it hangs for {PATIENCE_S} s")
+
+
+@contextlib.contextmanager
+def an_end() -> Iterator[None]:
+    """A lock that is never let go is a failure, too."""
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+# What a name is
+
+
+def is_number(text: str) -> bool:
+    """20 digits, of a nanosecond before the year 2255."""
+    return len(text) == 20 and set(text) <= set("0123456789") and int(text) < 9 * 10**18
+
+
+def is_hex(text: str) -> bool:
+    return len(text) == 8 and set(text) <= set(HEX)
+
+
+def is_id(text: str) -> bool:
+    return len(text) == 29 and text[20] == "-" and is_number(text[:20]) and is_hex(text[21:])
+
+
+def is_task(state: str, name: str) -> bool:
+    """Whether that is the name of a task in that state, as the docstring has them."""
+    *stamp, ident = name.split("~")
+    if not is_id(ident) or (state == "keys" and ident[21] not in "89abcdef"):
+        return False
+    if not stamp:
+        return state in ("pending", "done", "failed", "keys")
+    number, attempts = stamp[0], stamp[1] if len(stamp) > 1 else ""
+    if not is_number(number) or not 1 <= len(attempts) <= 6 or not set(attempts) <= set(HEX[:10]):
+        return False
+    # By hand, a task may come from anywhere under the name that it had there.
+    allowed = {"scheduled": (2,), "keys": (2,), "inflight": (3,)}.get(state, (2, 3))
+    return len(stamp) in allowed and all(map(is_hex, stamp[2:]))
+
+
+def is_ours(state: str, name: str) -> bool:
+    """Whether the queue may do with that file what it likes: a task, or a companion of one."""
+    stem, dot, kind = name.partition(".")
+    if state == "creating":
+        return is_id(stem) and (not dot or kind in ("clock", "error", "pending"))
+    if state == "failed" and name.endswith(".error"):
+        return is_id(name[:-6])
+    if state == "keys" and is_hex(name):
+        return name[0] in "89abcdef"
+    return is_task(state, name)
+
+
+# What a record is
+
+
+def read_record(content: bytes) -> Record | None:
+    """Return payload and key, None if that is no whole record."""
+    header, newline, payload = content.partition(b"\n")
+    magic, _, rest = header.partition(b" ")
+    fields = rest.split(b" ")
+    if magic != b"FQ1" or not newline or not 2 <= len(fields) <= 3:
+        return None
+    name = fields[2] if len(fields) > 2 else b""
+    sound = len(fields) == 2 or (name and all(32 < byte < 127 for byte in name))
+    right = b"%08x" % binascii.crc32(name + payload) == fields[0]
+    length = fields[1].lstrip(b"0") or fields[1][-1:]
+    if not sound or not right or length != b"%d" % len(payload):
+        return None
+    raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), name)
+    return payload, raw.decode("utf-8", "replace") if name else None
+
+
+def record(payload: bytes, name: bytes = b"") -> bytes:
+    header = b"FQ1 %08x %d" % (binascii.crc32(name + payload), len(payload))
+    return header + (b" " + name if name else b"") + b"\n" + payload
+
+
+class Names:
+    """Files with random names in every directory."""
+
+    DIRECTORIES = (
+        *("", "creating", "pending", "pending", "scheduled", "done", "failed", "keys"),
+        *("inflight-gone", "inflight-not a node"),
+    )
+
+    def __init__(self, path: str, seed: int) -> None:
+        self.path, self.chance, self.clock = path, random.Random(seed), StandingClock()
+        self.put: dict[str, tuple[str, str, bytes]] = {}  # path: state, kind, payload
+        self.ids: set[str] = set()
+
+    def number(self) -> str:
+        now_ns = int(self.clock.time() * 1e9)
+        numbers = (0, 1, now_ns - 10**13, now_ns - 10**10, now_ns + 10**10, 4 * 10**18)
+        special = self.chance.choice((*numbers, 9 * 10**18 - 1, 9 * 10**18, 10**20 - 1))
+        return f"{special + self.chance.randrange(-9, 9) if special > 9 else special:020d}"[-20:]
+
+    def valid(self) -> str:
+        ident = f"{self.number()}-{self.chance.getrandbits(32):08x}"
+        attempts = self.chance.choice(("0", "1", "7", "000001", "999999", "1000000"))
+        boot = f"{self.chance.getrandbits(32):08x}"
+        stamps = ("", f"{self.number()}~{attempts}~", f"{self.number()}~{attempts}~{boot}~")
+        return self.chance.choice(stamps) + ident
+
+    def mutated(self, name: str) -> str:
+        at = self.chance.randrange(len(name))
+        new = self.chance.choice("0123456789abcfgAFx~-. \n%é٠²\u0967\udcff\U0001f40d")
+        return self.chance.choice(
+            (
+                name,
+                name,
+                name[:at] + new + name[at + 1 :],
+                name[:at] + new + name[at:],
+                name[:at] + name[at + 1 :],
+                name[:at],
+                name[at:],
+                name.upper(),
+                name[:at] + name[at:].replace("-", "~"),
+                new + name,
+                name + self.chance.choice((".error", ".swp", "~", ".clock", ".pending", "\n", " ")),
+                name.translate({48 + digit: 0x660 + digit for digit in range(10)}),
+                f"{self.chance.getrandbits(32):08x}",
+                self.chance.choice(("README", ".DS_Store", "inflight-", "clock-x", "-rf", "...")),
+            )
+        )
+
+    def litter(self, count: int) -> None:
+        for _ in range(count):
+            directory, name = self.chance.choice(self.DIRECTORIES), self.mutated(self.valid())
+            path = os.path.join(self.path, directory, name)
+            state = "inflight" if directory == "inflight-gone" else directory
+            fits = name not in ("", "PAUSED", ".", "..") and name[-29:] not in self.ids
+            if not fits or len(os.fsencode(name)) > 200 or os.path.lexists(path):
+                continue
+            self.ids.add(name[-29:])
+            kind = self.chance.choice(("file",) * 6 + ("folder", "link", "fifo"))
+            payload = f"{len(self.put)} {directory}/{name}".encode("utf-8", "surrogateescape")
+            if kind == "file":
+                with open(path, "wb") as file:
+                    file.write(record(payload))
+            elif kind == "folder":
+                os.makedirs(os.path.join(path, "what is in it"))
+            elif kind == "link":
+                os.symlink(os.path.join(self.path, "target"), path)
+            else:
+                os.mkfifo(path)
+            self.put[path] = state, kind, payload
+
+    def run(self) -> None:
+        for directory in self.DIRECTORIES:
+            os.makedirs(os.path.join(self.path, directory), exist_ok=True)
+        with open(os.path.join(self.path, "target"), "wb") as file:
+            file.write(record(b"of a link"))
+        if self.chance.random() < 0.3:
+            self.litter(20)  # before there is a clock
+        with mock.patch.object(femtoqueue, "time", self.clock):
+            q = FemtoQueue(self.path, "n", timeout_stale_ms=5000)
+            ours = [q.push(b"ours"), q.push(b"ours", key="k")]
+            self.litter(60)
+            before = {path: self.state_of(path) for path in self.put}
+            self.check_counts(q)
+            now_ns = self.drain(q, Counter({b"ours": len(ours)}), ("pending", "scheduled", "keys"))
+            self.check_left(before, now_ns)
+            q.retry_failed()
+            self.drain(q, Counter(), ("failed",))
+            q.purge(0, ("done", "failed"))
+            q.close()
+            self.check_left(before, now_ns)
+
+    def state_of(self, path: str) -> tuple[int, int, int]:
+        status = os.lstat(path)
+        return status.st_ino, status.st_mode, status.st_size
+
+    def named(self, state: str) -> list[tuple[str, str, bytes]]:
+        """Return name, kind and payload of what was put and is a task of that state."""
+        rows = [(os.path.basename(path), path) for path in self.put]
+        return [
+            (name, *self.put[path][1:])
+            for name, path in rows
+            if self.put[path][0] == state and is_task(state, name)
+        ]
+
+    def check_counts(self, q: FemtoQueue) -> None:
+        stats = q.stats()
+        for state, count, more in (
+            ("pending", stats.pending, 2),
+            ("scheduled", stats.scheduled, 0),
+            ("keys", stats.buffered, 0),
+            ("inflight", stats.inflight, 0),
+            ("done", stats.done, 0),
+            ("failed", stats.failed, 0),
+        ):
+            named = self.named(state)
+            demand(count == len(named) + more, f"{count} in {state}, not {len(named) + more}")
+            if state != "keys":
+                found = {task.data for task in q.tasks(state)} - {b"ours"}
+                files = {payload for _, kind, payload in named if kind == "file"}
+                demand(found == files, f"tasks({state}) has {found ^ files} wrong")
+
+    def drain(self, q: FemtoQueue, expected: Counter[bytes], states: tuple[str, ...]) -> int:
+        """Deliver all there is, for 20 minutes; return what time it is then."""
+        delivered: Counter[bytes] = Counter()
+        for _ in range(4):
+            while task := q.pop():
+                delivered[task.data] += 1
+                q.done(task)
+            self.clock.advance(300)
+        now_ns = q._now_ns() - 300 * 10**9
+        for state in (*states, "inflight") if "pending" in states else states:
+            for name, kind, payload in self.named(state):
+                timed = state in ("scheduled", "inflight") or (state == "keys" and "~" in name)
+                clock_ns = now_ns if state == "inflight" else (self.clock.time() - 300) * 1e9
+                if kind == "file" and not (timed and int(name[:20]) > clock_ns):
+                    expected[payload] += 1
+        demand(delivered == expected, f"wrong: {delivered - expected}, not: {expected - delivered}")
+        return now_ns
+
+    def check_left(self, before: dict[str, tuple[int, int, int]], now_ns: int) -> None:
+        """What is none of the queue's is as it was."""
+        for path, (state, _, _) in self.put.items():
+            name = os.path.basename(path)
+            if is_ours(state, name) and state in (*femtoqueue.STATES, "keys"):
+                continue
+            old = state == "creating" and is_ours(state, name) and int(name[:20]) < now_ns
+            if not old:
+                demand(os.path.lexists(path), f"{path!r} is gone")
+                demand(self.state_of(path) == before[path], f"{path!r} was changed")
+
+
+class Contents:
+    """Tasks and keys whose files are damaged."""
+
+    KEYS = ("a", "b", "c", "größe %", "k3985819", "k4420602")
+
+    def __init__(self, path: str, seed: int) -> None:
+        self.path, self.chance, self.clock = path, random.Random(seed), StandingClock()
+        self.numbers = iter(range(10**9))
+        self.keys: dict[bytes, str | None] = {}  # by payload
+        self.pushed: dict[str, bytes] = {}  # by id, the newest
+        self.newest: dict[str | None, bytes] = {}  # by key
+        self.damaged: dict[str, Record | None] = {}  # by id: what its file says now
+        self.delivered: Counter[bytes] = Counter()
+
+    def payload(self) -> bytes:
+        return b"%d:" % next(self.numbers) + self.chance.randbytes(self.chance.choice((0, 9, 5000)))
+
+    def push(self, q: FemtoQueue, key: str | None = None, due_s: float | None = None) -> None:
+        data = self.payload()
+        more: dict[str, Any] = {} if key is None else {"key": key}
+        if due_s is None:
+            ident = q.push(data, **more)
+        else:
+            ident = q.schedule(data, (self.clock.time() + due_s) * 1e6, **more)
+        self.keys[data], self.pushed[ident], self.newest[key] = key, data, data
+
+    def fill(self, q: FemtoQueue) -> None:
+        """Tasks in all states, with newer payloads behind those of some keys."""
+        for _ in range(6):
+            self.push(q)
+        for key in self.KEYS:
+            self.push(q, key, self.chance.choice((None, None, 1, 50)))
+            self.clock.advance(1e-5)
+        for _ in range(2):
+            self.push(q, due_s=20)
+        for _ in range(self.chance.randrange(6)):
+            if task := q.pop():
+                self.chance.choice((lambda task: None, q.fail, q.release))(task)
+        self.failed = {task.id for task in q.tasks("failed")}
+        for key in self.KEYS:
+            if self.chance.random() < 0.4:
+                q.take(key)
+            if self.chance.random() < 0.4:
+                self.push(q, key, self.chance.choice((None, None, 50)))
+            self.clock.advance(1e-5)
+
+    # Damage
+
+    def records(self) -> list[str]:
+        found = [
+            os.path.join(root, name) for root, _, names in os.walk(self.path) for name in names
+        ]
+        return sorted(path for path in found if is_id(path[-29:]) and "/done/" not in path)
+
+    def hints(self) -> list[str]:
+        keys = os.path.join(self.path, "keys")
+        names = sorted(os.listdir(keys)) if os.path.isdir(keys) else []
+        return [os.path.join(keys, name) for name in names if is_hex(name)]
+
+    def damage_record(self, path: str, others: list[str]) -> None:
+        with open(path, "rb") as file:
+            content = file.read()
+        content = self.chance.choice((self.bent, self.bent, self.lying))(content)
+        with open(path, "r+b" if self.chance.random() < 0.5 else "wb") as file:
+            file.truncate(len(content))
+            file.write(content)
+        self.damaged[path[-29:]] = read_record(content)
+
+    def bent(self, content: bytes) -> bytes:
+        at = self.chance.randrange(len(content))
+        if self.chance.random() < 0.5:
+            at = self.chance.randrange(min(len(content), 40))  # in the header
+        flipped = bytes([content[at] ^ 1 << self.chance.randrange(8)])
+        return self.chance.choice(
+            (
+                content[:at] + flipped + content[at + 1 :],
+                content[:at] + flipped + content[at + 1 :],
+                content[:at],
+                content[:at] + bytes(len(content) - at),
+                content[:at] + content[at + 1 :],
+                content + self.chance.randbytes(1),
+                self.chance.randbytes(len(content)),
+                b"",
+                content[content.index(b"\n") + 1 :] if b"\n" in content else b"\n",
+            )
+        )
+
+    def lying(self, content: bytes) -> bytes:
+        """A header that is well written, and wrong; or right, with a key that nobody quotes so."""
+        header, _, payload = content.partition(b"\n")
+        fields = header.split(b" ")
+        crc = b"%08x" % binascii.crc32(payload)
+        quoted = (*b"% %4 %zz %41 %61 %6a %FF%FE %00 a,b %61b".split(), b"a" * 201, b"%FF" * 201)
+        return self.chance.choice(
+            (
+                b"FQ1 %b %b\n%b" % (crc, b"9" * self.chance.choice((1, 18, 19, 30)), payload),
+                b"FQ1 %b %d\n%b" % (crc, len(payload) - 1, payload),
+                b"FQ1 %b %d \n%b" % (crc, len(payload), payload),
+                b"FQ1 %b -%d\n%b" % (crc, len(payload), payload),
+                b"FQ1 %b 000%d\n%b" % (crc, len(payload), payload),
+                b"FQ1 %b %d a\n%b" % (crc, len(payload), payload),
+                b"FQ1 %b %d\r\n%b" % (crc, len(payload), payload),
+                b"FQ1 %b %d\n%b" % (crc.upper(), len(payload), payload),
+                b"FQ1 %b %d %b\n%b" % (fields[1], len(payload), b"a" * 9000, payload),
+                record(payload, self.chance.choice(quoted)),
+                record(payload, self.chance.choice(quoted)),
+                record(payload),
+                record(payload, b"b"),
+            )
+        )
+
+    def damage_hint(self, path: str, others: list[str]) -> None:
+        with open(path, "rb") as file:
+            content = file.read()
+        # A line that leads to another's task.
+        # (Not of another key of the same hash: that would be believed.)
+        others = [other for other in others if other[-8:] != path[-8:]]
+        other = os.path.relpath(self.chance.choice(others), self.path).encode()
+        key = content.partition(b" ")[0] or b"a"
+        astray = b"%b %b -\n\n" % (key, other)
+        behind = b"%b %b\n\n" % (b" ".join(content.split(b" ")[:2]), os.path.basename(other))
+        ways = (b"", b"\n\n", self.bent, self.bent, content * 2, astray, astray, behind)
+        new = self.chance.choice(ways)
+        if not isinstance(new, bytes):
+            new = new(content) if content else b"\0" * 100
+        with open(path, "wb") as file:
+            file.write(new)
+
+    def run(self) -> None:
+        with mock.patch.object(femtoqueue, "time", self.clock):
+            q = FemtoQueue(self.path, "filler", timeout_stale_ms=30_000)
+            self.fill(q)
+            paths = self.records()
+            hurt = self.chance.sample(paths, min(len(paths), self.chance.randrange(6)))
+            for path in hurt:
+                self.damage_record(path, paths)
+            hints = self.hints()
+            for path in self.chance.sample(hints, self.chance.randrange(len(hints) + 1)):
+                self.damage_hint(path, paths)
+            if self.chance.random() < 0.5:
+                q.close()
+            current = {path[-29:] for path in paths}
+            self.work()
+            self.check(current)
+
+    def work(self) -> None:
+        """Two workers go on, for half an hour."""
+        workers = [FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"]
+        pushing = self.chance.random() < 0.5
+        for _ in range(120):
+            self.clock.advance(self.chance.choice((0.001, 0.3, 5, 60)))
+            q = self.chance.choice(workers)
+            key = self.chance.choice(self.KEYS)
+            look = self.chance.randrange(12)
+            if look == 0 and pushing:
+                self.push_newer(q, key)
+            elif look == 1:
+                q.contains(key)
+            elif look == 2:
+                q.retry_failed()
+            elif look == 3:
+                [*q.tasks(self.chance.choice(femtoqueue.STATES)), q.stats()]
+            else:
+                self.deliver(q, q.take(key) if look == 4 else q.pop())
+        for _ in range(4):
+            self.clock.advance(700)
+            while task := workers[0].pop():
+                self.deliver(workers[0], task)
+        for q in workers:
+            q.close()
+
+    def push_newer(self, q: FemtoQueue, key: str) -> None:
+        data = self.payload()
+        policy = self.chance.choice(("buffer", "update", "reject"))
+        self.keys[data] = key
+        with contextlib.suppress(KeyInFlight):
+            q.push(data, key=key, if_in_flight=policy)
+            self.newest.pop(key, None)
+
+    def deliver(self, q: FemtoQueue, task: FemtoTask | None) -> None:
+        if task is None:
+            return
+        was = task.data, task.key
+        pushed = task.data in self.keys and self.keys[task.data] == task.key
+        # A newer payload may take the place of the task before it, so not only by the id.
+        damaged = was in self.damaged.values()
+        demand(pushed or damaged, f"{was!r:.99} was delivered as {task.id}: it is in no file")
+        self.delivered[task.data] += 1
+        q.done(task)
+
+    def check(self, current: set[str]) -> None:
+        """What was not damaged was delivered; of a key the newest, which may be a dead letter when
+        the hints of its key led nowhere."""
+        q = FemtoQueue(self.path, "checker")
+        dead = {task.data for task in q.tasks("failed")}
+        q.close()
+        for ident in sorted(current - self.damaged.keys()):
+            data = self.pushed[ident]
+            key = self.keys[data]
+            if key is None:
+                as_told = self.delivered[data] or ident in self.failed
+                demand(as_told, f"{ident} was not damaged, and never delivered")
+                demand(data not in dead or ident in self.failed, f"{ident} is set aside")
+            elif self.newest.get(key) == data:
+                demand(self.delivered[data] or data in dead, f"{ident} of {key!r} was lost")
+
+
+# Seeds
+
+
+def one(kind: str, seed: int) -> int:
+    """Run a seed; return how many steps that were. Raises what is wrong."""
+    with a_directory() as path, an_end():
+        if kind == "lives":
+            Fuzz(path, seed).run(STEPS)
+            return STEPS
+        (Names if kind == "names" else Contents)(path, seed).run()
+    return 1
+
+
+def run(kinds: list[str], minutes: float, seed: int) -> None:
+    """Seeds of all kinds, for so long; at least one of each."""
+    started_s = time.monotonic()
+    counts: Counter[str] = Counter()
+    steps = 0
+    while not counts or time.monotonic() < started_s + minutes * 60:
+        for kind in kinds:
+            try:
+                steps += one(kind, seed)
+            except Exception as error:
+                if not isinstance(error, AssertionError):
+                    raise SystemExit(f"fuzz: FAILED: {kind}, seed {seed}") from error
+                raise SystemExit(f"fuzz: FAILED: {kind}, seed {seed}: {error}") from error
+            counts[kind] += 1
+        seed += 1
+    seconds = time.monotonic() - started_s
+    done = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
+    print(f"fuzz: seeds: {done}; {steps} steps in {seconds:.0f} s; no failure")
+
+
+# Broken queues
+
+
+def listed_backwards(*args: Any) -> tuple[list[str], int]:
+    names, seen = oldest_names(*args)
+    return names[::-1], seen
+
+
+def seized_uncounted(q: FemtoQueue, waiting: str, attempts: int, *rest: Any) -> str:
+    return seize(q, waiting, attempts - 1, *rest)
+
+
+def appended(q: FemtoQueue, data: bytes, key: str, _: str, due_ns: int | None) -> str:
+    name = femtoqueue._quoted(key)
+    with q._bucket(femtoqueue._key_tag(name)) as bucket:
+        return q._push_first(bucket, name, data, due_ns)
+
+
+def settled_late(q: FemtoQueue, task: FemtoTask, target: str) -> str:
+    with contextlib.suppress(femtoqueue.LeaseLost):
+        return settle(q, task, target)
+    return target
+
+
+def read_unchecked(path: str, ident: str) -> tuple[bytes, str | None]:
+    with open(path, "rb") as file:
+        header, _, payload = file.read().partition(b"\n")
+    name = header.split(b" ")[3:]
+    return payload, femtoqueue._unquoted(name[0].decode())[:50] if name else None
+
+
+def released_to_the_back(q: FemtoQueue, task: FemtoTask, **how: Any) -> None:
+    release(q, task, **{**how, "front": False})
+
+
+def read_any_hint(bucket: femtoqueue._Bucket) -> dict[str, femtoqueue._Hint]:
+    """As it was once: a line that leads to another key's task is believed."""
+    text = os.read(bucket._fd, 1 << 20).decode("ascii", "replace").partition("\n\n")[0]
+    forms = [form for line in text.splitlines() if (form := femtoqueue._parse_hint(line))]
+    return {form[1]: femtoqueue._Hint(form[2], form[4].strip("-")) for form in forms}
+
+
+def nothing(*args: Any) -> None:
+    pass
+
+
+def loose(parse: Any) -> Callable[[str], re.Match[str] | None]:
+    return re.compile(parse.__self__.pattern.replace("{18}", "{17,18}")).fullmatch
+
+
+oldest_names, seize, settle = femtoqueue._oldest_names, FemtoQueue._seize, FemtoQueue._settle
+release, parsers = FemtoQueue.release, {state: loose(p) for state, p in femtoqueue._PARSE.items()}
+BROKEN: tuple[tuple[str, str, object, dict[str, Any]], ...] = (
+    ("the last in is the first out", "lives", femtoqueue, {"_oldest_names": listed_backwards}),
+    ("attempts are not counted", "lives", FemtoQueue, {"_seize": seized_uncounted}),
+    ("max_attempts is no limit", "lives", FemtoQueue, {"_give_up": nothing}),
+    ("extend() does not", "lives", FemtoQueue, {"extend": nothing}),
+    ("a keyed push appends", "lives", FemtoQueue, {"_push_keyed": appended}),
+    ("a newer payload is forgotten", "lives", FemtoQueue, {"_let_in": nothing}),
+    ("leases do not end", "lives", FemtoQueue, {"_reclaim_from": nothing}),
+    ("the dead keep what they had", "lives", FemtoQueue, {"_clear_out": nothing}),
+    ("who comes back finds nothing", "lives", FemtoQueue, {"_put_back_all": nothing}),
+    ("a late worker may finish", "lives", FemtoQueue, {"_settle": settled_late}),
+    ("what is due stays", "lives", FemtoQueue, {"_wake_due": nothing}),
+    ("front is the back", "lives", FemtoQueue, {"release": released_to_the_back}),
+    ("the clock is the wall's", "lives", FemtoQueue, {"_now_ns": lambda q: femtoqueue._wall_ns()}),
+    ("19 digits are a number", "names", femtoqueue, {
+        "_PARSE": parsers, "_parse_pending": parsers["pending"],
+    }),
+    ("no checksum is checked", "contents", femtoqueue, {"_read_record": read_unchecked}),
+    ("hints are believed", "contents", femtoqueue._Bucket, {"_read": read_any_hint}),
+)  # fmt: skip
+
+
+def fault_of(kind: str, seed: int) -> str:
+    try:
+        one(kind, seed)
+    except Exception as error:
+        return str(error.__cause__ or error).partition("\n")[0][:99]
+    return ""
+
+
+def self_check(seed: int) -> None:
+    for name, kind, where, what in BROKEN:
+        for number in range(seed, seed + BOUND):
+            with mock.patch.multiple(where, **what):
+                why = fault_of(kind, number)
+            if why:
+                print(f"fuzz: {name}: seed {number - seed + 1} says: {why}", flush=True)
+                break
+        else:
+            raise SystemExit(f"fuzz: FAILED: {name}, and {BOUND} seeds do not show it")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Run random seeds against femtoqueue.")
+    kinds = ("lives", "names", "contents")
+    parser.add_argument("--minutes", type=float, default=1)
+    parser.add_argument("--seed", type=int, default=None, help="the first (default: random)")
+    parser.add_argument("--only", choices=kinds, default=None)
+    parser.add_argument(
+        "--self-check", action="store_true", help="show that broken queues are caught"
+    )
+    args = parser.parse_args()
+    seed = random.randrange(10**9) if args.seed is None else args.seed
+    print(f"fuzz: seed {seed}", flush=True)
+    femtoqueue._log().disabled = True
+    if args.self_check:
+        self_check(seed)
+        return
+    run([args.only] if args.only else [*kinds], args.minutes, seed)
+
+
+if __name__ == "__main__":
+    main()
