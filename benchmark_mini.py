@@ -24,9 +24,10 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from time import perf_counter
+from time import perf_counter, process_time, sleep
 from typing import Any
 
+import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, __version__, _find_syncfs
 
 PAYLOAD = b"x" * 100
@@ -392,6 +393,88 @@ def together(base: str, results: Results, count: int) -> None:
     )
 
 
+def waiter(path: str, count: int, polling: bool) -> None:
+    """Another process: says "ready", then when each pop(timeout=10) returned."""
+    if polling:
+        femtoqueue._libc = lambda: None
+    with FemtoQueue(path, "waiter") as q:
+        q.pop(0.001)
+        print("ready", flush=True)
+        for _ in range(count):
+            task = q.pop(10)
+            assert task is not None
+            print(perf_counter() - float(task.data), flush=True)
+            q.done(task)
+
+
+def wake_up(base: str, results: Results, count: int, polling: bool) -> None:
+    """From push() in one process to the return of pop(timeout=10) in another."""
+    with fresh_dir(base) as path, FemtoQueue(path, "pusher") as q:
+        context: Any = multiprocessing.get_context("fork")
+        hears, says = context.Pipe(duplex=False)
+
+        def work() -> None:
+            os.dup2(says.fileno(), 1)
+            waiter(path, count, polling)
+
+        process = context.Process(target=work)
+        process.start()
+        says.close()
+        with os.fdopen(os.dup(hears.fileno()), encoding="ascii") as lines:
+            check("waiter", lines.readline(), "ready\n")
+            times = []
+            for _ in range(count):
+                sleep(0.02)  # long enough for it to wait again, and to poll seldom
+                q.push(b"%.9f" % perf_counter())
+                times.append(float(lines.readline()))
+        process.join()
+    times.sort()
+    results.add(
+        f"wake-up, {'polling' if polling else 'inotify'}",
+        "ms",
+        p50=times[len(times) // 2] * 1e3,
+        p99=times[len(times) * 99 // 100] * 1e3,
+    )
+
+
+def idle(base: str, results: Results, seconds: float, polling: bool) -> None:
+    """CPU time that pop(timeout) takes of a core while nothing comes."""
+    libc = femtoqueue._libc
+    try:
+        if polling:
+            femtoqueue._libc = lambda: None
+        with fresh_dir(base) as path, FemtoQueue(path, "idle") as q:
+            q.pop(0.1)
+            started_s = process_time()
+            check("idle", q.pop(seconds), None)
+            busy_s = process_time() - started_s
+    finally:
+        femtoqueue._libc = libc
+    name = f"idle for {seconds:.0f} s, {'polling' if polling else 'inotify'}"
+    results.add(name, "% of a core", cpu=busy_s / seconds * 100)
+
+
+def commands(base: str, results: Results, count: int) -> None:
+    """`work -j 2 -- true` on `count` tasks, beside `xargs -P 2 -n 1 true`."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    numbers = "".join(f"{number}\n" for number in range(count)).encode()
+    with fresh_dir(base) as path:
+        fill(path, count)
+        command = [sys.executable, os.path.join(here, "femtoqueue.py"), "work", path]
+        command += ["-q", "-j", "2", "--drain", "--", "true"]
+        work_s = timed(lambda: subprocess.run(command, check=True))
+        check("done", len(os.listdir(os.path.join(path, "done"))), count)
+    xargs = ["xargs", "-P", "2", "-n", "1", "true"]
+    xargs_s = timed(lambda: subprocess.run(xargs, input=numbers, check=True))
+    results.add(
+        f"work -j 2, {count:,} times true",
+        "ms",
+        work=work_s / count * 1e3,
+        xargs=xargs_s / count * 1e3,
+        ratio=xargs_s / work_s,
+    )
+
+
 def import_time(results: Results) -> None:
     code = "from time import perf_counter as p; s = p(); import femtoqueue; print(p() - s)"
     here = os.path.dirname(os.path.abspath(__file__))
@@ -450,6 +533,13 @@ def run(base: str, runs: int, large: bool) -> Results:
             for _ in range(runs):
                 keyed(base, results, 1000)
                 keyed(base, results, count)
+    for polling in (False, True) if hasattr(os, "fork") else ():
+        progress("waiting")
+        wake_up(base, results, 200, polling)
+        idle(base, results, 10 if runs > 1 else 2, polling)
+    if shutil.which("xargs"):
+        progress("commands")
+        commands(base, results, 10_000 if runs > 1 else 500)
     progress("polls of an empty queue")
     empty_polls(base, results, 1_000_000 if large else 30_000)
     progress("")

@@ -87,7 +87,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 try:
     import fcntl
@@ -147,7 +147,7 @@ _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is rep
 _LEFTOVER_NS = 3600 * 10**9
 _IDLE_NS = 60 * 10**9
 _LONGEST_PAUSE_S = 20.0
-_BASE_INTERVAL_S = 0.25  # between two looks for due tasks and dead workers
+_BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _FIRST_PAUSE_S = 0.001  # between two polls; it doubles up to poll_interval_s
 _RENEWAL = 1 / 3  # of its length, after which a lease is renewed
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
@@ -533,7 +533,7 @@ class FemtoQueue:
 
         timeout: seconds to wait for one; 0: don't; None: for ever. inotify wakes who waits, or
         else a look every poll_interval_s does; so does a task that comes due, a lease that ends
-        and, within about a quarter of a second, a worker that died. Signals get through at once.
+        and, within half a second, a worker that died. Signals get through at once.
 
         The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
         ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
@@ -1956,8 +1956,10 @@ class FemtoQueue:
         if not self._lock.acquire(blocking=False):
             return  # another thread is at it
         try:
+            # What is nearly due too: who waits is woken once for all of them.
+            soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
             for chore in self._housekeeping:
-                if time.monotonic() >= chore.at_s:
+                if soon_s >= chore.at_s:
                     self._keep_house(chore)
             if time.monotonic() >= self._listing.at_s:
                 self._listing(self)
@@ -2730,8 +2732,9 @@ class _Crew:
             }
             then = words.get(processing.outcome, processing.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
+            why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
-            _log().error(text, task.id, task.attempts, then, error, exc_info=cause)
+            _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
         finally:
             with self._free:
                 if self._running.pop(id(task), None) is not None:  # else counted as given back
@@ -3683,7 +3686,11 @@ def _dedented(text: str) -> str:
 def _run_command(words: list[str]) -> int:
     import argparse
 
-    parser = argparse.ArgumentParser(
+    class Parser(argparse.ArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            self.exit(2, f"{self.prog}: {message}\n")  # one line
+
+    parser = Parser(
         prog="femtoqueue",
         description="A durable task queue: a directory. `femtoqueue COMMAND --help` says more.",
         epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or\n"
@@ -3801,8 +3808,11 @@ def _push_command(path: str, words: list[str], options: Any) -> int:
     if options.key is not None:
         _quoted(options.key)  # a wrong one is an error before anything is made
         keyed = {"key": options.key, "if_in_flight": options.if_in_flight}
+    payloads = map(os.fsencode, words) if words else _payloads(options)
+    if not (options.lines or options.null):
+        payloads = iter([*payloads])  # what is wrong with it is an error before anything is made
     with _open(path, make=True, sync_after_write=options.sync) as q:
-        for payload in map(os.fsencode, words) if words else _payloads(options):
+        for payload in payloads:
             if due_s is None:
                 ident = q.push(payload, **keyed)
             else:
@@ -3827,8 +3837,10 @@ def _payloads(options: Any) -> Iterator[bytes]:
     elif options.lines:
         for line in stream:
             yield line.removesuffix(b"\n")
+    elif whole := stream.read():
+        yield whole
     else:
-        yield stream.read()
+        raise ValueError("push: standard input is empty; for an empty task, give '' as PAYLOAD")
 
 
 def _work_command(path: str, words: list[str], options: Any) -> int:
@@ -3837,8 +3849,9 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
     Its environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. Exit status 0 is
     done; else it is tried again later, and in the end failed, with the end of its standard error
     as the reason. SIGTERM or Ctrl-C: what runs is finished; a second one: it goes to CMD's
-    process group, and what ran is given back. Status 1: with --drain, if a task failed for good,
-    or a signal came before the end.
+    process group, and what ran is given back. If this worker is killed, CMD is. But a lease that
+    is lost (a stop for longer than --timeout, `release`) does not end CMD. Status 1: with --drain,
+    a task failed for good, or a signal came before the end.
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
     import logging
@@ -3854,6 +3867,8 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
     screen = _Screen()
+    if not os.path.isdir(path):
+        screen.write(f"femtoqueue: {path} was not there: a new queue\n")
     logging.basicConfig(stream=screen, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     q = _open(
         path,
@@ -3922,8 +3937,8 @@ class _Screen:
             try:
                 stream.write(lines)
                 stream.flush()
-            except OSError as error:  # a closed pipe, a full disk: no fault of the task's
-                raise SystemExit(f"the output: {error.strerror}") from None
+            except OSError as error:  # `| head`, a full disk: no fault of the task's
+                raise SystemExit(f"output: {error.strerror}") from None
             self._draw(self._progress)
 
     def progress(self, text: str) -> None:
@@ -4082,8 +4097,9 @@ class _Runner:
                     key.data.feed(data)
                     if not data:
                         selector.unregister(key.fileobj)
-                if not ready and process.poll() is not None:
-                    break  # what it left running in the background has the pipes still
+                if process.poll() is not None:
+                    # What it left running in the background has the pipes still, and may write.
+                    end_s = min(end_s, time.monotonic() + (0.1 if ready else 0))
         for lines in sinks.values():
             lines.feed(b"")
 
@@ -4107,6 +4123,8 @@ class _Runner:
             except subprocess.TimeoutExpired:
                 self._kill(process, 9)
                 process.wait()
+            with contextlib.suppress(OSError):  # those of its group who did not listen
+                os.killpg(process.pid, 9)
 
     def _kill(self, process: Any, number: int) -> None:
         if process.poll() is None:
@@ -4433,7 +4451,7 @@ def _top_command(path: str, words: list[str], options: Any) -> int:
         top = _Top(q, path, keyboard is not None)
         for number in itertools.count(1):
             top.draw()
-            if number == options.count:
+            if options.count is not None and number >= options.count:
                 return 0
             if keyboard is None:
                 time.sleep(options.interval)
@@ -4447,6 +4465,7 @@ def _keyboard() -> Iterator[Callable[[float], str] | None]:
     """On a terminal: take it over, and give a function that waits for a key, "" if none came."""
     try:
         import select
+        import signal
         import termios
         import tty
     except ImportError:
@@ -4462,6 +4481,7 @@ def _keyboard() -> Iterator[Callable[[float], str] | None]:
         return os.read(fd, 1).decode("ascii", "replace") if ready else ""
 
     before = termios.tcgetattr(fd)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         tty.setcbreak(fd)
         print("\x1b[?1049h\x1b[?25l", end="", flush=True)  # another screen, no cursor

@@ -1955,7 +1955,7 @@ class Keyed(QueueCase):
         q.push(b"2", key="k")
         os.unlink(self.file(task._lease))
         self.assertRaises(LeaseLost, q.done, task)
-        clock.advance(0.3)
+        clock.advance(0.5)
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_what_a_former_holder_left_of_a_busy_key_is_put_back_later(self) -> None:
@@ -2759,7 +2759,7 @@ class Faults(Interrupted):
         for _ in range(10):
             self.assertRaises(FileNotFoundError, q.push, b"2")
             self.assertRaises(FileNotFoundError, q.pop)
-            clock.advance(0.3)
+            clock.advance(0.5)
         self.assertFalse(os.path.exists(self.path))
         os.rename(away, self.path)
         q.push(b"2")
@@ -3597,7 +3597,7 @@ class Fuzz:
         """Each object looks for what is due, expired or of the dead four times a second."""
         for task in self.model.those("scheduled", "inflight"):
             ready_ns = self.model.now_ns() if task.ready_ns is None else task.ready_ns
-            demand(self.model.now_ns() - ready_ns < 0.26e9, f"{task} was not brought back")
+            demand(self.model.now_ns() - ready_ns < 0.41e9, f"{task} was not brought back")
 
     def check_order(self, w: Worker, was: Known) -> None:
         """Nothing older waits, but what came after the listing that the batch is from: it is
@@ -6039,6 +6039,7 @@ class CommandLine(QueueCase):
         """And nothing is made or changed."""
         for words, text in (
             (["push"], "DIR is missing"),
+            (["push", "jobs"], "standard input is empty"),
             (["ls", "nowhere"], "no queue"),
             (["push", "jobs", "--delay", "3 weeks", "x"], "no TIME"),
             (["push", "jobs", "--at", "noon", "x"], "no point in time"),
@@ -6052,8 +6053,8 @@ class CommandLine(QueueCase):
         ):
             status, out, err = self.run_it(*words)
             self.assertEqual((status, out), (2, ""), words)
-            self.assertIn(text, err.splitlines()[-1])
-            self.assertNotIn("Traceback", err)
+            self.assertEqual(len(err.splitlines()), 1, err)
+            self.assertIn(text, err)
         self.assertFalse(os.path.exists(self.path))
 
     def test_help_has_an_example_for_each_command(self) -> None:
@@ -6308,6 +6309,51 @@ class CommandLine(QueueCase):
             for task in tasks:
                 q.done(task)
 
+    def test_who_can_not_write_its_output_leaves_and_fails_no_task(self) -> None:
+        """A full disk, a closed pipe: CMD did well."""
+        self.queue().push(b"x")
+        with open("/dev/full", "wb") as full:
+            command = [sys.executable, os.path.join(HERE, "femtoqueue.py"), "work", self.path]
+            command += ["--max-attempts", "1", "--drain", "--", "echo", "x"]
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+        self.assertEqual(done.returncode, 2)
+        self.assertNotIn(b"Traceback", done.stderr)
+        self.assertEqual(self.pop(self.queue()).attempts, 1)
+
+    def test_closed_descriptors_are_no_tracebacks_and_no_task_is_written_over(self) -> None:
+        script = f"{sys.executable} {HERE}/femtoqueue.py push {self.path} x >&- 2>&- <&-"
+        self.assertEqual(subprocess.run(["sh", "-c", script], check=False).returncode, 0)
+        self.assertEqual(self.payloads(), [b"x"])
+
+    def test_push_goes_on_when_nobody_reads_its_ids(self) -> None:
+        with self.start("push", "jobs", "--lines") as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdout.close()
+            process.stdin.write(b"x\n" * 100)
+            process.stdin.close()
+            assert process.stderr is not None
+            self.assertEqual(process.stderr.read(), b"")
+        self.assertEqual(self.states(), {"pending": 100})
+
+    def test_what_a_command_leaves_running_does_not_hold_up_work(self) -> None:
+        """Neither when it has the pipes, nor when it writes on and on."""
+        for background in ("sleep 1000", "while :; do echo; sleep 0.01; done"):
+            self.queue().push(b"x")
+            script = f"({background}) & echo $!"
+            status, out, _ = self.work("--drain", "--", "sh", "-c", script)
+            os.kill(int(out.split()[0]), signal.SIGKILL)
+            self.assertEqual(status, 0)
+
+    def test_the_commands_of_a_killed_worker_are_killed(self) -> None:
+        """Its task is another's at once."""
+        self.queue().push(b"x")
+        with self.start("work", "jobs", "-q", "--", "sh", "-c", "echo $$; sleep 1000") as process:
+            [pid] = self.begun(process, 1)
+            process.kill()
+            self.wait_until_gone(int(pid))
+        self.assertEqual(self.drain(self.queue(None)), [b"x"])
+
     def test_a_killed_work_is_taken_over_at_once(self) -> None:
         q = self.queue(timeout_stale_ms=None)
         ident = q.push(b"x")
@@ -6319,7 +6365,7 @@ class CommandLine(QueueCase):
             task = q.pop(60)
             assert task is not None
             self.assertEqual((task.id, task.attempts), (ident, 2))
-            os.kill(int(line.split()[1]), signal.SIGKILL)
+            self.wait_until_gone(int(line.split()[1]))
         q.done(task)
 
 
