@@ -1895,7 +1895,7 @@ class Keyed(QueueCase):
 
         with mock.patch("os.replace", interrupted), self.assertRaises(KeyboardInterrupt):
             q.done(task)
-        self.clock().advance(0.3)
+        self.clock().advance(0.5)
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_who_was_late_does_not_finish_a_newer_payload_that_it_never_saw(self) -> None:
@@ -3594,7 +3594,7 @@ class Fuzz:
         return was
 
     def check_chores(self, w: Worker) -> None:
-        """Each object looks for what is due, expired or of the dead four times a second."""
+        """Each object looks for what is due, expired or of the dead 2.5 times a second."""
         for task in self.model.those("scheduled", "inflight"):
             ready_ns = self.model.now_ns() if task.ready_ns is None else task.ready_ns
             demand(self.model.now_ns() - ready_ns < 0.41e9, f"{task} was not brought back")
@@ -6392,6 +6392,20 @@ class Documents(unittest.TestCase):
         for block in blocks:
             self.run_in_empty_dir(block)
 
+    @unittest.skipUnless(os.name == "posix", "they are for sh")
+    def test_the_commands_of_the_readme_run_one_after_the_other(self) -> None:
+        """In an empty directory that holds femtoqueue.py and nothing else."""
+        script = "\n".join(re.findall(r"```sh\n(.*?)```", self.read("README.md"), re.DOTALL))
+        self.assertGreater(script.count("python femtoqueue.py"), 4)
+        with tempfile.TemporaryDirectory() as empty:
+            shutil.copy(os.path.join(HERE, "femtoqueue.py"), empty)
+            script = script.replace("python ", f"{sys.executable} -W error ")
+            command = ["sh", "-euc", script]
+            done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("working on resize 43.png", done.stdout)
+        self.assertIn("resize 44.png", done.stdout)
+
     def test_the_example_of_the_docstring_runs(self) -> None:
         match = re.search(r"\n\n((?:    .*\n|\n)+)", femtoqueue.__doc__ or "")
         assert match is not None
@@ -6433,10 +6447,16 @@ class Documents(unittest.TestCase):
         heavy = [
             "argparse",
             "asyncio",
+            "concurrent.futures",
             "ctypes",
             "datetime",
             "json",
             "logging",
+            "queue",
+            "select",
+            "selectors",
+            "shutil",
+            "signal",
             "subprocess",
             "tempfile",
             "traceback",

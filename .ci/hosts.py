@@ -1,0 +1,930 @@
+"""Many hosts, one queue: on GlusterFS nothing acknowledged is lost, and no task is in two hands.
+
+    python .ci/hosts.py [--seed S] [--measure] [--self-check]
+
+Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-server and
+glusterfs-client (Debian) if they are missing. Takes three minutes.
+
+Three hosts on this machine, each with a network, mounts, processes and a boot id of its own, are
+joined by a bridge, and hold a volume of three replicas, which each of them mounts. Producers and
+workers run on all three while a brick is killed and comes back, a host is cut off and comes back,
+both at once (no quorum: nobody may write), and workers are killed all the time. Each notes what it
+does outside the volume. All hosts have one monotonic clock, so that times can be compared. Proved:
+
+  - each push that returned ends in done/ or failed/, once, with its own bytes;
+  - no task is in two hands: whoever has it lives, has not settled it, and its lease has not ended;
+  - done() and fail() of one who was cut off raise LeaseLost once another has had the task;
+  - what is done or failed is never delivered again;
+  - while all is well nothing raises, and nobody waits for long;
+  - tasks of a producer are claimed in the order of their pushes by each worker;
+  - all mounts and, after healing, all bricks show the same files (but for lease directories that
+    Gluster forgot on one brick: no mount shows them).
+
+The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
+bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
+
+--measure prints only tasks per second there, beside a local directory. --self-check shows that
+the proof can fail: a claim by copy and unlink, a done() without a fence, a push that does not
+mind an error and a queue that is none must all be caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+import femtoqueue
+from femtoqueue import FemtoQueue, FemtoTask, LeaseLost
+
+PACKAGES = ("glusterfs-server", "glusterfs-client")
+TOOLS = ("glusterd", "gluster", "mount.glusterfs", "ip", "unshare", "nsenter", "setpriv")
+HOSTS = (1, 2, 3)
+MOUNT, BRICK, LOG = "/run/mnt", "/run/brick/b", "/var/log/glusterfs/run-mnt.log"
+# Private, so that the machine's own glusterd, if it has one, is not touched.
+PREPARE = """set -e
+for dir in /var/lib/glusterd /var/log/glusterfs /run; do mount -t tmpfs none $dir; done
+mkdir -p /run/gluster /run/brick /run/mnt
+mount -t tmpfs -o size=512m none /run/brick
+mkdir /run/brick/b
+cat /proc/sys/kernel/random/uuid >/run/boot_id
+mount --bind /run/boot_id /proc/sys/kernel/random/boot_id
+glusterd
+"""
+# The first process of a host, which must reap what dies, and end when we do.
+INIT = """
+import signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+# A host that does not answer for so long is cut off: a busy machine must not take so long. After
+# the defaults, 42 s and 10 minutes, the same would happen later.
+OPTIONS = {
+    "network.ping-timeout": "8",
+    "server.tcp-user-timeout": "8",
+    "cluster.heal-timeout": "5",
+    "cluster.shd-max-threads": "4",
+}
+LEASE_MS = 5000
+LONGEST_CALL_S = 20.0  # while all is well; here, where three hosts share two cores
+SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
+KINDS = {"ready": ("produce", "consume", "hold"), "got": ("hold",)}  # who notes what
+SIZES = (0, 50, 5000, 100_000)
+
+
+class Unable(Exception):
+    """This machine can't show it."""
+
+
+class Violation(Exception):
+    pass
+
+
+# Hosts
+
+
+def run(*command: str, timeout_s: float = 60) -> str:
+    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout_s)
+    if result.returncode:
+        raise Unable(f"{' '.join(command)}: {result.stdout}{result.stderr}".strip())
+    return result.stdout
+
+
+class Host:
+    """Namespaces, held by a process that ends with our end of its pipe."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.address = number, f"10.77.0.{number}"
+        flags = "--net --mount --pid --fork --kill-child --mount-proc --propagation private"
+        self.holder = subprocess.Popen(
+            ["unshare", *flags.split(), sys.executable, "-c", INIT],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        assert self.holder.stdout is not None
+        assert self.holder.stderr is not None
+        if not self.holder.stdout.readline():
+            raise Unable(f"no namespaces here: {self.holder.stderr.read().decode().strip()}")
+
+    def command(self, *command: str) -> list[str]:
+        pid = self.holder.pid
+        enter = ("nsenter", f"--target={pid}", "--mount", "--net")
+        return [*enter, f"--pid=/proc/{pid}/ns/pid_for_children", *command]
+
+    def run(self, *command: str) -> str:
+        return run(*self.command(*command))
+
+    def ip(self, *arguments: str) -> None:
+        run("nsenter", f"--target={self.holder.pid}", "--net", "ip", *arguments)
+
+    def close(self) -> None:
+        assert self.holder.stdin is not None
+        self.holder.stdin.close()
+        self.holder.wait()
+
+
+class Cluster:
+    """Three hosts, a switch between them, and a volume that each has mounted."""
+
+    def __init__(self) -> None:
+        self.switch = Host(0)
+        self.hosts = {number: Host(number) for number in HOSTS}
+
+    def build(self) -> None:
+        self.switch.ip("link", "add", "bridge", "type", "bridge")
+        self.switch.ip("link", "set", "bridge", "up")
+        for number, host in self.hosts.items():
+            peer = ("peer", "name", "net", "netns", str(host.holder.pid))
+            self.switch.ip("link", "add", f"port{number}", "type", "veth", *peer)
+            self.switch.ip("link", "set", f"port{number}", "up")
+            self.join(number)
+            host.ip("addr", "add", f"{host.address}/24", "dev", "net")
+            host.ip("link", "set", "net", "up")
+            host.ip("link", "set", "lo", "up")
+            host.run("sh", "-c", PREPARE)
+        for host in self.hosts.values():
+            if host.number > 1:
+                self.gluster("peer", "probe", host.address)
+        bricks = [f"{host.address}:{BRICK}" for host in self.hosts.values()]
+        self.gluster("volume", "create", "queue", "replica", "3", *bricks, "force")
+        for name, value in OPTIONS.items():
+            self.gluster("volume", "set", "queue", name, value)
+        self.gluster("volume", "start", "queue")
+        for host in self.hosts.values():
+            host.run("mount", "-t", "glusterfs", f"{host.address}:/queue", MOUNT)
+        self.wait_until(self.whole, 60, "all bricks are connected")
+
+    def gluster(self, *arguments: str, tries: int = 30) -> str:
+        """Tell glusterd, which needs a moment until its peers have met."""
+        for _ in range(tries - 1):
+            with contextlib.suppress(Unable):
+                return self.hosts[1].run("gluster", "--mode=script", *arguments)
+            time.sleep(0.5)
+        return self.hosts[1].run("gluster", "--mode=script", *arguments)
+
+    def kill(self, number: int) -> None:
+        self.hosts[number].run("sh", "-c", "kill -9 $(cat /run/gluster/vols/queue/*.pid)")
+
+    def revive(self) -> None:
+        self.gluster("volume", "start", "queue", "force")
+
+    def cut(self, number: int) -> None:
+        """Out of the bridge: packets go nowhere, and nobody is told."""
+        self.switch.ip("link", "set", f"port{number}", "nomaster")
+
+    def join(self, number: int) -> None:
+        self.switch.ip("link", "set", f"port{number}", "master", "bridge")
+
+    def whole(self) -> bool:
+        """Whether all bricks run, all mounts have all of them, and nothing is left to heal."""
+        clients = f"cat {MOUNT}/.meta/graphs/active/queue-client-?/private"
+        for host in self.hosts.values():
+            if host.run("sh", "-c", clients).count("connected = 1") < len(HOSTS):
+                return False
+        heal = self.gluster("volume", "heal", "queue", "info")
+        return heal.count("Number of entries: 0") == len(HOSTS)
+
+    def to_heal(self) -> list[str]:
+        heal = self.gluster("volume", "heal", "queue", "info").splitlines()
+        return [line for line in heal if line.startswith(("/", "<"))]
+
+    def lost_bricks(self) -> int:
+        """Return how often a mount found that a brick did not answer."""
+        count = f"grep -c 'has not responded in the last' {LOG} || true"
+        return sum(int(host.run("sh", "-c", count)) for host in self.hosts.values())
+
+    def wait_until(self, true: Callable[[], bool], seconds: float, what: str) -> None:
+        end_s = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > end_s:
+                raise Violation(f"not within {seconds:g} s: {what}")
+            time.sleep(0.5)
+
+    def close(self) -> None:
+        for host in (*self.hosts.values(), self.switch):
+            host.close()
+
+
+@contextlib.contextmanager
+def cluster() -> Iterator[Cluster]:
+    made = Cluster()
+    try:
+        made.build()
+        yield made
+    finally:
+        made.close()
+
+
+def check_machine() -> None:
+    if os.geteuid() != 0:
+        raise Unable("it needs root")
+    if not os.path.exists("/dev/fuse"):
+        raise Unable("it needs FUSE: there is no /dev/fuse")
+    if not all(map(shutil.which, TOOLS)) and shutil.which("apt-get"):
+        os.environ["DEBIAN_FRONTEND"] = "noninteractive"
+        run("apt-get", "update", timeout_s=300)
+        run("apt-get", "install", "-y", "--no-install-recommends", *PACKAGES, timeout_s=600)
+    missing = [tool for tool in TOOLS if not shutil.which(tool)]
+    if missing:
+        raise Unable(f"it needs {', '.join(missing)}")
+
+
+# Actors, each a process on a host
+
+
+@dataclass
+class Actor:
+    kind: str
+    name: str
+    log: str
+    queue: str = f"{MOUNT}/jobs"
+    node_id: str | None = None
+    idle_s: float = 0.0
+    seed: int = 0
+    broken: str = ""
+    count: int = 0
+    number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def settings(self) -> str:
+        return json.dumps({k: v for k, v in asdict(self).items() if k != "number"})
+
+    def start(self) -> None:
+        """Runs on the host."""
+        self.chance = random.Random(self.seed)
+        self.fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        break_queue(self.broken)
+        self.q = self.opened()
+        self.note("ready")
+        getattr(self, self.kind)()
+        self.note("closing")
+        self.q.close()
+
+    def opened(self) -> FemtoQueue:
+        while True:
+            began_s = time.monotonic()
+            try:
+                return FemtoQueue(self.queue, self.node_id, LEASE_MS)
+            except OSError as error:  # started while cut off
+                self.trouble("open", "-", began_s, error)
+
+    def note(self, word: str, *values: object) -> None:
+        """One write() for a line; who is killed has noted all that it was told."""
+        line = " ".join(map(str, (time.monotonic(), self.name, word, *values)))
+        os.write(self.fd, f"{line}\n".encode())
+
+    def trouble(self, what: str, which: str, began_s: float, error: OSError) -> None:
+        where = ">".join(frame.name for frame in traceback.extract_tb(error.__traceback__)[1:])
+        self.note("error", what, which, began_s, error.errno, where)
+        time.sleep(0.2)
+
+    def payload(self) -> bytes:
+        head = f"{self.name}:{next(self.number)}:"
+        size = self.chance.choices(SIZES, (4, 4, 2, 0.2))[0]
+        return head.encode() + random.Random(head).randbytes(size)
+
+    def is_over(self) -> bool:
+        return os.path.exists(f"{self.log}.over")
+
+    def produce(self) -> None:
+        while not self.is_over():
+            self.push()
+            time.sleep(self.chance.random() * 0.15)
+
+    def fill(self) -> None:
+        for _ in range(self.count):
+            self.push()
+
+    def push(self) -> None:
+        data = self.payload()
+        number, began_s = data.split(b":")[1].decode(), time.monotonic()
+        self.note("push", number)
+        try:
+            ident = self.q.push(data)
+        except OSError as error:
+            self.trouble("push", number, began_s, error)
+        else:
+            self.note("pushed", number, ident, began_s)
+
+    def consume(self) -> None:
+        while not self.is_over():
+            if (task := self.pop()) is None:
+                time.sleep(0.02)
+                continue
+            self.work(task)
+            end = self.chance.choices(("done", "fail", "release"), (85, 5, 10))[0]
+            self.settle(task, end)
+
+    def drain(self) -> None:
+        """Finish everything; what nobody has any more comes back at its deadline."""
+        idle_since_s = time.monotonic()
+        while time.monotonic() < idle_since_s + self.idle_s:
+            if (task := self.pop()) is not None:
+                self.settle(task, "done")
+                idle_since_s = time.monotonic()
+            else:
+                time.sleep(0.05)
+
+    def hold(self) -> None:
+        """Take one task, and finish it too late: others must have had it meanwhile."""
+        while (task := self.pop()) is None:
+            time.sleep(0.02)
+        time.sleep(LEASE_MS / 1e3 + 2)
+        self.settle(task, "done")
+
+    def pop(self) -> FemtoTask | None:
+        began_s = time.monotonic()
+        try:
+            task = self.q.pop()
+        except OSError as error:
+            self.trouble("pop", "-", began_s, error)
+            return None
+        if task is not None:
+            name = check_payload(task.data)
+            self.note("got", task.id, began_s, self.deadline_s(task), task.attempts, name)
+        return task
+
+    def deadline_s(self, task: FemtoTask) -> float:
+        name = task._lease.rpartition("/")[2]
+        return (int(name[:20]) - self.q._anchor_ns) / 1e9
+
+    def work(self, task: FemtoTask) -> None:
+        how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[0]
+        time.sleep({"short": 0.02, "late": LEASE_MS / 1e3 + 1}.get(how, 1) * self.chance.random())
+        if how == "renewed":
+            began_s = time.monotonic()
+            try:
+                self.q.extend(task)
+            except LeaseLost:
+                return
+            except OSError as error:
+                self.trouble("extend", task.id, began_s, error)
+            else:
+                self.note("extended", task.id, self.deadline_s(task))
+
+    def settle(self, task: FemtoTask, how: str) -> None:
+        """Try until it is done, or the lease is lost."""
+        give_up_s = time.monotonic() + SETTLE_S
+        while time.monotonic() < give_up_s:
+            began_s = time.monotonic()
+            self.note("settle", task.id)
+            try:
+                getattr(self.q, how)(task)
+            except LeaseLost:
+                self.note("lost", task.id, began_s)
+                return
+            except OSError as error:
+                self.trouble(how, task.id, began_s, error)
+            else:
+                self.note(how, task.id, began_s)
+                return
+        raise SystemExit(f"{self.name}: could not settle {task.id} within {SETTLE_S:g} s")
+
+    def measure(self) -> None:
+        began_s = time.monotonic()
+        for _ in range(self.count):
+            self.q.push(b"x" * 100)
+        pushed_s, done = time.monotonic(), 0
+        while (task := self.q.pop()) is not None:
+            self.q.done(task)
+            done += 1
+        if done != self.count:
+            raise SystemExit(f"{done} tasks came out, where {self.count} went in")
+        times = self.count / (pushed_s - began_s), self.count / (time.monotonic() - pushed_s)
+        print(*times, flush=True)
+
+
+def check_payload(data: bytes) -> str:
+    """Return "<producer>:<number>"; raises ValueError unless each byte is as it was pushed."""
+    name, number, rest = data.split(b":", 2)
+    head = f"{name.decode()}:{int(number)}:"
+    if rest != random.Random(head).randbytes(len(rest)) or len(rest) not in SIZES:
+        raise ValueError(f"payload {head} is torn")
+    return head[:-1]
+
+
+def break_queue(how: str) -> None:
+    """Make the mistakes that the proof must see."""
+    target: Any = FemtoQueue
+    transfer, publish = target._transfer, target._publish
+
+    def copy_and_unlink(self: Any, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
+        name = femtoqueue._stamped(self._now_ns() + lasts_ns, attempts, f"{self._boot}~{ident}")
+        try:
+            shutil.copyfile(self._root + waiting, self._root + self._node_dir + name)
+            os.unlink(self._root + waiting)
+        except FileNotFoundError:
+            pass
+        return name
+
+    def no_fence(self: Any, source: str, ident: str, goal: str, wait: bool = True) -> str:
+        try:
+            return str(transfer(self, source, ident, goal, wait))
+        except FileNotFoundError:
+            if goal.startswith("done/"):
+                return goal
+            raise
+
+    def careless(self: Any, *args: Any, **settings: Any) -> None:
+        with contextlib.suppress(OSError):
+            publish(self, *args, **settings)
+
+    def youngest_first(self: Any) -> None:
+        self._be_in_place()
+        self._batch = sorted(os.listdir(f"{self._root}pending"))
+
+    if how:
+        name = BROKEN[how]
+        setattr(target, name, locals()[how])
+
+
+BROKEN = {
+    "copy_and_unlink": "_seize",
+    "no_fence": "_transfer",
+    "careless": "_publish",
+    "youngest_first": "_list_pending",
+}
+
+
+# The storm
+
+
+class Stage:
+    """Actors on the hosts of a cluster, and what they noted."""
+
+    def __init__(self, hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
+        self.cluster, self.chance, self.broken = hosts, random.Random(seed), broken
+        self.log = os.path.join(work, f"events-{broken}")
+        self.queue = f"{MOUNT}/jobs{broken}"
+        self.running: dict[str, tuple[Host, Actor, subprocess.Popen[str]]] = {}
+        self.starts = itertools.count(1)
+        self.lost = hosts.lost_bricks()
+        self.me = Actor("", "storm", self.log)  # it only notes
+        self.me.fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def start(self, host: int, kind: str, **settings: Any) -> None:
+        name = f"{kind}{host}.{next(self.starts)}"
+        actor = Actor(
+            kind,
+            name,
+            self.log,
+            self.queue,
+            seed=self.chance.randrange(10**9),
+            broken=self.broken,
+            **settings,
+        )
+        self.launch(self.cluster.hosts[host], actor)
+
+    def launch(self, host: Host, actor: Actor) -> None:
+        # Who kills nsenter kills the actor.
+        command = ("setpriv", "--pdeathsig", "KILL", sys.executable, __file__)
+        process = subprocess.Popen(
+            host.command(*command, "--actor", actor.settings()),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.running[actor.name] = host, actor, process
+
+    def kill_one(self) -> None:
+        """Kill a producer or a worker, and start it again under its node_id, if it has one."""
+        names = [name for name in self.running if not name.startswith("hold")]
+        host, actor, process = self.running.pop(self.chance.choice(names))
+        self.me.note("killed", actor.name)
+        process.kill()
+        process.communicate()
+        self.start(host.number, actor.kind, node_id=actor.node_id)
+
+    def finish(self, timeout_s: float) -> list[str]:
+        """Wait for all actors; return what they printed."""
+        outputs = []
+        for host, actor, process in self.running.values():
+            try:
+                output, _ = process.communicate(timeout=timeout_s)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise Violation(f"{actor.name} on host {host.number} hangs") from None
+            if process.returncode:
+                raise Violation(f"{actor.name} ended with {process.returncode}: {output}")
+            outputs.append(output)
+        self.running.clear()
+        return outputs
+
+    def fault(self, text: str, *steps: Callable[[], None]) -> None:
+        if self.cluster.lost_bricks() > self.lost:
+            raise Unable("this machine is too busy: a brick did not answer while all was well")
+        self.me.note("fault")
+        print(f"hosts: {text}", flush=True)
+        for step in steps:
+            step()
+
+    def cure(self, text: str, *steps: Callable[[], None]) -> None:
+        print(f"hosts: {text}", flush=True)
+        for step in steps:
+            step()
+
+    def wait_for(self, word: str) -> None:
+        """Until all that run, or ran, have noted it."""
+
+        def noted() -> bool:
+            with open(self.log, encoding="ascii") as file:
+                names = {line.split()[1] for line in file if line.split()[2] == word}
+            return all(n in names for n, (_, a, _) in self.running.items() if a.kind in KINDS[word])
+
+        self.cluster.wait_until(noted, 120, f"all are {word}")
+
+    def storm(self, plan: list[tuple[float, Callable[[], None]]], seconds: float) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.log}.over")
+        for host in HOSTS:
+            self.start(host, "produce")
+            self.start(host, "consume", node_id=f"fixed{host}")
+            self.start(host, "consume")
+        self.wait_for("ready")
+        began_s = time.monotonic()
+        next_kill_s = began_s + 2
+        while plan or time.monotonic() < began_s + seconds:
+            if plan and time.monotonic() >= began_s + plan[0][0]:
+                plan.pop(0)[1]()
+            if time.monotonic() >= next_kill_s:
+                self.kill_one()
+                next_kill_s = time.monotonic() + 1 + 4 * self.chance.random()
+            time.sleep(0.05)
+        with open(f"{self.log}.over", "w", encoding="ascii"):
+            pass
+
+    def heal(self) -> None:
+        began_s = time.monotonic()
+        try:
+            self.cluster.wait_until(self.cluster.whole, 90, "the volume is healed")
+        except Violation:
+            left = [line for line in self.cluster.to_heal() if "/inflight-" not in line]
+            if left:
+                raise Violation(f"not healed within 90 s: {left}") from None
+            # Gluster leaves a worker's directory that was removed where two bricks were cut off.
+            print("hosts: a lease directory stays on one brick, unhealed", flush=True)
+        self.lost = self.cluster.lost_bricks()
+        self.me.note("healed")
+        print(f"hosts: healed after {time.monotonic() - began_s:.0f} s", flush=True)
+
+    def drain(self) -> None:
+        for host in HOSTS:
+            self.start(host, "drain", idle_s=LEASE_MS / 1e3 + 3)
+        self.finish(120)
+
+    def files(self, host: int, root: str) -> set[str]:
+        """Return what a host sees of the queue, through its mount or on its brick."""
+        listing = self.cluster.hosts[host].run("find", root, "-type", "f", "-printf", r"%P\n")
+        return set(listing.splitlines())
+
+
+def episodes(stage: Stage) -> dict[str, list[tuple[float, Callable[[], None]]]]:
+    """Return what happens when, in storms between which the volume heals, as it has to be given
+    the time to: a host that goes while another is not whole takes the newest state along."""
+    one, two, three = stage.chance.sample(HOSTS, 3)
+    net = stage.cluster
+    no_quorum = f"host {three} is cut off and the brick of host {one} killed: no quorum"
+    return {
+        "brick": [
+            (3, lambda: stage.fault(f"the brick of host {one} is killed", lambda: net.kill(one))),
+            (10, lambda: stage.cure("it comes back", net.revive)),
+        ],
+        "cut": [
+            (2, lambda: stage.start(two, "hold")),
+            (2, lambda: stage.wait_for("got")),
+            (2, lambda: stage.fault(f"host {two} is cut off", lambda: net.cut(two))),
+            (24, lambda: stage.cure("it comes back", lambda: net.join(two))),
+        ],
+        "quorum": [
+            (3, lambda: stage.fault(no_quorum, lambda: net.cut(three), lambda: net.kill(one))),
+            (16, lambda: stage.cure("both come back", lambda: net.join(three), net.revive)),
+        ],
+    }
+
+
+# The verdict
+
+
+@dataclass
+class Delivery:
+    """A task in somebody's hands: from got_s until the first of what ends it."""
+
+    actor: str
+    id: str
+    began_s: float
+    got_s: float
+    deadline_s: float
+    attempts: int
+    name: str
+    tried_s: float = float("inf")
+    ended_s: float = float("inf")
+    how: str = ""
+    called_s: float = float("inf")  # of the call that succeeded
+
+
+class Events:
+    """What was noted, read back."""
+
+    def __init__(self, log: str) -> None:
+        with open(log, encoding="ascii") as file:
+            self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
+        self.tried: set[str] = set()
+        self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
+        self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
+        self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
+        self.errors: list[tuple[float, float, str, int]] = []  # begin, end, call, errno
+        self.faults: list[float] = []
+        self.heals: list[float] = []
+        self.calls: list[tuple[float, float, str]] = []
+        for line in self.lines:
+            at, actor, word, *values = line.split()
+            getattr(self, f"read_{word}")(float(at), actor, *values)
+
+    def read_ready(self, at: float, actor: str) -> None:
+        pass
+
+    def read_push(self, at: float, actor: str, number: str) -> None:
+        self.tried.add(f"{actor}:{number}")
+
+    def read_pushed(self, at: float, actor: str, number: str, ident: str, began: str) -> None:
+        self.pushed[ident] = f"{actor}:{number}"
+        self.calls.append((float(began), at, "push"))
+
+    def read_got(
+        self, at: float, actor: str, ident: str, began: str, deadline: str, *rest: str
+    ) -> None:
+        got = Delivery(actor, ident, float(began), at, float(deadline), int(rest[0]), rest[1])
+        self.deliveries[ident].append(got)
+        self.calls.append((float(began), at, "pop"))
+
+    def read_extended(self, at: float, actor: str, ident: str, deadline: str) -> None:
+        self.last(actor, ident).deadline_s = float(deadline)
+
+    def read_settle(self, at: float, actor: str, ident: str) -> None:
+        delivery = self.last(actor, ident)
+        delivery.tried_s = min(delivery.tried_s, at)
+
+    def settled(self, how: str, at: float, actor: str, ident: str, began: str) -> None:
+        delivery = self.last(actor, ident)
+        delivery.how, delivery.ended_s, delivery.called_s = how, at, float(began)
+        self.calls.append((float(began), at, how))
+
+    def read_done(self, at: float, *rest: str) -> None:
+        self.settled("done", at, *rest)
+
+    def read_fail(self, at: float, *rest: str) -> None:
+        self.settled("fail", at, *rest)
+
+    def read_release(self, at: float, *rest: str) -> None:
+        self.settled("release", at, *rest)
+
+    def read_lost(self, at: float, *rest: str) -> None:
+        self.settled("lost", at, *rest)
+
+    def read_error(self, at: float, actor: str, *what: str) -> None:
+        _, _, began, code, where = what
+        self.errors.append((float(began), at, where, int(code)))
+
+    def read_killed(self, at: float, _: str, actor: str) -> None:
+        self.gone[actor] = at
+
+    def read_closing(self, at: float, actor: str) -> None:
+        self.gone[actor] = at
+
+    def read_fault(self, at: float, _: str) -> None:
+        self.faults.append(at)
+
+    def read_healed(self, at: float, _: str) -> None:
+        self.heals.append(at)
+
+    def last(self, actor: str, ident: str) -> Delivery:
+        return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
+
+    def is_calm(self, began_s: float, ended_s: float) -> bool:
+        """Whether all was well: nothing was cut off or killed, and all was healed."""
+        times = itertools.zip_longest(self.faults, self.heals, fillvalue=float("inf"))
+        return all(ended_s < fault or began_s > heal for fault, heal in times)
+
+
+def check_hands(events: Events) -> None:
+    """No delivery begins while another has the task by right."""
+    for ident, deliveries in events.deliveries.items():
+        for first, second in itertools.combinations(deliveries, 2):
+            gone_s = events.gone.get(first.actor, float("inf"))
+            until_s = min(first.deadline_s, first.tried_s, gone_s)
+            if second.got_s < until_s:
+                raise Violation(
+                    f"{ident} is in two hands: {first.actor} has it until {until_s:.3f}, "
+                    f"{second.actor} got it at {second.got_s:.3f}"
+                )
+
+
+def check_fence(events: Events) -> int:
+    """No settling succeeds after another delivery began. Return how many came back that had ended:
+    none whose deliveries all ended while all was well."""
+    back = set()
+    for ident, deliveries in events.deliveries.items():
+        for first, second in itertools.combinations(deliveries, 2):
+            if first.how in ("done", "fail", "release") and second.got_s < first.called_s:
+                raise Violation(f"{first.how}() by {first.actor}, when {second.actor} had {ident}")
+            if first.how in ("done", "fail") and second.began_s > first.ended_s:
+                before = deliveries[: deliveries.index(second)]
+                if all(events.is_calm(d.began_s, d.ended_s) for d in before):
+                    raise Violation(f"{ident} had ended ({first}), and came back: {second}")
+                back.add(ident)
+    return len(back)
+
+
+def check_calm(events: Events) -> None:
+    for began_s, ended_s, what, code in events.errors:
+        if events.is_calm(began_s, ended_s):
+            raise Violation(f"{what} raised {os.strerror(code)} while all was well, at {began_s}")
+    for began_s, ended_s, what in events.calls:
+        if ended_s - began_s > LONGEST_CALL_S and events.is_calm(began_s, ended_s):
+            raise Violation(f"{what} took {ended_s - began_s:.1f} s while all was well")
+
+
+def check_places(events: Events, files: set[str]) -> None:
+    """Each acknowledged task is in done/ or failed/, once; nothing else is but what was begun."""
+    places: dict[str, list[str]] = collections.defaultdict(list)
+    for path in files:
+        state, _, name = path.partition("/")
+        if not state.startswith(("creating", "clock-")) and not name.endswith(".error"):
+            places[name[-29:]].append(path)
+    for ident, name in events.pushed.items():
+        if ident not in places:
+            raise Violation(f"{name}, {ident}, was acknowledged and is lost")
+    for ident, paths in places.items():
+        ends = sum(delivery.how in ("done", "fail") for delivery in events.deliveries[ident])
+        ended = all(path.startswith(("done/", "failed/")) for path in paths)
+        if not ended or len(paths) > max(1, ends):
+            raise Violation(f"{ident} stands in {' and '.join(sorted(paths))}")
+        names = {delivery.name for delivery in events.deliveries[ident]}
+        if not names <= events.tried:
+            raise Violation(f"{ident} is {names}, which nobody pushed")
+
+
+def check_order(events: Events) -> None:
+    """Each worker got each producer's tasks in order, as of what nobody had before."""
+    numbers: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+    everything = [d for deliveries in events.deliveries.values() for d in deliveries]
+    for delivery in sorted(everything, key=lambda d: d.got_s):
+        if delivery.attempts == 1:
+            producer, number = delivery.name.split(":")
+            numbers[delivery.actor, producer].append(int(number))
+    for (actor, producer), order in numbers.items():
+        if order != sorted(order):
+            raise Violation(f"{actor} got the tasks of {producer} in the order {order}")
+
+
+def report(events: Events) -> None:
+    deliveries = [d for many in events.deliveries.values() for d in many]
+    ends = collections.Counter(d.how or "unsettled" for d in deliveries)
+    errors = collections.Counter(f"{what} {os.strerror(n)}" for _, _, what, n in events.errors)
+    longest = max(events.calls, key=lambda call: call[1] - call[0])
+    killed = sum(" killed " in line for line in events.lines)
+    print(f"hosts: {len(events.pushed)} pushes, {len(deliveries)} deliveries: {dict(ends)}")
+    print(f"hosts: {killed} processes killed; errors: {dict(errors)}")
+    print(f"hosts: longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s", flush=True)
+
+
+def check_storm(stage: Stage) -> None:
+    events = Events(stage.log)
+    report(events)
+    check_hands(events)
+    print(f"hosts: {check_fence(events)} that had ended came back once more, after healing")
+    seen = {number: stage.files(number, stage.queue) for number in HOSTS}
+    check_places(events, seen[1])
+    if not seen[1] == seen[2] == seen[3]:
+        raise Violation(f"the mounts differ: {seen[1] ^ seen[2] | seen[1] ^ seen[3]}")
+    for number in HOSTS:
+        stray = stage.files(number, stage.queue.replace(MOUNT, BRICK)) ^ seen[1]
+        if not all(path.startswith("inflight-") for path in stray):
+            raise Violation(f"the brick of host {number} differs from the mounts: {stray}")
+    check_calm(events)
+    held = [d for many in events.deliveries.values() for d in many if d.actor.startswith("hold")]
+    if any(d.how != "lost" for d in held):
+        raise Violation(f"one was cut off, and its done() was not refused: {held}")
+
+
+def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: str = "") -> None:
+    stage = Stage(hosts, work, seed, broken)
+    plans = episodes(stage)
+    for name in names:
+        stage.storm(plans[name], plans[name][-1][0] + 6)
+        stage.finish(120)
+        stage.heal()
+    stage.drain()
+    check_storm(stage)
+
+
+def calm(hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
+    """A backlog from all hosts, pushed at once; then three workers, one on each."""
+    stage = Stage(hosts, work, seed, broken)
+    stage.queue, stage.log = f"{stage.queue}-calm", f"{stage.log}-calm"
+    for host in HOSTS:
+        stage.start(host, "fill", count=100)
+    stage.finish(60)
+    time.sleep(1.1)
+    for host in HOSTS:
+        stage.start(host, "drain", idle_s=1)
+    stage.finish(60)
+    events = Events(stage.log)
+    check_hands(events)
+    check_order(events)
+    check_calm(events)
+    check_places(events, stage.files(1, stage.queue))
+    print(f"hosts: {len(events.pushed)} tasks in order, by three workers", flush=True)
+
+
+# Speed
+
+
+def rates(command: list[str]) -> tuple[float, float]:
+    push, done = map(float, run(*command).split())
+    return push, done
+
+
+def measure(hosts: Cluster, work: str) -> None:
+    """Print tasks/s of one process for push and for pop and done, and of three hosts together."""
+    me = (sys.executable, __file__, "--actor")
+    log = os.path.join(work, "speed")
+    for place, name in ((work, "local, beside this program's"), ("/dev/shm", "local, in memory")):
+        with tempfile.TemporaryDirectory(dir=place) as queue:
+            local = Actor("measure", "speed", log, queue, count=5000)
+            push, done = rates([*me, local.settings()])
+        print(f"hosts: {name}: {push:.0f} pushed/s, {done:.0f} popped and done/s", flush=True)
+    one = Actor("measure", "speed", log, f"{MOUNT}/speed", count=300)
+    push, done = rates(hosts.hosts[1].command(*me, one.settings()))
+    print(f"hosts: Gluster, one host: {push:.0f} pushed/s, {done:.0f} popped and done/s")
+    stage = Stage(hosts, work, 0)
+    for number, host in hosts.hosts.items():
+        queue = f"{MOUNT}/speed{number}"
+        stage.launch(host, Actor("measure", f"speed{number}", log, queue, count=300))
+    found = [tuple(map(float, text.split())) for text in stage.finish(120)]
+    push, done = (sum(column) for column in zip(*found, strict=True))
+    print(f"hosts: Gluster, three hosts, a queue each: {push:.0f} and {done:.0f}/s", flush=True)
+
+
+def self_check(hosts: Cluster, work: str, seed: int) -> None:
+    for broken in BROKEN:
+        try:
+            if broken in ("no_fence", "careless"):
+                storms(hosts, work, seed, ["cut"], broken)
+            else:
+                calm(hosts, work, seed, broken)
+        except Violation as error:
+            print(f"hosts: {broken} is caught: {error}", flush=True)
+        else:
+            raise Violation(f"{broken} is not caught")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Several hosts share a queue on GlusterFS.")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--measure", action="store_true", help="only measure")
+    parser.add_argument(
+        "--self-check", action="store_true", help="show that broken queues are caught"
+    )
+    parser.add_argument("--actor", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    femtoqueue._log().disabled = True
+    if args.actor:
+        Actor(**json.loads(args.actor)).start()
+        return
+    seed = random.randrange(10**6) if args.seed is None else args.seed
+    print(f"hosts: seed {seed}", flush=True)
+    try:
+        check_machine()
+        with tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work, cluster() as hosts:
+            if args.self_check:
+                self_check(hosts, work, seed)
+                return
+            if not args.measure:
+                calm(hosts, work, seed)
+                storms(hosts, work, seed, ("brick", "cut", "quorum"))
+            measure(hosts, work)
+    except Unable as error:
+        raise SystemExit(f"hosts: NOT RUN: {error}") from None
+    except Violation as error:
+        raise SystemExit(f"hosts: FAILED, seed {seed}: {error}") from None
+
+
+if __name__ == "__main__":
+    main()
