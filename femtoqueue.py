@@ -17,6 +17,7 @@ A queue is a directory, a task is a file, and the directory it stands in is its 
       inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
       done/  failed/      finished            <id>, and failed/<id>.error says why
       keys/               of keyed tasks      <hash>, a lock and hints; <id>, a newer payload
+      checkpoints/        how far work came   <id>
       clock-<boot>        the anchor of this boot's queue clock
       PAUSED              `touch` it, and nothing is handed out while it is there
 
@@ -47,6 +48,7 @@ two methods stand, the second makes it; _transfer by _rename):
     update   _push_to_leased            creating/<id>     over a leased task's file     rename
     buffer   _push_behind               creating/<id>     keys/<id>                     rename
     let in   _let_in, _transfer_keyed   keys/<id>         pending/; over what came back rename
+    save     checkpoint                 creating/         checkpoints/<id>              rename
 
 Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
 the next. The lease is in the name which that rename writes, and that exact name is the fencing
@@ -54,7 +56,8 @@ token: when the lease was lost, the name is gone, and done(), fail(), release() 
 LeaseLost and change nothing. A lease ends at its deadline or when its holder is dead, whichever
 comes first. A living worker keeps a shared flock on its inflight-<node>/; the kernel drops it
 with the process; whoever gets the exclusive lock knows that nobody is left. pop() looks after
-that, after due tasks and after leftovers; there is no other process and no thread.
+that, after due tasks and after leftovers; there is no other process, and no thread but those that
+processing() renews leases by, work() works by, and coroutines look by.
 
 Guaranteed: at least once. A task whose push() returned is delivered until a done() or fail()
 returned, whatever is killed at whichever instant. Order is that of push() across the processes
