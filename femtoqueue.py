@@ -418,12 +418,7 @@ class FemtoQueue:
         poll_interval_s: float = 0.05,
     ) -> None:
         self._lease_fd: _LockFd | None = None  # first: __del__ reads it even when we raise
-        if not isinstance(os.fspath(data_dir), str):
-            raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
-        if not os.fspath(data_dir):
-            raise ValueError("data_dir must not be empty; for this directory say '.'")
-        if node_id is not None and not _is_node_id(node_id):
-            raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
+        _check_places(data_dir, node_id)
         if timeout_stale_ms is not None:
             _positive("timeout_stale_ms", timeout_stale_ms)
         _not_negative("retry_delay_s", retry_delay_s)
@@ -3552,6 +3547,15 @@ def _put_first(aside: str, path: str) -> None:
 # Arguments and messages
 
 
+def _check_places(data_dir: object, node_id: object) -> None:
+    if not isinstance(os.fspath(data_dir), str):  # type: ignore[call-overload]
+        raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
+    if not os.fspath(data_dir):  # type: ignore[call-overload]
+        raise ValueError("data_dir must not be empty; for this directory say '.'")
+    if node_id is not None and not _is_node_id(node_id):
+        raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
+
+
 def _check_lease(task: object) -> None:
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
@@ -3858,15 +3862,8 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
     import logging
-    import shutil
 
-    command = options.after_dashes
-    if not command:
-        raise ValueError("work: the command is missing: femtoqueue work DIR -- CMD ARGS")
-    if options.jobs < 1:
-        raise ValueError("work: --jobs must be 1 or more, not 0")
-    if shutil.which(command[0]) is None:
-        raise ValueError(f"work: {command[0]}: command not found")
+    _check_work(options)
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
     screen = _Screen()
@@ -3882,12 +3879,23 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
         max_attempts=options.max_attempts or None,
         retry_delay_s=options.retry_delay,
     )
-    runner = _Runner(command, options, screen)
+    runner = _Runner(options, screen)
     try:
         with q:
             return _work_with(q, runner, options, screen)
     finally:
         runner.close()
+
+
+def _check_work(options: Any) -> None:
+    import shutil
+
+    if not options.after_dashes:
+        raise ValueError("work: the command is missing: femtoqueue work DIR -- CMD ARGS")
+    if options.jobs < 1:
+        raise ValueError("work: --jobs must be 1 or more, not 0")
+    if shutil.which(options.after_dashes[0]) is None:
+        raise ValueError(f"work: {options.after_dashes[0]}: command not found")
 
 
 def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) -> int:
@@ -4001,8 +4009,8 @@ class _Progress:
 class _Runner:
     """The handler of the command `work`: runs CMD, and raises _CommandFailed."""
 
-    def __init__(self, command: list[str], options: Any, screen: _Screen) -> None:
-        self._command, self._screen = command, screen
+    def __init__(self, options: Any, screen: _Screen) -> None:
+        self._command, self._screen = options.after_dashes, screen
         self._timeout_s, self._output_dir = options.task_timeout, options.output_dir
         self._running: set[Any] = set()
         self._keeper = _Keeper()
