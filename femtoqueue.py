@@ -3901,7 +3901,8 @@ def _check_work(options: Any) -> None:
 def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) -> int:
     crew = _Crew(q, runner, options.jobs, options.drain, None)
     # Not by the screen: its lock may be held by the very line that the signal interrupted.
-    told = b"femtoqueue: finishing what runs; a second signal ends it\n"
+    told = b"\r\x1b[K" * screen.is_terminal
+    told += b"femtoqueue: finishing what runs; a second signal ends it\n"
     crew.when_told = lambda: os.write(2, told)
     crew.listens_to.append(1)  # SIGHUP: the terminal is gone
     crew.in_this_thread = False  # a signal must not come between a command's start and its note
