@@ -153,6 +153,7 @@ _LONGEST_PAUSE_S = 20.0
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _FIRST_PAUSE_S = 0.001  # between two polls; it doubles up to poll_interval_s
 _RENEWAL = 1 / 3  # of its length, after which a lease is renewed
+_ONE_SIGNAL_S = 0.3  # two signals to work() within that are one
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
 _PIPE_BYTES = 4096  # a pipe holds that much without a reader
 _TAIL_BYTES = 4096  # of a command's standard error, as the reason of its failure
@@ -2637,6 +2638,7 @@ class _Crew:
         self.in_this_thread = True  # the handler runs, if it is one at a time
         self.listens_to = [2, 15]  # SIGINT, SIGTERM
         self.signals: list[int] = []  # those that came
+        self._told_s = 0.0  # when the last one did
         self.when_told: Callable[[], object] = bool  # called at the first one
         self.before_leaving: Callable[[], object] = bool  # and at the second
         self.counts: Counter[str] = Counter()
@@ -2798,6 +2800,10 @@ class _Crew:
                 signal.signal(number, handler)
 
     def _hear(self, number: int) -> None:
+        # timeout(1) and a terminal that goes signal us twice: to us, and to our group.
+        if self.signals and time.monotonic() < self._told_s + _ONE_SIGNAL_S:
+            return
+        self._told_s = time.monotonic()
         self.signals.append(number)
         if len(self.signals) == 1:
             self.when_told()
@@ -3862,6 +3868,7 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
     import logging
+    import signal
 
     _check_work(options)
     if options.output_dir is not None:
@@ -3879,12 +3886,17 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
         max_attempts=options.max_attempts or None,
         retry_delay_s=options.retry_delay,
     )
+    # Who ignores it, as our parent may have, is told that each child ended well.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     runner = _Runner(options, screen)
     try:
         with q:
-            return _work_with(q, runner, options, screen)
+            status = _work_with(q, runner, options, screen)
     finally:
         runner.close()
+    if status > 128:  # at the second signal: not by the interpreter's end, which flushes what a
+        os._exit(status)  # hand may be stuck at
+    return status
 
 
 def _check_work(options: Any) -> None:
@@ -3900,10 +3912,7 @@ def _check_work(options: Any) -> None:
 
 def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) -> int:
     crew = _Crew(q, runner, options.jobs, options.drain, None)
-    # Not by the screen: its lock may be held by the very line that the signal interrupted.
-    told = b"\r\x1b[K" * screen.is_terminal
-    told += b"femtoqueue: finishing what runs; a second signal ends it\n"
-    crew.when_told = lambda: os.write(2, told)
+    crew.when_told = lambda: _say_at_once("finishing what runs; a second signal ends it")
     crew.listens_to.append(1)  # SIGHUP: the terminal is gone
     crew.in_this_thread = False  # a signal must not come between a command's start and its note
     crew.before_leaving = lambda: runner.stop_all(crew.signals[-1])
@@ -3919,14 +3928,25 @@ def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) ->
         return 2
     finally:
         over.set()
-        screen.progress("")
-        if not options.quiet:
+        if len(crew.signals) < 2:  # else a hand may be stuck in a write, and have the screen
+            screen.progress("")
+        if not options.quiet and len(crew.signals) < 2:
             counts = ", ".join(f"{name} {count}" for name, count in crew.counts.items())
             took = _time_text(time.monotonic() - started_s)
             screen.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
     if len(crew.signals) > 1:
         return 128 + crew.signals[-1]
     return 1 if options.drain and (crew.counts["failed"] or crew.signals) else 0
+
+
+def _say_at_once(text: str) -> None:
+    """Write to standard error from a signal handler: not by the screen, whose lock may be held by
+    the very line that the signal interrupted, and only if it does not block or fail."""
+    import select
+
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"\nfemtoqueue: {text}\n".encode())
 
 
 class _Screen:
