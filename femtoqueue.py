@@ -79,6 +79,7 @@ from __future__ import annotations
 import binascii
 import contextlib
 import errno
+import functools
 import itertools
 import os
 import re
@@ -564,7 +565,8 @@ class FemtoQueue:
     async def take_async(self, key: str, timeout: float | None = None) -> FemtoTask | None:
         """Do as take() does, without blocking the event loop; see pop_async()."""
         name = _quoted(key)
-        return await self._wait_for_async(lambda: self._take_key(name), _end_s(timeout), name)
+        look = functools.partial(self._take_key, name, wait=False)
+        return await self._wait_for_async(look, _end_s(timeout), name)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
@@ -908,8 +910,7 @@ class FemtoQueue:
         self._lease_dir = f"{self._root}inflight-{self.node_id}"
         self._batch: list[str] = []  # names in pending/, the oldest last
         self._timeout_ns = _lease_ns(self.timeout_stale_ms)
-        self._key_lock = threading.RLock()  # taken before _lock, or without waiting
-        self._held: _Bucket | None = None  # what the thread with _key_lock holds
+        self._in_hand = threading.local()  # .bucket: what this thread holds
         self._leftovers: set[str] = set()  # leases of a former holder of our place, still there
         self._newcomer = True  # has had no place yet: what stands in its directory is a dead one's
         self._seen = 0  # how many names pending/ had when it was listed last
@@ -1064,7 +1065,8 @@ class FemtoQueue:
             if task is not None:
                 return task
 
-    def _take_key(self, name: str) -> FemtoTask | None:
+    def _take_key(self, name: str, wait: bool = True) -> FemtoTask | None:
+        """wait=False: None too if somebody is at work on the key, who may be stopped."""
         if self._now_ns() >= self._attend_at_ns:
             self._attend()
         if not _is_there(f"{self._root}keys/{_key_tag(name)}") or self.paused:
@@ -1073,18 +1075,21 @@ class FemtoQueue:
             self._catch_up()
         while True:
             self._be_in_place()
-            with self._bucket(_key_tag(name)) as bucket:
-                path = self._find_key(bucket, name)
-                if path is None or path.startswith("inflight-"):
-                    return None
-                state, _, waiting = path.partition("/")
-                if state == "scheduled":
-                    if int(waiting[:20]) > _wall_ns():
-                        return None
-                    waiting = self._woken(waiting)
-                task = self._claim(waiting)
-            if task is not None:
+            try:
+                with self._bucket(_key_tag(name), wait) as bucket:
+                    waiting = self._waiting_of(bucket, name)
+                    task = self._claim(waiting) if waiting else None
+            except BlockingIOError:
+                return None
+            if task is not None or not waiting:
                 return task  # RACE: else a pop() was quicker, and we see it in flight now
+
+    def _waiting_of(self, bucket: _Bucket, name: str) -> str:
+        """Return the name in pending/ of a key's task; "" if it is not to be had."""
+        state, _, waiting = (self._find_key(bucket, name) or "").partition("/")
+        if state == "scheduled":
+            return "" if int(waiting[:20]) > _wall_ns() else self._woken(waiting)
+        return waiting if state == "pending" else ""
 
     def _wait_for(
         self,
@@ -1197,6 +1202,8 @@ class FemtoQueue:
         task = processing.task
         if self._left_ns(task) < self._timeout_ns * 2 / 3:
             self._renew_lease(task)
+        elif not _is_there(self._root + task._lease):
+            raise self._lease_lost(task)
         with self._lock:
             self._under_way[id(task)] = processing
             if self._renewer.is_set() and self._timeout_ns < _FOREVER_NS:
@@ -1240,6 +1247,8 @@ class FemtoQueue:
 
     def _extend(self, task: FemtoTask, timeout_ns: int) -> None:
         with self._locks_of(task.id), self._lock:
+            if id(task) in self._under_way:  # what renews it comes by no sooner
+                timeout_ns = max(timeout_ns, self._timeout_ns)
             deadline_ns = self._now_ns() + timeout_ns
             node_dir, _, name = task._lease.rpartition("/")
             lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
@@ -1355,7 +1364,10 @@ class FemtoQueue:
             _log().warning("checkpoints/%s: %s", ident, error.reason)
             return None
         of_data = _header(data)
-        return saved[len(of_data) :] if saved.startswith(of_data) else None
+        if saved.startswith(of_data):
+            return saved[len(of_data) :]
+        self._forget_checkpoint(ident)
+        return None
 
     def _seize(self, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
         """Rename a task into the directory that we hold locked, whatever has its name by now.
@@ -1531,21 +1543,28 @@ class FemtoQueue:
         """
 
         target = f"failed/{ident}"
-        if os.path.lexists(self._root + target):  # of this id, by hand: what is there stays
+        is_other = os.path.lexists(self._root + target)  # of this id, by hand: it stays, and its
+        if is_other:  # reason, too
             target = f"failed/{_stamped(self._next_order(), _attempts_in(source), ident)}"
 
         def move() -> None:
             self._transfer(source, ident, target, wait)
 
+        def bury(why: str | None) -> None:
+            if is_other:
+                move()
+            else:
+                self._bury(ident, why, move)
+
         try:
-            self._bury(ident, reason, move)
+            bury(reason)
         except FileNotFoundError:
             return  # RACE: another worker took it, or set it aside first
         except BlockingIOError:
             raise
         except OSError:
             try:
-                self._bury(ident, None, move)
+                bury(None)
             except FileNotFoundError:
                 pass  # it has moved: what failed was its reason
             except OSError:
@@ -1616,24 +1635,20 @@ class FemtoQueue:
 
     @contextlib.contextmanager
     def _bucket(self, tag: str, wait: bool = True) -> Iterator[_Bucket]:
-        """Hold the lock of the keys of one hash. Blocks, so not with _lock held: somebody may be
-        stopped while he has it. wait=False: BlockingIOError. It may be asked for again inside."""
-        if not self._key_lock.acquire(blocking=wait):
-            raise BlockingIOError(errno.EWOULDBLOCK, "another thread works on a key")
+        """Hold the lock of the keys of one hash. Blocks, so not with _lock held: somebody, another
+        thread too, may be stopped while he has it. wait=False: BlockingIOError. It may be asked
+        for again inside."""
+        outer = getattr(self._in_hand, "bucket", None)
+        if outer is not None and outer.tag == tag:
+            yield outer
+            return
+        bucket = _Bucket(f"{self._root}keys", tag, wait)
+        self._in_hand.bucket = bucket
         try:
-            outer = self._held
-            if outer is not None and outer.tag == tag:
-                yield outer
-                return
-            bucket = _Bucket(f"{self._root}keys", tag, wait)
-            self._held = bucket
-            try:
-                yield bucket
-            finally:
-                self._held = outer
-                bucket.close()
+            yield bucket
         finally:
-            self._key_lock.release()
+            self._in_hand.bucket = outer
+            bucket.close()
 
     def _locks_of(
         self, ident: str, wait: bool = True
@@ -1864,7 +1879,9 @@ class FemtoQueue:
         name = next((key for key, hint in bucket.hints.items() if _id_in(hint.path) == ident), "")
         hint = bucket.hints[name] if name else _Hint(source)
         ends = _is_end(target)
-        if not ends and not target.startswith("inflight-") and (newer := self._newer(hint)):
+        comes_back = not ends and not target.startswith("inflight-")
+        # In pending/ it is a pop()'s at any time; whoever finds it there mends that (_find_key).
+        if comes_back and not source.startswith("pending/") and (newer := self._newer(hint)):
             # It comes back, and the newer payload takes its place, by the rename over it. The fence
             # first, if it was leased: a late holder must not end what it never saw.
             if source.startswith("inflight-"):
@@ -1872,6 +1889,10 @@ class FemtoQueue:
                 fenced = f"{node_dir}/{self._now_ns():020d}{name_there[20:]}"
                 _move(self._root + source, self._root + fenced)  # gone: the lease is lost
                 source = fenced
+            else:
+                # RACE: another woke it before we had the lock, and it may be in flight by now: then
+                # the rename over it would make a second one.
+                os.lstat(self._root + source)
             target = _renewed(target, _due_ns_in(newer))
             self._renew(f"{self._root}keys/{newer}", source, target)
             hint.path, hint.newer = target, ""
@@ -2482,7 +2503,7 @@ class _Bell:
                     return
                 if self.rings != rings:
                     return
-                self._listening = listens = True
+                listens = self._listening = True
             self._listen(seconds)
         finally:
             if listens:
@@ -2599,7 +2620,8 @@ class _Processing:
             queue._abandon(task._lease)  # whoever can may deliver it again
             raise
         finally:
-            queue._under_way.pop(id(task), None)
+            with queue._lock:
+                queue._under_way.pop(id(task), None)
 
 
 def _renew_leases(
@@ -2608,7 +2630,10 @@ def _renew_leases(
     pause = _RENEWAL
     while not renewer.wait(pause * lease_s):
         queue = queue_ref()
-        pause = 0 if queue is None else queue._renew_all(renewer)
+        try:
+            pause = 0 if queue is None else queue._renew_all(renewer)
+        except BaseException:  # of what logs, say: no reason to lose all leases
+            pause = _RENEWAL / 10
         if not pause:
             return
         del queue  # asleep, we hold nobody
@@ -2735,6 +2760,8 @@ class _Crew:
             why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
+            if not processing.outcome:  # it could not even begin, or not be ended
+                self._queue._abandon(task._lease)
         finally:
             with self._free:
                 if self._running.pop(id(task), None) is not None:  # else counted as given back
@@ -2762,16 +2789,16 @@ class _Crew:
         with self._free:
             if not self.in_this_thread:  # what they ran has ended: they give back by themselves
                 self._free.wait_for(lambda: not self._running, 1.0)
-            running = [*self._running.values()]
-            self._running.clear()
-        for task in running:
+        for task in [*self._running.values()]:
             try:
                 self._queue._give_back(task)
-                self.counts["released"] += 1
             except LeaseLost:
-                pass  # it has just ended
+                continue  # it has just ended, and its hand counts it
             except OSError as error:
                 _log().warning("task %s is not given back: %s", task.id, error)
+            with self._free:
+                if self._running.pop(id(task), None) is not None:
+                    self.counts["released"] += 1
 
     @contextlib.contextmanager
     def _hearing_signals(self) -> Iterator[None]:
@@ -3983,8 +4010,9 @@ class _Screen:
 
     def _draw(self, text: str) -> None:
         if self.is_terminal:
-            sys.stderr.write(f"\r\x1b[K{text}")
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):  # the terminal is gone
+                sys.stderr.write(f"\r\x1b[K{text}")
+                sys.stderr.flush()
 
 
 class _Progress:
@@ -4045,13 +4073,17 @@ class _Runner:
 
     def _run(self, task: FemtoTask) -> None:
         with contextlib.ExitStack() as files:
-            process = self._started(task, files)
+            outputs: list[Any] = [-1, -1]  # subprocess.PIPE
+            if self._output_dir is not None:
+                paths = (f"{self._output_dir}/{task.id}.{name}" for name in ("out", "err"))
+                outputs = [files.enter_context(open(path, "a+b")) for path in paths]
+            process = self._started(task, outputs, files)
             self._running.add(process)
             try:
                 self._keeper.note("+", process.pid)
                 if self._is_leaving:  # RACE: it had not begun when we ended the others
                     raise SystemExit
-                tail = self._followed(process, task, files)
+                tail = self._followed(process, outputs[1], files)
             except BaseException:
                 self._end(process)
                 raise
@@ -4065,19 +4097,16 @@ class _Runner:
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
-    def _started(self, task: FemtoTask, files: contextlib.ExitStack) -> Any:
+    def _started(self, task: FemtoTask, outputs: list[Any], files: contextlib.ExitStack) -> Any:
         import subprocess
 
         env = {
             **os.environ,
             "FEMTOQUEUE_ID": task.id,
             "FEMTOQUEUE_ATTEMPT": str(task.attempts),
-            "FEMTOQUEUE_KEY": task.key or "",
+            "FEMTOQUEUE_KEY": (task.key or "").replace("\0", "%00"),
+            "FEMTOQUEUE_WORKER": self._keeper.mark,
         }
-        outputs: list[Any] = [subprocess.PIPE, subprocess.PIPE]
-        if self._output_dir is not None:
-            paths = (f"{self._output_dir}/{task.id}.{name}" for name in ("out", "err"))
-            outputs = [files.enter_context(open(path, "ab")) for path in paths]  # noqa: SIM115
         # A group of its own: Ctrl-C at the terminal is for us, who finish what runs.
         return subprocess.Popen(
             self._command,
@@ -4088,7 +4117,7 @@ class _Runner:
             start_new_session=True,
         )
 
-    def _followed(self, process: Any, task: FemtoTask, files: contextlib.ExitStack) -> str:
+    def _followed(self, process: Any, err_file: Any, files: contextlib.ExitStack) -> str:
         """Pass on what a process writes, line by line, until it has ended; return the end of its
         standard error."""
         import subprocess
@@ -4108,9 +4137,8 @@ class _Runner:
             self._end(process)
             why = f"killed after {_time_text(self._timeout_s)}\n"
         if self._output_dir is not None:
-            with open(f"{self._output_dir}/{task.id}.err", "rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-                err.tail = file.read()
+            err_file.seek(max(0, os.fstat(err_file.fileno()).st_size - _TAIL_BYTES))
+            err.tail = err_file.read()
         tail = err.tail.decode("utf-8", "replace")
         if why:
             raise _CommandFailed(f"{why}{tail}".rstrip())
@@ -4131,7 +4159,7 @@ class _Runner:
                         selector.unregister(key.fileobj)
                 if process.poll() is not None:
                     # What it left running in the background has the pipes still, and may write.
-                    end_s = min(end_s, time.monotonic() + (0.1 if ready else 0))
+                    end_s = min(end_s, time.monotonic() + 0.1)
         for lines in sinks.values():
             lines.feed(b"")
 
@@ -4172,6 +4200,7 @@ class _Keeper:
     def __init__(self) -> None:
         import signal
 
+        self.mark = os.urandom(8).hex()
         reading, self._fd = os.pipe()
         self._pid = os.fork()
         if self._pid:
@@ -4190,15 +4219,33 @@ class _Keeper:
         groups: set[int] = set()
         with os.fdopen(reading, encoding="ascii") as lines:
             for line in lines:
+                if line == "bye\n":
+                    return
                 (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-        for group in groups:
-            with contextlib.suppress(OSError):
-                os.killpg(group, 9)
+        for _ in range(5):  # what had just been started is not noted, and has no environment yet
+            for group in (*groups, *self._marked()):
+                with contextlib.suppress(OSError):
+                    os.killpg(group, 9)
+            groups.clear()
+            time.sleep(0.05)
+
+    def _marked(self) -> Iterator[int]:
+        """Yield those whose environment has our mark, where /proc tells it: commands, not what
+        they started."""
+        mark = f"FEMTOQUEUE_WORKER={self.mark}\0".encode()
+        pids = filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ())
+        for pid in map(int, pids):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+                if mark in file.read() and os.getsid(pid) == pid:
+                    yield pid
 
     def note(self, sign: str, group: int) -> None:
-        os.write(self._fd, f"{sign}{group}\n".encode("ascii"))
+        with contextlib.suppress(BrokenPipeError):  # it was killed
+            os.write(self._fd, f"{sign}{group}\n".encode("ascii"))
 
     def close(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, b"bye\n")
         os.close(self._fd)
         os.waitpid(self._pid, 0)
 
@@ -4253,13 +4300,18 @@ def _pop_command(path: str, words: list[str], options: Any) -> int:
     with _open(path, node_id=options.node, timeout_stale_ms=options.timeout * 1000) as q:
         q._detached = True
         task = q.pop(options.wait) if options.key is None else q.take(options.key, options.wait)
-    if task is None:
-        return 1
-    if options.payload:
-        sys.stdout.buffer.write(task.data)
-        print(task._lease, file=sys.stderr)
-    else:
-        print(task._lease)
+        if task is None:
+            return 1
+        try:
+            if options.payload:
+                sys.stdout.buffer.write(task.data)
+                print(task._lease, file=sys.stderr)
+            else:
+                print(task._lease)
+            sys.stdout.flush()
+        except OSError:  # nobody knows of it
+            q._give_back(task)
+            raise
     return 0
 
 

@@ -1847,6 +1847,18 @@ class Keyed(QueueCase):
         other.done(taken[0])
         self.assertEqual(self.drain(q), [b"2"])
 
+    def test_who_wakes_a_task_that_another_woke_before_makes_no_second_one(self) -> None:
+        """It is in flight by now, and a newer payload waits behind it."""
+        q, other = self.queue(), self.queue("n2")
+        q.schedule(b"1", 1, key="k")
+        [name] = self.names("scheduled")
+        task = self.pop(other)
+        q.push(b"2", key="k")
+        self.assertRaises(FileNotFoundError, q._woken, name)
+        self.assertEqual(self.states(), {"inflight-n2": 1, "keys": 1})
+        other.done(task)
+        self.assertEqual(self.drain(q), [b"2"])
+
     def test_to_wait_for_a_key_does_not_hold_up_the_other_threads(self) -> None:
         """Nor their renewals: a process that is stopped may have that key's lock."""
         import fcntl
@@ -1854,14 +1866,21 @@ class Keyed(QueueCase):
         q = self.queue()
         q.push(b"1", key="k")
         q.push(b"2")
+        q.push(b"4", key="another")
         task = q.take("k")
+        flock, waits = femtoqueue._flock, threading.Event()
+
+        def noted(lock: int, how: str) -> bool | None:
+            waits.set()
+            return flock(lock, how)
+
         fd = os.open(self.file("keys", femtoqueue._key_tag("k")), os.O_RDWR)
         fcntl.flock(fd, fcntl.LOCK_EX)
         waiter = threading.Thread(target=q.push, args=(b"3",), kwargs={"key": "k"}, daemon=True)
         worker = threading.Thread(target=self.drain, args=(q,), daemon=True)
-        waiter.start()
-        while q._key_lock.acquire(blocking=False):
-            q._key_lock.release()
+        with mock.patch.object(femtoqueue, "_flock", noted):
+            waiter.start()
+            waits.wait(60)
         worker.start()
         worker.join(10)
         self.assertFalse(worker.is_alive())
@@ -5117,6 +5136,14 @@ class Hearing(QueueCase):
 
 
 class Coroutines(QueueCase):
+    def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
+        q = self.queue()
+        q.push(b"x", key="k")
+        lock = femtoqueue._open_locked(self.file("keys", *self.names("keys")))
+        self.assertIsNone(self.run_async(q.take_async("k", 0.01)))
+        femtoqueue._let_go(lock)
+        self.assertIsNotNone(self.run_async(q.take_async("k", 0.01)))
+
     def run_async(self, work: Any) -> Any:
         import asyncio
 
@@ -5408,6 +5435,31 @@ class Processing(QueueCase):
             q._renew_all(q._renewer)
             self.assertGreater(q._left_ns(task), 3590 * 10**9)
 
+    def test_extend_in_the_block_leaves_the_lease_as_long_as_the_renewal_takes(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        with q.processing(task):
+            q.extend(task, 10)
+            self.assertGreater(q._left_ns(task), 29 * 10**9)
+
+    def test_a_renewal_that_raises_anything_is_not_the_last(self) -> None:
+        """The warning of a failed one, say, which can't be written either."""
+        q = self.queue(timeout_stale_ms=60)
+        task = _pushed_and_taken(q)
+        with q.processing(task):
+            tried = mock.Mock(side_effect=SystemExit)
+            with mock.patch.object(q, "_renew_all", tried):
+                self.until(lambda: tried.call_count > 2)
+            lease = task._lease
+            self.until(lambda: task._lease != lease)
+
+    def test_a_block_does_not_begin_with_a_lease_that_was_given_back(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        q.release(task)
+        with self.assertRaises(LeaseLost), q.processing(task):
+            self.fail("the block must not begin")
+
     def test_a_lease_that_is_nearly_over_is_renewed_at_the_start(self) -> None:
         q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
         task = _pushed_and_taken(q)
@@ -5624,6 +5676,7 @@ class Checkpoints(QueueCase):
                 q.release(task)
             task = self.pop(q)
             self.assertEqual((task.data, task.checkpoint), (b"new", None))
+            self.assertEqual(self.names("checkpoints"), [])
             q.checkpoint(task, b"half of the new")
             q.release(task)
             task = self.pop(q)
@@ -5948,6 +6001,8 @@ class Checking(QueueCase):
             whole = q.peek(task.id)
             assert whole is not None
             self.assertEqual(whole.data, b"x")
+            with open(self.file("failed", f"{task.id}.error"), encoding="utf-8") as file:
+                self.assertEqual(file.read(), "why\n")
             for name in self.names("failed"):
                 os.unlink(self.file("failed", name))
 
@@ -6246,6 +6301,12 @@ class CommandLine(QueueCase):
             path = os.path.join(os.path.dirname(self.path), "logs", f"{ident}.{name}")
             with open(path, encoding="ascii") as file:
                 self.assertEqual(file.read(), f"{name}\n")
+        ident = self.queue().push(b"x")
+        words = ("--drain", "--max-attempts", "1", "--output-dir", "logs")
+        script = "echo why >&2; rm logs/*; exit 3"
+        self.assertEqual(self.work(*words, "--", "sh", "-c", script)[0], 1)
+        with open(self.file("failed", f"{ident}.error"), encoding="ascii") as file:
+            self.assertEqual(file.read(), "exit status 3\nwhy\n")
 
     def test_a_command_that_can_not_be_run_is_no_fault_of_the_tasks(self) -> None:
         self.queue().push(b"x")
@@ -6349,6 +6410,14 @@ class CommandLine(QueueCase):
         script = f"{sys.executable} {HERE}/femtoqueue.py push {self.path} x >&- 2>&- <&-"
         self.assertEqual(subprocess.run(["sh", "-c", script], check=False).returncode, 0)
         self.assertEqual(self.payloads(), [b"x"])
+
+    def test_pop_that_can_tell_nobody_leaves_nothing_leased(self) -> None:
+        self.queue().push(b"x")
+        command = [sys.executable, os.path.join(HERE, "femtoqueue.py"), "pop", self.path]
+        with open("/dev/full", "wb") as full:
+            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+        self.assertEqual(done.returncode, 2)
+        self.assertEqual(self.pop(self.queue()).attempts, 1)
 
     def test_push_goes_on_when_nobody_reads_its_ids(self) -> None:
         with self.start("push", "jobs", "--lines") as process:
