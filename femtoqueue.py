@@ -47,7 +47,7 @@ two methods stand, the second makes it; _transfer by _rename):
                which it holds under a lease of its own meanwhile; then back to its place
     update   _push_to_leased            creating/<id>     over a leased task's file     rename
     buffer   _push_behind               creating/<id>     keys/<id>                     rename
-    let in   _let_in, _transfer_keyed   keys/<id>         pending/; over what came back rename
+    let in   _let_in, _come_back        keys/<id>         pending/; over what came back rename
     save     checkpoint                 creating/         checkpoints/<id>              rename
 
 Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
@@ -1541,19 +1541,14 @@ class FemtoQueue:
         Without its reason if there is no room for that, or else it goes to the back: it must not
         stand before what could be worked on, and would make room.
         """
-
-        target = f"failed/{ident}"
-        is_other = os.path.lexists(self._root + target)  # of this id, by hand: it stays, and its
-        if is_other:  # reason, too
-            target = f"failed/{_stamped(self._next_order(), _attempts_in(source), ident)}"
-
-        def move() -> None:
-            self._transfer(source, ident, target, wait)
+        back = _stamped(self._next_order(), _attempts_in(source), ident)
 
         def bury(why: str | None) -> None:
-            if is_other:
-                move()
+            if os.path.lexists(f"{self._root}failed/{ident}"):
+                # By hand. It stays as it is, and so does its reason.
+                self._transfer(source, ident, f"failed/{back}", wait)
             else:
+                move = functools.partial(self._transfer, source, ident, f"failed/{ident}", wait)
                 self._bury(ident, why, move)
 
         try:
@@ -1568,7 +1563,6 @@ class FemtoQueue:
             except FileNotFoundError:
                 pass  # it has moved: what failed was its reason
             except OSError:
-                back = _stamped(self._next_order(), _attempts_in(source), ident)
                 with contextlib.suppress(FileNotFoundError):
                     # RACE: another worker took it. Or it has moved, and what failed was the sync.
                     self._transfer(source, ident, f"pending/{back}", wait)
@@ -1882,21 +1876,7 @@ class FemtoQueue:
         comes_back = not ends and not target.startswith("inflight-")
         # In pending/ it is a pop()'s at any time; whoever finds it there mends that (_find_key).
         if comes_back and not source.startswith("pending/") and (newer := self._newer(hint)):
-            # It comes back, and the newer payload takes its place, by the rename over it. The fence
-            # first, if it was leased: a late holder must not end what it never saw.
-            if source.startswith("inflight-"):
-                node_dir, _, name_there = source.partition("/")
-                fenced = f"{node_dir}/{self._now_ns():020d}{name_there[20:]}"
-                _move(self._root + source, self._root + fenced)  # gone: the lease is lost
-                source = fenced
-            else:
-                # RACE: another woke it before we had the lock, and it may be in flight by now: then
-                # the rename over it would make a second one.
-                os.lstat(self._root + source)
-            target = _renewed(target, _due_ns_in(newer))
-            self._renew(f"{self._root}keys/{newer}", source, target)
-            hint.path, hint.newer = target, ""
-            return target
+            return self._come_back(hint, newer, source, target)
         try:
             self._rename(source, target)
             if not ends:
@@ -1908,6 +1888,25 @@ class FemtoQueue:
         except BaseException:
             self._mending.at_s = 0.0  # the next pop() lets in what stands behind it
             raise
+        return target
+
+    def _come_back(self, hint: _Hint, newer: str, source: str, target: str) -> str:
+        """Put a task back with the newer payload in its place, by the rename over it.
+
+        The fence first, if it was leased: a late holder must not end what it never saw.
+        """
+        if source.startswith("inflight-"):
+            node_dir, _, name = source.partition("/")
+            fenced = f"{node_dir}/{self._now_ns():020d}{name[20:]}"
+            _move(self._root + source, self._root + fenced)  # gone: the lease is lost
+            source = fenced
+        else:
+            # RACE: another woke it before we had the lock, and it may be in flight by now: then
+            # the rename over it would make a second one.
+            os.lstat(self._root + source)
+        target = _renewed(target, _due_ns_in(newer))
+        self._renew(f"{self._root}keys/{newer}", source, target)
+        hint.path, hint.newer = target, ""
         return target
 
     def _make_room(self, bucket: _Bucket, source: str, target: str) -> None:

@@ -6357,9 +6357,9 @@ class CommandLine(QueueCase):
                 process.send_signal(signal.SIGINT)
                 self.assertEqual(process.stderr.readline(), b"\n")
                 self.assertIn(b"finishing what runs", process.stderr.readline())
-                while process.poll() is None:  # what comes too soon is no second one
-                    process.send_signal(signal.SIGTERM)
-                    time.sleep(0.1)
+                time.sleep(2 * femtoqueue._ONE_SIGNAL_S)  # what comes too soon is no second one
+                process.send_signal(signal.SIGTERM)
+                process.communicate(timeout=120)
             self.assertEqual(process.returncode, 128 + signal.SIGTERM)
             for pid in pids:
                 self.wait_until_gone(int(pid))
@@ -6400,9 +6400,10 @@ class CommandLine(QueueCase):
             begun = os.path.join(os.path.dirname(self.path), "begun")
             while not os.path.exists(begun) or not os.path.getsize(begun):
                 time.sleep(0.01)
-            while process.poll() is None:
+            for _ in range(2):
                 process.send_signal(signal.SIGTERM)
-                time.sleep(0.1)
+                time.sleep(2 * femtoqueue._ONE_SIGNAL_S)
+            process.wait(120)
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
         self.assertEqual(self.drain(self.queue()), [b"x"])
 
