@@ -762,9 +762,9 @@ class FemtoQueue:
         for state in sorted(wanted):
             for name, _ in self._listed(state):
                 count += _purged(f"{self._root}{state}/{name}", before_s)
-            for name, form in self._listed(state, "reason") if state == "failed" else ():
-                if not os.path.lexists(f"{self._root}{state}/{form['id']}"):
-                    _purged(f"{self._root}{state}/{name}", before_s)
+        for name, form in self._listed("failed", "reason") if "failed" in wanted else ():
+            if not os.path.lexists(f"{self._root}failed/{form['id']}"):
+                _purged(f"{self._root}failed/{name}", before_s)
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -2163,11 +2163,11 @@ class FemtoQueue:
         """Return the ids of checkpoints, an hour old, whose task is not there (any more): its
         worker was killed between the two, or it was ended by hand."""
         before_ns = _wall_ns() - _LEFTOVER_NS
-        old = {
-            ident
-            for path, _, ident in self._find("checkpoints")
-            if os.path.lexists(path) and os.lstat(path).st_mtime_ns < before_ns
-        }
+        old = set()
+        for path, _, ident in self._find("checkpoints"):
+            with contextlib.suppress(FileNotFoundError):  # RACE: its task has just ended
+                if os.lstat(path).st_mtime_ns < before_ns:
+                    old.add(ident)
         for _ in range(2):  # while we look, tasks move both ways
             if old:
                 found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
@@ -4485,9 +4485,9 @@ def _stat_command(path: str, words: list[str], options: Any) -> int:
     with _open(path) as q:
         stats, paused = q.stats(), q.paused
     live = Counter(node.liveness for node in stats.nodes)
+    names = ("pending", "scheduled", "inflight", "buffered", "done", "failed")
     figures: dict[str, Any] = {
-        **{name: getattr(stats, name) for name in ("pending", "scheduled", "inflight")},
-        **{name: getattr(stats, name) for name in ("buffered", "done", "failed")},
+        **{name: getattr(stats, name) for name in names},
         "oldest_pending_age_s": stats.oldest_pending_age_s,
         **{f"workers_{name}": live[name] for name in ("alive", "dead", "unknown")},
         "disk_bytes": _disk_bytes(path),
