@@ -967,7 +967,9 @@ class FemtoQueue:
                     self._boot = os.urandom(4).hex()  # no locks here: nobody can see us live
                 # Alone here: whoever held these leases is dead, on this boot or an earlier one.
                 # Only a newcomer: later, another thread may have claimed into it just now.
-                elif self._newcomer and _flock(fd, "exclusive"):
+                # RACE: an observer removed the directory that we opened, and a worker of our
+                # node_id made it anew: those leases are running, and our lock says nothing of them.
+                elif self._newcomer and _flock(fd, "exclusive") and _leads_to(self._lease_dir, fd):
                     with contextlib.suppress(OSError):  # it surfaces when _reclaim() tries again
                         self._put_back_all(self._lease_dir, None)
                 _flock(fd, "shared")

@@ -1084,6 +1084,27 @@ class Liveness(QueueCase):
             self.assertEqual((left, self.names("inflight-n1")), ([0], []))
             q.close()
 
+    def test_a_starting_worker_leaves_the_lease_of_one_that_was_quicker(self) -> None:
+        """Its predecessor's directory is removed as it opens it; a namesake makes it anew, and
+        claims there. The lock that the starting worker gets is on the removed one."""
+        producer, quicker = self.queue("producer"), self.queue("same")
+        producer.push(b"x")
+        taken: list[FemtoTask] = []
+        os.mkdir(self.file("inflight-same"))
+        flock, starting = femtoqueue._flock, self.queue("same")
+
+        def remove_then(fd: int, how: str) -> bool | None:
+            if how == "shared" and fd != quicker._lease_fd and not taken:
+                os.rmdir(self.file("inflight-same"))
+                taken.append(FemtoTask("", b""))
+                taken[0] = _taken(quicker)
+            return flock(fd, how)
+
+        with mock.patch.object(femtoqueue, "_flock", remove_then):
+            self.assertIsNone(starting.pop())
+        quicker.done(taken[0])
+        self.assertEqual(self.states(), {"done": 1})
+
     def test_a_restart_takes_back_even_while_an_observer_looks_at_its_directory(self) -> None:
         """The observer's lock is waited out; a lease of an earlier boot is nobody else's to end."""
         import fcntl
