@@ -396,7 +396,7 @@ def together(base: str, results: Results, count: int) -> None:
 def waiter(path: str, count: int, polling: bool) -> None:
     """Another process: says "ready", then when each pop(timeout=10) returned."""
     if polling:
-        femtoqueue._libc = lambda: None
+        femtoqueue._libc = lambda: None  # type: ignore[assignment]
     with FemtoQueue(path, "waiter") as q:
         q.pop(0.001)
         print("ready", flush=True)
@@ -442,7 +442,7 @@ def idle(base: str, results: Results, seconds: float, polling: bool) -> None:
     libc = femtoqueue._libc
     try:
         if polling:
-            femtoqueue._libc = lambda: None
+            femtoqueue._libc = lambda: None  # type: ignore[assignment]
         with fresh_dir(base) as path, FemtoQueue(path, "idle") as q:
             q.pop(0.1)
             started_s = process_time()

@@ -16,8 +16,10 @@ A queue is a directory, a task is a file, and the directory it stands in is its 
       scheduled/          waiting for a time  <due>~<attempts>~<id>
       inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
       done/  failed/      finished            <id>, and failed/<id>.error says why
-      keys/               of keyed tasks      <hash>, a lock and hints; <id>, a newer payload
+      keys/               of keyed tasks      <hash>, where they are; <id>, a newer payload
+      locks/              of keys             <last two digits of the hash>; these stay
       checkpoints/        how far work came   <id>
+      spare/              empty: becomes inflight-<node>/ when the disk is full
       clock-<boot>        the anchor of this boot's queue clock
       PAUSED              `touch` it, and nothing is handed out while it is there
 
@@ -43,9 +45,10 @@ two methods stand, the second makes it; _transfer by _rename):
     give up  _give_up, _transfer        pending/          failed/<id>, at max_attempts  rename
     retry    _retried, _transfer        failed/<id>       pending/<now>~0~<id>          rename
     purge    purge                      done/, failed/    nowhere                       unlink
-    replace  _replaced, _renew          creating/<id>     over a waiting task's file,   rename
-               which it holds under a lease of its own meanwhile; then back to its place
-    update   _push_to_leased            creating/<id>     over a leased task's file     rename
+    replace  _replace_pending, _swap    creating/<id>     for a waiting task's file     renameat2
+               where names can't be exchanged: _take_over, _renew, over its file        rename
+    update   _push_to_leased, _swap     creating/<id>     for a leased task's file      renameat2
+    later    _replace_scheduled         pending/          scheduled/<due>~0~<id>        rename
     buffer   _push_behind               creating/<id>     keys/<id>                     rename
     let in   _let_in, _come_back        keys/<id>         pending/; over what came back rename
     save     checkpoint                 creating/         checkpoints/<id>              rename
@@ -91,7 +94,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 try:
     import fcntl
@@ -141,12 +144,14 @@ _OUTCOMES = {"done": "done", "": "done", "failed": "failed"} | dict.fromkeys(
 _OUR_DIRS: dict[str, tuple[str, ...]] = {
     name: (name,) for name in ("creating", "pending", "scheduled", "done", "checkpoints")
 }
-_OUR_DIRS |= {"failed": ("failed", "reason"), "keys": ("keys", "tag")}
+_OUR_DIRS |= {"failed": ("failed", "reason"), "keys": ("keys", "tag"), "locks": ("lock",)}
+_OUR_DIRS |= {"spare": ()}
 _BATCH = 1 << 17  # pending names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
 _MAX_LISTINGS = 8  # by one pop() that loses every claim to others
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
 _READ_BYTES = 4096  # a record of this size or less is read with one call
+_PURGE_SLICE = 1000  # entries of done/ that one look at them takes, at least
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 _LEFTOVER_NS = 3600 * 10**9
 _IDLE_NS = 60 * 10**9
@@ -184,7 +189,10 @@ _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: what a descriptor of ours leads to was removed by another host (NFS, GlusterFS).
 _GONE = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
 _NO_FLOCK = "keyed tasks and tickets need flock, which there is none of here"
+_RENAME_EXCHANGE = 2  # of renameat2(2)
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
 _NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
+_Found = TypeVar("_Found")  # by a wait
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 # O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not hang pop().
@@ -213,6 +221,7 @@ _PARSE = {
         "failed": _WAITING,
         "reason": rf"{_ID}\.error",
         "tag": "[89a-f][0-9a-f]{7}",  # of a key; a process has 0 to 7 in front
+        "lock": "[0-9a-f]{2}",
     }.items()
 }
 _parse_pending = _PARSE["pending"]
@@ -279,42 +288,75 @@ class FemtoTask:
 
     id: for life, through retries and delays.
     data: the payload as pushed.
-    attempts: deliveries so far, this one counted; 0 for a task that is in done/ or failed/ under
-    its id.
+    attempts: deliveries so far, this one counted. None: not known (done/ and failed/ do not keep
+    it).
     key: of a keyed task, else None.
     checkpoint: what checkpoint() saved last, in this delivery or one before; None: nothing, or
     the task was not leased but looked at.
+    path: of its file, relative to data_dir; while the task is leased, also its fencing token.
+    error: the reason of a failed task; None: it has none, or is in another state.
+    size_bytes: length of the payload. None: the file has no valid header (tasks(data=False) only).
     """
 
     id: str
     data: bytes
-    attempts: int = 0
+    attempts: int | None = 0
     key: str | None = None
     checkpoint: bytes | None = field(default=None, repr=False, compare=False)
-    # inflight-<node>/<exact name>: the fencing token. extend() renews it in place.
-    _lease: str = field(default="", repr=False, compare=False)
+    path: str = field(default="", repr=False, compare=False)
+    error: str | None = field(default=None, repr=False, compare=False)
+    size_bytes: int | None = field(default=None, repr=False, compare=False)
+    # How long this delivery's lease is when it is renewed; 0: it is not ours.
+    _lease_ns: int = field(default=0, repr=False, compare=False)
+    _anchor_ns: int = field(default=0, repr=False, compare=False)  # of the queue clock
 
     def __init__(
         self,
         id: str,
         data: bytes,
-        attempts: int = 0,
+        attempts: int | None = 0,
         key: str | None = None,
         checkpoint: bytes | None = None,
-        _lease: str = "",
+        *,
+        path: str = "",
+        _lease_ns: int = 0,
+        _anchor_ns: int = 0,
     ) -> None:
         # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
         fields = self.__dict__
         fields["id"], fields["data"], fields["attempts"] = id, data, attempts
-        fields["key"], fields["checkpoint"], fields["_lease"] = key, checkpoint, _lease
+        fields["key"], fields["checkpoint"], fields["path"] = key, checkpoint, path
+        fields["size_bytes"] = len(data)
+        fields["_lease_ns"], fields["_anchor_ns"] = _lease_ns, _anchor_ns
+
+    @property
+    def state(self) -> str:
+        """Where it was: one of STATES, or "buffered" (a newer payload of a key in flight)."""
+        directory = self.path.partition("/")[0]
+        if directory.startswith("inflight-"):
+            return "inflight"
+        return "buffered" if directory == "keys" else directory
+
+    @property
+    def node(self) -> str | None:
+        """The node_id of the worker that has it in flight, else None."""
+        return self.path[9:].partition("/")[0] if self.path.startswith("inflight-") else None
 
     @property
     def created(self) -> datetime:
         """When it was pushed: UTC, read from the id, by the queue clock (see FemtoQueue)."""
-        from datetime import datetime, timedelta, timezone
+        return _utc(int(self.id[:20]))
 
-        epoch = datetime(1970, 1, 1, tzinfo=timezone.utc)
-        return epoch + timedelta(microseconds=int(self.id[:20]) // 1000)
+    @property
+    def until(self) -> datetime | None:
+        """When its lease ends, or when it is due: UTC, by the wall clock of now; else None."""
+        stamp = os.path.basename(self.path)[:20]
+        if self.state == "inflight":
+            return _utc(int(stamp) - _monotonic_ns() - self._anchor_ns + _wall_ns())
+        return _utc(int(stamp)) if self.state == "scheduled" else None
+
+
+_NO_TASK = FemtoTask("", b"")
 
 
 @dataclass(frozen=True)
@@ -343,6 +385,7 @@ class Stats:
     failed: int
     oldest_pending_age_s: float | None  # None: nothing is pending
     nodes: tuple[NodeStats, ...]
+    expired: int = 0  # of those in flight: the lease has ended, and is not yet taken back
 
 
 @dataclass(frozen=True)
@@ -372,6 +415,10 @@ class Finding:
     repaired: bool = False
 
 
+class _Closed(Exception):
+    """close() was called while this thread waited for a task: its wait is over."""
+
+
 class FemtoQueue:
     """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
@@ -386,7 +433,10 @@ class FemtoQueue:
     done, fail, release, retry); False survives the death of processes.
     max_attempts: a task that was delivered so often without done() or fail() goes to failed/ by
     itself. None: no limit.
-    keep_done: False deletes what is done instead of keeping it in done/.
+    keep_done: False deletes what is done instead of keeping it in done/. A number: what is done is
+    kept for that many seconds; then pop() deletes it, some at a time.
+    detached: True makes leases that outlive this object and its process: only their deadlines end
+    them, and attach() finds them again.
     retry_delay_s: what processing() and work() wait, in seconds, before a second delivery; twice
     as long before each further one, up to an hour, and up to half of it less, by chance.
     poll_interval_s: the longest pause, in seconds, between two looks of who waits, where inotify
@@ -415,9 +465,10 @@ class FemtoQueue:
         sync_after_write: bool = False,
         *,
         max_attempts: int | None = None,
-        keep_done: bool = True,
+        keep_done: bool | float = True,
         retry_delay_s: float = 1.0,
         poll_interval_s: float = 0.05,
+        detached: bool = False,
     ) -> None:
         self._lease_fd: _LockFd | None = None  # first: __del__ reads it even when we raise
         _check_places(data_dir, node_id)
@@ -425,6 +476,8 @@ class FemtoQueue:
             _positive("timeout_stale_ms", timeout_stale_ms)
         _not_negative("retry_delay_s", retry_delay_s)
         _positive("poll_interval_s", poll_interval_s)
+        if not isinstance(keep_done, bool):
+            _not_negative("keep_done", keep_done)
         if max_attempts is not None and (
             type(max_attempts) is not int or not 1 <= max_attempts <= _MOST_ATTEMPTS
         ):
@@ -435,12 +488,12 @@ class FemtoQueue:
         self.timeout_stale_ms = timeout_stale_ms
         self.sync_after_write = bool(sync_after_write)
         self.max_attempts = max_attempts
-        self.keep_done = bool(keep_done)
+        self.keep_done = keep_done
         self.retry_delay_s = retry_delay_s
         self.poll_interval_s = poll_interval_s
+        self.detached = bool(detached)
         self._given_node_id = node_id
         self._root = os.path.join(os.path.abspath(os.fspath(data_dir)), "")
-        self._detached = False  # True: a lease that we take outlives us
         self._lookers: ThreadPoolExecutor | None = None  # threads that look for coroutines
         self._next_due_ns = 0  # the earliest due time that is known, wall clock
         self._next_end_ns = 0  # the earliest end of a lease that is known, queue clock
@@ -528,45 +581,83 @@ class FemtoQueue:
         self._next_due_ns = min(self._next_due_ns, due_ns)
         return ident
 
-    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         """Lease the oldest task, or return None when there is none to be had.
 
         timeout: seconds to wait for one; 0: don't; None: for ever. inotify wakes who waits, or
         else a look every poll_interval_s does; so does a task that comes due, a lease that ends
-        and, within half a second, a worker that died. Signals get through at once.
+        and, within half a second, a worker that died. Signals get through at once. close() in
+        another thread ends the wait: None.
+        lease_ms: this delivery's own lease in milliseconds, for extend() and processing() too;
+        None: timeout_stale_ms.
+
 
         The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
         ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
         for disk trouble: a task that could not be read is at the back of pending/ then; trouble
         with other workers' directories, scheduled/ or creating/ surfaces when nothing is waiting.
         """
+        lasts_ns = self._lasts_ns(lease_ms)
         if timeout == 0:
-            return self._take_oldest()
-        return self._wait_for(self._take_oldest, _end_s(timeout))
+            return self._take_oldest(lasts_ns)
+        return self._wait_for(lambda: self._take_oldest(lasts_ns), _end_s(timeout))
 
-    async def pop_async(self, timeout: float | None = None) -> FemtoTask | None:
+    async def pop_async(
+        self, timeout: float | None = None, *, lease_ms: float | None = None
+    ) -> FemtoTask | None:
         """Do as pop() does, without blocking the event loop. First come, first served.
 
         Cancelling it leaves no task leased: one that it had just got is back at its place, and
         that delivery is not counted.
         """
-        return await self._wait_for_async(self._take_oldest, _end_s(timeout), "")
+        lasts_ns = self._lasts_ns(lease_ms)
+        return await self._wait_for_async(lambda: self._take_oldest(lasts_ns), _end_s(timeout), "")
 
-    def take(self, key: str, timeout: float | None = 0) -> FemtoTask | None:
-        """Lease the task of that key, out of turn; None if it is absent, in flight or not yet due.
+    def take(
+        self,
+        key: str | None = None,
+        timeout: float | None = 0,
+        *,
+        id: str | None = None,
+        lease_ms: float | None = None,
+    ) -> FemtoTask | None:
+        """Lease one task out of turn: that of a key, or that of an id.
 
-        timeout: seconds to wait for it, as in pop(). What it costs does not depend on how many
-        tasks wait, but for pop()'s chores, which it does too. Raises as pop() does, and ValueError
-        for what is no key.
+        key: None is returned if its task is absent, in flight or not yet due. What it costs does
+        not depend on how many tasks wait, but for pop()'s chores, which it does too.
+        id: the task may wait in pending/, or in scheduled/, due or not; else None is returned.
+        done() then cancels it. pending/ is listed if the task was delivered before.
+        timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
+        id, TypeError unless one of the two is given.
         """
-        name = _quoted(key)
-        return self._wait_for(lambda: self._take_key(name), _end_s(timeout))
+        look, _ = self._taker(key, id, lease_ms, wait=True)
+        return self._wait_for(look, _end_s(timeout))
 
-    async def take_async(self, key: str, timeout: float | None = None) -> FemtoTask | None:
+    async def take_async(
+        self,
+        key: str | None = None,
+        timeout: float | None = None,
+        *,
+        id: str | None = None,
+        lease_ms: float | None = None,
+    ) -> FemtoTask | None:
         """Do as take() does, without blocking the event loop; see pop_async()."""
+        look, line = self._taker(key, id, lease_ms, wait=False)
+        return await self._wait_for_async(look, _end_s(timeout), line)
+
+    def _taker(
+        self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
+    ) -> tuple[Callable[[], FemtoTask | None], str]:
+        """Check the arguments of take(); return what looks, and the line to wait in."""
+        lasts_ns = self._lasts_ns(lease_ms)
+        if (key is None) == (id is None):
+            raise TypeError("take needs a key or an id")
+        if id is not None:
+            _check_id(id)
+            ident = id
+            return lambda: self._take_id(ident, lasts_ns, wait), f"#{id}"  # no key has that form
         name = _quoted(key)
-        look = functools.partial(self._take_key, name, wait=False)
-        return await self._wait_for_async(look, _end_s(timeout), name)
+        return lambda: self._take_key(name, lasts_ns, wait), name
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
@@ -578,10 +669,41 @@ class FemtoQueue:
         _end_s(timeout)  # a wrong one is an error now, not at the first task
 
         def tasks() -> Iterator[FemtoTask]:
-            while task := self._wait_for(self._take_oldest, _end_s(timeout), self._is_drained):
+            while (task := self._take_or_drained(_end_s(timeout))) not in (None, _NO_TASK):
                 yield task
 
         return tasks()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until no task is pending, scheduled or in flight anywhere; take none.
+
+        timeout: seconds to wait; None: no limit. Returns False when the time is over, or when
+        close() in another thread ends the wait.
+        """
+        return self._wait_for(lambda: self._is_drained() or None, _end_s(timeout), False) is True
+
+    def attach(self, lease: str) -> FemtoTask:
+        """Return the task of a lease that another process took, to settle or extend it here.
+
+        lease: the path that task.path had there, its last part, or the task's id. The payload is
+        not read: data is b"". Raises LeaseLost if there is no such lease (any more).
+        """
+        name = lease.rpartition("/")[2]
+        for path, attempts, ident in self._find("inflight"):
+            found = path[len(self._root) :]
+            if lease == found or name in (os.path.basename(found), ident):
+                # It may have a checkpoint, which has to go with it.
+                return FemtoTask(
+                    ident,
+                    b"",
+                    attempts,
+                    None,
+                    b"",
+                    path=found,
+                    _lease_ns=self._timeout_ns,
+                    _anchor_ns=self._anchor_ns,
+                )
+        raise LeaseLost(_id_in(name), True, "it is not in flight by that name (any more)")
 
     def done(self, task: FemtoTask) -> None:
         """End the task's life: it moves to done/, or is deleted with keep_done=False.
@@ -590,13 +712,14 @@ class FemtoQueue:
         """
         _check_lease(task)
         if self.keep_done:
+            self._finished += 1
             self._sync_task(self._settle(task, f"done/{task.id}"))
             return
         with contextlib.suppress(FileNotFoundError):  # the lease was lost, and its directory
-            self._sync_task(task._lease)  # the place that it goes from, or it is back where it was
+            self._sync_task(task.path)  # the place that it goes from, or it is back where it was
         self._settle(task, "")
         if self.sync_after_write:
-            _sync_dir(self._root + os.path.dirname(task._lease))
+            _sync_dir(self._root + os.path.dirname(task.path))
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
         """Set the task aside as a dead letter in failed/, where retry() finds it.
@@ -609,31 +732,34 @@ class FemtoQueue:
         _check_lease(task)
         self._bury(task.id, error, lambda: self._settle(task, f"failed/{task.id}"))
 
-    def release(self, task: FemtoTask, *, front: bool = False, delay_s: float = 0) -> None:
+    def release(
+        self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
+    ) -> None:
         """Give the task back: to the back of the queue, to its front, or after a delay.
 
         front: to the place of its push, before everything younger. delay_s: seconds to wait in
-        scheduled/ first, by the wall clock. Its attempts stay counted. Raises LeaseLost as done()
-        does.
+        scheduled/ first, by the wall clock. counted: whether its attempts count this delivery.
+        Raises LeaseLost as done() does.
         """
         _check_lease(task)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
+        attempts = _attempts_in(task.path) - (not counted)
         if delay_s:
             due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
-            target = f"scheduled/{_stamped(due_ns, task.attempts, task.id)}"
+            target = f"scheduled/{_stamped(due_ns, attempts, task.id)}"
         else:
             order = int(task.id[:20]) if front else self._next_order()
-            target = f"pending/{_stamped(order, task.attempts, task.id)}"
+            target = f"pending/{_stamped(order, attempts, task.id)}"
         self._give_up_lease(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease: it ends `ms` milliseconds from now (None: timeout_stale_ms).
+        """Renew the lease: it ends `ms` milliseconds from now (None: as long as it was taken for).
 
         The task object carries the new lease from then on. Raises LeaseLost as done() does.
         """
         _check_lease(task)
-        self._extend(task, self._timeout_ns if ms is None else _lease_ns(_positive("ms", ms)))
+        self._extend(task, task._lease_ns if ms is None else _lease_ns(_positive("ms", ms)))
 
     # Running
 
@@ -798,16 +924,19 @@ class FemtoQueue:
                 None if oldest_ns is None else max(0, self._now_ns() - oldest_ns) / 1e9
             ),
             nodes=nodes,
+            expired=sum(node.expired for node in nodes),
         )
 
-    def tasks(self, state: str) -> Iterator[FemtoTask]:
+    def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
         """Iterate over the tasks of a state in name order, without leasing them.
 
-        state: one of STATES. A task that moves on meanwhile is left out; a corrupt one is logged
-        and left out, and peek() says what is wrong with it.
+        state: one of STATES. data: False reads headers only, so that large payloads cost
+        nothing: data is b"" then. A task that moves on meanwhile is left out. A corrupt one is
+        logged and left out, and peek() says what is wrong with it; with data=False it has
+        size_bytes None, if its header shows it.
         """
         _check_state(state)
-        return self._read_tasks(self._find(state))
+        return self._read_tasks(self._find(state), data)
 
     def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
         """Return the task of that id, in any state, or the one of that key that waits or is in
@@ -821,18 +950,16 @@ class FemtoQueue:
             raise TypeError("peek takes an id or a key")
         if id is None:
             path = self._path_of_key(key)
-            if path is None:
-                return None
-            return _read_task(self._root + path, _attempts_in(path), _id_in(path))
+            return None if path is None else self._look_at(self._root + path)
         _check_id(id)
         for directory in ("done", "failed", "pending"):
-            task = _read_task(f"{self._root}{directory}/{id}", 0, id)
+            task = self._look_at(f"{self._root}{directory}/{id}")
             if task is not None:
                 return task
         for state in ("keys", "scheduled", "pending", "inflight", "done", "failed"):  # as it moves
-            for path, attempts, ident in self._find(state):
+            for path, _, ident in self._find(state):
                 if ident == id:
-                    return _read_task(path, attempts, id)
+                    return self._look_at(path)
         return None
 
     def contains(self, key: str) -> bool:
@@ -843,20 +970,25 @@ class FemtoQueue:
         """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
         _check_state(state)
         keyed = (found for found in self._find(state) if _is_keyed(found[2]))
-        return (task.key for task in self._read_tasks(keyed) if task.key is not None)
+        return (task.key for task in self._read_tasks(keyed, True) if task.key is not None)
 
     def close(self) -> None:
         """Give up this worker's place. What it still held is anybody's at once.
 
         Where there is no flock, and while another object lives under the same node_id, that is
-        only so at the deadline. The object may be used again; its next pop() takes a new place.
-        Dropping the object, or leaving its `with` block, does the same as close().
+        only so at the deadline. Other threads and coroutines that wait in a method of this object
+        return at once: pop() and take() None, drain() and work() as if stopped, join() False. The
+        object may be used again; its next pop() takes a new place. Dropping the object, or
+        leaving its `with` block, does the same as close().
         """
         with self._lock:
+            self._closes += 1
             self._renewer.set()
-            if self._lookers is not None:
-                self._lookers.shutdown(wait=False)
-                self._lookers = None
+            lookers, self._lookers = self._lookers, None
+            if lookers is not None:
+                lookers.shutdown(wait=False)
+            self._end_waits()
+            self._close_done_scan()
             self._batch.clear()
             self._newcomer = True
             fd, self._lease_fd = self._lease_fd, None
@@ -894,6 +1026,7 @@ class FemtoQueue:
             "keep_done": self.keep_done,
             "retry_delay_s": self.retry_delay_s,
             "poll_interval_s": self.poll_interval_s,
+            "detached": self.detached,
         }
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
@@ -910,7 +1043,11 @@ class FemtoQueue:
         self._lease_dir = f"{self._root}inflight-{self.node_id}"
         self._batch: list[str] = []  # names in pending/, the oldest last
         self._timeout_ns = _lease_ns(self.timeout_stale_ms)
-        self._in_hand = threading.local()  # .bucket: what this thread holds
+        self._in_hand = threading.local()  # .bucket: what this thread holds; .closes: see _Closed
+        self._closes = 0  # how often close() was called
+        self._shared: bool | None = None  # whether other hosts may write here; None: not asked yet
+        self._finished = 0  # by done(), since what is done was purged last
+        self._done_scan: Any = None  # an os.scandir() of done/ that is purged
         self._leftovers: set[str] = set()  # leases of a former holder of our place, still there
         self._newcomer = True  # has had no place yet: what stands in its directory is a dead one's
         self._seen = 0  # how many names pending/ had when it was listed last
@@ -921,20 +1058,27 @@ class FemtoQueue:
         self._reclaiming = _Chore(FemtoQueue._reclaim, every_s=interval_s)
         self._mending = _Chore(FemtoQueue._mend_keys, every_s=600.0)
         sweeping = _Chore(FemtoQueue._sweep, every_s=600.0)
+        self._purging = _Chore(FemtoQueue._purge_done, every_s=_BASE_INTERVAL_S)
+        self._housekeeping: tuple[_Chore, ...]
         self._housekeeping = (self._waking, self._reclaiming, self._mending, sweeping)
+        if not isinstance(self.keep_done, bool):
+            self._housekeeping += (self._purging,)
         self._attend_at_ns = 0
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._bell: _Bell | None = None
-        self._halls: weakref.WeakKeyDictionary[object, _Hall] = weakref.WeakKeyDictionary()
+        self._halls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hall]
+        self._halls = weakref.WeakKeyDictionary()
         self._lookers = None
         # By the id() of the task. Weak: the `with` holds it, for as long as there is one.
         self._under_way: weakref.WeakValueDictionary[int, _Processing]
         self._under_way = weakref.WeakValueDictionary()
         self._renewer: threading.Event = threading.Event()  # set: no thread renews leases
         self._renewer.set()
+        self._renewal_s = 0.0  # how often that thread comes by
 
     def _after_fork(self) -> None:
         self._lease_fd = None
+        self._close_done_scan()
         self._become_somebody()
 
     def _make_dirs(self) -> None:
@@ -947,13 +1091,36 @@ class FemtoQueue:
             # Another may just have made it, without sync. One that we may not read was there.
             with contextlib.suppress(PermissionError):
                 _sync_dir(os.path.dirname(root))
+        with contextlib.suppress(FileExistsError):
+            try:
+                os.mkdir(f"{self._root}spare")
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+
+    def _make_lease_dir(self) -> None:
+        """Make inflight-<node>/; on a full disk, of the spare directory that was made before.
+
+        A full queue can only be drained by a worker that can start.
+        """
+        try:
+            os.mkdir(self._lease_dir)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+                raise
+            try:
+                os.utime(f"{self._root}spare")  # an observer removes what is empty and old
+                os.rename(f"{self._root}spare", self._lease_dir)
+            except OSError:
+                raise error from None
 
     def _take_place(self) -> None:
         """Open and lock inflight-<node>/, and take back what an earlier holder left in it."""
         self._batch.clear()  # nothing is claimed until there is a place, also when we raise
         while True:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self._lease_dir)
+            self._make_lease_dir()
             if fcntl is None:
                 return
             try:
@@ -985,6 +1152,7 @@ class FemtoQueue:
 
     def _be_in_place(self) -> None:
         with self._lock:
+            self._check_wait()
             if not self._in_place():
                 self._take_place()
 
@@ -1051,7 +1219,10 @@ class FemtoQueue:
 
     # Taking, and waiting for what is to be taken
 
-    def _take_oldest(self) -> FemtoTask | None:
+    def _lasts_ns(self, lease_ms: float | None) -> int:
+        return self._timeout_ns if lease_ms is None else _lease_ns(_positive("lease_ms", lease_ms))
+
+    def _take_oldest(self, lasts_ns: int) -> FemtoTask | None:
         listings = 0
         while True:
             if self._now_ns() >= self._attend_at_ns:
@@ -1063,15 +1234,15 @@ class FemtoQueue:
                 if listings > _MAX_LISTINGS or not self._refill():
                     return None
                 continue
-            task = self._claim(name)
+            task = self._claim(f"pending/{name}", lasts_ns)
             if task is not None:
                 return task
 
-    def _take_key(self, name: str, wait: bool = True) -> FemtoTask | None:
+    def _take_key(self, name: str, lasts_ns: int, wait: bool) -> FemtoTask | None:
         """wait=False: None too if somebody is at work on the key, who may be stopped."""
         if self._now_ns() >= self._attend_at_ns:
             self._attend()
-        if not _is_there(f"{self._root}keys/{_key_tag(name)}") or self.paused:
+        if not self._may_have_task(name) or self.paused:
             return None
         with self._lock:
             self._catch_up()
@@ -1080,11 +1251,47 @@ class FemtoQueue:
             try:
                 with self._bucket(_key_tag(name), wait) as bucket:
                     waiting = self._waiting_of(bucket, name)
-                    task = self._claim(waiting) if waiting else None
+                    task = self._claim(f"pending/{waiting}", lasts_ns) if waiting else None
             except BlockingIOError:
                 return None
             if task is not None or not waiting:
                 return task  # RACE: else a pop() was quicker, and we see it in flight now
+
+    def _take_id(self, ident: str, lasts_ns: int, wait: bool) -> FemtoTask | None:
+        """Lease a waiting task by its id; wait=False: as for a key."""
+        if self._now_ns() >= self._attend_at_ns:
+            self._attend()
+        if self.paused:
+            return None
+        while True:
+            self._be_in_place()
+            try:
+                with self._locks_of(ident, wait):
+                    path = self._waiting_path(ident)
+                    task = self._claim(path, lasts_ns) if path else None
+            except BlockingIOError:
+                return None
+            if task is not None or not path:
+                return task  # RACE: else another was quicker, and we see it in flight now
+
+    def _waiting_path(self, ident: str) -> str:
+        """Return where a task of that id waits, "" if it does not."""
+        if _is_there(f"{self._root}pending/{ident}"):  # never delivered
+            return f"pending/{ident}"
+        for state in ("scheduled", "pending"):  # as it moves
+            for path, _, found in self._find(state):
+                if found == ident:
+                    return path[len(self._root) :]
+        return ""
+
+    def _take_or_drained(self, end_s: float) -> FemtoTask | None:
+        """Wait for a task; _NO_TASK: none is left anywhere, None: the time is over."""
+
+        def look() -> FemtoTask | None:
+            task = self._take_oldest(self._timeout_ns)
+            return _NO_TASK if task is None and self._is_drained() else task
+
+        return self._wait_for(look, end_s, False)
 
     def _waiting_of(self, bucket: _Bucket, name: str) -> str:
         """Return the name in pending/ of a key's task; "" if it is not to be had."""
@@ -1094,28 +1301,51 @@ class FemtoQueue:
         return waiting if state == "pending" else ""
 
     def _wait_for(
-        self,
-        look: Callable[[], FemtoTask | None],
-        end_s: float,
-        is_over: Callable[[], bool] | None = None,
-    ) -> FemtoTask | None:
-        """Look until there is a task, the time has come, or it is over by itself."""
-        task = look()
-        if task is not None or time.monotonic() >= end_s:
-            return task
+        self, look: Callable[[], _Found | None], end_s: float, hears_all: bool = True
+    ) -> _Found | None:
+        """Look until something is found, the time has come, or close() was called: None.
+
+        hears_all=False: it may be found without an event, as when others finish a task.
+        """
+        closes = self._closes
+        found = self._look(look, closes)
+        if found is not None or time.monotonic() >= end_s:
+            return found
         with self._lock:
             bell = self._bell = self._bell or _Bell(self._root)
         rests_s = self._rests_s(bell, end_s)
         while True:
             rings = bell.rings  # what comes from now on is either seen or heard
-            task = look()
-            if task is not None or (is_over is not None and is_over()):
-                return task
+            found = self._look(look, closes)
+            if found is not None or self._closes != closes:
+                return found
             rest_s = next(rests_s, None)
             if rest_s is None:
                 return None
-            # Of what others finish nothing is heard.
-            bell.wait(rings, rest_s if is_over is None else min(rest_s, self.poll_interval_s))
+            bell.wait(rings, rest_s if hears_all else min(rest_s, self.poll_interval_s))
+
+    def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
+        """Look once, for a wait that began when close() had been called `closes` times."""
+        self._in_hand.closes = closes
+        try:
+            return look()
+        except _Closed:
+            return None
+        finally:
+            self._in_hand.closes = None
+
+    def _check_wait(self) -> None:
+        """Raise _Closed in a thread whose wait close() has ended. Call it with _lock held."""
+        if getattr(self._in_hand, "closes", None) not in (None, self._closes):
+            raise _Closed
+
+    def _end_waits(self) -> None:
+        """Wake all who wait, after the number of close() calls has grown."""
+        if self._bell is not None:
+            self._bell.interrupt()
+        for loop, hall in list(self._halls.items()):
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+                loop.call_soon_threadsafe(hall.ring)
 
     def _rests_s(self, bell: _Bell, end_s: float) -> Iterator[float]:
         """Yield how long to wait before each further look, until the time has come."""
@@ -1142,25 +1372,35 @@ class FemtoQueue:
         if hall is None:
             hall = self._halls[loop] = _Hall(self._root)
         rests_s = self._rests_s(hall.bell, end_s)
+        closes = self._closes
         async with hall.turn(line, end_s):
-            while True:
+            while self._closes == closes:
                 rings = hall.bell.rings
-                task = await self._look_async(look)
+                task = await self._look_async(look, closes)
                 if task is not None:
                     return task
                 rest_s = next(rests_s, None)
                 if rest_s is None:
                     return None
                 await hall.wait(rings, rest_s)
+        return None
 
-    async def _look_async(self, look: Callable[[], FemtoTask | None]) -> FemtoTask | None:
+    async def _look_async(
+        self, look: Callable[[], FemtoTask | None], closes: int
+    ) -> FemtoTask | None:
         import asyncio
 
-        if self._lookers is None:
+        lookers = self._lookers
+        if lookers is None:
             from concurrent.futures import ThreadPoolExecutor
 
-            self._lookers = ThreadPoolExecutor(32, "femtoqueue")
-        looking = self._lookers.submit(look)
+            lookers = self._lookers = ThreadPoolExecutor(32, "femtoqueue")
+        try:
+            looking = lookers.submit(self._look, look, closes)
+        except RuntimeError:
+            if self._closes == closes:
+                raise
+            return None  # RACE: close() in another thread
         try:
             return await asyncio.wrap_future(looking)
         except BaseException:  # cancelled: the thread may have, or may yet get, a task for nobody
@@ -1202,16 +1442,20 @@ class FemtoQueue:
     def _keep_lease(self, processing: _Processing) -> None:
         """Renew the lease, at once if much of it is over, and now and then from now on."""
         task = processing.task
-        if self._left_ns(task) < self._timeout_ns * 2 / 3:
+        if self._left_ns(task) < task._lease_ns * 2 / 3:
             self._renew_lease(task)
-        elif not _is_there(self._root + task._lease):
+        elif not _is_there(self._root + task.path):
             raise self._lease_lost(task)
         with self._lock:
             self._under_way[id(task)] = processing
-            if self._renewer.is_set() and self._timeout_ns < _FOREVER_NS:
-                self._renewer = threading.Event()
+            pause_s = task._lease_ns / 1e9 * _RENEWAL
+            if task._lease_ns < _FOREVER_NS and (
+                self._renewer.is_set() or pause_s < self._renewal_s
+            ):
+                self._renewer.set()  # one that comes by more seldom ends
+                self._renewer, self._renewal_s = threading.Event(), pause_s
                 # Not a bound method: the thread must not keep a dropped queue in its place.
-                renewing = (weakref.ref(self), self._renewer, self._timeout_ns / 1e9)
+                renewing = (weakref.ref(self), self._renewer, pause_s)
                 try:
                     threading.Thread(target=_renew_leases, args=renewing, daemon=True).start()
                 except BaseException:
@@ -1219,14 +1463,15 @@ class FemtoQueue:
                     raise
 
     def _renew_all(self, renewer: threading.Event) -> float:
-        """Renew what is under way. Return when to do so again, in lease lengths; 0, and the thread
+        """Renew what is under way. Return in how many seconds to do so again; 0, and the thread
         ends, if nothing is."""
         with self._lock:
-            if not self._under_way or renewer.is_set():
+            under_way = [it for it in self._under_way.values() if it.task._lease_ns < _FOREVER_NS]
+            if not under_way or renewer.is_set():
                 renewer.set()
                 return 0
-            under_way = [*self._under_way.values()]
-        pause = _RENEWAL
+            self._renewal_s = min(it.task._lease_ns for it in under_way) / 1e9 * _RENEWAL
+        pause_s = self._renewal_s
         for processing in under_way:
             task = processing.task
             try:
@@ -1236,23 +1481,23 @@ class FemtoQueue:
             except LeaseLost:
                 self._under_way.pop(id(task), None)  # its block will see
             except BlockingIOError:
-                pause = _RENEWAL / 10
+                pause_s = self._renewal_s / 10
             except OSError as error:
-                pause = _RENEWAL / 10
+                pause_s = self._renewal_s / 10
                 _log().warning("task %s: its lease is not renewed: %s", task.id, error)
-        return pause
+        return pause_s
 
     def _renew_lease(self, task: FemtoTask, wait: bool = True) -> None:
         """extend(), but never to less than is left."""
         with self._locks_of(task.id, wait), self._lock:
-            self._extend(task, max(self._timeout_ns, self._left_ns(task)))
+            self._extend(task, max(task._lease_ns, self._left_ns(task)))
 
     def _extend(self, task: FemtoTask, timeout_ns: int) -> None:
         with self._locks_of(task.id), self._lock:
             if id(task) in self._under_way:  # what renews it comes by no sooner
-                timeout_ns = max(timeout_ns, self._timeout_ns)
+                timeout_ns = max(timeout_ns, task._lease_ns)
             deadline_ns = self._now_ns() + timeout_ns
-            node_dir, _, name = task._lease.rpartition("/")
+            node_dir, _, name = task.path.rpartition("/")
             lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
             renewed = False
             try:
@@ -1260,11 +1505,11 @@ class FemtoQueue:
                 renewed = True
             finally:  # also when Ctrl-C came between the rename and here
                 if renewed or os.path.lexists(self._root + lease):
-                    object.__setattr__(task, "_lease", lease)
+                    object.__setattr__(task, "path", lease)
             self._next_end_ns = min(self._next_end_ns, deadline_ns)
 
     def _left_ns(self, task: FemtoTask) -> int:
-        return int(os.path.basename(task._lease)[:20]) - self._now_ns()
+        return int(os.path.basename(task.path)[:20]) - self._now_ns()
 
     def _retry_delay_s(self, attempts: int) -> float:
         delay_s = min(self.retry_delay_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
@@ -1312,27 +1557,29 @@ class FemtoQueue:
                 _unlinked(leftover, or_fail=False)
             raise
 
-    def _claim(self, name: str) -> FemtoTask | None:
+    def _claim(self, waiting: str, lasts_ns: int) -> FemtoTask | None:
         """Rename one waiting task into our lease directory; None if it is not to be had."""
+        name = waiting.partition("/")[2]
         form = _parse_pending(name)
         if form is None:
             return None  # not ours
         attempts, ident = int(form[1] or 0), form[2]
         if fcntl is None and _is_keyed(ident):
             return None  # it could be leased, but never finished
-        waiting = f"pending/{name}"
         if self.max_attempts is not None and attempts >= self.max_attempts:
             self._give_up(waiting, ident, attempts)
             return None
-        attempts = min(attempts + 1, _MOST_ATTEMPTS)
-        lease_name = self._seize(waiting, attempts, ident, self._timeout_ns)
-        if not lease_name:
-            self._pass_over_the_taken()
-            return None
-        return self._read_leased(lease_name, attempts, name, form)
+        lease_name = self._seize(waiting, min(attempts + 1, _MOST_ATTEMPTS), ident, lasts_ns)
+        if lease_name:
+            return self._read_leased(lease_name, waiting, form, lasts_ns)
+        if attempts and _is_keyed(ident) and waiting.startswith("pending/"):
+            # RACE: its payload was replaced after we listed it; its place is still this one.
+            return self._claim(_renewed(waiting, None), lasts_ns)
+        self._pass_over_the_taken()
+        return None
 
     def _read_leased(
-        self, lease_name: str, attempts: int, name: str, form: re.Match[str]
+        self, lease_name: str, waiting: str, form: re.Match[str], lasts_ns: int
     ) -> FemtoTask | None:
         """Read what we claimed; None, and undo the claim or set it aside, if that is no use."""
         ident, lease = form[2], self._node_dir + lease_name
@@ -1341,17 +1588,27 @@ class FemtoQueue:
             if key is not None and not self._may_have(key, ident, lease):
                 return None
             # What was pushed and never delivered bears its id as its name, and has none.
-            checkpoint = None if name == ident else self._read_checkpoint(ident, data)
+            checkpoint = None if form[0] == ident else self._read_checkpoint(ident, data)
         except CorruptTask as error:
             self._set_aside(lease, ident, error.reason)
             return None
         except FileNotFoundError:
-            self._unseize(lease_name, f"pending/{name}")
+            self._unseize(lease_name, waiting)
             return None
         except BaseException as error:
-            self._hand_back(lease, name, form, error)
+            self._hand_back(lease, waiting, form, error)
             raise
-        return FemtoTask(ident, data, attempts, key, checkpoint, lease)
+        attempts = _attempts_in(lease_name)
+        return FemtoTask(
+            ident,
+            data,
+            attempts,
+            key,
+            checkpoint,
+            path=lease,
+            _lease_ns=lasts_ns,
+            _anchor_ns=self._anchor_ns,
+        )
 
     def _forget_checkpoint(self, ident: str) -> None:
         _unlinked(f"{self._root}checkpoints/{ident}", or_fail=False)
@@ -1375,8 +1632,9 @@ class FemtoQueue:
         """Rename a task into the directory that we hold locked, whatever has its name by now.
         Return its name there; "" if another worker was first, or if we have no place (any more)."""
         with self._lock:  # so that close() in another thread does not close the descriptor
+            self._check_wait()
             deadline_ns = self._now_ns() + lasts_ns  # now: we may have waited for the lock
-            boot = _DETACHED if self._detached else self._boot
+            boot = _DETACHED if self.detached else self._boot
             lease_name = _stamped(deadline_ns, attempts, f"{boot}~{ident}")
             try:
                 if fcntl is None:
@@ -1405,7 +1663,9 @@ class FemtoQueue:
                 elif fcntl is None:
                     os.rename(self._root + self._node_dir + lease_name, self._root + waiting)
 
-    def _hand_back(self, lease: str, name: str, form: re.Match[str], error: BaseException) -> None:
+    def _hand_back(
+        self, lease: str, waiting: str, form: re.Match[str], error: BaseException
+    ) -> None:
         """Undo a claim that was interrupted, or whose file could not be read.
 
         It goes back to its place if that is no fault of the file's, else to the back: a file
@@ -1413,11 +1673,12 @@ class FemtoQueue:
         start with the oldest task.
         """
         if isinstance(error, Exception) and getattr(error, "errno", None) not in _SHORTAGES:
-            name = _stamped(self._next_order(), int(form["attempts"] or 0), form["id"])
+            attempts = int(form["attempts"] or 0)
+            waiting = f"pending/{_stamped(self._next_order(), attempts, form['id'])}"
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
             # CRASH: before it, a lease like any
             try:
-                self._remember(self._transfer(lease, form["id"], f"pending/{name}"))
+                self._remember(self._transfer(lease, form["id"], waiting))
             except OSError:
                 self._abandon(lease)
                 raise
@@ -1442,7 +1703,7 @@ class FemtoQueue:
         """Move a leased task out of its lease: every end of a delivery is here. Return where to."""
         with self._locks_of(task.id), self._lock:
             try:
-                gone_to = self._transfer(task._lease, task.id, target)
+                gone_to = self._transfer(task.path, task.id, target)
             except FileNotFoundError:
                 place = os.path.dirname(target)
                 os.stat(self._root + (place if place in _DIRS else ""))  # gone: disk trouble
@@ -1462,9 +1723,7 @@ class FemtoQueue:
 
     def _give_back(self, task: FemtoTask) -> None:
         """End a delivery that does not count: the task is at its place again, the front."""
-        self._give_up_lease(
-            task, f"pending/{_stamped(int(task.id[:20]), task.attempts - 1, task.id)}"
-        )
+        self.release(task, front=True, counted=False)
 
     def _transfer(self, source: str, ident: str, target: str, wait: bool = True) -> str:
         """Move a task that is in one state to another; "": remove it. Return where it went.
@@ -1502,7 +1761,7 @@ class FemtoQueue:
         _sync_dir(self._root + os.path.dirname(path))
 
     def _lease_lost(self, task: FemtoTask) -> LeaseLost:
-        late_ns = self._now_ns() - int(os.path.basename(task._lease)[:20])
+        late_ns = self._now_ns() - int(os.path.basename(task.path)[:20])
         if late_ns >= 0:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
@@ -1634,13 +1893,17 @@ class FemtoQueue:
         """Hold the lock of the keys of one hash. Blocks, so not with _lock held: somebody, another
         thread too, may be stopped while he has it. wait=False: BlockingIOError. It may be asked
         for again inside."""
-        outer = getattr(self._in_hand, "bucket", None)
+        outer: _Bucket | None = getattr(self._in_hand, "bucket", None)
         if outer is not None and outer.tag == tag:
             yield outer
             return
-        bucket = _Bucket(f"{self._root}keys", tag, wait)
+        # In a signal handler, say, the same lock may be needed for another hash.
+        holds_lock = outer is not None and outer.tag[-2:] == tag[-2:]
+        bucket = _Bucket(self._root, tag, wait, holds_lock)
         self._in_hand.bucket = bucket
         try:
+            if self._is_shared():
+                bucket.hints = self._listed_hints(bucket)
             yield bucket
         finally:
             self._in_hand.bucket = outer
@@ -1695,20 +1958,81 @@ class FemtoQueue:
     def _replaced(
         self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
     ) -> bool:
-        """Replace the payload of a waiting task; False if a pop() was quicker.
-
-        Under a lease of our own, so that it is nobody else's meanwhile. CRASH: the lease ends and
-        the task is back at its place, with the old payload or the new one.
-        """
+        """Replace the payload of a waiting task; False if a pop(), or a person, was quicker."""
         hint = bucket.hints[name]
         with self._written(name, payload) as aside:
-            if not self._take_over(hint, aside, due_ns):
-                return False
-        self._sync_task(hint.path)
+            target = _renewed(hint.path, due_ns)
+            if target.startswith("scheduled/"):
+                replaced = self._replace_scheduled(hint, aside, target)
+            else:
+                replaced = self._replace_pending(hint, aside, target)
+            if replaced:
+                self._sync_task(hint.path)
+        return replaced
+
+    def _replace_scheduled(self, hint: _Hint, aside: str, target: str) -> bool:
+        """Move a waiting task to scheduled/, or to another time there, and swap its record.
+
+        CRASH: after the rename the task has the new time and the old payload. The other order
+        could deliver the new payload before its time.
+        """
+        if target != hint.path:
+            try:
+                _move(self._root + hint.path, self._root + target)
+            except FileNotFoundError:
+                return False  # RACE: a pop() took it from pending/, or a person moved it
+            hint.path = target
+            self._remember(target)
+        return self._swap(aside, target) is not False
+
+    def _replace_pending(self, hint: _Hint, aside: str, target: str) -> bool:
+        """Swap the record of a task in pending/: pop() sees the old one or the new one there, at
+        each instant, and at its old place.
+
+        CRASH: after the swap the new payload counts the deliveries of the old one, and the old
+        record is a leftover in creating/.
+        """
+        swapped = self._swap(aside, hint.path, under_lease=True)
+        if swapped is None:
+            return self._take_over(hint, aside, None)
+        if swapped and target != hint.path:
+            with contextlib.suppress(FileNotFoundError):  # RACE: a pop() took the new payload
+                # Its attempts begin anew. Whoever listed the old name tries this one too (_claim).
+                _move(self._root + hint.path, self._root + target)
+                hint.path = target
+        return swapped
+
+    def _swap(self, aside: str, path: str, under_lease: bool = False) -> bool | None:
+        """Put the record `aside` in the place of the one at `path`, which goes aside, by one call.
+        False: there is none at `path` (any more).
+
+        Where renameat2(2) can't exchange names (NFS, FUSE; not Linux) the new record is renamed
+        over the old one, and a person who moves that one at the same instant makes two tasks. With
+        under_lease nothing is done there, and None is returned: a pop() may be quicker.
+        """
+        try:
+            _exchange(aside, self._root + path)
+            return True
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE:
+                raise
+        if under_lease:
+            return None
+        if not _is_there(self._root + path):
+            return False
+        _move(aside, self._root + path)
         return True
 
     def _take_over(self, hint: _Hint, record: str, due_ns: int | None) -> bool:
-        """Give a waiting task a new payload: its record is renamed over the task's."""
+        """Give a waiting task a new payload, where names can't be exchanged, or where the record
+        must not be anywhere else afterwards: it is renamed over the task's.
+
+        Under a lease of our own, so that the task is nobody else's meanwhile; a pop() finds no
+        task then. False if a pop() was quicker, or a person moved the lease. CRASH: the lease ends
+        and the task is back at its place, with the old payload or the new one.
+        """
         source, target = hint.path, _renewed(hint.path, due_ns)
         if source.startswith("scheduled/"):  # no pop() takes it from there
             self._renew(record, source, target)
@@ -1718,8 +2042,10 @@ class FemtoQueue:
                 return False
             try:
                 self._renew(record, self._node_dir + lease_name, target)
-            except BaseException:
+            except BaseException as error:
                 self._unseize(lease_name, source)
+                if isinstance(error, FileNotFoundError):
+                    return not os.path.lexists(record)  # by hand, before or after the new payload
                 raise
         hint.path = target
         self._remember(target)
@@ -1735,6 +2061,7 @@ class FemtoQueue:
             _move(self._root + source, self._root + target)
             _move(record, self._root + target)
         else:
+            os.lstat(self._root + source)  # a person may have moved it: the rename would make two
             _move(record, self._root + source)
             _move(self._root + source, self._root + target)
 
@@ -1752,9 +2079,8 @@ class FemtoQueue:
         if if_in_flight == "buffer":
             return self._push_behind(bucket, name, payload, due_ns)
         with self._written(name, payload) as aside:
-            if not os.path.lexists(self._root + path):
+            if not self._swap(aside, path):
                 return ""  # by hand, while we wrote
-            _move(aside, self._root + path)
         self._sync_task(path)
         return _id_in(path)
 
@@ -1798,12 +2124,9 @@ class FemtoQueue:
         A hint that was lost with power, or `mv failed/ID pending/`, makes two of them.
         """
         name = _quoted(key)
-        try:
-            with open(f"{self._root}keys/{_key_tag(name)}", "rb") as file:
-                if ident.encode() in file.read():
-                    return True
-        except FileNotFoundError:
-            pass  # a key without a task, it says
+        hint = _read_hints(self._root, _key_tag(name)).get(name)
+        if hint is not None and _id_in(hint.path) == ident:
+            return True
         with self._bucket(_key_tag(name)) as bucket:
             path = self._find_key(bucket, name)
             if path is None:
@@ -1838,6 +2161,47 @@ class FemtoQueue:
                 hint.newer = ""
             return self._whereabouts(hint.path)
         return path
+
+    def _is_shared(self) -> bool:
+        """Whether other hosts may write to data_dir's file system, so that what one host reads of a
+        file or a name may be old: Linux knows; elsewhere it is taken to be local."""
+        if self._shared is None:
+            self._shared = _fs_type(self._root) not in (0, *_LOCAL_TYPES)
+        return self._shared
+
+    def _listed_hints(self, bucket: _Bucket) -> dict[str, _Hint]:
+        """Return the hints of a hash as the directories tell them.
+
+        For file systems of several hosts. Contents and single names that another host changed may
+        be read as they were for a second (GlusterFS) or thirty (NFS); listings and renames are
+        answered by the server.
+        """
+        known = bucket.hints.items()
+        keys = {_id_in(path): name for name, it in known for path in (it.path, it.newer)}
+        hints: dict[str, _Hint] = {}
+        # In this order a pop(), which moves from pending/ to in flight, is not missed.
+        for state in ("keys", "scheduled", "pending", "inflight"):
+            for path, _, ident in self._find(state):
+                if ident[-8:] != bucket.tag:
+                    continue
+                name = keys.get(ident) or self._key_at(path)
+                if name and state == "keys":
+                    hints[name] = _Hint(f"pending/{ident}", os.path.basename(path))
+                elif name:
+                    hints.setdefault(name, _Hint("")).path = path[len(self._root) :]
+        return hints
+
+    def _key_at(self, path: str) -> str:
+        """Return the key of a record as it stands in names, "" if it has none or is not whole."""
+        try:
+            key = _read_record(path, _id_in(path))[1]
+        except (CorruptTask, FileNotFoundError):
+            return ""
+        return "" if key is None else _quoted(key)
+
+    def _may_have_task(self, name: str) -> bool:
+        """Whether a key may have a task; False is cheap to know, on a file system of this host."""
+        return self._is_shared() or _is_there(f"{self._root}keys/{_key_tag(name)}")
 
     def _whereabouts(self, path: str, thorough: bool = True) -> str | None:
         """Return where a task is that was at `path`, None if it does not wait and is not leased.
@@ -1914,7 +2278,7 @@ class FemtoQueue:
     def _make_room(self, bucket: _Bucket, source: str, target: str) -> None:
         """Make sure that the key of a failed task has no other, and say that it will be there."""
         with contextlib.suppress(CorruptTask):  # it has no key then; pop() will set it aside
-            task = _read_task(self._root + source, 0, _id_in(source))
+            task = self._look_at(self._root + source)
             if task is not None and task.key is not None:
                 path = self._find_key(bucket, _quoted(task.key))
                 if path is not None:
@@ -1924,7 +2288,7 @@ class FemtoQueue:
 
     def _path_of_key(self, key: str | None) -> str | None:
         name = _quoted(key)
-        if not _is_there(f"{self._root}keys/{_key_tag(name)}"):
+        if not self._may_have_task(name):
             return None
         with self._bucket(_key_tag(name)) as bucket:
             return self._find_key(bucket, name)
@@ -1964,7 +2328,7 @@ class FemtoQueue:
                 continue
             hint = _Hint("", name)
             with contextlib.suppress(CorruptTask):  # let it in all the same: pop() sets it aside
-                task = _read_task(f"{self._root}keys/{name}", 0, form["id"])
+                task = self._look_at(f"{self._root}keys/{name}")
                 if task is not None and task.key is not None:
                     if _quoted(task.key) in bucket.hints:
                         continue  # when that one has ended
@@ -2146,6 +2510,30 @@ class FemtoQueue:
         finally:
             _let_go(fd)
 
+    def _purge_done(self) -> None:
+        """Delete a slice of what was done more than keep_done seconds ago.
+
+        Bounded, whatever is in done/: at most twice as many entries are looked at as this object
+        has finished since, or _PURGE_SLICE. The next slice goes on in the same listing.
+        """
+        most = max(_PURGE_SLICE, 2 * self._finished)
+        self._finished = 0
+        if self._done_scan is None:
+            self._done_scan = os.scandir(f"{self._root}done")
+        names = [entry.name for entry in itertools.islice(self._done_scan, most)]
+        before_s = time.time() - self.keep_done
+        for name in filter(_PARSE["done"], names):
+            _purged(f"{self._root}done/{name}", before_s)
+        self._purging.every_s = _BASE_INTERVAL_S
+        if len(names) < most:
+            self._close_done_scan()
+            self._purging.every_s = min(max(_BASE_INTERVAL_S, self.keep_done / 10), 600.0)
+
+    def _close_done_scan(self) -> None:
+        scan, self._done_scan = self._done_scan, None
+        if scan is not None:
+            scan.close()
+
     def _sweep(self) -> None:
         """Remove what a killed process left in creating/: it was never acknowledged."""
         for name in self._old_creations():
@@ -2201,15 +2589,46 @@ class FemtoQueue:
                 attempts = form.groupdict().get("attempts")
                 yield f"{directory}/{name}", int(attempts or 0), form["id"]
 
-    def _read_tasks(self, found: Iterable[tuple[str, int, str]]) -> Iterator[FemtoTask]:
-        for path, attempts, ident in found:
+    def _read_tasks(self, found: Iterable[tuple[str, int, str]], data: bool) -> Iterator[FemtoTask]:
+        for path, _, _ in found:
             try:
-                task = _read_task(path, attempts, ident)
+                task = self._look_at(path, data)
             except CorruptTask as error:
                 _log().warning("%s", error)
                 continue
             if task is not None:
                 yield task
+
+    def _look_at(self, path: str, data: bool = True) -> FemtoTask | None:
+        """Return the task whose file is at a path, without a lease; None if it is not there.
+
+        data=False: by the first line of its file alone; size_bytes is None if that is not valid.
+        """
+        name, relative = os.path.basename(path), path[len(self._root) :]
+        ident = _id_in(name)
+        attempts = None if len(name) == 29 and _is_end(relative) else _attempts_in(name)
+        try:
+            if data:
+                payload, key = _read_record(path, ident)
+                size_bytes: int | None = len(payload)
+            else:
+                payload = b""
+                key, size_bytes = _read_head(path)
+        except FileNotFoundError:
+            return None  # RACE: it moved on
+        task = FemtoTask(ident, payload, attempts, key, path=relative, _anchor_ns=self._anchor_ns)
+        object.__setattr__(task, "size_bytes", size_bytes)
+        if relative.startswith("failed/"):
+            object.__setattr__(task, "error", self._reason_of(ident))
+        return task
+
+    def _reason_of(self, ident: str) -> str | None:
+        """Return what failed/<id>.error says, None if there is none."""
+        try:
+            with open(f"{self._root}failed/{ident}.error", "rb") as file:
+                return file.read().decode("utf-8", "replace").removesuffix("\n")
+        except FileNotFoundError:
+            return None
 
     def _node_stats(self, directory: str) -> NodeStats:
         leases = self._listed(directory, "inflight")
@@ -2258,15 +2677,15 @@ class TicketQueue:
         _live_queues.add(self)
 
     def register(self) -> tuple[int, str]:
-        """Draw the next ticket; return its number, from 1, and the name of the member who has it.
+        """Draw the next ticket; return its number, from 1, and its member: its file's name in
+        queue_dir.
 
         Blocks only for as long as others draw theirs.
         """
-        member = os.urandom(8).hex()
         with self._locked() as last_fd:
-            ticket = max([int(os.read(last_fd, 20) or 0), *(t for t, _, _ in self._tickets())]) + 1
+            ticket = max([int(os.read(last_fd, 20) or 0), *(t for t, _ in self._tickets())]) + 1
             os.pwrite(last_fd, b"%020d" % ticket, 0)
-            name = f"{ticket:020d}~{self._boot}~{member}"
+            name = f"{ticket:020d}~{self._boot}~{os.urandom(8).hex()}"
             fd = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
             try:
                 os.rename(f"{self._root}.{name}", self._root + name)
@@ -2274,20 +2693,24 @@ class TicketQueue:
                 _unlinked(f"{self._root}.{name}", or_fail=False)
                 _let_go(fd)
                 raise
-            self._held[member] = ticket, fd
-        return ticket, member
+            self._held[name] = ticket, fd
+        return ticket, name
 
     def is_head(self, ticket: int) -> bool:
         """Say whether that ticket is the first of those whose members live."""
         for held, fd in list(self._held.values()):
             if held == ticket:
                 os.utime(fd)
-        return ticket == next((t for t, _, name in self._tickets() if self._lives(name)), None)
+        return ticket == next((t for t, name in self._tickets() if self._lives(name)), None)
 
     def remove(self, member: str) -> bool:
-        """Give up a member's ticket; False if it had none (any more). It may be another's."""
-        names = [name for _, who, name in self._tickets() if who == member]
-        removed = any(_unlinked(self._root + name) for name in names)
+        """Give up a member's ticket; False if it had none (any more). It may be another's.
+
+        Raises ValueError for what is no member's name.
+        """
+        if not isinstance(member, str) or not _parse_ticket(member) or member[0] == ".":
+            raise ValueError(f"member must be a name that register() returned, not {member!r}")
+        removed = _unlinked(self._root + member)
         _, fd = self._held.pop(member, (0, None))
         if fd is not None:
             _let_go(fd)
@@ -2295,11 +2718,11 @@ class TicketQueue:
 
     def cleanup_stale(self) -> int:
         """Remove the tickets of members that died or went stale; return how many."""
-        return sum(not self._lives(name) for _, _, name in self._tickets())
+        return sum(not self._lives(name) for _, name in self._tickets())
 
     def is_empty(self) -> bool:
         """Say whether nobody is in line."""
-        return not any(self._lives(name) for _, _, name in self._tickets())
+        return not any(self._lives(name) for _, name in self._tickets())
 
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if nobody is in line; say whether it went.
@@ -2329,7 +2752,7 @@ class TicketQueue:
             if self.stale_timeout is not None:
                 threading.Thread(target=self._touch, args=(member, over), daemon=True).start()
             while not self.is_head(ticket):
-                line = [t for t, _, _ in self._tickets()]
+                line = [t for t, _ in self._tickets()]
                 if ticket not in line:
                     raise FemtoQueueError(f"ticket {ticket} was passed over, or removed")
                 left_s = end_s - time.monotonic()
@@ -2371,14 +2794,14 @@ class TicketQueue:
                 _let_go(fd)
             return
 
-    def _tickets(self) -> list[tuple[int, str, str]]:
-        """Return number, member and file name of all tickets in line, in order."""
+    def _tickets(self) -> list[tuple[int, str]]:
+        """Return number and file name, which is the member, of all tickets in line, in order."""
         try:
             names = sorted(os.listdir(self._root))
         except FileNotFoundError:
             return []
         forms = [form for name in names if (form := _parse_ticket(name)) and name[0] != "."]
-        return [(int(form[1]), form[3], form[0]) for form in forms]
+        return [(int(form[1]), form[0]) for form in forms]
 
     def _lives(self, name: str) -> bool:
         """Say whether a ticket's member lives; remove the ticket if not."""
@@ -2478,10 +2901,13 @@ class _Bell:
     def __init__(self, root: str) -> None:
         self.rings, self.fd = 0, -1
         self._root, self._libc = root, _libc()
+        self._waker: tuple[int, ...] = ()  # the ends of a pipe, by which interrupt() is heard
         self._changed = threading.Condition()
         self._listening = False  # a thread waits at the descriptor, the others for that thread
         if self._libc is not None:
             self.fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)  # -1: too many
+        if self.fd >= 0:
+            self._waker = os.pipe()
         self.hears_all = self._watch() and _fs_type(root) in _LOCAL_TYPES
 
     def _watch(self) -> bool:
@@ -2516,9 +2942,21 @@ class _Bell:
         import select
 
         poll = select.poll()
-        poll.register(self.fd, select.POLLIN)
-        if poll.poll(int(seconds * 1000) + 1):
+        for fd in (self.fd, self._waker[0]):
+            poll.register(fd, select.POLLIN)
+        ready = {fd for fd, _ in poll.poll(int(seconds * 1000) + 1)}
+        if self.fd in ready:
             self.hear()
+        if self._waker[0] in ready:
+            os.read(self._waker[0], _PIPE_BYTES)
+
+    def interrupt(self) -> None:
+        """Ring, so that all who wait look again, though nothing has changed on the disk."""
+        with self._changed:
+            self.rings += 1
+            if self._listening:
+                os.write(self._waker[1], b"!")
+            self._changed.notify_all()
 
     def hear(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -2529,7 +2967,8 @@ class _Bell:
 
     def __del__(self) -> None:
         if self.fd >= 0 and os is not None:  # None: the interpreter ends
-            os.close(self.fd)
+            for fd in (self.fd, *self._waker):
+                os.close(fd)
 
 
 class _Hall:
@@ -2580,6 +3019,11 @@ class _Hall:
 
     def _wake_listeners(self) -> None:
         self.bell.hear()
+        self.ring()
+
+    def ring(self) -> None:
+        """Wake all coroutines that wait for the bell; in the loop's own thread."""
+        self.bell.rings += 1
         for ring in self._listeners:
             if not ring.done():
                 ring.set_result(None)
@@ -2610,15 +3054,15 @@ class _Processing:
                 queue.done(task)
             elif not isinstance(error, Exception):  # we are told to go
                 queue._give_back(task)
-            elif queue.max_attempts is not None and task.attempts >= queue.max_attempts:
+            elif queue.max_attempts is not None and _attempts_in(task.path) >= queue.max_attempts:
                 queue.fail(task, error)
             else:
-                queue.release(task, delay_s=queue._retry_delay_s(task.attempts))
+                queue.release(task, delay_s=queue._retry_delay_s(_attempts_in(task.path)))
                 self.outcome = "retried"
         except LeaseLost as lost:
             raise lost from error
         except OSError:
-            queue._abandon(task._lease)  # whoever can may deliver it again
+            queue._abandon(task.path)  # whoever can may deliver it again
             raise
         finally:
             with queue._lock:
@@ -2626,16 +3070,16 @@ class _Processing:
 
 
 def _renew_leases(
-    queue_ref: weakref.ref[FemtoQueue], renewer: threading.Event, lease_s: float
+    queue_ref: weakref.ref[FemtoQueue], renewer: threading.Event, first_pause_s: float
 ) -> None:
-    pause = _RENEWAL
-    while not renewer.wait(pause * lease_s):
+    pause_s = first_pause_s
+    while not renewer.wait(pause_s):
         queue = queue_ref()
         try:
-            pause = 0 if queue is None else queue._renew_all(renewer)
+            pause_s = 0 if queue is None else queue._renew_all(renewer)
         except BaseException:  # of what logs, say: no reason to lose all leases
-            pause = _RENEWAL / 10
-        if not pause:
+            pause_s = first_pause_s / 10
+        if not pause_s:
             return
         del queue  # asleep, we hold nobody
 
@@ -2659,8 +3103,8 @@ class _Crew:
 
         self._pid = os.getpid()
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
-        self._is_over = queue._is_drained if drain else None
-        self._stop = stop
+        self._drain, self._stop = drain, stop
+        self._closes = queue._closes
         self.in_this_thread = True  # the handler runs, if it is one at a time
         self.listens_to = [2, 15]  # SIGINT, SIGTERM
         self.signals: list[int] = []  # those that came
@@ -2694,7 +3138,8 @@ class _Crew:
 
     def _is_stopping(self) -> bool:
         told = self._stop is not None and self._stop.is_set()
-        return told or bool(self.signals) or self._error is not None
+        closed = self._queue._closes != self._closes
+        return told or closed or bool(self.signals) or self._error is not None
 
     def _take_all(self) -> None:
         queue = self._queue
@@ -2702,11 +3147,13 @@ class _Crew:
             if not self._has_free_hand():
                 continue
             # Not for long: whoever sets `stop` wakes nobody.
-            task = queue._wait_for(queue._take_oldest, _end_s(_BASE_INTERVAL_S), self._is_over)
+            end_s = _end_s(_BASE_INTERVAL_S)
+            task = queue._take_or_drained(end_s) if self._drain else queue.pop(_BASE_INTERVAL_S)
             if task is None:
-                if self._is_over is not None and self._is_over():
-                    return
-            elif self._is_stopping():
+                continue
+            if task is _NO_TASK:
+                return
+            if self._is_stopping():
                 queue._give_back(task)
             elif self._concurrency == 1 and self.in_this_thread:
                 self._running[id(task)] = task
@@ -2762,7 +3209,7 @@ class _Crew:
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
             if not processing.outcome:  # it could not even begin, or not be ended
-                self._queue._abandon(task._lease)
+                self._queue._abandon(task.path)
         finally:
             with self._free:
                 if self._running.pop(id(task), None) is not None:  # else counted as given back
@@ -2959,55 +3406,50 @@ class _Hint:
 
 
 class _Bucket:
-    """The lock of the keys of one hash, keys/<hash>, and a hint of where the task of each is.
+    """The lock of the keys of one hash, and a hint of where the task of each is.
 
-    A line for each: "<key> <path> <newer, or ->", then an empty one; one write() makes the change.
+    The lock is locks/<last two digits of the hash>, shared with the other hashes that end so. It is
+    never removed: who waited for the lock of a file that was removed meanwhile would have to see
+    that its path leads elsewhere by now, and on NFS or GlusterFS may be shown an old answer.
+
+    The hints stand in keys/<hash>, a line for each key: "<key> <path> <newer, or ->", then an empty
+    one; one write() makes the change, and what follows the empty line is of an older, longer one.
     A task that was killed, or moved by a pop() or a person, is not where the hint says: it is
     looked for then. A key without a hint has no task.
     """
 
-    def __init__(self, directory: str, tag: str, wait: bool) -> None:
-        self.tag, self._path = tag, f"{directory}/{tag}"
+    def __init__(self, root: str, tag: str, wait: bool, holds_lock: bool) -> None:
+        self.tag, self._path = tag, f"{root}keys/{tag}"
+        self._fd = None if holds_lock else _lock_of_keys(root, tag, wait)
         try:
-            self._fd = _open_locked(self._path, wait)
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(directory)  # the first key of all; if data_dir is gone, it says so
-            self._fd = _open_locked(self._path, wait)
-        try:
-            self.hints = self._read()
+            self.hints = _read_hints(root, tag)
         except BaseException:
-            _let_go(self._fd)
+            self._unlock()
             raise
         self._saved = self._text()
-
-    def _read(self) -> dict[str, _Hint]:
-        text = os.read(self._fd, os.fstat(self._fd).st_size).decode("ascii", "replace")
-        lines = text.partition("\n\n")[0].splitlines()
-        forms = [form for line in lines if (form := _parse_hint(line))]
-        # One that leads to a task of no key, or of another hash, would have it overwritten.
-        ours = ("-", f"-{self.tag}")
-        return {
-            form[1]: _Hint(form[2], form[4].strip("-"))
-            for form in forms
-            if form[2][-9:] == ours[1] and form[4][-9:] in ours
-        }
 
     def _text(self) -> str:
         lines = (f"{key} {hint.path} {hint.newer or '-'}\n" for key, hint in self.hints.items())
         return "".join(lines) + "\n"
 
     def save(self, sync: bool) -> None:
+        """Write the hints if they have changed."""
         text = self._text()
-        if text != self._saved:
-            os.pwrite(self._fd, text.encode("ascii"), 0)
+        if text == self._saved:
+            return
+        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | _WARY, 0o666)
+        try:
+            os.pwrite(fd, text.encode("ascii"), 0)
             self._saved = text
             if sync:
-                os.fsync(self._fd)
-                _sync_dir(os.path.dirname(self._path))
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        if sync:
+            _sync_dir(os.path.dirname(self._path))
 
     def close(self) -> None:
-        """Unlock; a bucket without a key goes."""
+        """Unlock; the hints of no key go."""
         try:
             with contextlib.suppress(OSError):  # of a hint nothing depends on its being right
                 if self.hints:
@@ -3016,7 +3458,51 @@ class _Bucket:
                     os.unlink(self._path)
         finally:
             with contextlib.suppress(OSError):  # what was done under the lock is done
-                _let_go(self._fd)
+                self._unlock()
+
+    def _unlock(self) -> None:
+        if self._fd is not None:
+            _let_go(self._fd)
+
+
+def _lock_of_keys(root: str, tag: str, wait: bool) -> _LockFd:
+    """Open and take the lock of the keys of a hash; BlockingIOError as in _lock_file()."""
+    path = f"{root}locks/{tag[-2:]}"
+    try:
+        fd = _open_to_lock(path, _LOCK_FLAGS)
+    except FileNotFoundError:
+        for name in ("locks", "keys"):  # the first key of all; if data_dir is gone, it says so
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(root + name)
+        fd = _open_to_lock(path, _LOCK_FLAGS)
+    try:
+        _lock_file(fd, path, wait)
+    except BaseException:
+        _let_go(fd)
+        raise
+    return fd
+
+
+def _read_hints(root: str, tag: str) -> dict[str, _Hint]:
+    """Return what keys/<hash> says of each key: nothing, if it is not there."""
+    try:
+        fd = os.open(f"{root}keys/{tag}", _READ_FLAGS)
+    except OSError as error:
+        if error.errno not in _GONE:
+            raise
+        return {}
+    try:
+        text = os.read(fd, os.fstat(fd).st_size).decode("ascii", "replace")
+    finally:
+        os.close(fd)
+    lines = text.partition("\n\n")[0].splitlines()
+    # One that leads to a task of no key, or of another hash, would have it overwritten.
+    ours = ("-", f"-{tag}")
+    return {
+        form[1]: _Hint(form[2], form[4].strip("-"))
+        for form in map(_parse_hint, lines)
+        if form and form[2][-9:] == ours[1] and form[4][-9:] in ours
+    }
 
 
 # Names
@@ -3212,12 +3698,21 @@ def _read_rest(fd: int, start: int, length: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _read_task(path: str, attempts: int, ident: str) -> FemtoTask | None:
+def _read_head(path: str) -> tuple[str | None, int | None]:
+    """Return a task's key and size by its first line; (None, None) if that is not valid."""
     try:
-        data, key = _read_record(path, ident)
-        return FemtoTask(ident, data, attempts, key)
-    except FileNotFoundError:
-        return None  # RACE: it moved on
+        fd = os.open(path, _READ_FLAGS)
+        try:
+            header = _match_header(os.read(fd, 1024))
+        finally:
+            os.close(fd)
+    except OSError:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return None, None
+        raise
+    if header is None:
+        return None, None
+    return (_unquoted(header[3].decode()) if header[3] else None), int(header[2])
 
 
 # Files
@@ -3392,6 +3887,7 @@ def _fs_type(directory: str) -> int:
     return 0 if failed else status[0] & 0xFFFFFFFF
 
 
+@functools.lru_cache(maxsize=1)
 def _libc() -> Any:
     """Return the C library if it is that of a Linux that has all we want of it, else None."""
     try:
@@ -3408,6 +3904,21 @@ def _libc_error(path: str) -> OSError:
     import ctypes
 
     return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+
+
+def _exchange(first: str, second: str) -> None:
+    """Swap what two paths lead to, in one step: renameat2(2) with RENAME_EXCHANGE.
+
+    Raises FileNotFoundError if one is not there, ENOSYS where there is no such call, EINVAL where
+    the file system does not offer it, any other OSError as rename() does.
+    """
+    libc = _libc()
+    renameat2 = getattr(libc, "renameat2", None)
+    if renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), second)
+    at_cwd = -100  # AT_FDCWD; both paths are absolute
+    if renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), _RENAME_EXCHANGE):
+        raise _libc_error(second)
 
 
 # Locks: who is alive
@@ -3428,27 +3939,30 @@ def _flock(fd: int, how: str) -> bool | None:
     return True
 
 
-def _open_locked(path: str, wait: bool = True) -> _LockFd:
-    """Open a file, made if it is missing, and take the exclusive lock on it.
-
-    Raises BlockingIOError if somebody has it and wait is False.
-    """
-    if fcntl is None:
-        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
+def _open_locked(path: str) -> _LockFd:
+    """Open a file, made if it is missing, and take the exclusive lock on it."""
     while True:
         fd = _open_to_lock(path, _LOCK_FLAGS)
         try:
-            locked = _flock(fd, "exclusive, waiting" if wait else "exclusive")
-            if locked is False:
-                raise BlockingIOError(errno.EWOULDBLOCK, "somebody has its lock", path)
-            if locked is None:
-                raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
+            _lock_file(fd, path)
             if _leads_to(path, fd):
                 return fd
         except BaseException:
             _let_go(fd)
             raise
         _let_go(fd)  # RACE: whoever had it removed the file; not this one, then
+
+
+def _lock_file(fd: _LockFd, path: str, wait: bool = True) -> None:
+    """Take the exclusive lock of an open file.
+
+    Raises BlockingIOError if somebody has it and wait is False, OSError where there is no flock.
+    """
+    locked = _flock(fd, "exclusive, waiting" if wait else "exclusive")
+    if locked is False:
+        raise BlockingIOError(errno.EWOULDBLOCK, "somebody has its lock", path)
+    if locked is None:
+        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
 
 
 class _LockFd(int):
@@ -3467,6 +3981,8 @@ class _LockFd(int):
 
 
 def _open_to_lock(path: str, flags: int = _DIR_FLAGS) -> _LockFd:
+    if fcntl is None:
+        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
     fd = _LockFd(os.open(path, flags, 0o666))
     _lock_fds.add(int(fd))
     return fd
@@ -3516,6 +4032,13 @@ def _liveness(directory: str, has_leases_of_this_boot: bool) -> str:
 
 
 # Clocks
+
+
+def _utc(ns: int) -> datetime:
+    """Return nanoseconds since the epoch as a datetime."""
+    from datetime import datetime, timedelta, timezone
+
+    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=ns // 1000)
 
 
 def _wall_ns() -> int:
@@ -3594,7 +4117,7 @@ def _check_lease(task: object) -> None:
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
         raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
-    if not task._lease:
+    if not task._lease_ns:
         raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
 
 
@@ -4298,17 +4821,17 @@ def _pop_command(path: str, words: list[str], options: Any) -> int:
     nothing is to be had. With --payload, the payload is printed, and the name on standard error.
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
     """
-    with _open(path, node_id=options.node, timeout_stale_ms=options.timeout * 1000) as q:
-        q._detached = True
+    settings = {"node_id": options.node, "timeout_stale_ms": options.timeout * 1000}
+    with _open(path, detached=True, **settings) as q:
         task = q.pop(options.wait) if options.key is None else q.take(options.key, options.wait)
         if task is None:
             return 1
         try:
             if options.payload:
                 sys.stdout.buffer.write(task.data)
-                print(task._lease, file=sys.stderr)
+                print(task.path, file=sys.stderr)
             else:
-                print(task._lease)
+                print(task.path)
             sys.stdout.flush()
         except OSError:  # nobody knows of it
             q._give_back(task)
@@ -4316,22 +4839,12 @@ def _pop_command(path: str, words: list[str], options: Any) -> int:
     return 0
 
 
-def _leased(q: FemtoQueue, word: str) -> FemtoTask:
-    """Return the task in flight of a lease's name or an id, to be settled; not its payload."""
-    name = word.rpartition("/")[2]
-    for path, attempts, ident in q._find("inflight"):
-        lease = path[len(q._root) :]
-        if word == lease or name in (os.path.basename(lease), ident):
-            return FemtoTask(ident, b"", attempts, None, b"", lease)  # it may have a checkpoint
-    raise LeaseLost(_ident_of(name), True, "it is not in flight by that name (any more)")
-
-
 def _each_lease(path: str, words: list[str], settle: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
     """Settle the leases that words name; those that can't be are told, and the status is 1."""
     if not words:
         raise ValueError("which task? The name that `pop` printed, or an id, is missing")
     with _open(path) as q:
-        return _each(words, lambda word: settle(q, _leased(q, word)))
+        return _each(words, lambda word: settle(q, q.attach(word)))
 
 
 def _each(words: list[str], act: Callable[[str], Any]) -> int:
@@ -4387,7 +4900,7 @@ def _extend_command(path: str, words: list[str], options: Any) -> int:
 
     def extend(q: FemtoQueue, task: FemtoTask) -> None:
         q.extend(task, options.timeout * 1000)
-        print(task._lease)
+        print(task.path)
 
     return _each_lease(path, words, extend)
 
@@ -4416,20 +4929,6 @@ def _rows(q: FemtoQueue, states: Iterable[str]) -> Iterator[dict[str, Any]]:
                 "node": node if state == "inflight" else None,
                 "left_s": left_s,
             }
-
-
-def _read_head(path: str) -> tuple[str | None, int | None]:
-    """Return a task's key and size by its first line; (None, None) if that is none."""
-    fd = os.open(path, _READ_FLAGS)
-    try:
-        header = _match_header(os.read(fd, 1024))
-    except IsADirectoryError:
-        header = None
-    finally:
-        os.close(fd)
-    if header is None:
-        return None, None
-    return (_unquoted(header[3].decode()) if header[3] else None), int(header[2])
 
 
 def _ls_command(path: str, words: list[str], options: Any) -> int:

@@ -96,7 +96,11 @@ def hooked(hook: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     for name in SYSCALLS:
         if hasattr(os, name):
             setattr(fake, name, wrap(name, getattr(os, name)))
-    with mock.patch.object(femtoqueue, "os", fake):
+    exchange = wrap("exchange", femtoqueue._exchange)
+    with (
+        mock.patch.object(femtoqueue, "os", fake),
+        mock.patch.object(femtoqueue, "_exchange", exchange),
+    ):
         yield
 
 
@@ -221,6 +225,10 @@ class QueueCase(unittest.TestCase):
 
     def file(self, *parts: str) -> str:
         return os.path.join(self.path, *parts)
+
+    def lock_of(self, key: str) -> int:
+        """Open the file that is locked by whoever works on a key."""
+        return os.open(self.file("locks", femtoqueue._key_tag(key)[-2:]), os.O_RDWR)
 
     def put(self, name: str, content: bytes, directory: str = "pending") -> str:
         path = self.file(directory, name)
@@ -584,7 +592,7 @@ class Looking(QueueCase):
         q.release(task)
         self.assertEqual(q.peek(ident), FemtoTask(ident, b"x", 1))
         q.fail(self.pop(q))
-        self.assertEqual(q.peek(ident), FemtoTask(ident, b"x", 0))
+        self.assertEqual(q.peek(ident), FemtoTask(ident, b"x", None))
         later = q.schedule(b"later", (time.time() + 1000) * 1e6)
         self.assertEqual(q.peek(later), FemtoTask(later, b"later", 0))
         self.assertIsNone(q.peek("0" * 20 + "-" + "0" * 8))
@@ -895,7 +903,7 @@ class Leases(QueueCase):
         """<boot> 00000000: neither a death nor a restart of the node ends it."""
         q, clock = self.queue(), self.clock()
         q.push(b"x")
-        lease = self.pop(q)._lease
+        lease = self.pop(q).path
         detached = lease.replace(f"~{q._boot}~", "~00000000~")
         os.rename(self.file(lease), self.file(detached))
         q.close()
@@ -1046,7 +1054,7 @@ class Liveness(QueueCase):
         """Its directory may be another host's too, by the same node_id; that one may live."""
         q = self.queue()
         q.push_many([b"1", b"2"])
-        mine = os.path.basename(self.pop(q)._lease)
+        mine = os.path.basename(self.pop(q).path)
         child, _ = self.worker("dead")
         theirs = mine.replace(f"~{q._boot}~", "~12345678~")
         os.rename(self.file("inflight-n1", mine), self.file("inflight-dead", theirs))
@@ -1111,7 +1119,7 @@ class Liveness(QueueCase):
 
         q = self.queue("n1")
         q.push(b"x")
-        lease = self.pop(q)._lease
+        lease = self.pop(q).path
         os.mkdir(self.file("inflight-n2"))
         os.rename(self.file(lease), self.file(f"inflight-n2/{os.path.basename(lease)}"))
         observer, flock = os.open(self.file("inflight-n2"), os.O_RDONLY), fcntl.flock
@@ -1446,7 +1454,7 @@ class Sharing(QueueCase):
             task = q.pop()
             now_ns = q._now_ns()
         assert task is not None
-        self.assertGreater(int(os.path.basename(task._lease)[:20]), now_ns)
+        self.assertGreater(int(os.path.basename(task.path)[:20]), now_ns)
 
     def test_a_renewal_and_a_finish_in_two_threads_do_not_lose_each_other(self) -> None:
         """done() right after extend() in another thread finds the renewed name."""
@@ -1734,7 +1742,7 @@ class Keyed(QueueCase):
         self.pop(other)
         q.schedule(b"3", 1, key="busy")
         clock.advance(31)
-        fds = [os.open(self.file("keys", femtoqueue._key_tag(k)), os.O_RDWR) for k in ("k", "busy")]
+        fds = [self.lock_of("k"), self.lock_of("busy")]
         for fd in fds:
             fcntl.flock(fd, fcntl.LOCK_EX)
         self.assertEqual(self.drain(q), [b"2"])
@@ -1786,26 +1794,27 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"4"])
         self.nothing_in_keys()
 
-    def test_a_lock_that_was_removed_before_it_was_taken_is_not_taken_for_the_one(self) -> None:
-        """Who had it removed it, as its key had no task any more; the next one made another."""
-        q, take = self.queue(), femtoqueue._flock
-        ident = q.push(b"1", key="k")
-        path = self.file("keys", femtoqueue._key_tag("k"))
+    def test_the_lock_of_a_key_outlives_the_key(self) -> None:
+        """Who waited for the lock of a file that was removed may be shown its old path for a while
+        by a network file system, and take itself to be the only one."""
+        q = self.queue()
+        for number in (1, 2):
+            q.push(b"%d" % number, key="k")
+            os.close(self.lock_of("k"))
+            q.done(self.pop(q))
+            self.nothing_in_keys()
+        self.assertEqual(self.names("locks"), [femtoqueue._key_tag("k")[-2:]])
 
-        def replace_then(fd: int, how: str) -> bool | None:
-            if how.startswith("exclusive") and not replaced:
-                with open(path, "rb") as file:
-                    replaced.append(file.read())
-                os.unlink(path)
-                self.put(os.path.basename(path), replaced[0], "keys")
-                os.ftruncate(fd, 0)
-            return take(fd, how)
-
-        replaced: list[bytes] = []
-        with q, mock.patch.object(femtoqueue, "_flock", replace_then):
-            q._take_place()
-            replaced.clear()
-            self.assertEqual(q.push(b"2", key="k"), ident)
+    def test_in_a_signal_handler_a_key_with_the_same_lock_does_not_wait_for_itself(self) -> None:
+        q = self.queue()
+        slot = femtoqueue._key_tag("k")[-2:]
+        keys = (f"{n}" for n in itertools.count())
+        other = next(key for key in keys if femtoqueue._key_tag(key).endswith(slot))
+        with q._bucket(femtoqueue._key_tag("k")):
+            q.push(b"2", key=other)
+            with self.assertRaises(BlockingIOError):
+                femtoqueue._lock_of_keys(q._root, femtoqueue._key_tag("k"), False)
+        self.assertEqual(self.drain(q), [b"2"])
 
     def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -1839,7 +1848,7 @@ class Keyed(QueueCase):
         ident = q.push(b"1", key="k")
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "replace" and "/creating/" in args[0]:
+            if name == "exchange":
                 self.fail_with(errno.EIO)
 
         with hooked(refuse):
@@ -1895,7 +1904,7 @@ class Keyed(QueueCase):
             waits.set()
             return flock(lock, how)
 
-        fd = os.open(self.file("keys", femtoqueue._key_tag("k")), os.O_RDWR)
+        fd = self.lock_of("k")
         fcntl.flock(fd, fcntl.LOCK_EX)
         waiter = threading.Thread(target=q.push, args=(b"3",), kwargs={"key": "k"}, daemon=True)
         worker = threading.Thread(target=self.drain, args=(q,), daemon=True)
@@ -1919,7 +1928,7 @@ class Keyed(QueueCase):
         interrupt = mock.patch.object(femtoqueue._Bucket, "close", side_effect=KeyboardInterrupt)
         with interrupt, self.assertRaises(KeyboardInterrupt):
             q.push(b"1", key="k")
-        fd = os.open(self.file("keys", femtoqueue._key_tag("k")), os.O_RDWR)
+        fd = self.lock_of("k")
         self.addCleanup(os.close, fd)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -1993,7 +2002,7 @@ class Keyed(QueueCase):
         q.push(b"1", key="k")
         task = self.pop(q)
         q.push(b"2", key="k")
-        os.unlink(self.file(task._lease))
+        os.unlink(self.file(task.path))
         self.assertRaises(LeaseLost, q.done, task)
         clock.advance(0.5)
         self.assertEqual(self.drain(q), [b"2"])
@@ -2004,10 +2013,10 @@ class Keyed(QueueCase):
 
         q = self.queue("same", timeout_stale_ms=None)
         q.push(b"1", key="k")
-        lease = self.pop(q)._lease
+        lease = self.pop(q).path
         os.rename(self.file("inflight-same"), self.file("inflight-other"))
         other, clock = self.queue("other"), self.clock()
-        fd = os.open(self.file("keys", femtoqueue._key_tag("k")), os.O_RDWR)
+        fd = self.lock_of("k")
         fcntl.flock(fd, fcntl.LOCK_EX)
         assert q._lease_fd is not None
         femtoqueue._let_go(q._lease_fd)
@@ -2030,7 +2039,7 @@ class Keyed(QueueCase):
         assert q._lease_fd is not None
         femtoqueue._let_go(q._lease_fd)
         q._lease_fd = None
-        lock = self.file("keys", femtoqueue._key_tag("k"))
+        lock = self.file("locks", femtoqueue._key_tag("k")[-2:])
         os.unlink(lock)
         os.mkdir(lock)
         other, clock = self.queue("other"), self.clock()
@@ -2114,13 +2123,13 @@ class Keyed(QueueCase):
         q.push(b"1", key="another")
 
         def note(name: str, args: tuple[Any, ...]) -> None:
-            if name in ("pwrite", "fsync", "replace", "rename"):
+            if name in ("pwrite", "fsync", "replace", "rename", "exchange"):
                 is_dir = name == "fsync" and stat.S_ISDIR(os.fstat(args[0]).st_mode)
                 seen.append(f"{name} dir" if is_dir else name)
 
         for wanted in (
             ["pwrite", "fsync", "fsync dir", "replace", "fsync", "fsync dir"],
-            ["fsync", "rename", "replace", "replace", "fsync", "fsync dir"],
+            ["fsync", "exchange", "fsync", "fsync dir"],
         ):
             with hooked(note):
                 q.push(b"1", key="k")
@@ -2877,12 +2886,12 @@ class Faults(Interrupted):
 
     def test_an_error_of_close_undoes_nothing_that_was_done_under_a_keys_lock(self) -> None:
         q = self.queue()
-        with hooked(self.failing_close("/keys/")):
+        with hooked(self.failing_close("/locks/")):
             q.push(b"x", key="k")
-        with hooked(self.failing_close("/keys/")):
+        with hooked(self.failing_close("/locks/")):
             task = q.take("k")
         assert task is not None
-        with hooked(self.failing_close("/keys/")):
+        with hooked(self.failing_close("/locks/")):
             q.done(task)
         self.assertEqual(self.states(), {"done": 1})
 
@@ -3179,6 +3188,13 @@ class Known:
     by: int = 0  # the worker who put it there
     told: set[int] = dataclasses.field(default_factory=set)  # workers who need no listing for it
     ready_ns: int | None = None  # since when any pop() should bring it back
+    is_bare: bool = True  # its name is its id
+
+    @property
+    def seen(self) -> FemtoTask:
+        """What looking at it gives."""
+        ended = self.state in ("done", "failed") and self.is_bare
+        return FemtoTask(self.id, self.data, None if ended else self.attempts, self.key)
 
     @property
     def directory(self) -> str:
@@ -3239,7 +3255,7 @@ class Twin:
         task.step, task.since_ns, task.by = self.step, self.now_ns(), self.worker
         task.told = set() if self.pushing else {self.worker}
         if state in ("done", "failed"):
-            task.attempts = 0
+            task.attempts, task.is_bare = 0, True
         if state == "pending":
             self.entered.setdefault((at_ns, task.attempts, task.id), self.step)
 
@@ -3376,6 +3392,7 @@ class Twin:
 class Held:
     task: FemtoTask
     end_ns: int
+    lasts_ns: int  # what extend() makes it last again, whoever calls it
 
 
 @dataclasses.dataclass
@@ -3630,7 +3647,7 @@ class Fuzz:
         demand(task.attempts < (w.q.max_attempts or 10**9), "delivered too often")
         was = dataclasses.replace(task)  # its `told` is its own: move() makes a new one
         self.model.lease(task, lease, w.q.node_id, w.lasts_ns)
-        self.held.append(Held(lease, task.at_ns))
+        self.held.append(Held(lease, task.at_ns, w.lasts_ns))
         return was
 
     def check_chores(self, w: Worker) -> None:
@@ -3712,7 +3729,7 @@ class Fuzz:
     def extend(self, w: Worker, held: Held, task: Known | None) -> None:
         ms = self.chance.choice((None, 1, 60_000))
         w.q.extend(held.task, ms)
-        held.end_ns = self.model.now_ns() + (w.lasts_ns if ms is None else ms * 1_000_000)
+        held.end_ns = self.model.now_ns() + (held.lasts_ns if ms is None else ms * 1_000_000)
         if task is not None:
             task.at_ns, task.ready_ns = held.end_ns, None
 
@@ -3802,7 +3819,7 @@ class Fuzz:
         attempts = task.attempts if "~" in name else 0
         self.model.worker = 0
         self.model.move(task, state, int(name[:20]))
-        task.attempts = attempts
+        task.attempts, task.is_bare = attempts, "~" not in name
         self.model.entered.setdefault((task.at_ns, attempts, task.id), self.model.step)
 
     # Looking
@@ -3831,7 +3848,7 @@ class Fuzz:
     def look_at_tasks(self, q: FemtoQueue) -> None:
         for state in femtoqueue.STATES:
             known = sorted(self.model.those(state), key=lambda task: task.directory)
-            expected = [FemtoTask(task.id, task.data, task.attempts, task.key) for task in known]
+            expected = [task.seen for task in known]
             found = [*q.tasks(state)]
             demand(found == expected, f"{state} has {found}, not {expected}")
             keys = [task.key for task in known if task.key is not None]
@@ -3840,12 +3857,12 @@ class Fuzz:
     def look_at_one(self, q: FemtoQueue) -> None:
         task = self.chance.choice([*self.model.tasks.values(), None])
         found = q.peek(task.id if task else "0" * 20 + "-00000000")
-        expected = task and FemtoTask(task.id, task.data, task.attempts, task.key)
+        expected = task and task.seen
         demand(found == expected, f"peek() gave {found}, not {expected}")
         key = self.chance.choice(self.KEYS)
         task = self.model.of_key(key)
         demand(q.contains(key) == (task is not None), f"contains({key}) of {task}")
-        expected = task and FemtoTask(task.id, task.data, task.attempts, task.key)
+        expected = task and task.seen
         demand(q.peek(key=key) == expected, f"peek() did not give {expected}")
 
     def finish(self) -> None:
@@ -4555,7 +4572,7 @@ class Tickets(QueueCase):
     def test_a_holder_touches_its_ticket(self) -> None:
         line = self.line(stale_timeout=0.02)
         with line.turn() as ticket:
-            path = self.file("line", line._tickets()[0][2])
+            path = self.file("line", line._tickets()[0][1])
             os.utime(path, (0, 0))
             while os.stat(path).st_mtime == 0:
                 time.sleep(0.001)
@@ -5160,7 +5177,7 @@ class Coroutines(QueueCase):
     def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
-        lock = femtoqueue._open_locked(self.file("keys", *self.names("keys")))
+        lock = femtoqueue._lock_of_keys(q._root, femtoqueue._key_tag("k"), True)
         self.assertIsNone(self.run_async(q.take_async("k", 0.01)))
         femtoqueue._let_go(lock)
         self.assertIsNotNone(self.run_async(q.take_async("k", 0.01)))
@@ -5207,8 +5224,8 @@ class Coroutines(QueueCase):
         q = self.queue()
         got, go = threading.Event(), threading.Event()
 
-        def slowly() -> FemtoTask | None:
-            task = FemtoQueue._take_oldest(q)
+        def slowly(lasts_ns: int) -> FemtoTask | None:
+            task = FemtoQueue._take_oldest(q, lasts_ns)
             got.set()
             go.wait(60)
             return task
@@ -5235,7 +5252,7 @@ class Coroutines(QueueCase):
 
         q, go = self.queue(), threading.Event()
 
-        def stuck() -> FemtoTask | None:
+        def stuck(lasts_ns: int) -> FemtoTask | None:
             go.wait(60)
             return None
 
@@ -5425,13 +5442,13 @@ class Processing(QueueCase):
             q.push(name)
         first, second = self.pop(q), self.pop(q)
         with q.processing(first), q.processing(second):
-            leases = {first._lease, second._lease}
+            leases = {first.path, second.path}
             self.assertEqual(len({*threading.enumerate()} - before), 1)
-            self.until(lambda: not {first._lease, second._lease} & leases)
+            self.until(lambda: not {first.path, second.path} & leases)
         self.until(lambda: not {*threading.enumerate()} - before)
         with q.processing(_pushed_and_taken(q)) as task:
-            lease = task._lease
-            self.until(lambda: task._lease != lease)
+            lease = task.path
+            self.until(lambda: task.path != lease)
 
     def test_an_object_that_is_dropped_leaves_its_place_at_once(self) -> None:
         """The thread that renews does not hold it."""
@@ -5471,8 +5488,8 @@ class Processing(QueueCase):
             tried = mock.Mock(side_effect=SystemExit)
             with mock.patch.object(q, "_renew_all", tried):
                 self.until(lambda: tried.call_count > 2)
-            lease = task._lease
-            self.until(lambda: task._lease != lease)
+            lease = task.path
+            self.until(lambda: task.path != lease)
 
     def test_a_block_does_not_begin_with_a_lease_that_was_given_back(self) -> None:
         q = self.queue()
@@ -5517,12 +5534,12 @@ class Processing(QueueCase):
         q = self.queue(timeout_stale_ms=90)
         task = _pushed_and_taken(q)
         with q.processing(task):
-            lease = task._lease
+            lease = task.path
             with hooked(failing("replace", task.id, errno.EIO)):
                 tried = mock.Mock(wraps=q._extend)
                 with mock.patch.object(q, "_extend", tried):
                     self.until(lambda: tried.call_count > 0)
-            self.until(lambda: task._lease != lease)
+            self.until(lambda: task.path != lease)
         self.assertEqual(self.states(), {"done": 1})
 
     def test_who_holds_up_a_key_does_not_keep_other_leases_from_renewal(self) -> None:
@@ -5531,16 +5548,16 @@ class Processing(QueueCase):
         q.push(b"keyed", key="k")
         keyed = self.pop(q)
         other = _pushed_and_taken(q)
-        before = keyed._lease, other._lease
+        before = keyed.path, other.path
         with q.processing(keyed), q.processing(other):
-            lock = femtoqueue._open_locked(self.file("keys", *self.names("keys")))
+            lock = femtoqueue._lock_of_keys(q._root, femtoqueue._key_tag("k"), True)
             pause = q._renew_all(q._renewer)
-            self.assertEqual(keyed._lease, before[0])
-            self.assertNotEqual(other._lease, before[1])
-            self.assertLess(pause, femtoqueue._RENEWAL)
+            self.assertEqual(keyed.path, before[0])
+            self.assertNotEqual(other.path, before[1])
+            self.assertLess(pause, q._renewal_s)
             femtoqueue._let_go(lock)
-            self.assertEqual(q._renew_all(q._renewer), femtoqueue._RENEWAL)
-            self.assertNotEqual(keyed._lease, before[0])
+            self.assertEqual(q._renew_all(q._renewer), 30 * femtoqueue._RENEWAL)
+            self.assertNotEqual(keyed.path, before[0])
 
     def test_a_thread_that_can_not_be_started_is_an_error_and_the_next_one_is(self) -> None:
         q = self.queue(timeout_stale_ms=60)
@@ -5549,8 +5566,8 @@ class Processing(QueueCase):
         with broken, self.assertRaises(RuntimeError), q.processing(task):
             self.fail("the block must not begin")
         with q.processing(task):
-            lease = task._lease
-            self.until(lambda: task._lease != lease)
+            lease = task.path
+            self.until(lambda: task.path != lease)
 
     def test_ctrl_c_at_the_start_leaves_nothing_that_is_renewed_for_nobody(self) -> None:
         q = self.queue()
@@ -5589,7 +5606,7 @@ class Processing(QueueCase):
         q = self.queue(timeout_stale_ms=None)
         task = _pushed_and_taken(q)
         with (
-            hooked(failing("replace", f"/{task._lease}", errno.EIO)),
+            hooked(failing("replace", f"/{task.path}", errno.EIO)),
             self.assertRaises(OSError),
             q.processing(task),
         ):
@@ -5826,8 +5843,8 @@ class Work(QueueCase):
             broken.wait(60)
             finished.append(task.data)
 
-        def look() -> FemtoTask | None:
-            task = FemtoQueue._take_oldest(q)
+        def look(lasts_ns: int) -> FemtoTask | None:
+            task = FemtoQueue._take_oldest(q, lasts_ns)
             if task is None:
                 broken.set()
                 self.fail_with(errno.EIO)
@@ -6537,7 +6554,7 @@ class Documents(unittest.TestCase):
                 self.assertTrue(hasattr(FemtoQueue, name), name)
         moves = {name for name in vars(FemtoQueue) if self.commits(name)}
         self.assertLessEqual(
-            moves - {"_make_dirs", "_shrink_pending", "_sweep", "_rename"},
+            moves - {"_make_lease_dir", "_shrink_pending", "_sweep", "_rename"},
             {*re.findall(r"\w+", table)},
         )
 

@@ -955,7 +955,7 @@ class TooEarly(FemtoQueue):
         if moves is not None:
             os.rename(*moves)
 
-    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         self.catch_up()
         return super().pop(timeout)
 
@@ -963,7 +963,7 @@ class TooEarly(FemtoQueue):
 class SaysEmpty(FemtoQueue):
     """pop() makes "nothing is there" of an error."""
 
-    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         try:
             return super().pop(timeout)
         except OSError:
@@ -975,7 +975,7 @@ class GivesUp(FemtoQueue):
 
     broke = False
 
-    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         try:
             return None if self.broke else super().pop(timeout)
         except OSError:

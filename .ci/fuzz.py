@@ -565,9 +565,13 @@ def released_to_the_back(q: FemtoQueue, task: FemtoTask, **how: Any) -> None:
     release(q, task, **{**how, "front": False})
 
 
-def read_any_hint(bucket: femtoqueue._Bucket) -> dict[str, femtoqueue._Hint]:
+def read_any_hint(root: str, tag: str) -> dict[str, femtoqueue._Hint]:
     """As it was once: a line that leads to another key's task is believed."""
-    text = os.read(bucket._fd, 1 << 20).decode("ascii", "replace").partition("\n\n")[0]
+    try:
+        with open(f"{root}keys/{tag}", encoding="ascii", errors="replace") as file:
+            text = file.read().partition("\n\n")[0]
+    except FileNotFoundError:
+        return {}
     forms = [form for line in text.splitlines() if (form := femtoqueue._parse_hint(line))]
     return {form[1]: femtoqueue._Hint(form[2], form[4].strip("-")) for form in forms}
 
@@ -600,7 +604,7 @@ BROKEN: tuple[tuple[str, str, object, dict[str, Any]], ...] = (
         "_PARSE": parsers, "_parse_pending": parsers["pending"],
     }),
     ("no checksum is checked", "contents", femtoqueue, {"_read_record": read_unchecked}),
-    ("hints are believed", "contents", femtoqueue._Bucket, {"_read": read_any_hint}),
+    ("hints are believed", "contents", femtoqueue, {"_read_hints": read_any_hint}),
 )  # fmt: skip
 
 

@@ -362,7 +362,7 @@ class Actor:
         return task
 
     def deadline_s(self, task: FemtoTask) -> float:
-        name = task._lease.rpartition("/")[2]
+        name = task.path.rpartition("/")[2]
         return (int(name[:20]) - self.q._anchor_ns) / 1e9
 
     def work(self, task: FemtoTask) -> None:

@@ -1074,7 +1074,7 @@ class AcknowledgesFirst(FemtoQueue):
 
 
 class PopWithoutLease(FemtoQueue):
-    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         return next(self.tasks("pending"), None)
 
     def done(self, task: FemtoTask) -> None:
@@ -1100,7 +1100,7 @@ class SchedulesAtOnce(FemtoQueue):
 
 
 class TakesTheRubbishOut(FemtoQueue):
-    def pop(self, timeout: float | None = 0) -> FemtoTask | None:
+    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         for directory in ("pending", "scheduled", "keys"):
             for path in glob.glob(f"{self.data_dir}/{directory}/*[!0-9a-f]"):
                 with contextlib.suppress(OSError):
