@@ -1568,11 +1568,11 @@ class FemtoQueue:
             return None  # it could be leased, but never finished
         if self.max_attempts is not None and attempts >= self.max_attempts:
             self._give_up(waiting, ident, attempts)
-            return None
-        lease_name = self._seize(waiting, min(attempts + 1, _MOST_ATTEMPTS), ident, lasts_ns)
-        if lease_name:
-            return self._read_leased(lease_name, waiting, form, lasts_ns)
-        if attempts and _is_keyed(ident) and waiting.startswith("pending/"):
+        else:
+            lease_name = self._seize(waiting, min(attempts + 1, _MOST_ATTEMPTS), ident, lasts_ns)
+            if lease_name:
+                return self._read_leased(lease_name, waiting, form, lasts_ns)
+        if attempts and _may_be_renamed(name):
             # RACE: its payload was replaced after we listed it; its place is still this one.
             return self._claim(_renewed(waiting, None), lasts_ns)
         self._pass_over_the_taken()
@@ -1696,7 +1696,11 @@ class FemtoQueue:
         """
         pending = f"{self._root}pending/"
         with self._lock:
-            while self._batch and not os.access(pending + self._batch[-1], os.F_OK):
+            while (
+                self._batch
+                and not os.access(pending + self._batch[-1], os.F_OK)
+                and not _may_be_renamed(self._batch[-1])
+            ):
                 self._batch.pop()
 
     def _settle(self, task: FemtoTask, target: str) -> str:
@@ -3519,6 +3523,12 @@ def _renewed(path: str, due_ns: int | None) -> str:
     if due_ns is not None:
         return f"scheduled/{_stamped(due_ns, 0, _id_in(name))}"
     return f"{state}/{name if len(name) == 29 else _stamped(int(name[:20]), 0, _id_in(name))}"
+
+
+def _may_be_renamed(name: str) -> bool:
+    """Whether a task of that name in pending/ gets another one there with a new payload."""
+    form = _parse_pending(name)
+    return form is not None and form[1] is not None and _is_keyed(form[2])
 
 
 def _is_keyed(ident: str) -> bool:

@@ -3273,16 +3273,14 @@ class Twin:
             self.move(task, "scheduled", due_ns)
 
     def replace(self, task: Known, data: bytes, due_ns: int | None) -> None:
-        """A push for a key that waits."""
-        task.data = data
-        task.told.add(self.worker)
-        if due_ns is not None or task.attempts:
-            task.attempts = 0
-            self.move(
-                task,
-                task.state if due_ns is None else "scheduled",
-                task.at_ns if due_ns is None else due_ns,
-            )
+        """A push for a key that waits. Without a new time its place is kept, for workers too who
+        listed it under the name that counts its deliveries."""
+        step = self.entered.get((task.at_ns, task.attempts, task.id))
+        task.data, task.attempts = data, 0
+        if due_ns is not None:
+            self.move(task, "scheduled", due_ns)
+        elif step is not None:
+            self.entered.setdefault((task.at_ns, 0, task.id), step)
 
     def put_behind(self, task: Known, ident: str, data: bytes, due_ns: int | None) -> None:
         newer = task.behind
