@@ -1474,6 +1474,8 @@ class FemtoQueue:
         pause_s = self._renewal_s
         for processing in under_way:
             task = processing.task
+            if self._left_ns(task) - pause_s * 1e9 >= task._lease_ns * (1 - _RENEWAL):
+                continue  # the next time will do: shorter leases make us come by more often
             try:
                 if id(task) in self._under_way:
                     # Not waiting for the lock of its key: somebody may be stopped while he has it.
@@ -2132,6 +2134,8 @@ class FemtoQueue:
         if hint is not None and _id_in(hint.path) == ident:
             return True
         with self._bucket(_key_tag(name)) as bucket:
+            if self._is_shared():
+                bucket.hints = self._listed_hints(bucket, but=lease)
             path = self._find_key(bucket, name)
             if path is None:
                 bucket.hints[name] = _Hint(lease)
@@ -2173,8 +2177,8 @@ class FemtoQueue:
             self._shared = _fs_type(self._root) not in (0, *_LOCAL_TYPES)
         return self._shared
 
-    def _listed_hints(self, bucket: _Bucket) -> dict[str, _Hint]:
-        """Return the hints of a hash as the directories tell them.
+    def _listed_hints(self, bucket: _Bucket, but: str = "") -> dict[str, _Hint]:
+        """Return the hints of a hash as the directories tell them, without the file at `but`.
 
         For file systems of several hosts. Contents and single names that another host changed may
         be read as they were for a second (GlusterFS) or thirty (NFS); listings and renames are
@@ -2186,7 +2190,7 @@ class FemtoQueue:
         # In this order a pop(), which moves from pending/ to in flight, is not missed.
         for state in ("keys", "scheduled", "pending", "inflight"):
             for path, _, ident in self._find(state):
-                if ident[-8:] != bucket.tag:
+                if ident[-8:] != bucket.tag or path.endswith(but or "\0"):
                     continue
                 name = keys.get(ident) or self._key_at(path)
                 if name and state == "keys":

@@ -493,6 +493,90 @@ class Lifecycle(QueueCase):
                 q.purge(bad)
         self.assertEqual(self.states(), {"pending": 1})
 
+    def test_what_is_done_is_kept_for_as_many_seconds_as_wanted(self) -> None:
+        """pop() deletes it, in slices: no listing of done/ is taken in one piece."""
+        q, clock = self.queue(keep_done=60), self.clock()
+        with mock.patch.object(femtoqueue, "_PURGE_SLICE", 2):
+            for number in range(10):
+                q.push(b"%d" % number)
+                q.done(self.pop(q))
+            self.put("notes.txt", b"", "done")
+            self.foreign = ("notes.txt",)
+            clock.advance(30)
+            q.push(b"younger")
+            q.done(self.pop(q))
+            os.utime(self.file("done"))
+            self.assertEqual(len(self.names("done")), 12)
+            clock.advance(61)
+            counts = []
+            for _ in range(40):
+                clock.advance(0.5)
+                self.assertIsNone(q.pop())
+                counts.append(len(self.names("done")))
+        self.assertEqual(self.names("done"), ["notes.txt"])
+        self.assertLessEqual(max(a - b for a, b in itertools.pairwise([12, *counts])), 4)
+
+    def test_keep_done_refuses_what_is_no_time(self) -> None:
+        for bad in (-1, float("nan"), float("inf")):
+            with self.assertRaisesRegex(ValueError, "keep_done"):
+                self.queue(keep_done=bad)
+        with self.assertRaisesRegex(TypeError, "keep_done"):
+            self.queue(keep_done="1d")
+        q = self.queue(keep_done=0)
+        q.push(b"x")
+        q.done(self.pop(q))
+        self.assertEqual(self.states(), {})
+
+    def test_take_by_id_leases_what_waits_in_any_order(self) -> None:
+        """Never delivered, released, scheduled, keyed; with done() that cancels it."""
+        q = self.queue(keep_done=False)
+        ids = [q.push(b"0"), q.push(b"1"), q.push(b"2", key="k")]
+        ids.append(q.schedule(b"3", (time.time() + 1000) * 1e6))
+        q.release(self.pop(q))
+        for number in (3, 0, 2, 1):
+            task = q.take(id=ids[number])
+            assert task is not None
+            self.assertEqual((task.id, task.data), (ids[number], b"%d" % number))
+            self.assertIsNone(q.take(id=ids[number]), "it is in flight")
+            q.done(task)
+            self.assertIsNone(q.take(id=ids[number]), "it is gone")
+        self.assertEqual((self.states(), self.names("keys")), ({}, []))
+
+    def test_take_needs_a_key_or_an_id_and_not_both(self) -> None:
+        q = self.queue()
+        ident = q.push(b"x")
+        for wrong in ({}, {"key": "k", "id": ident}):
+            with self.assertRaisesRegex(TypeError, "a key or an id"):
+                q.take(**wrong)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(ValueError, "not the id"):
+            q.take(id="../x")
+        self.put("PAUSED", b"", "")
+        self.assertIsNone(q.take(id=ident))
+
+    def test_a_delivery_may_have_a_lease_length_of_its_own(self) -> None:
+        """pop() and take() take it for so long, and extend() without a length renews it so."""
+        q, clock = self.queue(timeout_stale_ms=1000), self.clock()
+        clock.stand_still()
+        q.push_many([b"1", b"2"])
+        q.push(b"3", key="k")
+        tasks = [q.pop(lease_ms=60_000), q.take("k", lease_ms=60_000), q.pop()]
+        for _ in range(2):
+            left_s = [q._left_ns(task) / 1e9 for task in tasks if task]
+            self.assertEqual([round(seconds, 3) for seconds in left_s], [60, 60, 1])
+            clock.advance(0.5)
+            for task in tasks:
+                assert task is not None
+                q.extend(task)
+        for bad in (0, -1, float("nan")):
+            with self.assertRaisesRegex(ValueError, "lease_ms"):
+                q.pop(lease_ms=bad)
+
+    def test_release_may_leave_the_delivery_uncounted(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        q.release(self.pop(q), counted=False)
+        self.assertEqual(self.pop(q).attempts, 1)
+
     def test_max_attempts_ends_a_task_that_is_never_finished(self) -> None:
         """After so many deliveries it is a dead letter, with a reason; others go on."""
         q = self.queue(max_attempts=2)
@@ -563,6 +647,59 @@ class Looking(QueueCase):
         assert stats.oldest_pending_age_s is not None
         self.assertGreaterEqual(stats.oldest_pending_age_s, 10)
         self.assertLess(stats.oldest_pending_age_s, 100)
+
+    def test_stats_count_the_leases_that_have_ended(self) -> None:
+        q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
+        q.push_many([b"1", b"2", b"3"])
+        tasks = [self.pop(q), self.pop(q), self.pop(other)]
+        clock.advance(2)
+        stats = q.stats()
+        self.assertEqual((stats.inflight, stats.expired, len(tasks)), (3, 2, 3))
+
+    def test_a_task_tells_its_state_and_until_when(self) -> None:
+        """As pop(), peek() and tasks() give it; its error when it failed."""
+        from datetime import datetime, timedelta, timezone
+
+        q = self.queue("w")
+        waiting, failed = q.push(b"1"), q.push(b"2")
+        due = datetime(2040, 1, 2, tzinfo=timezone.utc)
+        later = q.schedule(b"3", due.timestamp() * 1e6)
+        mine, bad = self.pop(q), self.pop(q)
+        q.fail(bad, "why\nso")
+        now = datetime.now(timezone.utc)
+        assert mine.until is not None
+        self.assertLess(abs(mine.until - now - timedelta(seconds=30)), timedelta(seconds=20))
+        self.assertEqual((mine.state, mine.node, mine.error), ("inflight", "w", None))
+        self.assertTrue(os.path.exists(self.file(mine.path)))
+        q.release(mine, counted=False)
+        found = {task.id: task for state in femtoqueue.STATES for task in q.tasks(state)}
+        self.assertEqual(found, {ident: q.peek(ident) for ident in (waiting, failed, later)})
+        self.assertEqual(
+            [(found[it].state, found[it].until) for it in (waiting, failed, later)],
+            [("pending", None), ("failed", None), ("scheduled", due)],
+        )
+        self.assertEqual((found[failed].error, found[waiting].error), ("why\nso", None))
+        self.assertEqual((found[failed].attempts, found[waiting].attempts), (None, 0))
+
+    def test_looking_without_data_reads_headers_only(self) -> None:
+        """A file without a valid header is shown, not left out; a payload is not read."""
+        q = self.queue()
+        q.push(b"x" * 100_000, key="k")
+        self.put(f"{1:020d}-00000000", b"rubbish")
+        os.mkdir(self.file("pending", f"{2:020d}-00000000"))
+        reads: list[int] = []
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "read":
+                reads.append(args[1])
+
+        with hooked(note):
+            tasks = [*q.tasks("pending", data=False)]
+        self.assertEqual(
+            [(task.size_bytes, task.key, task.data) for task in tasks],
+            [(None, None, b""), (None, None, b""), (100_000, "k", b"")],
+        )
+        self.assertLess(max(reads), 5000)
 
     def test_stats_of_an_empty_queue_have_no_age(self) -> None:
         stats = self.queue().stats()
@@ -898,6 +1035,24 @@ class Leases(QueueCase):
         first.done(one)
         second.done(two)
         self.assertEqual(self.states(), {"done": 2})
+
+    def test_a_lease_can_be_settled_by_another_process_that_was_told_its_path(self) -> None:
+        """By path, name or id; and not after another delivery."""
+        q = self.queue(detached=True)
+        ids = q.push_many([b"1", b"2", b"3"])
+        tasks = [self.pop(q) for _ in ids]
+        q.close()
+        other = self.queue("n2")
+        for task, word in zip(tasks, (tasks[0].path, tasks[1].path[12:], ids[2]), strict=True):
+            found = other.attach(word)
+            self.assertEqual((found.id, found.path, found.data), (task.id, task.path, b""))
+            other.extend(found)
+            if word != task.id:
+                self.assertRaises(LeaseLost, other.attach, word)
+            other.done(found)
+        for gone in (ids[0], tasks[0].path, "", "rubbish"):
+            self.assertRaises(LeaseLost, other.attach, gone)
+        self.assertEqual(self.states(), {"done": 3})
 
     def test_detached_leases_end_by_their_deadline_only(self) -> None:
         """<boot> 00000000: neither a death nor a restart of the node ends it."""
@@ -1500,6 +1655,8 @@ class Sharing(QueueCase):
 class Keyed(QueueCase):
     """At most one task of a key waits or is in flight, and what was pushed last is not missed."""
 
+    replacing: tuple[str, ...] = ("exchange",)  # the renames that replace a payload
+
     def setUp(self) -> None:
         super().setUp()
         self.addCleanup(self.check_keys)
@@ -1514,6 +1671,15 @@ class Keyed(QueueCase):
     def nothing_in_keys(self) -> None:
         self.assertEqual(self.names("keys"), [])
 
+    def needs_exchange(self) -> None:
+        """Skip a test of what only RENAME_EXCHANGE gives; without it, see KeyedByRename."""
+        try:
+            femtoqueue._exchange(self.put("a", b"", "."), self.put("b", b"", "."))
+        except OSError as error:
+            self.skipTest(f"names can't be exchanged here: {error}")
+        for name in ("a", "b"):
+            os.unlink(self.file(name))
+
     def test_a_waiting_task_gets_the_new_payload_and_keeps_place_and_id(self) -> None:
         q = self.queue()
         ident = q.push(b"old", key="k")
@@ -1524,6 +1690,141 @@ class Keyed(QueueCase):
         q.done(task)
         self.assertEqual(self.drain(q), [b"other"])
         self.nothing_in_keys()
+
+    def test_a_task_waits_in_sight_while_its_payload_is_replaced(self) -> None:
+        """At each system call of the push it is in pending/, with the old payload or the new."""
+        self.needs_exchange()
+        q, seen = self.queue(), []
+        ident = q.push(b"old", key="k")
+        q.release(self.pop(q), front=True)
+
+        def look(name: str, args: tuple[Any, ...]) -> None:
+            [waiting] = self.names("pending")
+            with open(self.file("pending", waiting), "rb") as file:
+                seen.append((waiting[-29:], file.read().partition(b"\n")[2]))
+            self.assertEqual(self.names("inflight-n1"), [])
+
+        with hooked(look):
+            q.push(b"new", key="k")
+        self.assertEqual({*seen}, {(ident, b"old"), (ident, b"new")})
+        self.assertEqual(self.drain(q), [b"new"])
+        self.nothing_in_keys()
+
+    @FORK
+    def test_a_loop_over_pop_does_not_end_while_another_process_replaces_the_payload(self) -> None:
+        self.needs_exchange()
+
+        def replace(child: Child) -> None:
+            q = FemtoQueue(self.path)
+            for number in itertools.count(1):
+                q.push(b"%d" % number, key="k")
+                if number == 10:
+                    child.say("replacing")
+
+        q = self.queue()
+        q.push(b"0", key="k")
+        child = self.child(replace)
+        self.assertEqual(child.line(), "replacing")
+        for _ in range(300):
+            task = q.pop()
+            assert task is not None, "a task waited all the time"
+            q.release(task, front=True)
+        child.end()
+
+    def test_a_new_payload_keeps_its_place_for_workers_that_listed_it_before(self) -> None:
+        """Though its name changes, for its attempts begin anew: younger tasks come after it."""
+        q = self.queue(max_attempts=3)
+        for attempts in (1, 3):
+            q.push(b"old", key="k")
+            for _ in range(attempts):
+                q.release(self.pop(q), front=True)
+            q.push_many([b"y", b"z"])
+            workers = [self.queue(f"w{n}", max_attempts=3) for n in range(3)]
+            for worker in workers:
+                worker._refill()
+            q.push(b"new", key="k")
+            tasks = [self.pop(worker) for worker in workers]
+            self.assertEqual([task.data for task in tasks], [b"new", b"y", b"z"])
+            self.assertEqual(tasks[0].attempts, 1)
+            for worker, task in zip(workers, tasks, strict=True):
+                worker.done(task)
+
+    def test_a_dead_letter_put_back_by_hand_beside_a_newer_task_in_flight_is_set_aside(
+        self,
+    ) -> None:
+        """What keys/ said before does not count, though it may still stand in the file."""
+        q = self.queue("a-node-with-a-name-that-is-longer-than-pending")
+        old = q.push(b"v0", key="k")
+        first = self.pop(q)
+        q.push(b"v1", key="k")
+        q.fail(first, "why")
+        newer = self.pop(q)
+        os.rename(self.file("failed", old), self.file("pending", old))
+        self.assertIsNone(q.pop())
+        self.assertEqual((newer.data, self.names("failed")), (b"v1", [old, f"{old}.error"]))
+        q.done(newer)
+
+    def test_a_person_who_moves_a_task_while_its_payload_is_replaced_makes_no_second_one(
+        self,
+    ) -> None:
+        """`mv inflight-X/*ID pending/ID` and `mv pending/ID elsewhere`, before each call."""
+        for number in itertools.count():
+            q = self.queue(f"w{number}")
+            key = f"{number}"
+            ident = q.push(b"old", key=key)
+            if number % 2:
+                q.release(q.take(key) or self.fail("it waits"), front=True)
+            step = Meanwhile(number, functools.partial(self.move_by_hand, ident))
+            with hooked(self.outside_the_window(step)):
+                q.push(b"new", key=key)
+            task = q.take(key)
+            assert task is not None
+            self.assertEqual((task.id, task.data), (ident, b"new"))
+            q.done(task)
+            self.assertEqual(self.states()["done"], number + 1)
+            q.close()
+            if not step.reached:
+                break
+        self.assertGreater(number, 8)
+
+    def move_by_hand(self, ident: str) -> None:
+        for directory in os.listdir(self.path):
+            for name in os.listdir(self.file(directory)) if directory.startswith("in") else ():
+                if name.endswith(ident):
+                    os.rename(self.file(directory, name), self.file("pending", ident))
+
+    def outside_the_window(self, step: Step) -> Callable[[str, tuple[Any, ...]], None]:
+        """Where names can't be exchanged, nothing can be done about a person who moves the file
+        between a look at it and the rename over it."""
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            over_a_lease = name == "replace" and "/inflight-" in args[1]
+            if not (over_a_lease and step.left == 0):
+                step(name, args)
+
+        return hook
+
+    def test_a_person_who_takes_a_task_as_it_is_given_back_makes_no_second_one(self) -> None:
+        """With a newer payload behind it, which then stays behind or takes its place."""
+        for number in itertools.count():
+            q = self.queue(f"w{number}")
+            key = f"{number}"
+            ident = q.push(b"old", key=key)
+            task = q.take(key)
+            assert task is not None
+            q.push(b"new", key=key)
+            step = Meanwhile(number, functools.partial(self.move_by_hand, ident))
+            with hooked(self.outside_the_window(step)), contextlib.suppress(LeaseLost):
+                q.release(task)
+            while (task := q.take(key)) is not None:
+                self.assertLessEqual(len([*q.keys("pending"), *q.keys("inflight")]), 1)
+                last = task.data
+                q.done(task)
+            self.assertEqual(last, b"new")
+            q.close()
+            if not step.reached:
+                break
+        self.assertGreater(number, 8)
 
     def test_a_new_payload_was_never_delivered(self) -> None:
         """The attempts were the old one's; the place stays that of the release."""
@@ -2129,7 +2430,7 @@ class Keyed(QueueCase):
 
         for wanted in (
             ["pwrite", "fsync", "fsync dir", "replace", "fsync", "fsync dir"],
-            ["fsync", "exchange", "fsync", "fsync dir"],
+            ["fsync", *self.replacing, "fsync", "fsync dir"],
         ):
             with hooked(note):
                 q.push(b"1", key="k")
@@ -2150,6 +2451,70 @@ class Keyed(QueueCase):
 
 
 # Durability, crashes, faults
+
+
+class KeyedByRename(Keyed):
+    """The same where names can't be exchanged: NFS, FUSE, not Linux."""
+
+    replacing = ("exchange", "rename", "replace", "replace")
+
+    def setUp(self) -> None:
+        refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        patch = mock.patch.object(femtoqueue, "_exchange", side_effect=refused)
+        patch.start()
+        self.addCleanup(patch.stop)
+        super().setUp()
+
+    def needs_exchange(self) -> None:
+        self.skipTest("needs what this class is without")
+
+
+class KeyedOnSharedFileSystem(Keyed):
+    """The same where other hosts may write, and only listings and renames tell the truth: what is
+    read of keys/<hash> is as old as can be, and names can't be exchanged."""
+
+    replacing = ("exchange", "rename", "replace", "replace")
+
+    def setUp(self) -> None:
+        refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        for name, patched in (
+            ("_exchange", mock.Mock(side_effect=refused)),
+            ("_fs_type", mock.Mock(return_value=0x6969)),
+            ("_read_hints", mock.Mock(side_effect=lambda root, tag: {})),
+        ):
+            self.patch = mock.patch.object(femtoqueue, name, patched)
+            self.patch.start()
+            self.addCleanup(self.patch.stop)
+        super().setUp()
+
+    def needs_exchange(self) -> None:
+        self.skipTest("needs what this class is without")
+
+    def test_a_push_that_raised_after_its_task_was_taken_does_not_make_room_for_another(
+        self,
+    ) -> None:
+        """Its consumer is in the same thread: it must not wait for the lock to ask whose key."""
+        self.patch.stop()
+        super().test_a_push_that_raised_after_its_task_was_taken_does_not_make_room_for_another()
+
+    def test_take_sets_a_corrupt_task_aside(self) -> None:
+        """Only keys/ knows which key it had; pop() sets it aside without that."""
+        self.patch.stop()
+        super().test_take_sets_a_corrupt_task_aside()
+
+    def test_a_synced_push_of_a_new_key_has_its_hint_on_disk_before_it_is_there(self) -> None:
+        """What keys/ says is written again only where it was read as it is."""
+        self.patch.stop()
+        super().test_a_synced_push_of_a_new_key_has_its_hint_on_disk_before_it_is_there()
+
+    def test_a_retry_by_hand_beside_a_newer_task_of_the_key_is_set_aside(self) -> None:
+        """While it waits alone, it is the key's task here, and gets the newer payload."""
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        q.fail(self.pop(q))
+        os.rename(self.file("failed", ident), self.file("pending", ident))
+        self.assertEqual(q.push(b"2", key="k"), ident)
+        self.assertEqual(self.drain(q), [b"2"])
 
 
 class Durability(QueueCase):
@@ -2277,6 +2642,15 @@ class Step:
     @property
     def reached(self) -> bool:
         return self.left < 0
+
+
+class Meanwhile(Step):
+    """Something else happens before the n-th system call, which then goes on."""
+
+    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
+        self.left -= 1
+        if self.left == -1:
+            self.happen()
 
 
 class Broken(Step):
@@ -2560,6 +2934,23 @@ class Faults(Interrupted):
             with mock.patch.object(os, "writev", short, create=True):
                 q.push(b"y" * 5000)
             self.assertEqual(self.drain(q), [b"y" * 5000])
+
+    def test_a_worker_starts_on_a_full_disk(self) -> None:
+        """In the directory that was spared for it; the next one, when that is made again."""
+        q = self.queue()
+        q.push_many([b"1", b"2"])
+
+        def full(name: str, args: tuple[Any, ...]) -> None:
+            if name == "mkdir" and not os.path.exists(args[0]):
+                self.fail_with(errno.ENOSPC)
+
+        with hooked(full):
+            self.assertEqual(self.drain(self.queue("n2")), [b"1", b"2"])
+            q.push(b"3")
+            with self.assertRaisesRegex(OSError, "No space"):
+                self.queue("n3").pop()
+        self.assertEqual(self.drain(self.queue("n3")), [b"3"])
+        self.assertIn("spare", self.names("."))
 
     def test_running_out_of_descriptors_surfaces_and_passes(self) -> None:
         resource = __import__("resource")  # not on Windows, where the hooks above have to do
@@ -5082,6 +5473,95 @@ class Waiting(QueueCase):
                 q.pop()
         self.assertEqual([call for call in calls if call[0] == "listdir"], [])
 
+    def test_close_ends_all_waits_and_the_object_works_again(self) -> None:
+        """Also of those who had just looked; none of them takes a place, or a task, afterwards."""
+        q = self.queue()
+        q.push(b"held", key="k")
+        held = self.pop(self.queue("n2"))
+        got: list[object] = []
+        waits: list[Callable[[], object]] = [
+            *(
+                lambda: q.pop(None),
+                lambda: q.take("k", None),
+                lambda: q.take(id=held.id, timeout=60),
+            ),
+            *(lambda: [*q.drain()], q.join, lambda: q.work(self.fail)),
+        ]
+        entered, wait = set(), femtoqueue._Bell.wait
+
+        def noted(bell: femtoqueue._Bell, rings: int, seconds: float) -> None:
+            entered.add(threading.get_ident())
+            wait(bell, rings, seconds)
+
+        def run(wait: Callable[[], object]) -> None:
+            got.append(wait())
+
+        with mock.patch.object(femtoqueue._Bell, "wait", noted):
+            threads = [threading.Thread(target=run, args=(it,), daemon=True) for it in waits]
+            for thread in threads:
+                thread.start()
+            while len(entered) < len(threads):
+                time.sleep(0.001)
+            q.close()
+            for thread in threads:
+                thread.join(60)
+        self.assertEqual(
+            sorted(map(str, got)),
+            sorted(map(str, [None, None, None, [], False, femtoqueue.WorkCounts()])),
+        )
+        self.assertFalse(os.path.exists(self.file("inflight-n1")))
+        q.push(b"again")
+        self.assertEqual(self.pop(q).data, b"again")
+
+    def test_a_wait_that_close_ends_as_it_looks_takes_nothing(self) -> None:
+        """Before each system call of the look."""
+        for number in itertools.count():
+            q = self.queue(f"w{number}")
+            q.pop()
+            step = Meanwhile(number, functools.partial(self.close_elsewhere, q))
+            q.push(b"x")
+            q._batch.clear()
+            with hooked(step):
+                task = q.pop(0.001)
+            closed = q._closes > 0
+            if task is not None and closed:
+                self.assertRaises(LeaseLost, q.done, task)
+            self.assertEqual(self.states()["pending"], 1 if closed else 0)
+            self.drain(self.queue("n2"))
+            q.close()
+            if not step.reached:
+                break
+        self.assertGreater(number, 5)
+
+    def close_elsewhere(self, q: FemtoQueue) -> None:
+        """In another thread; later, if this one holds the object's lock now."""
+
+        def close() -> None:
+            if q._lock.acquire(blocking=False):
+                q.close()
+                q._lock.release()
+
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join()
+
+    def test_join_waits_for_the_end_of_all_work_and_takes_none(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        self.assertTrue(q.join(0))
+        other.push(b"1", key="k")
+        task = self.pop(other)
+        other.push(b"2", key="k")
+        joined: list[bool] = []
+        thread = threading.Thread(target=lambda: joined.append(q.join()), daemon=True)
+        thread.start()
+        self.assertFalse(other.join(0.01))
+        other.done(task)
+        self.assertFalse(other.join(0))
+        other.done(self.pop(other))
+        thread.join(60)
+        self.assertEqual(joined, [True])
+        self.assertFalse(os.path.exists(self.file("inflight-n1")))
+
     # drain()
 
     def test_drain_waits_for_what_others_may_give_back(self) -> None:
@@ -5172,6 +5652,27 @@ class Hearing(QueueCase):
 
 
 class Coroutines(QueueCase):
+    def test_close_ends_the_waits_of_coroutines(self) -> None:
+        """By another thread; also of those that wait behind another."""
+        import asyncio
+
+        q = self.queue()
+
+        async def wait() -> list[FemtoTask | None]:
+            waits = [q.pop_async(), q.pop_async(), q.take_async("k"), q.pop_async(60)]
+            tasks = [asyncio.ensure_future(it) for it in waits]
+            while q._lookers is None or not any(hall._listeners for hall in q._halls.values()):
+                await asyncio.sleep(0.001)
+            closer.start()
+            return await asyncio.gather(*tasks)
+
+        closer = threading.Thread(target=q.close)
+        self.assertEqual(self.run_async(wait()), [None] * 4)
+        closer.join()
+        self.assertFalse(os.path.exists(self.file("inflight-n1")))
+        q.push(b"x")
+        self.assertIsNotNone(self.run_async(q.pop_async()))
+
     def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
@@ -5470,6 +5971,18 @@ class Processing(QueueCase):
             self.until(lambda: bool(q._renewer.is_set() or q._left_ns(task)))
             q._renew_all(q._renewer)
             self.assertGreater(q._left_ns(task), 3590 * 10**9)
+
+    def test_a_lease_of_its_own_length_is_renewed_by_that(self) -> None:
+        """A shorter one than those that are renewed already, too."""
+        q = self.queue(timeout_stale_ms=60_000)
+        q.push_many([b"long", b"short"])
+        long, short = self.pop(q), q.pop(lease_ms=60)
+        assert short is not None
+        with q.processing(long), q.processing(short):
+            leases = {long.path, short.path}
+            self.until(lambda: short.path not in leases)
+            self.assertIn(long.path, leases)
+        self.assertEqual(self.states(), {"done": 2})
 
     def test_extend_in_the_block_leaves_the_lease_as_long_as_the_renewal_takes(self) -> None:
         q = self.queue()
