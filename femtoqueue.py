@@ -1474,7 +1474,7 @@ class FemtoQueue:
         pause_s = self._renewal_s
         for processing in under_way:
             task = processing.task
-            if self._left_ns(task) - pause_s * 1e9 >= task._lease_ns * (1 - _RENEWAL):
+            if self._left_ns(task) - self._renewal_s * 1e9 >= task._lease_ns * (1 - _RENEWAL):
                 continue  # the next time will do: shorter leases make us come by more often
             try:
                 if id(task) in self._under_way:
