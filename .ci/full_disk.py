@@ -2,7 +2,8 @@
 
 Fills the file system by pushing until ENOSPC, then shows: the push that raised left nothing
 behind, every acknowledged task is there and whole, pop() and done() work on the full disk, and
-when there is room again the same object pushes on.
+when there is room again the same object pushes on. Where inodes have run out, and mkdir() fails,
+a worker that starts now drains the queue all the same.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ def expect(condition: bool, message: str) -> None:
 
 
 @contextlib.contextmanager
-def mounted(kind: str, size_mib: int) -> Iterator[str]:
+def mounted(kind: str, size_mib: int, options: str = "") -> Iterator[str]:
     """A small file system of a kind, mounted on a directory that is gone afterwards."""
     with tempfile.TemporaryDirectory() as work:
         target, image = os.path.join(work, "mnt"), os.path.join(work, "image")
         os.mkdir(target)
         if kind == "tmpfs":
-            mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m", "none", target]
+            mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m{options}", "none", target]
         else:
             with open(image, "wb") as file:
                 file.truncate(size_mib << 20)
@@ -89,6 +90,19 @@ def check(path: str, size: int, *, sync: bool, many: bool) -> int:
     return len(ids)
 
 
+def check_start(path: str) -> int:
+    """Use up all inodes; then let a new worker start and drain. Returns how many tasks fitted."""
+    jobs = os.path.join(path, "jobs")
+    ids = push_until_full(FemtoQueue(jobs, "n1"), 100, many=False)
+    with FemtoQueue(jobs, "n2", keep_done=False) as q:
+        expect(len(drain(q)) == len(ids), "the new worker was to drain the queue")
+    with FemtoQueue(jobs, "n3") as q:
+        q.push(b"there is room again")
+        expect(drain(q) == [b"there is room again"], "the next worker works too")
+        expect(os.path.isdir(os.path.join(jobs, "spare")), "the spare directory was to be back")
+    return len(ids)
+
+
 def main() -> None:
     if os.geteuid() != 0:
         raise SystemExit("full_disk.py: needs root, to mount file systems")
@@ -101,6 +115,10 @@ def main() -> None:
                         fitted = check(path, size, sync=sync, many=many)
                     print(f"{kind}, {size} bytes, sync={sync}, push_many={many}: {fitted} fitted")
                     passed += 1
+    for kind, size_mib, options in (("tmpfs", 4, ",nr_inodes=100"), ("ext4", 12, "")):
+        with mounted(kind, size_mib, options) as path:
+            print(f"{kind}, no inode left for a new worker: {check_start(path)} fitted")
+        passed += 1
     print(f"full_disk: {passed} passed, 0 failed")
 
 
