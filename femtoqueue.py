@@ -3445,7 +3445,16 @@ class _Bucket:
         text = self._text()
         if text == self._saved:
             return
-        fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | _WARY, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | _WARY
+        try:
+            fd = os.open(self._path, flags, 0o666)
+        except FileNotFoundError:
+            directory = os.path.dirname(self._path)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory)  # the first key of all; if data_dir is gone, it says so
+            if sync:
+                _sync_dir(os.path.dirname(directory))
+            fd = os.open(self._path, flags, 0o666)
         try:
             os.pwrite(fd, text.encode("ascii"), 0)
             self._saved = text
@@ -3479,9 +3488,8 @@ def _lock_of_keys(root: str, tag: str, wait: bool) -> _LockFd:
     try:
         fd = _open_to_lock(path, _LOCK_FLAGS)
     except FileNotFoundError:
-        for name in ("locks", "keys"):  # the first key of all; if data_dir is gone, it says so
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(root + name)
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{root}locks")  # the first key of all; if data_dir is gone, it says so
         fd = _open_to_lock(path, _LOCK_FLAGS)
     try:
         _lock_file(fd, path, wait)

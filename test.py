@@ -2106,6 +2106,19 @@ class Keyed(QueueCase):
             self.nothing_in_keys()
         self.assertEqual(self.names("locks"), [femtoqueue._key_tag("k")[-2:]])
 
+    def test_an_error_at_the_first_key_of_all_does_not_keep_the_next_one_out(self) -> None:
+        """Of keys/ and locks/, one may be there without the other."""
+        for part in ("/keys", "/locks"):
+            q = self.queue()
+            with hooked(failing("mkdir", part, errno.ENOSPC)):
+                with self.assertRaises(OSError) as caught:
+                    q.push(b"x", key="k")
+                self.assertEqual(caught.exception.errno, errno.ENOSPC)
+            q.push(b"1", key="k")
+            self.assertEqual(self.drain(q), [b"1"])
+            for directory in ("keys", "locks"):
+                shutil.rmtree(self.file(directory))
+
     def test_in_a_signal_handler_a_key_with_the_same_lock_does_not_wait_for_itself(self) -> None:
         q = self.queue()
         slot = femtoqueue._key_tag("k")[-2:]
