@@ -367,14 +367,14 @@ class Actor:
             self.settle(task, end)
 
     def take_keys(self) -> None:
-        """Get tasks in turn and by key; a delivery takes far less time than its lease."""
+        """Get tasks in turn and by key; a delivery takes far less time than its lease. Pauses let
+        payloads be replaced while their task waits, and not only while it is in flight."""
         while not self.is_over():
-            key = self.any_key() if self.chance.random() < 0.5 else None
-            if (task := self.pop(key)) is None:
-                time.sleep(self.chance.random() * 0.01)
-                continue
-            time.sleep(self.chance.choice((0.0, 0.02)) * self.chance.random())
-            self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
+            key = self.any_key() if self.chance.random() < 0.3 else None
+            if (task := self.pop(key)) is not None:
+                time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
+                self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
+            time.sleep(self.chance.choice((0.02, 0.2)) * self.chance.random())
 
     def watch(self) -> None:
         """Count the tasks of a key on this host's brick, where no cache is in between.
@@ -915,7 +915,8 @@ def report(events: Events) -> None:
     errors = collections.Counter(f"{what} {os.strerror(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
     killed = sum(" killed " in line for line in events.lines)
-    print(f"hosts: {len(events.pushed)} pushes, {len(deliveries)} deliveries: {dict(ends)}")
+    pushes = sum(what == "push" for _, _, what in events.calls)
+    print(f"hosts: {pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
     print(f"hosts: {killed} processes killed; errors: {dict(errors)}")
     print(f"hosts: longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s", flush=True)
 
