@@ -667,6 +667,7 @@ class Stage:
         self.call_over()
 
     def call_over(self) -> None:
+        """Tell the actors that run until they are told to stop."""
         with open(f"{self.log}.over", "w", encoding="ascii"):
             pass
 
@@ -1046,6 +1047,7 @@ def buried(stage: Stage, events: Events, left: set[str]) -> Iterator[str]:
 
 
 def raised(events: Events) -> Iterator[str]:
+    """Yield the errors that calls raised, and the leases that were lost before their deadline."""
     for _, at, what, code in events.errors:
         yield f"{what} raised {errno.errorcode[code]} at {at:.3f}"
     for it in itertools.chain(*events.deliveries.values()):
@@ -1054,6 +1056,8 @@ def raised(events: Events) -> Iterator[str]:
 
 
 def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
+    """Judge what was noted, with the files that a mount showed before and after the drain. Print
+    how often each promise was broken, and raise Violation if one was."""
     events = Events(stage.log)
     found: dict[str, list[str]] = collections.defaultdict(list)
     for deliveries, pushes in by_key(events):
@@ -1061,10 +1065,10 @@ def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
         found["outdated deliveries"] += outdated(events, deliveries, pushes)
         found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
     found["crowded keys"] += crowded(events, seen, left)
-    found["dead letters of nobody's"] += buried(stage, events, left)
+    found["dead letters of no fail()"] += buried(stage, events, left)
     found["errors"] += raised(events)
     report(events)
-    print(f"hosts: {events.looks} looks at the brick: at most {events.most} tasks of a key at once")
+    print(f"hosts: {events.looks} looks at the brick: at most {events.most} of a key at once")
     faults = {what: texts for what, texts in found.items() if texts}
     for what, texts in faults.items():
         print(f"hosts: {len(texts)} {what}; the first: {texts[0]}", flush=True)
@@ -1143,6 +1147,7 @@ def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> N
 
 
 def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
+    """Run the phases of a proof; each raises Violation if it fails."""
     if "calm" in phases:
         calm(hosts, work, seed)
     if "keys" in phases:
