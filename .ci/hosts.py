@@ -506,10 +506,25 @@ def check_payload(data: bytes) -> str:
     return head[:-1]
 
 
+def lock_to_remove(bucket: Any) -> Any:
+    """Return a lock of keys whose file is removed when it is released."""
+
+    @contextlib.contextmanager
+    def removed_lock(self: Any, tag: str, wait: bool = True) -> Iterator[Any]:
+        with bucket(self, tag, wait) as held:
+            yield held
+            if held._fd is not None:  # else a caller of ours holds the lock
+                with contextlib.suppress(FileNotFoundError):  # it was removed before
+                    os.unlink(os.readlink(f"/proc/self/fd/{held._fd:d}"))
+
+    return removed_lock
+
+
 def break_queue(how: str) -> None:
     """Make the mistakes that the proof must see."""
     target: Any = FemtoQueue
-    transfer, publish, bucket = target._transfer, target._publish, target._bucket
+    transfer, publish = target._transfer, target._publish
+    removed_lock = lock_to_remove(target._bucket)
 
     def copy_and_unlink(self: Any, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
         name = femtoqueue._stamped(self._now_ns() + lasts_ns, attempts, f"{self._boot}~{ident}")
@@ -535,14 +550,6 @@ def break_queue(how: str) -> None:
     def youngest_first(self: Any) -> None:
         self._be_in_place()
         self._batch = sorted(os.listdir(f"{self._root}pending"))
-
-    @contextlib.contextmanager
-    def removed_lock(self: Any, tag: str, wait: bool = True) -> Iterator[Any]:
-        with bucket(self, tag, wait) as held:
-            yield held
-            if held._fd is not None:  # else a caller of ours holds the lock
-                with contextlib.suppress(FileNotFoundError):  # it was removed before
-                    os.unlink(os.readlink(f"/proc/self/fd/{held._fd:d}"))
 
     if how:
         _, name = BROKEN[how]
