@@ -1,9 +1,9 @@
 """Many hosts, one queue: on GlusterFS nothing acknowledged is lost, and no task is in two hands.
 
-    python .ci/hosts.py [--seed S] [--measure] [--self-check]
+    python .ci/hosts.py [--seed S] [--only PHASE] [--measure] [--self-check]
 
 Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-server and
-glusterfs-client (Debian) if they are missing. Takes four minutes.
+glusterfs-client (Debian) if they are missing. Takes five minutes.
 
 Three hosts on this machine, each with a network, mounts, processes and a boot id of its own, are
 joined by a bridge, and hold a volume of three replicas, which each of them mounts. Producers and
@@ -20,23 +20,43 @@ does outside the volume. All hosts have one monotonic clock, so that times can b
   - all mounts and, after healing, all bricks show the same files (but for lease directories that
     Gluster forgot on one brick: no mount shows them).
 
+Another phase, which injects no faults, is about keyed tasks. On each host two processes push and
+two take, release, fail and finish tasks, first of one key, then of ten. Proved:
+
+  - a key has at most one task that waits or is in flight, and at most one payload behind it;
+  - deliveries of a key do not overlap in time;
+  - a delivery carries a payload that is at least as new as the last push that had returned when
+    pop() or take() was called; the last delivery of a key carries its last payload (of pushes
+    that overlap in time, any may be the last);
+  - failed/ holds only tasks that a worker gave to fail();
+  - no call raises anything, and no lease is lost before its deadline.
+
+A host reads files and names that another host has changed as they were, for up to a second, from
+the caches of its mount. The locks and the whereabouts of keys must not depend on such a reading.
+
+--only runs one phase: calm, keys or storms; with --self-check, the broken queues that this phase
+must catch.
+
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
 
 --measure prints only tasks per second there, beside a local directory. --self-check shows that
 the proof can fail: a claim by copy and unlink, a done() without a fence, a push that does not
-mind an error and a queue that is none must all be caught.
+mind an error, a queue that is none and a key lock whose file is removed must all be caught.
 """
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import collections
 import contextlib
+import errno
 import itertools
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -85,7 +105,12 @@ OPTIONS = {
 LEASE_MS = 5000
 LONGEST_CALL_S = 20.0  # while all is well; here, where three hosts share two cores
 SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
-KINDS = {"ready": ("produce", "consume", "hold"), "got": ("hold",)}  # who notes what
+KINDS = {  # who notes what
+    "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch"),
+    "got": ("hold",),
+}
+PHASES = ("calm", "keys", "storms")
+KEYS_S = 10.0  # for one key, and again for ten
 SIZES = (0, 50, 5000, 100_000)
 
 
@@ -261,6 +286,7 @@ class Actor:
     seed: int = 0
     broken: str = ""
     count: int = 0
+    keys: int = 0
     number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def settings(self) -> str:
@@ -312,12 +338,20 @@ class Actor:
         for _ in range(self.count):
             self.push()
 
-    def push(self) -> None:
+    def push_keys(self) -> None:
+        while not self.is_over():
+            self.push(self.any_key())
+            time.sleep(self.chance.random() * 0.01)
+
+    def any_key(self) -> str:
+        return f"key{self.chance.randrange(self.keys)}"
+
+    def push(self, key: str | None = None) -> None:
         data = self.payload()
         number, began_s = data.split(b":")[1].decode(), time.monotonic()
-        self.note("push", number)
+        self.note("push", number, began_s, key or "-")
         try:
-            ident = self.q.push(data)
+            ident = self.q.push(data, key=key)
         except OSError as error:
             self.trouble("push", number, began_s, error)
         else:
@@ -331,6 +365,31 @@ class Actor:
             self.work(task)
             end = self.chance.choices(("done", "fail", "release"), (85, 5, 10))[0]
             self.settle(task, end)
+
+    def take_keys(self) -> None:
+        """Get tasks in turn and by key; a delivery takes far less time than its lease. Pauses let
+        payloads be replaced while their task waits, and not only while it is in flight."""
+        while not self.is_over():
+            key = self.any_key() if self.chance.random() < 0.3 else None
+            if (task := self.pop(key)) is not None:
+                time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
+                self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
+            time.sleep(self.chance.choice((0.02, 0.2)) * self.chance.random())
+
+    def watch(self) -> None:
+        """Count the tasks of a key on this host's brick, where no cache is in between.
+
+        A task that two listings in a row show was there when the first one ended, even if it was
+        renamed meanwhile. So what both show is counted, and nothing is counted twice.
+        """
+        root = self.queue.replace(MOUNT, BRICK)
+        looks, most, before = 0, (0, 0), places_of_keys(unfinished(root))
+        while not self.is_over():
+            time.sleep(0.01)
+            now = places_of_keys(unfinished(root))
+            here = tuple(most_of_a_key(a & b) for a, b in zip(before, now, strict=True))
+            looks, most, before = looks + 1, (max(most[0], here[0]), max(most[1], here[1])), now
+        self.note("watched", looks, *most)
 
     def drain(self) -> None:
         """Finish everything; what nobody has any more comes back at its deadline."""
@@ -349,12 +408,12 @@ class Actor:
         time.sleep(LEASE_MS / 1e3 + 2)
         self.settle(task, "done")
 
-    def pop(self) -> FemtoTask | None:
+    def pop(self, key: str | None = None) -> FemtoTask | None:
         began_s = time.monotonic()
         try:
-            task = self.q.pop()
+            task = self.q.pop() if key is None else self.q.take(key)
         except OSError as error:
-            self.trouble("pop", "-", began_s, error)
+            self.trouble("pop" if key is None else "take", "-", began_s, error)
             return None
         if task is not None:
             name = check_payload(task.data)
@@ -411,6 +470,33 @@ class Actor:
         print(*times, flush=True)
 
 
+def unfinished(root: str) -> set[str]:
+    """Return the paths of what a queue's directories hold, but for those of finished tasks."""
+    paths = set()
+    for directory in set(os.listdir(root)) - {"creating", "done", "failed"}:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a worker's own is gone
+            paths |= {f"{directory}/{name}" for name in os.listdir(f"{root}/{directory}")}
+    return paths
+
+
+def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
+    """Return the ids of keyed tasks that wait or are in flight, and of those behind them."""
+    live, behind = set(), set()
+    for path in paths:
+        state, _, name = path.partition("/")
+        if re.fullmatch(r"(.*~)?0[0-9]{19}-[89a-f][0-9a-f]{7}", name):
+            if state == "keys":
+                behind.add(name[-29:])
+            elif state in ("pending", "scheduled") or state.startswith("inflight-"):
+                live.add(name[-29:])
+    return live, behind
+
+
+def most_of_a_key(ids: Iterable[str]) -> int:
+    """Return how many tasks the key with the most tasks has. An id ends with a hash of the key."""
+    return max(collections.Counter(name[-8:] for name in ids).values(), default=0)
+
+
 def check_payload(data: bytes) -> str:
     """Return "<producer>:<number>"; raises ValueError unless each byte is as it was pushed."""
     name, number, rest = data.split(b":", 2)
@@ -420,10 +506,25 @@ def check_payload(data: bytes) -> str:
     return head[:-1]
 
 
+def lock_to_remove(bucket: Any) -> Any:
+    """Return a lock of keys whose file is removed when it is released."""
+
+    @contextlib.contextmanager
+    def removed_lock(self: Any, tag: str, wait: bool = True) -> Iterator[Any]:
+        with bucket(self, tag, wait) as held:
+            yield held
+            if held._fd is not None:  # else a caller of ours holds the lock
+                with contextlib.suppress(FileNotFoundError):  # it was removed before
+                    os.unlink(os.readlink(f"/proc/self/fd/{held._fd:d}"))
+
+    return removed_lock
+
+
 def break_queue(how: str) -> None:
     """Make the mistakes that the proof must see."""
     target: Any = FemtoQueue
     transfer, publish = target._transfer, target._publish
+    removed_lock = lock_to_remove(target._bucket)
 
     def copy_and_unlink(self: Any, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
         name = femtoqueue._stamped(self._now_ns() + lasts_ns, attempts, f"{self._boot}~{ident}")
@@ -451,15 +552,16 @@ def break_queue(how: str) -> None:
         self._batch = sorted(os.listdir(f"{self._root}pending"))
 
     if how:
-        name = BROKEN[how]
+        _, name = BROKEN[how]
         setattr(target, name, locals()[how])
 
 
-BROKEN = {
-    "copy_and_unlink": "_seize",
-    "no_fence": "_transfer",
-    "careless": "_publish",
-    "youngest_first": "_list_pending",
+BROKEN = {  # the phase that must catch it, and the method that it replaces
+    "copy_and_unlink": ("calm", "_seize"),
+    "no_fence": ("storms", "_transfer"),
+    "careless": ("storms", "_publish"),
+    "youngest_first": ("calm", "_list_pending"),
+    "removed_lock": ("keys", "_bucket"),
 }
 
 
@@ -469,10 +571,12 @@ BROKEN = {
 class Stage:
     """Actors on the hosts of a cluster, and what they noted."""
 
-    def __init__(self, hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
+    def __init__(
+        self, hosts: Cluster, work: str, seed: int, broken: str = "", phase: str = ""
+    ) -> None:
         self.cluster, self.chance, self.broken = hosts, random.Random(seed), broken
-        self.log = os.path.join(work, f"events-{broken}")
-        self.queue = f"{MOUNT}/jobs{broken}"
+        self.log = os.path.join(work, f"events-{broken}{phase}")
+        self.queue = f"{MOUNT}/jobs{broken}{phase}"
         self.running: dict[str, tuple[Host, Actor, subprocess.Popen[str]]] = {}
         self.starts = itertools.count(1)
         self.lost = hosts.lost_bricks()
@@ -567,6 +671,10 @@ class Stage:
                 self.kill_one()
                 next_kill_s = time.monotonic() + 1 + 4 * self.chance.random()
             time.sleep(0.05)
+        self.call_over()
+
+    def call_over(self) -> None:
+        """Tell the actors that run until they are told to stop."""
         with open(f"{self.log}.over", "w", encoding="ascii"):
             pass
 
@@ -639,13 +747,22 @@ class Delivery:
     called_s: float = float("inf")  # of the call that succeeded
 
 
+@dataclass
+class Push:
+    """One payload of a key, and the times at which push() was called and returned."""
+
+    key: str
+    began_s: float
+    ended_s: float = float("inf")
+
+
 class Events:
     """What was noted, read back."""
 
     def __init__(self, log: str) -> None:
         with open(log, encoding="ascii") as file:
             self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
-        self.tried: set[str] = set()
+        self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
         self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
@@ -653,6 +770,7 @@ class Events:
         self.faults: list[float] = []
         self.heals: list[float] = []
         self.calls: list[tuple[float, float, str]] = []
+        self.looks, self.most, self.most_behind = 0, 0, 0
         for line in self.lines:
             at, actor, word, *values = line.split()
             getattr(self, f"read_{word}")(float(at), actor, *values)
@@ -660,11 +778,12 @@ class Events:
     def read_ready(self, at: float, actor: str) -> None:
         pass
 
-    def read_push(self, at: float, actor: str, number: str) -> None:
-        self.tried.add(f"{actor}:{number}")
+    def read_push(self, at: float, actor: str, number: str, began: str, key: str) -> None:
+        self.tried[f"{actor}:{number}"] = Push(key, float(began))
 
     def read_pushed(self, at: float, actor: str, number: str, ident: str, began: str) -> None:
         self.pushed[ident] = f"{actor}:{number}"
+        self.tried[f"{actor}:{number}"].ended_s = at
         self.calls.append((float(began), at, "push"))
 
     def read_got(
@@ -713,6 +832,9 @@ class Events:
 
     def read_healed(self, at: float, _: str) -> None:
         self.heals.append(at)
+
+    def read_watched(self, at: float, _: str, *counts: str) -> None:
+        self.looks, self.most, self.most_behind = map(int, counts)
 
     def last(self, actor: str, ident: str) -> Delivery:
         return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
@@ -778,7 +900,7 @@ def check_places(events: Events, files: set[str]) -> None:
         if not ended or len(paths) > max(1, ends):
             raise Violation(f"{ident} stands in {' and '.join(sorted(paths))}")
         names = {delivery.name for delivery in events.deliveries[ident]}
-        if not names <= events.tried:
+        if not names <= events.tried.keys():
             raise Violation(f"{ident} is {names}, which nobody pushed")
 
 
@@ -801,7 +923,8 @@ def report(events: Events) -> None:
     errors = collections.Counter(f"{what} {os.strerror(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
     killed = sum(" killed " in line for line in events.lines)
-    print(f"hosts: {len(events.pushed)} pushes, {len(deliveries)} deliveries: {dict(ends)}")
+    pushes = sum(what == "push" for _, _, what in events.calls)
+    print(f"hosts: {pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
     print(f"hosts: {killed} processes killed; errors: {dict(errors)}")
     print(f"hosts: longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s", flush=True)
 
@@ -838,8 +961,7 @@ def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: s
 
 def calm(hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
     """A backlog from all hosts, pushed at once; then three workers, one on each."""
-    stage = Stage(hosts, work, seed, broken)
-    stage.queue, stage.log = f"{stage.queue}-calm", f"{stage.log}-calm"
+    stage = Stage(hosts, work, seed, broken, "-calm")
     for host in HOSTS:
         stage.start(host, "fill", count=100)
     stage.finish(60)
@@ -853,6 +975,136 @@ def calm(hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
     check_calm(events)
     check_places(events, stage.files(1, stage.queue))
     print(f"hosts: {len(events.pushed)} tasks in order, by three workers", flush=True)
+
+
+# Keys
+
+
+def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
+    """Yield the deliveries of each key, by time, and the pushes of it that returned, by time."""
+    deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
+    pushes: dict[str, list[Push]] = collections.defaultdict(list)
+    for delivery in itertools.chain(*events.deliveries.values()):
+        deliveries[events.tried[delivery.name].key].append(delivery)
+    for push in events.tried.values():
+        if push.ended_s < float("inf"):
+            pushes[push.key].append(push)
+    for key, of_key in pushes.items():
+        yield (
+            sorted(deliveries[key], key=lambda it: it.got_s),
+            sorted(of_key, key=lambda push: push.ended_s),
+        )
+
+
+def overlapping(deliveries: list[Delivery]) -> Iterator[str]:
+    """Yield what is wrong with the deliveries of a key that began during another one."""
+    held_until_s, holder = 0.0, ""
+    for it in deliveries:
+        if it.got_s < held_until_s:
+            yield f"{it.actor} got {it.id} at {it.got_s:.3f}, {holder}"
+        # It ends when it is settled, which is sure to happen only after the call began.
+        until_s = min(it.deadline_s - SKEW_S, it.tried_s)
+        if until_s > held_until_s:
+            held_until_s, holder = until_s, f"{it.actor} had {it.id} until {until_s:.3f}"
+
+
+def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
+    """Yield what is wrong with the deliveries of a key whose payload had been replaced before."""
+    ends_s = [push.ended_s for push in pushes]
+    # The latest call of push() among those that had returned at each of these times.
+    latest_s = [0.0, *itertools.accumulate((push.began_s for push in pushes), max)]
+    for it in deliveries:
+        push = events.tried[it.name]
+        newest_s = latest_s[bisect.bisect_left(ends_s, it.began_s)]
+        if push.ended_s < newest_s:
+            late_s = it.began_s - newest_s
+            yield f"{it.actor} got {it.name}, {late_s:.3f} s after the push of a newer one"
+
+
+def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> list[str]:
+    """Return what is wrong with the pushes of a key that began after that of the last payload."""
+    last_s = events.tried[deliveries[-1].name].ended_s if deliveries else 0.0
+    late = [push for push in pushes if push.began_s > last_s]
+    return [f"a push to {push.key} at {push.began_s:.3f} has no delivery" for push in late]
+
+
+def crowded(events: Events, seen: set[str], left: set[str]) -> Iterator[str]:
+    """Yield what is wrong with the number of tasks of a key: on the brick while all ran, on a
+    mount when nothing ran, and when the queue was drained."""
+    live, behind = map(most_of_a_key, places_of_keys(seen))
+    for most, what in ((events.most, "live tasks"), (events.most_behind, "payloads behind")):
+        if most > 1:
+            yield f"a key had {most} {what} at once"
+    if live > 1 or behind > 1:
+        yield f"at rest, a key has {live} live tasks and {behind} payloads behind"
+    for ident in set.union(*places_of_keys(left)):
+        yield f"{ident} stays in the drained queue"
+
+
+def buried(stage: Stage, events: Events, left: set[str]) -> Iterator[str]:
+    """Yield what is wrong with the dead letters: no worker gave them to fail(), which writes no
+    reason here."""
+    reasons = f"cd {stage.queue}/failed && find . -name '*.error' -exec cat {{}} +"
+    yield from stage.cluster.hosts[1].run("sh", "-c", reasons).splitlines()
+    for path in left:
+        state, _, name = path.partition("/")
+        ends = [d.how for d in events.deliveries[name[-29:]]]
+        if state == "failed" and not name.endswith(".error") and "fail" not in ends:
+            yield f"{name} is in failed/ after {ends}"
+
+
+def raised(events: Events) -> Iterator[str]:
+    """Yield the errors that calls raised, and the leases that were lost before their deadline."""
+    for _, at, what, code in events.errors:
+        yield f"{what} raised {errno.errorcode[code]} at {at:.3f}"
+    for it in itertools.chain(*events.deliveries.values()):
+        if it.how == "lost" and it.ended_s < it.deadline_s - SKEW_S:
+            yield f"{it.actor} lost the lease of {it.id}, which ended later"
+
+
+def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
+    """Judge what was noted, with the files that a mount showed before and after the drain. Print
+    how often each promise was broken, and raise Violation if one was."""
+    events = Events(stage.log)
+    found: dict[str, list[str]] = collections.defaultdict(list)
+    for deliveries, pushes in by_key(events):
+        found["overlapping deliveries"] += overlapping(deliveries)
+        found["outdated deliveries"] += outdated(events, deliveries, pushes)
+        found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
+    found["crowded keys"] += crowded(events, seen, left)
+    found["dead letters of no fail()"] += buried(stage, events, left)
+    found["errors"] += raised(events)
+    report(events)
+    print(f"hosts: {events.looks} looks at the brick: at most {events.most} of a key at once")
+    faults = {what: texts for what, texts in found.items() if texts}
+    for what, texts in faults.items():
+        print(f"hosts: {len(texts)} {what}; the first: {texts[0]}", flush=True)
+    if faults:
+        raise Violation(", ".join(f"{len(texts)} {what}" for what, texts in faults.items()))
+    check_hands(events)
+    check_fence(events)
+    check_calm(events)
+
+
+def keyed(hosts: Cluster, work: str, seed: int, keys: int, broken: str = "") -> None:
+    """Push, take and finish tasks of a few keys, on all hosts at once."""
+    stage = Stage(hosts, work, seed, broken, f"-keys{keys}")
+    for host in HOSTS:
+        for kind in ("push_keys", "take_keys") * 2:
+            stage.start(host, kind, keys=keys)
+    stage.start(1, "watch")
+    stage.wait_for("ready")
+    time.sleep(KEYS_S)
+    stage.call_over()
+    stage.finish(60)
+    seen = stage.files(1, stage.queue)
+    for host in HOSTS:
+        stage.start(host, "drain", idle_s=2)
+    stage.finish(60)
+    if stage.cluster.lost_bricks() > stage.lost:
+        raise Unable("this machine is too busy: a brick did not answer while all was well")
+    print(f"hosts: {keys} key{'s' * (keys > 1)}:")
+    check_keys(stage, seen, stage.files(1, stage.queue))
 
 
 # Speed
@@ -884,11 +1136,15 @@ def measure(hosts: Cluster, work: str) -> None:
     print(f"hosts: Gluster, three hosts, a queue each: {push:.0f} and {done:.0f}/s", flush=True)
 
 
-def self_check(hosts: Cluster, work: str, seed: int) -> None:
-    for broken in BROKEN:
+def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
+    for broken, (phase, _) in BROKEN.items():
+        if phase not in phases:
+            continue
         try:
-            if broken in ("no_fence", "careless"):
+            if phase == "storms":
                 storms(hosts, work, seed, ["cut"], broken)
+            elif phase == "keys":
+                keyed(hosts, work, seed, 1, broken)
             else:
                 calm(hosts, work, seed, broken)
         except Violation as error:
@@ -897,9 +1153,21 @@ def self_check(hosts: Cluster, work: str, seed: int) -> None:
             raise Violation(f"{broken} is not caught")
 
 
+def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
+    """Run the phases of a proof; each raises Violation if it fails."""
+    if "calm" in phases:
+        calm(hosts, work, seed)
+    if "keys" in phases:
+        keyed(hosts, work, seed, 1)
+        keyed(hosts, work, seed, 10)
+    if "storms" in phases:
+        storms(hosts, work, seed, ("brick", "cut", "quorum"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Several hosts share a queue on GlusterFS.")
     parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--only", choices=PHASES, help="run only this phase")
     parser.add_argument("--measure", action="store_true", help="only measure")
     parser.add_argument(
         "--self-check", action="store_true", help="show that broken queues are caught"
@@ -911,17 +1179,18 @@ def main() -> None:
         Actor(**json.loads(args.actor)).start()
         return
     seed = random.randrange(10**6) if args.seed is None else args.seed
+    phases = (args.only,) if args.only else PHASES
     print(f"hosts: seed {seed}", flush=True)
     try:
         check_machine()
         with tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work, cluster() as hosts:
             if args.self_check:
-                self_check(hosts, work, seed)
+                self_check(hosts, work, seed, phases)
                 return
             if not args.measure:
-                calm(hosts, work, seed)
-                storms(hosts, work, seed, ("brick", "cut", "quorum"))
-            measure(hosts, work)
+                prove(hosts, work, seed, phases)
+            if not args.only:
+                measure(hosts, work)
     except Unable as error:
         raise SystemExit(f"hosts: NOT RUN: {error}") from None
     except Violation as error:
