@@ -2475,7 +2475,7 @@ class Faults(Interrupted):
         clock = self.clock()
         for number in itertools.count():
             self.new_path(number)
-            q = self.queue("n1", **settings)
+            q = FemtoQueue(self.path, "n1", **settings)
             said: list[str] = []
             step = Step(number, lambda: self.fail_with(code))
             with self.subTest(f"{scenario.__name__} call {number} fails with {code}"):
@@ -3082,12 +3082,13 @@ class KeyedInterrupted(Interrupted):
                         scenario(q, child.say)  # noqa: B023
 
                 said, status = self.child(work).finish()
-                q = self.queue("survivor")
-                with self.subTest(f"{scenario.__name__} killed at call {number}"):
+                with (
+                    self.subTest(f"{scenario.__name__} killed at call {number}"),
+                    FemtoQueue(self.path, "survivor") as q,
+                ):
                     if number % 2:  # what the dead one noted down is all that a push has
                         _push_said(q, said.append, "after")
                     self.check(q, said, clock)
-                q.close()
                 if status == 0:
                     self.assertGreater(number, 20)
                     break
@@ -3107,16 +3108,16 @@ class KeyedInterrupted(Interrupted):
 
     def meet_an_error(self, scenario: Scenario, number: int, step: Step, clock: Clock) -> None:
         self.new_path(number)
-        q = self.queue("n1")
         said: list[str] = []
-        with hooked(step), contextlib.suppress(OSError):
-            scenario(q, said.append)
-        if number % 2:
-            _push_said(q, said.append, "after")
-        clock.advance(60)
-        self.check(q, said, clock)
-        self.assertEqual(self.names("creating"), [])
-        q.close()
+        with FemtoQueue(self.path, "n1") as q:
+            with hooked(step), contextlib.suppress(OSError):
+                scenario(q, said.append)
+            if number % 2:
+                _push_said(q, said.append, "after")
+            clock.advance(60)
+            self.check(q, said, clock)
+            self.assertEqual(self.names("creating"), [])
+        shutil.rmtree(self.path)
 
 
 # Random lives against a model in memory
