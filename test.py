@@ -2377,9 +2377,9 @@ class Interrupted(QueueCase):
         """Go on in a directory of its own."""
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
 
-    def deaths(self, live: Life) -> Iterator[tuple[int, str, list[str]]]:
-        """Let a process die before each system call of live(). Yield the number of the call, the
-        way of the death, and what the process had said; self.path is the directory that it left.
+    def deaths(self, live: Life) -> Iterator[tuple[str, list[str]]]:
+        """Let a process die before each system call of live(). Yield how it died, and what it had
+        said; self.path is the directory that it left.
 
         A copy of the directory, made before the call, is what a process leaves that dies there:
         its locks are gone, and nothing of it runs any more. SIGKILL ends a real process at every
@@ -2388,7 +2388,7 @@ class Interrupted(QueueCase):
         yield from self.kills(live, next(self.first_kill))
         yield from self.copies(live)
 
-    def kills(self, live: Life, first: int) -> Iterator[tuple[int, str, list[str]]]:
+    def kills(self, live: Life, first: int) -> Iterator[tuple[str, list[str]]]:
         """Kill processes at every fifth call; the last one lives to its end."""
         for number in itertools.count(first, self.KILL_EVERY):
             self.new_path(number)
@@ -2398,14 +2398,14 @@ class Interrupted(QueueCase):
                 live(step, child.say)
 
             said, status = self.child(work).finish()
-            yield number, f"killed at call {number}", said
-            shutil.rmtree(self.path, ignore_errors=True)  # not made yet, by the first calls
+            yield f"killed at call {number}", said
+            shutil.rmtree(self.path, ignore_errors=True)  # it may not have been made
             if status == 0:
                 self.assertGreater(number, 20)
                 return
             self.assertEqual(status, -signal.SIGKILL)
 
-    def copies(self, live: Life) -> Iterator[tuple[int, str, list[str]]]:
+    def copies(self, live: Life) -> Iterator[tuple[str, list[str]]]:
         """Copy the directory before every call of one life, and at its end."""
         self.new_path(0)
         original, said = self.path, list[str]()
@@ -2421,8 +2421,8 @@ class Interrupted(QueueCase):
         self.assertGreater(len(said_before), 20)
         for number, lines in enumerate(said_before):
             self.path = f"{original}.{number}"
-            yield number, f"copied before call {number}", lines
-            shutil.rmtree(self.path)
+            yield f"copied before call {number}", lines
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def payloads(self, q: FemtoQueue, state: str) -> list[str]:
         return [task.data.decode() for task in q.tasks(state)]
@@ -2465,7 +2465,7 @@ class Crash(Interrupted):
             with hooked(hook):
                 scenario(FemtoQueue(self.path, "victim", **settings), say)
 
-        for _, death, said in self.deaths(live):
+        for death, said in self.deaths(live):
             with self.subTest(f"{scenario.__name__} {death}"):
                 q = FemtoQueue(self.path, "survivor", **settings)
                 self.check_said(q, said)
@@ -3124,34 +3124,39 @@ class KeyedInterrupted(Interrupted):
                 with hooked(hook):
                     scenario(q, say)
 
-            for number, death, said in self.deaths(live):
-                with (
-                    self.subTest(f"{scenario.__name__} {death}"),
-                    FemtoQueue(self.path, "survivor") as q,
-                ):
-                    if number % 2:  # what the dead one noted down is all that a push has
-                        _push_said(q, said.append, "after")
-                    self.check(q, said, clock)
+            for death, said in self.deaths(live):
+                both = self.path, shutil.copytree(self.path, f"{self.path}+", symlinks=True)
+                for self.path, pushes in zip(both, (False, True), strict=True):
+                    with self.subTest(f"{scenario.__name__} {death}", pushes=pushes):
+                        self.check_survivor([*said], pushes, clock)
+                    shutil.rmtree(self.path)
+
+    def check_survivor(self, said: list[str], pushes: bool, clock: Clock) -> None:
+        with FemtoQueue(self.path, "survivor") as q:
+            if pushes:  # what the dead one noted down is all that a push has
+                _push_said(q, said.append, "after")
+            self.check(q, said, clock)
 
     def test_an_error_of_any_system_call(self) -> None:
         """The same object works on; what raised may be done again."""
         clock = self.clock()
-        codes = (errno.ENOSPC, errno.EIO, errno.EMFILE)
-        for scenario, code in itertools.product(KEY_SCENARIOS, codes):
+        codes = enumerate((errno.ENOSPC, errno.EIO, errno.EMFILE))
+        for scenario, (turn, code) in itertools.product(KEY_SCENARIOS, codes):
             for number in itertools.count():
                 step = Step(number, functools.partial(self.fail_with, code))
                 with self.subTest(f"{scenario.__name__} call {number} fails with {code}"):
-                    self.meet_an_error(scenario, number, step, clock)
+                    pushes = (number + turn) % 2 == 1  # so that each call fails before both
+                    self.meet_an_error(scenario, step, pushes, clock)
                 if not step.reached:
                     break
 
-    def meet_an_error(self, scenario: Scenario, number: int, step: Step, clock: Clock) -> None:
-        self.new_path(number)
+    def meet_an_error(self, scenario: Scenario, step: Step, pushes: bool, clock: Clock) -> None:
+        self.new_path(step.left)
         said: list[str] = []
         with FemtoQueue(self.path, "n1") as q:
             with hooked(step), contextlib.suppress(OSError):
                 scenario(q, said.append)
-            if number % 2:
+            if pushes:
                 _push_said(q, said.append, "after")
             clock.advance(60)
             self.check(q, said, clock)
