@@ -58,6 +58,15 @@ SYSCALLS = (
     "pwrite",
 )
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
+MEMORY_BYTES = 1 << 28  # that must be free in /dev/shm: twenty thousand tasks take a third
+
+
+def memory_dir() -> str | None:
+    """Return where files stand in memory; None, the temporary directory, if TMPDIR is set."""
+    if "TMPDIR" in os.environ or not os.access("/dev/shm", os.W_OK):
+        return None
+    space = os.statvfs("/dev/shm")
+    return "/dev/shm" if space.f_bavail * space.f_frsize >= MEMORY_BYTES else None
 
 
 class Clock:
@@ -175,11 +184,17 @@ class QueueCase(unittest.TestCase):
     """A test with a queue directory, whose invariants are checked when it ends."""
 
     foreign: tuple[str, ...] = ()
+    in_memory = False  # True: the tests promise nothing about the disk
 
     def setUp(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="femtoqueue-test-")
-        self.addCleanup(shutil.rmtree, self.path, ignore_errors=True)
+        self.path = self.new_dir(memory_dir() if self.in_memory else None)
         femtoqueue._log().disabled = True  # corrupt tasks are logged, and are many here
+
+    def new_dir(self, place: str | None = None) -> str:
+        """Make a directory in that one, or in the temporary directory; it goes with the test."""
+        path = tempfile.mkdtemp(prefix="femtoqueue-test-", dir=place)
+        self.addCleanup(shutil.rmtree, path, ignore_errors=True)
+        return path
 
     def queue(self, node_id: str | None = "n1", **settings: Any) -> FemtoQueue:
         q = FemtoQueue(self.path, node_id, **settings)
@@ -2366,12 +2381,17 @@ SCENARIOS: tuple[Scenario, ...] = (
 class Interrupted(QueueCase):
     """Operations that are ended, or meet an error, before each of their system calls."""
 
+    in_memory = True
     KILL_EVERY = 5  # calls
 
     def setUp(self) -> None:
         super().setUp()
         self.base, self.serial = self.path, itertools.count()
         self.first_kill = itertools.cycle(range(self.KILL_EVERY))
+
+    def use_disk(self) -> None:
+        """Go on in the temporary directory: what follows is synced."""
+        self.base = self.new_dir()
 
     def new_path(self, number: int) -> None:
         """Go on in a directory of its own."""
@@ -2477,6 +2497,7 @@ class Crash(Interrupted):
             self.kill_at_every_call(scenario)
 
     def test_a_kill_at_any_system_call_with_sync_loses_and_doubles_nothing(self) -> None:
+        self.use_disk()
         for scenario in (push_some, push_batch, push_and_finish, fail_and_retry):
             self.kill_at_every_call(scenario, sync_after_write=True)
 
@@ -2545,6 +2566,7 @@ class Faults(Interrupted):
                 self.fail_at_every_call(scenario, code)
 
     def test_an_error_of_any_system_call_with_sync_surfaces_and_loses_nothing(self) -> None:
+        self.use_disk()
         for scenario in (push_some, push_and_finish, fail_and_retry):
             self.fail_at_every_call(scenario, errno.EIO, sync_after_write=True)
 
@@ -3898,11 +3920,8 @@ class Model(QueueCase):
     def test_random_lives_are_as_in_a_model(self) -> None:
         """Order, attempts, keys, leases, due times, dead letters, by several objects at once, while
         clocks step, objects die and come back, and people move files (.ci/fuzz.py goes on)."""
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         for seed in range(16):
-            path = tempfile.mkdtemp(prefix="femtoqueue-fuzz-", dir=memory)
-            self.addCleanup(shutil.rmtree, path, ignore_errors=True)
-            Fuzz(path, seed).run(300)
+            Fuzz(self.new_dir(memory_dir()), seed).run(300)
 
 
 # What else stands in the directories
@@ -4288,6 +4307,7 @@ class ByHand(QueueCase):
 
 @FORK
 class Concurrency(QueueCase):
+    in_memory = True
     COUNT = 20_000
 
     def pop_and_finish(self, q: FemtoQueue) -> list[str]:
@@ -4382,6 +4402,7 @@ class Concurrency(QueueCase):
 class KeyedConcurrency(QueueCase):
     """Four producers and four consumers on fifty keys, all of them killed now and then."""
 
+    in_memory = True
     KEYS, SECONDS = 50, 4.0
 
     def log(self, *words: object) -> None:
@@ -4475,6 +4496,8 @@ class KeyedConcurrency(QueueCase):
 
 class Tickets(QueueCase):
     """First come, first served: one at a time, in the order of the numbers, over the dead."""
+
+    in_memory = True
 
     def line(self, stale_timeout: float | None = None) -> TicketQueue:
         return TicketQueue(self.file("line"), stale_timeout)
