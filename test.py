@@ -17,9 +17,11 @@ import dataclasses
 import errno
 import functools
 import gc
+import io
 import itertools
 import os
 import pickle
+import py_compile
 import random
 import re
 import shutil
@@ -6093,17 +6095,33 @@ class Checking(QueueCase):
 
 
 class CommandLine(QueueCase):
-    """Each command through its entry point, in a directory that holds femtoqueue.py alone."""
+    """Each command through main(). In this process, unless the test is about processes: those run
+    what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
+
+    in_memory = True
+    program: str
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        directory = tempfile.mkdtemp(prefix="femtoqueue-test-")
+        cls.addClassCleanup(shutil.rmtree, directory, ignore_errors=True)
+        cls.program = os.path.join(directory, "femtoqueue.pyc")
+        py_compile.compile(os.path.join(HERE, "femtoqueue.py"), cls.program, doraise=True)
 
     def setUp(self) -> None:
         super().setUp()
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
 
-    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def environment(self, env: dict[str, str] | None) -> dict[str, str]:
         ours = {name: it for name, it in os.environ.items() if name != "FEMTOQUEUE_DIR"}
-        env = {**ours, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-        command = [sys.executable, "-S", "-W", "error", os.path.join(HERE, "femtoqueue.py")]
+        return {**ours, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+
+    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-S", "-W", "error", self.program]
         cwd = os.path.dirname(self.path)
+        env = self.environment(env)
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             [*command, *words], env=env, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe
@@ -6112,10 +6130,32 @@ class CommandLine(QueueCase):
         self.addCleanup(process.kill)
         return process
 
-    def run_it(self, *words: str, input: bytes = b"", **settings: Any) -> tuple[int, str, str]:
+    def run_alone(self, *words: str, input: bytes = b"", **settings: Any) -> tuple[int, str, str]:
+        """Run a command in a process of its own."""
         with self.start(*words, **settings) as process:
             out, err = process.communicate(input, 120)
         return process.returncode, out.decode(), err.decode()
+
+    def run_it(
+        self, *words: str, input: bytes | None = None, env: dict[str, str] | None = None
+    ) -> tuple[int, str, str]:
+        """Run a command in this process; what is given input, or handles signals, alone."""
+        if input is not None or words[:1] == ("work",):
+            return self.run_alone(*words, input=input or b"", env=env)
+        outputs = io.BytesIO(), io.BytesIO()
+        out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
+        with (
+            mock.patch.dict(os.environ, {**self.environment(env), "COLUMNS": "80"}, clear=True),
+            mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err),
+            mock.patch.object(femtoqueue._log(), "disabled", False),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            try:
+                status = femtoqueue.main([*words])
+            except SystemExit as end:
+                status = int(end.code or 0)
+        return status, outputs[0].getvalue().decode(), outputs[1].getvalue().decode()
 
     def ok(self, *words: str, **settings: Any) -> str:
         """Run it, and return what it prints: nothing went wrong."""
@@ -6203,12 +6243,12 @@ class CommandLine(QueueCase):
         """The name that it prints is the fence; a restart of its node changes nothing."""
         for name in (b"1", b"2", b"3"):
             self.queue().push(name)
-        first, second = self.ok("pop", "jobs").strip(), self.ok("pop", "jobs").strip()
+        first, second = (self.run_alone("pop", "jobs")[1].strip() for _ in range(2))
         self.assertIsNotNone(femtoqueue._PARSE["inflight"](os.path.basename(first)))
         with open(self.file(first), "rb") as file:
             self.assertEqual(file.read().partition(b"\n")[2], b"1")
         self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
-        status, out, err = self.run_it("pop", "jobs", "--payload", "--node", "me")
+        status, out, err = self.run_alone("pop", "jobs", "--payload", "--node", "me")
         self.assertEqual((status, out), (0, "3"))
         self.assertEqual(self.run_it("pop", "jobs")[:2], (1, ""))
         self.ok("done", "jobs", first)
@@ -6440,7 +6480,7 @@ class CommandLine(QueueCase):
         """A full disk, a closed pipe: CMD did well."""
         self.queue().push(b"x")
         with open("/dev/full", "wb") as full:
-            command = [sys.executable, os.path.join(HERE, "femtoqueue.py"), "work", self.path]
+            command = [sys.executable, self.program, "work", self.path]
             command += ["--max-attempts", "1", "--drain", "--", "echo", "x"]
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
         self.assertEqual(done.returncode, 2)
@@ -6476,13 +6516,13 @@ class CommandLine(QueueCase):
         self.assertEqual(self.drain(self.queue()), [b"x"])
 
     def test_closed_descriptors_are_no_tracebacks_and_no_task_is_written_over(self) -> None:
-        script = f"{sys.executable} {HERE}/femtoqueue.py push {self.path} x >&- 2>&- <&-"
+        script = f"{sys.executable} {self.program} push {self.path} x >&- 2>&- <&-"
         self.assertEqual(subprocess.run(["sh", "-c", script], check=False).returncode, 0)
         self.assertEqual(self.payloads(), [b"x"])
 
     def test_pop_that_can_tell_nobody_leaves_nothing_leased(self) -> None:
         self.queue().push(b"x")
-        command = [sys.executable, os.path.join(HERE, "femtoqueue.py"), "pop", self.path]
+        command = [sys.executable, self.program, "pop", self.path]
         with open("/dev/full", "wb") as full:
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
         self.assertEqual(done.returncode, 2)
