@@ -230,6 +230,12 @@ class QueueCase(unittest.TestCase):
         self.check_invariants()
         return payloads
 
+    def hasten(self, constant: str, seconds: float) -> None:
+        """Let femtoqueue wait for that long, not for as long as its constant says."""
+        patch = mock.patch.object(femtoqueue, constant, seconds)
+        patch.start()
+        self.addCleanup(patch.stop)
+
     def fail_with(self, code: int) -> None:
         raise OSError(code, os.strerror(code))
 
@@ -4405,7 +4411,8 @@ class KeyedConcurrency(QueueCase):
     """Four producers and four consumers on fifty keys, all of them killed now and then."""
 
     in_memory = True
-    KEYS, SECONDS = 50, 4.0
+    KEYS, KILLS = 50, 130
+    SECONDS = 2.0 if memory_dir() else 4.0  # for as many deliveries
 
     def log(self, *words: object) -> None:
         """Append a line, whole also if we are killed then; each process has a file of its own."""
@@ -4463,9 +4470,9 @@ class KeyedConcurrency(QueueCase):
 
     def test_the_last_value_is_delivered_last_and_no_two_at_once(self) -> None:
         workers = [self.child(work) for work in (self.produce, self.consume) * 4]
-        chance, end = random.Random(1), time.monotonic() + self.SECONDS
-        while time.monotonic() < end:
-            time.sleep(0.03)
+        chance = random.Random(1)
+        for _ in range(self.KILLS):
+            time.sleep(self.SECONDS / self.KILLS)
             at = chance.randrange(8)
             workers[at].end()
             workers[at] = self.child((self.produce, self.consume)[at % 2])
@@ -4965,6 +4972,7 @@ class Waiting(QueueCase):
 
     def test_a_task_that_comes_due_wakes_who_waits(self) -> None:
         """Also one that was scheduled by another while it waited, before all others."""
+        self.hasten("_BASE_INTERVAL_S", 0.05)
         q, other, got = self.queue(), self.queue("n2"), Tasks()
         other.schedule(b"later", (time.time() + 3600) * 1e6)
         thread = self.waiting(q, lambda: got.append(q.pop(60)))
@@ -4985,6 +4993,7 @@ class Waiting(QueueCase):
     @FORK
     def test_the_death_of_a_worker_wakes_who_waits(self) -> None:
         """Its lease lasts for as long as it lives, so nothing else does."""
+        self.hasten("_BASE_INTERVAL_S", 0.05)
 
         def hold(child: Child) -> None:
             q = FemtoQueue(self.path, timeout_stale_ms=None)
@@ -5700,6 +5709,8 @@ class Checkpoints(QueueCase):
 
     @FORK
     def test_a_killed_worker_is_gone_on_from_where_it_was(self) -> None:
+        self.hasten("_BASE_INTERVAL_S", 0.05)
+
         def work(child: Child) -> None:
             q = FemtoQueue(self.path)
             q.checkpoint(_taken(q), b"half")
@@ -5977,6 +5988,7 @@ class Work(QueueCase):
 
     @FORK
     def test_a_second_signal_gives_back_what_runs_and_returns(self) -> None:
+        self.hasten("_ONE_SIGNAL_S", 0.05)
         q = self.queue()
         for concurrency in (1, 3):
             for name in range(5):
@@ -6099,6 +6111,7 @@ class CommandLine(QueueCase):
     what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
 
     in_memory = True
+    one_signal_s = femtoqueue._ONE_SIGNAL_S
     program: str
 
     @classmethod
@@ -6119,7 +6132,7 @@ class CommandLine(QueueCase):
         return {**ours, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
 
     def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-S", "-W", "error", self.program]
+        command = [sys.executable, "-S", "-W", "error", *self.program_as_hastened()]
         cwd = os.path.dirname(self.path)
         env = self.environment(env)
         pipe = subprocess.PIPE
@@ -6129,6 +6142,15 @@ class CommandLine(QueueCase):
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         return process
+
+    def program_as_hastened(self) -> list[str]:
+        """Return what Python is to run: the program, with the wait that this test has hastened."""
+        if self.one_signal_s == femtoqueue._ONE_SIGNAL_S:
+            return [self.program]
+        path, seconds = os.path.dirname(self.program), femtoqueue._ONE_SIGNAL_S
+        code = f"import sys; sys.path[0] = {path!r}; import femtoqueue; "
+        code += f"femtoqueue._ONE_SIGNAL_S = {seconds}; sys.exit(femtoqueue.main())"
+        return ["-c", code]
 
     def run_alone(self, *words: str, input: bytes = b"", **settings: Any) -> tuple[int, str, str]:
         """Run a command in a process of its own."""
@@ -6454,6 +6476,7 @@ class CommandLine(QueueCase):
         self.assertEqual(self.states(), {"done": 4, "pending": 16})
 
     def test_the_second_signal_goes_to_the_commands_group_and_gives_back(self) -> None:
+        self.hasten("_ONE_SIGNAL_S", 0.05)
         q = self.queue()
         for jobs in (1, 3):
             q.push_many([b"x"] * jobs)
@@ -6502,15 +6525,16 @@ class CommandLine(QueueCase):
 
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """The first finds standard error full, the second a command's line that is stuck."""
+        self.hasten("_ONE_SIGNAL_S", 0.1)
         self.queue().push(b"x")
         script = "echo begun > begun; yes"
         with self.start("work", "jobs", "-q", "--", "sh", "-c", script) as process:
             begun = os.path.join(os.path.dirname(self.path), "begun")
             while not os.path.exists(begun) or not os.path.getsize(begun):
                 time.sleep(0.01)
-            for _ in range(2):
-                process.send_signal(signal.SIGTERM)
-                time.sleep(2 * femtoqueue._ONE_SIGNAL_S)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(4 * femtoqueue._ONE_SIGNAL_S)
+            process.send_signal(signal.SIGTERM)
             process.wait(120)
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
         self.assertEqual(self.drain(self.queue()), [b"x"])
@@ -6558,6 +6582,7 @@ class CommandLine(QueueCase):
         self.assertEqual(self.drain(self.queue(None)), [b"x"])
 
     def test_a_killed_work_is_taken_over_at_once(self) -> None:
+        self.hasten("_BASE_INTERVAL_S", 0.05)
         q = self.queue(timeout_stale_ms=None)
         ident = q.push(b"x")
         script = "echo begun $$; exec sleep 1000"
