@@ -1,9 +1,14 @@
 """What femtoqueue promises, by test: `python test.py [-v] [Class[.test]]`.
 
+Classes run side by side, in a process for each processor; `python -m unittest test` runs them in
+one. Tests that promise nothing about the disk run in /dev/shm. If TMPDIR is set, all of them run
+in that directory: `TMPDIR=/var/tmp python test.py` proves everything on its file system.
+
 Classes are promises, tests are outcomes. Proved here, with real processes: order, leases and
-their fencing, liveness, exactly one delivery while nobody dies, no loss when workers are killed
-(before every system call of every operation, too), what is corrupt or foreign in the directories,
-every failing system call of an operation, editing by hand. Clocks are faked, never slept on.
+their fencing, liveness, exactly one delivery while nobody dies, no loss when workers are killed,
+what is corrupt or foreign in the directories, every failing system call of an operation, editing
+by hand. Death before every system call of every operation: a copy of the directory as it is then
+is what is left, and at every fifth call a process is killed. Clocks are faked, never slept on.
 
 Not proved here: power loss, full disks and file systems other than the one that holds the
 temporary directory (.ci/ has what needs root), and what needs fork() where there is none.
@@ -19,6 +24,8 @@ import functools
 import gc
 import io
 import itertools
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
 import py_compile
@@ -32,12 +39,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
 import unittest
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 from unittest import mock
 
 import femtoqueue
@@ -144,8 +153,6 @@ class Child:
             work(self)
             code = 0
         except BaseException as error:
-            import traceback
-
             traceback.print_exception(error)
         finally:
             os._exit(code)
@@ -187,9 +194,10 @@ class QueueCase(unittest.TestCase):
 
     foreign: tuple[str, ...] = ()
     in_memory = False  # True: the tests promise nothing about the disk
+    memory = memory_dir()
 
     def setUp(self) -> None:
-        self.path = self.new_dir(memory_dir() if self.in_memory else None)
+        self.path = self.new_dir(self.memory if self.in_memory else None)
         femtoqueue._log().disabled = True  # corrupt tasks are logged, and are many here
 
     def new_dir(self, place: str | None = None) -> str:
@@ -3929,7 +3937,7 @@ class Model(QueueCase):
         """Order, attempts, keys, leases, due times, dead letters, by several objects at once, while
         clocks step, objects die and come back, and people move files (.ci/fuzz.py goes on)."""
         for seed in range(16):
-            Fuzz(self.new_dir(memory_dir()), seed).run(300)
+            Fuzz(self.new_dir(self.memory), seed).run(300)
 
 
 # What else stands in the directories
@@ -4412,7 +4420,7 @@ class KeyedConcurrency(QueueCase):
 
     in_memory = True
     KEYS, KILLS = 50, 130
-    SECONDS = 2.0 if memory_dir() else 4.0  # for as many deliveries
+    SECONDS = 2.0 if QueueCase.memory else 4.0  # for as many deliveries
 
     def log(self, *words: object) -> None:
         """Append a line, whole also if we are killed then; each process has a file of its own."""
@@ -6697,5 +6705,195 @@ class Documents(unittest.TestCase):
             self.assertTrue(hasattr(femtoqueue, name), name)
 
 
+# Classes side by side
+
+
+class ReportedTest(unittest.TestCase):
+    """Stands in a result for a test that a worker process ran."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__()
+        self.description = description
+
+    def __str__(self) -> str:
+        return self.description
+
+    def shortDescription(self) -> None:
+        return None  # it is part of the description
+
+
+class Spread(unittest.TestSuite):
+    """Suites that are run by worker processes; each takes the next suite when it is ready.
+
+    A worker is the leader of a process group, which is killed when the run ends. It reports a
+    suite's results as text. A suite whose worker died is an error.
+    """
+
+    LISTS = ("failures", "errors", "skipped", "expectedFailures")
+
+    def __init__(self, suites: list[unittest.TestSuite], processes: int) -> None:
+        super().__init__(suites)
+        self.suites, self.processes = suites, processes
+        self.statuses: list[int] = []  # of workers that have ended; a signal is negative
+
+    def run(self, result: Any, debug: bool = False) -> Any:
+        """Run the suites and add their results. Ctrl-C and SIGTERM end the workers as well."""
+        pids: list[int] = []
+        with contextlib.ExitStack() as stack:
+            self.use_own_dirs(stack)
+            stack.callback(self.kill, pids)
+            receivers = self.fork(pids, result)
+            before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            stack.callback(signal.signal, signal.SIGTERM, before)
+            left = self.gather(pids, receivers, result)
+        if not result.shouldStop:
+            for suite in left:
+                name = type(next(iter(suite))).__name__
+                why = f"Its worker died. Exit statuses of all workers: {self.statuses}\n"
+                result.errors.append((ReportedTest(name), why))
+        return result
+
+    def use_own_dirs(self, stack: contextlib.ExitStack) -> None:
+        """Put the directories of tests into two that are removed when the run ends: tests that
+        are killed do not remove theirs."""
+        run_dir = functools.partial(
+            tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
+        )
+        disk = stack.enter_context(run_dir())
+        memory = stack.enter_context(run_dir(dir=QueueCase.memory)) if QueueCase.memory else None
+        for path in filter(None, (disk, memory)):
+            os.chmod(path, 0o755)  # one test runs as another user
+        stack.enter_context(mock.patch.object(tempfile, "tempdir", disk))
+        stack.enter_context(mock.patch.object(QueueCase, "memory", memory))
+
+    def fork(self, pids: list[int], result: Any) -> list[Connection]:
+        """Start the workers. They read the numbers of the suites from one pipe."""
+        numbers, filling = os.pipe()
+        os.write(filling, bytes(range(len(self.suites))))
+        os.close(filling)
+        receivers = []
+        for _ in range(self.processes):
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            pid = os.fork()
+            if pid == 0:
+                self.work(numbers, sender, result)
+            os.setpgid(pid, pid)
+            pids.append(pid)
+            receivers.append(receiver)
+            sender.close()
+        os.close(numbers)
+        return receivers
+
+    def work(self, numbers: int, sender: Connection, result: Any) -> NoReturn:
+        """Run suites in a worker until none is left."""
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            while number := os.read(numbers, 1):
+                sender.send((number[0], *self.report(self.suites[number[0]], result)))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def report(self, suite: unittest.TestSuite, result: Any) -> tuple[str, int, Any, Any]:
+        """Run a suite. Return what was printed, the number of tests, the entries of LISTS, and
+        the durations (Python 3.12)."""
+        text = io.StringIO()
+        result.stream = unittest.TextTestRunner(text).stream
+        result.testsRun = 0
+        lists = {name: getattr(result, name) for name in self.LISTS}
+        durations = getattr(result, "collectedDurations", [])
+        for entries in (*lists.values(), result.unexpectedSuccesses, durations):
+            entries.clear()
+        suite(result)
+        told = {
+            name: [(result.getDescription(test), why) for test, why in entries]
+            for name, entries in lists.items()
+        }
+        for test in result.unexpectedSuccesses:
+            told["failures"].append((result.getDescription(test), "unexpected success\n"))
+        return text.getvalue(), result.testsRun, told, durations
+
+    def gather(
+        self, pids: list[int], receivers: list[Connection], result: Any
+    ) -> list[unittest.TestSuite]:
+        """Add the reports to the result. Return the suites without a report."""
+        left = dict(enumerate(self.suites))
+        while receivers and not result.shouldStop:
+            for receiver in multiprocessing.connection.wait(receivers, 1):
+                assert isinstance(receiver, Connection)
+                try:
+                    number, *report = receiver.recv()
+                except EOFError:
+                    receivers.remove(receiver)
+                    continue
+                del left[number]
+                self.merge(result, *report)
+            self.reap(pids)
+        return [*left.values()]
+
+    def reap(self, pids: list[int]) -> None:
+        """Kill the children of workers that have ended: they hold the pipes of reports open."""
+        for pid in [*pids]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                pids.remove(pid)
+                self.statuses.append(os.waitstatus_to_exitcode(status))
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def merge(self, result: Any, text: str, count: int, told: Any, durations: Any) -> None:
+        """Add a report to the result, and print its text."""
+        result.stream.write(text)
+        result.stream.flush()
+        result.testsRun += count
+        for name, entries in told.items():
+            getattr(result, name).extend(
+                (ReportedTest(description), why) for description, why in entries
+            )
+        if durations:
+            result.collectedDurations.extend(durations)
+        if result.failfast and (told["failures"] or told["errors"]):
+            result.stop()
+
+    def kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            os.killpg(pid, signal.SIGKILL)
+            self.statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+class Runner(unittest.TextTestRunner):
+    """Runs the classes of tests in one worker process per processor."""
+
+    # These begin first, so that the last one is short.
+    LONGEST = (
+        *("KeyedInterrupted", "Tickets", "Concurrency", "CommandLine", "Crash", "Faults"),
+        *("KeyedConcurrency", "Model", "Documents", "Processing", "Waiting", "Polling"),
+    )
+
+    def run(self, test: Any) -> Any:
+        """Run in this process if there is one class, one processor, or no fork()."""
+        suites: dict[str, unittest.TestSuite] = {}
+        for case in self.cases(test):
+            suites.setdefault(type(case).__name__, unittest.TestSuite()).addTest(case)
+        has_affinity = hasattr(os, "sched_getaffinity")
+        processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        processes = min(processors, len(suites))
+        if processes < 2 or not hasattr(os, "fork"):
+            return super().run(test)
+        longest = [suites.pop(name) for name in self.LONGEST if name in suites]
+        return super().run(Spread([*longest, *suites.values()], processes))
+
+    def cases(self, test: Any) -> Iterator[unittest.TestCase]:
+        if isinstance(test, unittest.TestSuite):
+            for part in test:
+                yield from self.cases(part)
+        else:
+            yield test
+
+
 if __name__ == "__main__":
-    unittest.main()
+    unittest.main(testRunner=Runner)
