@@ -31,6 +31,7 @@ import pickle
 import py_compile
 import random
 import re
+import select
 import shutil
 import signal
 import stat
@@ -238,9 +239,9 @@ class QueueCase(unittest.TestCase):
         self.check_invariants()
         return payloads
 
-    def hasten(self, constant: str, seconds: float) -> None:
+    def hasten(self, constant: str, value: float) -> None:
         """Let femtoqueue wait for that long, not for as long as its constant says."""
-        patch = mock.patch.object(femtoqueue, constant, seconds)
+        patch = mock.patch.object(femtoqueue, constant, value)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -5484,8 +5485,13 @@ class Processing(QueueCase):
                 time.sleep(0.01)
         self.assertEqual(self.states(), {"done": 1})
 
+    def renewing_queue(self) -> FemtoQueue:
+        """Return a queue that renews its leases every 20 ms, long before they end."""
+        self.hasten("_RENEWAL", 0.01)
+        return self.queue(timeout_stale_ms=2000)
+
     def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
-        q = self.queue(timeout_stale_ms=60)
+        q = self.renewing_queue()
         before = {*threading.enumerate()}
         for name in (b"a", b"b"):
             q.push(name)
@@ -5509,12 +5515,12 @@ class Processing(QueueCase):
 
     def test_a_lease_without_an_end_needs_no_thread(self) -> None:
         q = self.queue(timeout_stale_ms=None)
-        before = threading.active_count()
+        before = {*threading.enumerate()}
         with q.processing(_pushed_and_taken(q)):
-            self.assertEqual(threading.active_count(), before)
+            self.assertEqual({*threading.enumerate()} - before, set())
 
     def test_renewal_never_shortens_a_lease(self) -> None:
-        q = self.queue(timeout_stale_ms=60)
+        q = self.renewing_queue()
         task = _pushed_and_taken(q)
         q.extend(task, 3_600_000)
         with q.processing(task):
@@ -5531,7 +5537,7 @@ class Processing(QueueCase):
 
     def test_a_renewal_that_raises_anything_is_not_the_last(self) -> None:
         """The warning of a failed one, say, which can't be written either."""
-        q = self.queue(timeout_stale_ms=60)
+        q = self.renewing_queue()
         task = _pushed_and_taken(q)
         with q.processing(task):
             tried = mock.Mock(side_effect=SystemExit)
@@ -5580,7 +5586,7 @@ class Processing(QueueCase):
         return self.pop(q)
 
     def test_a_renewal_that_meets_disk_trouble_is_tried_again(self) -> None:
-        q = self.queue(timeout_stale_ms=90)
+        q = self.renewing_queue()
         task = _pushed_and_taken(q)
         with q.processing(task):
             lease = task._lease
@@ -5609,7 +5615,7 @@ class Processing(QueueCase):
             self.assertNotEqual(keyed._lease, before[0])
 
     def test_a_thread_that_can_not_be_started_is_an_error_and_the_next_one_is(self) -> None:
-        q = self.queue(timeout_stale_ms=60)
+        q = self.renewing_queue()
         task = _pushed_and_taken(q)
         broken = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
         with broken, self.assertRaises(RuntimeError), q.processing(task):
@@ -6540,8 +6546,10 @@ class CommandLine(QueueCase):
             begun = os.path.join(os.path.dirname(self.path), "begun")
             while not os.path.exists(begun) or not os.path.getsize(begun):
                 time.sleep(0.01)
+            assert process.stderr is not None
             process.send_signal(signal.SIGTERM)
-            time.sleep(4 * femtoqueue._ONE_SIGNAL_S)
+            select.select([process.stderr], [], [], 120)  # heard
+            time.sleep(2 * femtoqueue._ONE_SIGNAL_S)
             process.send_signal(signal.SIGTERM)
             process.wait(120)
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
