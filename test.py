@@ -4515,8 +4515,6 @@ class KeyedConcurrency(QueueCase):
 class Tickets(QueueCase):
     """First come, first served: one at a time, in the order of the numbers, over the dead."""
 
-    in_memory = True
-
     def line(self, stale_timeout: float | None = None) -> TicketQueue:
         return TicketQueue(self.file("line"), stale_timeout)
 
@@ -6124,7 +6122,6 @@ class CommandLine(QueueCase):
     """Each command through main(). In this process, unless the test is about processes: those run
     what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
 
-    in_memory = True
     one_signal_s = femtoqueue._ONE_SIGNAL_S
     program: str
 
