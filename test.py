@@ -1,9 +1,14 @@
 """What femtoqueue promises, by test: `python test.py [-v] [Class[.test]]`.
 
+Classes run side by side, in a process for each processor; `python -m unittest test` runs them in
+one. Tests that promise nothing about the disk run in /dev/shm. If TMPDIR is set, all of them run
+in that directory: `TMPDIR=/var/tmp python test.py` proves everything on its file system.
+
 Classes are promises, tests are outcomes. Proved here, with real processes: order, leases and
-their fencing, liveness, exactly one delivery while nobody dies, no loss when workers are killed
-(before every system call of every operation, too), what is corrupt or foreign in the directories,
-every failing system call of an operation, editing by hand. Clocks are faked, never slept on.
+their fencing, liveness, exactly one delivery while nobody dies, no loss when workers are killed,
+what is corrupt or foreign in the directories, every failing system call of an operation, editing
+by hand. Death before every system call of every operation: a copy of the directory as it is then
+is what is left, and at every fifth call a process is killed. Clocks are faked, never slept on.
 
 Not proved here: power loss, full disks and file systems other than the one that holds the
 temporary directory (.ci/ has what needs root), and what needs fork() where there is none.
@@ -17,11 +22,16 @@ import dataclasses
 import errno
 import functools
 import gc
+import io
 import itertools
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
+import py_compile
 import random
 import re
+import select
 import shutil
 import signal
 import stat
@@ -30,12 +40,14 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import types
 import unittest
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from typing import Any
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
 from unittest import mock
 
 import femtoqueue
@@ -58,6 +70,15 @@ SYSCALLS = (
     "pwrite",
 )
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
+MEMORY_BYTES = 1 << 28  # that must be free in /dev/shm: twenty thousand tasks take a third
+
+
+def memory_dir() -> str | None:
+    """Return where files stand in memory; None, the temporary directory, if TMPDIR is set."""
+    if "TMPDIR" in os.environ or not os.access("/dev/shm", os.W_OK):
+        return None
+    space = os.statvfs("/dev/shm")
+    return "/dev/shm" if space.f_bavail * space.f_frsize >= MEMORY_BYTES else None
 
 
 class Clock:
@@ -137,8 +158,6 @@ class Child:
             work(self)
             code = 0
         except BaseException as error:
-            import traceback
-
             traceback.print_exception(error)
         finally:
             os._exit(code)
@@ -179,11 +198,18 @@ class QueueCase(unittest.TestCase):
     """A test with a queue directory, whose invariants are checked when it ends."""
 
     foreign: tuple[str, ...] = ()
+    in_memory = False  # True: the tests promise nothing about the disk
+    memory = memory_dir()
 
     def setUp(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="femtoqueue-test-")
-        self.addCleanup(shutil.rmtree, self.path, ignore_errors=True)
+        self.path = self.new_dir(self.memory if self.in_memory else None)
         femtoqueue._log().disabled = True  # corrupt tasks are logged, and are many here
+
+    def new_dir(self, place: str | None = None) -> str:
+        """Make a directory in that one, or in the temporary directory; it goes with the test."""
+        path = tempfile.mkdtemp(prefix="femtoqueue-test-", dir=place)
+        self.addCleanup(shutil.rmtree, path, ignore_errors=True)
+        return path
 
     def queue(self, node_id: str | None = "n1", **settings: Any) -> FemtoQueue:
         q = FemtoQueue(self.path, node_id, **settings)
@@ -216,6 +242,12 @@ class QueueCase(unittest.TestCase):
             q.done(task)
         self.check_invariants()
         return payloads
+
+    def hasten(self, constant: str, value: float) -> None:
+        """Let femtoqueue wait for that long, not for as long as its constant says."""
+        patch = mock.patch.object(femtoqueue, constant, value)
+        patch.start()
+        self.addCleanup(patch.stop)
 
     def fail_with(self, code: int) -> None:
         raise OSError(code, os.strerror(code))
@@ -2677,6 +2709,8 @@ class Broken(Step):
 
 Say = Callable[[str], None]
 Scenario = Callable[[FemtoQueue, Say], None]
+# Runs a scenario on a queue of its own in self.path, whose system calls the hook gets.
+Life = Callable[[Callable[[str, tuple[Any, ...]], None], Say], object]
 
 
 def _taken(q: FemtoQueue) -> FemtoTask:
@@ -2781,13 +2815,68 @@ SCENARIOS: tuple[Scenario, ...] = (
 class Interrupted(QueueCase):
     """Operations that are ended, or meet an error, before each of their system calls."""
 
+    in_memory = True
+    KILL_EVERY = 5  # calls
+
     def setUp(self) -> None:
         super().setUp()
         self.base, self.serial = self.path, itertools.count()
+        self.first_kill = itertools.cycle(range(self.KILL_EVERY))
+
+    def use_disk(self) -> None:
+        """Go on in the temporary directory: what follows is synced."""
+        self.base = self.new_dir()
 
     def new_path(self, number: int) -> None:
         """Go on in a directory of its own."""
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
+
+    def deaths(self, live: Life) -> Iterator[tuple[str, list[str]]]:
+        """Let a process die before each system call of live(). Yield how it died, and what it had
+        said; self.path is the directory that it left.
+
+        A copy of the directory, made before the call, is what a process leaves that dies there:
+        its locks are gone, and nothing of it runs any more. SIGKILL ends a real process at every
+        fifth call, in each scenario from another one on. (.ci/faults.py kills at every call.)
+        """
+        yield from self.kills(live, next(self.first_kill))
+        yield from self.copies(live)
+
+    def kills(self, live: Life, first: int) -> Iterator[tuple[str, list[str]]]:
+        """Kill processes at every fifth call; the last one lives to its end."""
+        for number in itertools.count(first, self.KILL_EVERY):
+            self.new_path(number)
+            step = Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+            def work(child: Child, step: Step = step) -> None:
+                live(step, child.say)
+
+            said, status = self.child(work).finish()
+            yield f"killed at call {number}", said
+            shutil.rmtree(self.path, ignore_errors=True)  # it may not have been made
+            if status == 0:
+                self.assertGreater(number, 20)
+                return
+            self.assertEqual(status, -signal.SIGKILL)
+
+    def copies(self, live: Life) -> Iterator[tuple[str, list[str]]]:
+        """Copy the directory before every call of one life, and at its end."""
+        self.new_path(0)
+        original, said = self.path, list[str]()
+        said_before: list[list[str]] = []
+
+        def copy(name: str, args: tuple[Any, ...]) -> None:
+            if os.path.exists(original):
+                shutil.copytree(original, f"{original}.{len(said_before)}", symlinks=True)
+            said_before.append([*said])
+
+        live(copy, said.append)
+        copy("", ())
+        self.assertGreater(len(said_before), 20)
+        for number, lines in enumerate(said_before):
+            self.path = f"{original}.{number}"
+            yield f"copied before call {number}", lines
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def payloads(self, q: FemtoQueue, state: str) -> list[str]:
         return [task.data.decode() for task in q.tasks(state)]
@@ -2826,29 +2915,23 @@ class Interrupted(QueueCase):
 @FORK
 class Crash(Interrupted):
     def kill_at_every_call(self, scenario: Scenario, **settings: Any) -> None:
-        for number in itertools.count():
-            self.new_path(number)
+        def live(hook: Any, say: Say) -> None:
+            with hooked(hook):
+                scenario(FemtoQueue(self.path, "victim", **settings), say)
 
-            def work(child: Child, number: int = number) -> None:
-                with hooked(Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL))):
-                    scenario(FemtoQueue(self.path, "victim", **settings), child.say)
-
-            said, status = self.child(work).finish()
-            with self.subTest(f"{scenario.__name__} killed at call {number}"):
+        for death, said in self.deaths(live):
+            with self.subTest(f"{scenario.__name__} {death}"):
                 q = FemtoQueue(self.path, "survivor", **settings)
                 self.check_said(q, said)
                 self.check_drains(q, said)
                 q.close()
-            if status == 0:
-                self.assertGreater(number, 20)
-                return
-            self.assertEqual(status, -signal.SIGKILL)
 
     def test_a_kill_at_any_system_call_loses_and_doubles_nothing(self) -> None:
         for scenario in SCENARIOS:
             self.kill_at_every_call(scenario)
 
     def test_a_kill_at_any_system_call_with_sync_loses_and_doubles_nothing(self) -> None:
+        self.use_disk()
         for scenario in (push_some, push_batch, push_and_finish, fail_and_retry):
             self.kill_at_every_call(scenario, sync_after_write=True)
 
@@ -2892,7 +2975,7 @@ class Faults(Interrupted):
         clock = self.clock()
         for number in itertools.count():
             self.new_path(number)
-            q = self.queue("n1", **settings)
+            q = FemtoQueue(self.path, "n1", **settings)
             said: list[str] = []
             step = Step(number, lambda: self.fail_with(code))
             with self.subTest(f"{scenario.__name__} call {number} fails with {code}"):
@@ -2917,6 +3000,7 @@ class Faults(Interrupted):
                 self.fail_at_every_call(scenario, code)
 
     def test_an_error_of_any_system_call_with_sync_surfaces_and_loses_nothing(self) -> None:
+        self.use_disk()
         for scenario in (push_some, push_and_finish, fail_and_retry):
             self.fail_at_every_call(scenario, errno.EIO, sync_after_write=True)
 
@@ -3507,50 +3591,50 @@ class KeyedInterrupted(Interrupted):
     def test_a_kill_at_any_system_call(self) -> None:
         clock = self.clock()
         for scenario in KEY_SCENARIOS:
-            for number in itertools.count():
-                self.new_path(number)
 
-                def work(child: Child, number: int = number) -> None:
-                    q = FemtoQueue(self.path, "victim", sync_after_write=True)
-                    with hooked(Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL))):
-                        scenario(q, child.say)  # noqa: B023
+            def live(hook: Any, say: Say, scenario: Scenario = scenario) -> None:
+                q = FemtoQueue(self.path, "victim", sync_after_write=True)
+                with hooked(hook):
+                    scenario(q, say)
 
-                said, status = self.child(work).finish()
-                q = self.queue("survivor")
-                with self.subTest(f"{scenario.__name__} killed at call {number}"):
-                    if number % 2:  # what the dead one noted down is all that a push has
-                        _push_said(q, said.append, "after")
-                    self.check(q, said, clock)
-                q.close()
-                if status == 0:
-                    self.assertGreater(number, 20)
-                    break
-                self.assertEqual(status, -signal.SIGKILL)
+            for death, said in self.deaths(live):
+                both = self.path, shutil.copytree(self.path, f"{self.path}+", symlinks=True)
+                for self.path, pushes in zip(both, (False, True), strict=True):
+                    with self.subTest(f"{scenario.__name__} {death}", pushes=pushes):
+                        self.check_survivor([*said], pushes, clock)
+                    shutil.rmtree(self.path)
+
+    def check_survivor(self, said: list[str], pushes: bool, clock: Clock) -> None:
+        with FemtoQueue(self.path, "survivor") as q:
+            if pushes:  # what the dead one noted down is all that a push has
+                _push_said(q, said.append, "after")
+            self.check(q, said, clock)
 
     def test_an_error_of_any_system_call(self) -> None:
         """The same object works on; what raised may be done again."""
         clock = self.clock()
-        codes = (errno.ENOSPC, errno.EIO, errno.EMFILE)
-        for scenario, code in itertools.product(KEY_SCENARIOS, codes):
+        codes = enumerate((errno.ENOSPC, errno.EIO, errno.EMFILE))
+        for scenario, (turn, code) in itertools.product(KEY_SCENARIOS, codes):
             for number in itertools.count():
                 step = Step(number, functools.partial(self.fail_with, code))
                 with self.subTest(f"{scenario.__name__} call {number} fails with {code}"):
-                    self.meet_an_error(scenario, number, step, clock)
+                    pushes = (number + turn) % 2 == 1  # so that each call fails before both
+                    self.meet_an_error(scenario, step, pushes, clock)
                 if not step.reached:
                     break
 
-    def meet_an_error(self, scenario: Scenario, number: int, step: Step, clock: Clock) -> None:
-        self.new_path(number)
-        q = self.queue("n1")
+    def meet_an_error(self, scenario: Scenario, step: Step, pushes: bool, clock: Clock) -> None:
+        self.new_path(step.left)
         said: list[str] = []
-        with hooked(step), contextlib.suppress(OSError):
-            scenario(q, said.append)
-        if number % 2:
-            _push_said(q, said.append, "after")
-        clock.advance(60)
-        self.check(q, said, clock)
-        self.assertEqual(self.names("creating"), [])
-        q.close()
+        with FemtoQueue(self.path, "n1") as q:
+            with hooked(step), contextlib.suppress(OSError):
+                scenario(q, said.append)
+            if pushes:
+                _push_said(q, said.append, "after")
+            clock.advance(60)
+            self.check(q, said, clock)
+            self.assertEqual(self.names("creating"), [])
+        shutil.rmtree(self.path)
 
 
 # Random lives against a model in memory
@@ -4293,11 +4377,8 @@ class Model(QueueCase):
     def test_random_lives_are_as_in_a_model(self) -> None:
         """Order, attempts, keys, leases, due times, dead letters, by several objects at once, while
         clocks step, objects die and come back, and people move files (.ci/fuzz.py goes on)."""
-        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
         for seed in range(16):
-            path = tempfile.mkdtemp(prefix="femtoqueue-fuzz-", dir=memory)
-            self.addCleanup(shutil.rmtree, path, ignore_errors=True)
-            Fuzz(path, seed).run(300)
+            Fuzz(self.new_dir(self.memory), seed).run(300)
 
 
 # What else stands in the directories
@@ -4683,6 +4764,7 @@ class ByHand(QueueCase):
 
 @FORK
 class Concurrency(QueueCase):
+    in_memory = True
     COUNT = 20_000
 
     def pop_and_finish(self, q: FemtoQueue) -> list[str]:
@@ -4777,7 +4859,9 @@ class Concurrency(QueueCase):
 class KeyedConcurrency(QueueCase):
     """Four producers and four consumers on fifty keys, all of them killed now and then."""
 
-    KEYS, SECONDS = 50, 4.0
+    in_memory = True
+    KEYS, KILLS = 50, 130
+    SECONDS = 2.0 if QueueCase.memory else 4.0  # for as many deliveries
 
     def log(self, *words: object) -> None:
         """Append a line, whole also if we are killed then; each process has a file of its own."""
@@ -4835,9 +4919,9 @@ class KeyedConcurrency(QueueCase):
 
     def test_the_last_value_is_delivered_last_and_no_two_at_once(self) -> None:
         workers = [self.child(work) for work in (self.produce, self.consume) * 4]
-        chance, end = random.Random(1), time.monotonic() + self.SECONDS
-        while time.monotonic() < end:
-            time.sleep(0.03)
+        chance = random.Random(1)
+        for _ in range(self.KILLS):
+            time.sleep(self.SECONDS / self.KILLS)
             at = chance.randrange(8)
             workers[at].end()
             workers[at] = self.child((self.produce, self.consume)[at % 2])
@@ -5335,6 +5419,7 @@ class Waiting(QueueCase):
 
     def test_a_task_that_comes_due_wakes_who_waits(self) -> None:
         """Also one that was scheduled by another while it waited, before all others."""
+        self.hasten("_BASE_INTERVAL_S", 0.05)
         q, other, got = self.queue(), self.queue("n2"), Tasks()
         other.schedule(b"later", (time.time() + 3600) * 1e6)
         thread = self.waiting(q, lambda: got.append(q.pop(60)))
@@ -5355,6 +5440,7 @@ class Waiting(QueueCase):
     @FORK
     def test_the_death_of_a_worker_wakes_who_waits(self) -> None:
         """Its lease lasts for as long as it lives, so nothing else does."""
+        self.hasten("_BASE_INTERVAL_S", 0.05)
 
         def hold(child: Child) -> None:
             q = FemtoQueue(self.path, timeout_stale_ms=None)
@@ -5950,8 +6036,13 @@ class Processing(QueueCase):
                 time.sleep(0.01)
         self.assertEqual(self.states(), {"done": 1})
 
+    def renewing_queue(self) -> FemtoQueue:
+        """Return a queue that renews its leases every 20 ms, long before they end."""
+        self.hasten("_RENEWAL", 0.01)
+        return self.queue(timeout_stale_ms=2000)
+
     def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
-        q = self.queue(timeout_stale_ms=60)
+        q = self.renewing_queue()
         before = {*threading.enumerate()}
         for name in (b"a", b"b"):
             q.push(name)
@@ -5975,12 +6066,12 @@ class Processing(QueueCase):
 
     def test_a_lease_without_an_end_needs_no_thread(self) -> None:
         q = self.queue(timeout_stale_ms=None)
-        before = threading.active_count()
+        before = {*threading.enumerate()}
         with q.processing(_pushed_and_taken(q)):
-            self.assertEqual(threading.active_count(), before)
+            self.assertEqual({*threading.enumerate()} - before, set())
 
     def test_renewal_never_shortens_a_lease(self) -> None:
-        q = self.queue(timeout_stale_ms=60)
+        q = self.renewing_queue()
         task = _pushed_and_taken(q)
         q.extend(task, 3_600_000)
         with q.processing(task):
@@ -6009,7 +6100,7 @@ class Processing(QueueCase):
 
     def test_a_renewal_that_raises_anything_is_not_the_last(self) -> None:
         """The warning of a failed one, say, which can't be written either."""
-        q = self.queue(timeout_stale_ms=60)
+        q = self.renewing_queue()
         task = _pushed_and_taken(q)
         with q.processing(task):
             tried = mock.Mock(side_effect=SystemExit)
@@ -6058,7 +6149,7 @@ class Processing(QueueCase):
         return self.pop(q)
 
     def test_a_renewal_that_meets_disk_trouble_is_tried_again(self) -> None:
-        q = self.queue(timeout_stale_ms=90)
+        q = self.renewing_queue()
         task = _pushed_and_taken(q)
         with q.processing(task):
             lease = task.path
@@ -6089,7 +6180,7 @@ class Processing(QueueCase):
             self.assertNotEqual(keyed.path, before[0])
 
     def test_a_thread_that_can_not_be_started_is_an_error_and_the_next_one_is(self) -> None:
-        q = self.queue(timeout_stale_ms=60)
+        q = self.renewing_queue()
         task = _pushed_and_taken(q)
         broken = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
         with broken, self.assertRaises(RuntimeError), q.processing(task):
@@ -6197,6 +6288,8 @@ class Checkpoints(QueueCase):
 
     @FORK
     def test_a_killed_worker_is_gone_on_from_where_it_was(self) -> None:
+        self.hasten("_BASE_INTERVAL_S", 0.05)
+
         def work(child: Child) -> None:
             q = FemtoQueue(self.path)
             q.checkpoint(_taken(q), b"half")
@@ -6474,6 +6567,7 @@ class Work(QueueCase):
 
     @FORK
     def test_a_second_signal_gives_back_what_runs_and_returns(self) -> None:
+        self.hasten("_ONE_SIGNAL_S", 0.05)
         q = self.queue()
         for concurrency in (1, 3):
             for name in range(5):
@@ -6592,17 +6686,33 @@ class Checking(QueueCase):
 
 
 class CommandLine(QueueCase):
-    """Each command through its entry point, in a directory that holds femtoqueue.py alone."""
+    """Each command through main(). In this process, unless the test is about processes: those run
+    what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
+
+    one_signal_s = femtoqueue._ONE_SIGNAL_S
+    program: str
+
+    @classmethod
+    def setUpClass(cls) -> None:
+        directory = tempfile.mkdtemp(prefix="femtoqueue-test-")
+        cls.addClassCleanup(shutil.rmtree, directory, ignore_errors=True)
+        cls.program = os.path.join(directory, "femtoqueue.pyc")
+        py_compile.compile(os.path.join(HERE, "femtoqueue.py"), cls.program, doraise=True)
 
     def setUp(self) -> None:
         super().setUp()
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
 
-    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def environment(self, env: dict[str, str] | None) -> dict[str, str]:
         ours = {name: it for name, it in os.environ.items() if name != "FEMTOQUEUE_DIR"}
-        env = {**ours, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
-        command = [sys.executable, "-S", "-W", "error", os.path.join(HERE, "femtoqueue.py")]
+        return {**ours, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+
+    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-S", "-W", "error", *self.program_as_hastened()]
         cwd = os.path.dirname(self.path)
+        env = self.environment(env)
         pipe = subprocess.PIPE
         process = subprocess.Popen(
             [*command, *words], env=env, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe
@@ -6611,10 +6721,41 @@ class CommandLine(QueueCase):
         self.addCleanup(process.kill)
         return process
 
-    def run_it(self, *words: str, input: bytes = b"", **settings: Any) -> tuple[int, str, str]:
+    def program_as_hastened(self) -> list[str]:
+        """Return what Python is to run: the program, with the wait that this test has hastened."""
+        if self.one_signal_s == femtoqueue._ONE_SIGNAL_S:
+            return [self.program]
+        path, seconds = os.path.dirname(self.program), femtoqueue._ONE_SIGNAL_S
+        code = f"import sys; sys.path[0] = {path!r}; import femtoqueue; "
+        code += f"femtoqueue._ONE_SIGNAL_S = {seconds}; sys.exit(femtoqueue.main())"
+        return ["-c", code]
+
+    def run_alone(self, *words: str, input: bytes = b"", **settings: Any) -> tuple[int, str, str]:
+        """Run a command in a process of its own."""
         with self.start(*words, **settings) as process:
             out, err = process.communicate(input, 120)
         return process.returncode, out.decode(), err.decode()
+
+    def run_it(
+        self, *words: str, input: bytes | None = None, env: dict[str, str] | None = None
+    ) -> tuple[int, str, str]:
+        """Run a command in this process; what is given input, or handles signals, alone."""
+        if input is not None or words[:1] == ("work",):
+            return self.run_alone(*words, input=input or b"", env=env)
+        outputs = io.BytesIO(), io.BytesIO()
+        out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
+        with (
+            mock.patch.dict(os.environ, {**self.environment(env), "COLUMNS": "80"}, clear=True),
+            mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err),
+            mock.patch.object(femtoqueue._log(), "disabled", False),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("error")
+            try:
+                status = femtoqueue.main([*words])
+            except SystemExit as end:
+                status = int(end.code or 0)
+        return status, outputs[0].getvalue().decode(), outputs[1].getvalue().decode()
 
     def ok(self, *words: str, **settings: Any) -> str:
         """Run it, and return what it prints: nothing went wrong."""
@@ -6702,12 +6843,12 @@ class CommandLine(QueueCase):
         """The name that it prints is the fence; a restart of its node changes nothing."""
         for name in (b"1", b"2", b"3"):
             self.queue().push(name)
-        first, second = self.ok("pop", "jobs").strip(), self.ok("pop", "jobs").strip()
+        first, second = (self.run_alone("pop", "jobs")[1].strip() for _ in range(2))
         self.assertIsNotNone(femtoqueue._PARSE["inflight"](os.path.basename(first)))
         with open(self.file(first), "rb") as file:
             self.assertEqual(file.read().partition(b"\n")[2], b"1")
         self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
-        status, out, err = self.run_it("pop", "jobs", "--payload", "--node", "me")
+        status, out, err = self.run_alone("pop", "jobs", "--payload", "--node", "me")
         self.assertEqual((status, out), (0, "3"))
         self.assertEqual(self.run_it("pop", "jobs")[:2], (1, ""))
         self.ok("done", "jobs", first)
@@ -6913,6 +7054,7 @@ class CommandLine(QueueCase):
         self.assertEqual(self.states(), {"done": 4, "pending": 16})
 
     def test_the_second_signal_goes_to_the_commands_group_and_gives_back(self) -> None:
+        self.hasten("_ONE_SIGNAL_S", 0.05)
         q = self.queue()
         for jobs in (1, 3):
             q.push_many([b"x"] * jobs)
@@ -6939,7 +7081,7 @@ class CommandLine(QueueCase):
         """A full disk, a closed pipe: CMD did well."""
         self.queue().push(b"x")
         with open("/dev/full", "wb") as full:
-            command = [sys.executable, os.path.join(HERE, "femtoqueue.py"), "work", self.path]
+            command = [sys.executable, self.program, "work", self.path]
             command += ["--max-attempts", "1", "--drain", "--", "echo", "x"]
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
         self.assertEqual(done.returncode, 2)
@@ -6961,27 +7103,30 @@ class CommandLine(QueueCase):
 
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """The first finds standard error full, the second a command's line that is stuck."""
+        self.hasten("_ONE_SIGNAL_S", 0.1)
         self.queue().push(b"x")
         script = "echo begun > begun; yes"
         with self.start("work", "jobs", "-q", "--", "sh", "-c", script) as process:
             begun = os.path.join(os.path.dirname(self.path), "begun")
             while not os.path.exists(begun) or not os.path.getsize(begun):
                 time.sleep(0.01)
-            for _ in range(2):
-                process.send_signal(signal.SIGTERM)
-                time.sleep(2 * femtoqueue._ONE_SIGNAL_S)
+            assert process.stderr is not None
+            process.send_signal(signal.SIGTERM)
+            select.select([process.stderr], [], [], 120)  # heard
+            time.sleep(2 * femtoqueue._ONE_SIGNAL_S)
+            process.send_signal(signal.SIGTERM)
             process.wait(120)
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
         self.assertEqual(self.drain(self.queue()), [b"x"])
 
     def test_closed_descriptors_are_no_tracebacks_and_no_task_is_written_over(self) -> None:
-        script = f"{sys.executable} {HERE}/femtoqueue.py push {self.path} x >&- 2>&- <&-"
+        script = f"{sys.executable} {self.program} push {self.path} x >&- 2>&- <&-"
         self.assertEqual(subprocess.run(["sh", "-c", script], check=False).returncode, 0)
         self.assertEqual(self.payloads(), [b"x"])
 
     def test_pop_that_can_tell_nobody_leaves_nothing_leased(self) -> None:
         self.queue().push(b"x")
-        command = [sys.executable, os.path.join(HERE, "femtoqueue.py"), "pop", self.path]
+        command = [sys.executable, self.program, "pop", self.path]
         with open("/dev/full", "wb") as full:
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
         self.assertEqual(done.returncode, 2)
@@ -7017,6 +7162,7 @@ class CommandLine(QueueCase):
         self.assertEqual(self.drain(self.queue(None)), [b"x"])
 
     def test_a_killed_work_is_taken_over_at_once(self) -> None:
+        self.hasten("_BASE_INTERVAL_S", 0.05)
         q = self.queue(timeout_stale_ms=None)
         ident = q.push(b"x")
         script = "echo begun $$; exec sleep 1000"
@@ -7131,5 +7277,195 @@ class Documents(unittest.TestCase):
             self.assertTrue(hasattr(femtoqueue, name), name)
 
 
+# Classes side by side
+
+
+class ReportedTest(unittest.TestCase):
+    """Stands in a result for a test that a worker process ran."""
+
+    def __init__(self, description: str) -> None:
+        super().__init__()
+        self.description = description
+
+    def __str__(self) -> str:
+        return self.description
+
+    def shortDescription(self) -> None:
+        return None  # it is part of the description
+
+
+class Spread(unittest.TestSuite):
+    """Suites that are run by worker processes; each takes the next suite when it is ready.
+
+    A worker is the leader of a process group, which is killed when the run ends. It reports a
+    suite's results as text. A suite whose worker died is an error.
+    """
+
+    LISTS = ("failures", "errors", "skipped", "expectedFailures")
+
+    def __init__(self, suites: list[unittest.TestSuite], processes: int) -> None:
+        super().__init__(suites)
+        self.suites, self.processes = suites, processes
+        self.statuses: list[int] = []  # of workers that have ended; a signal is negative
+
+    def run(self, result: Any, debug: bool = False) -> Any:
+        """Run the suites and add their results. Ctrl-C and SIGTERM end the workers as well."""
+        pids: list[int] = []
+        with contextlib.ExitStack() as stack:
+            self.use_own_dirs(stack)
+            stack.callback(self.kill, pids)
+            receivers = self.fork(pids, result)
+            before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+            stack.callback(signal.signal, signal.SIGTERM, before)
+            left = self.gather(pids, receivers, result)
+        if not result.shouldStop:
+            for suite in left:
+                name = type(next(iter(suite))).__name__
+                why = f"Its worker died. Exit statuses of all workers: {self.statuses}\n"
+                result.errors.append((ReportedTest(name), why))
+        return result
+
+    def use_own_dirs(self, stack: contextlib.ExitStack) -> None:
+        """Put the directories of tests into two that are removed when the run ends: tests that
+        are killed do not remove theirs."""
+        run_dir = functools.partial(
+            tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
+        )
+        disk = stack.enter_context(run_dir())
+        memory = stack.enter_context(run_dir(dir=QueueCase.memory)) if QueueCase.memory else None
+        for path in filter(None, (disk, memory)):
+            os.chmod(path, 0o755)  # one test runs as another user
+        stack.enter_context(mock.patch.object(tempfile, "tempdir", disk))
+        stack.enter_context(mock.patch.object(QueueCase, "memory", memory))
+
+    def fork(self, pids: list[int], result: Any) -> list[Connection]:
+        """Start the workers. They read the numbers of the suites from one pipe."""
+        numbers, filling = os.pipe()
+        os.write(filling, bytes(range(len(self.suites))))
+        os.close(filling)
+        receivers = []
+        for _ in range(self.processes):
+            receiver, sender = multiprocessing.Pipe(duplex=False)
+            pid = os.fork()
+            if pid == 0:
+                self.work(numbers, sender, result)
+            os.setpgid(pid, pid)
+            pids.append(pid)
+            receivers.append(receiver)
+            sender.close()
+        os.close(numbers)
+        return receivers
+
+    def work(self, numbers: int, sender: Connection, result: Any) -> NoReturn:
+        """Run suites in a worker until none is left."""
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            while number := os.read(numbers, 1):
+                sender.send((number[0], *self.report(self.suites[number[0]], result)))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def report(self, suite: unittest.TestSuite, result: Any) -> tuple[str, int, Any, Any]:
+        """Run a suite. Return what was printed, the number of tests, the entries of LISTS, and
+        the durations (Python 3.12)."""
+        text = io.StringIO()
+        result.stream = unittest.TextTestRunner(text).stream
+        result.testsRun = 0
+        lists = {name: getattr(result, name) for name in self.LISTS}
+        durations = getattr(result, "collectedDurations", [])
+        for entries in (*lists.values(), result.unexpectedSuccesses, durations):
+            entries.clear()
+        suite(result)
+        told = {
+            name: [(result.getDescription(test), why) for test, why in entries]
+            for name, entries in lists.items()
+        }
+        for test in result.unexpectedSuccesses:
+            told["failures"].append((result.getDescription(test), "unexpected success\n"))
+        return text.getvalue(), result.testsRun, told, durations
+
+    def gather(
+        self, pids: list[int], receivers: list[Connection], result: Any
+    ) -> list[unittest.TestSuite]:
+        """Add the reports to the result. Return the suites without a report."""
+        left = dict(enumerate(self.suites))
+        while receivers and not result.shouldStop:
+            for receiver in multiprocessing.connection.wait(receivers, 1):
+                assert isinstance(receiver, Connection)
+                try:
+                    number, *report = receiver.recv()
+                except EOFError:
+                    receivers.remove(receiver)
+                    continue
+                del left[number]
+                self.merge(result, *report)
+            self.reap(pids)
+        return [*left.values()]
+
+    def reap(self, pids: list[int]) -> None:
+        """Kill the children of workers that have ended: they hold the pipes of reports open."""
+        for pid in [*pids]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                pids.remove(pid)
+                self.statuses.append(os.waitstatus_to_exitcode(status))
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+
+    def merge(self, result: Any, text: str, count: int, told: Any, durations: Any) -> None:
+        """Add a report to the result, and print its text."""
+        result.stream.write(text)
+        result.stream.flush()
+        result.testsRun += count
+        for name, entries in told.items():
+            getattr(result, name).extend(
+                (ReportedTest(description), why) for description, why in entries
+            )
+        if durations:
+            result.collectedDurations.extend(durations)
+        if result.failfast and (told["failures"] or told["errors"]):
+            result.stop()
+
+    def kill(self, pids: list[int]) -> None:
+        for pid in pids:
+            os.killpg(pid, signal.SIGKILL)
+            self.statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+
+class Runner(unittest.TextTestRunner):
+    """Runs the classes of tests in one worker process per processor."""
+
+    # These begin first, so that the last one is short.
+    LONGEST = (
+        *("KeyedInterrupted", "Tickets", "Concurrency", "CommandLine", "Crash", "Faults"),
+        *("KeyedConcurrency", "Model", "Documents", "Processing", "Waiting", "Polling"),
+    )
+
+    def run(self, test: Any) -> Any:
+        """Run in this process if there is one class, one processor, or no fork()."""
+        suites: dict[str, unittest.TestSuite] = {}
+        for case in self.cases(test):
+            suites.setdefault(type(case).__name__, unittest.TestSuite()).addTest(case)
+        has_affinity = hasattr(os, "sched_getaffinity")
+        processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+        processes = min(processors, len(suites))
+        if processes < 2 or not hasattr(os, "fork"):
+            return super().run(test)
+        longest = [suites.pop(name) for name in self.LONGEST if name in suites]
+        return super().run(Spread([*longest, *suites.values()], processes))
+
+    def cases(self, test: Any) -> Iterator[unittest.TestCase]:
+        if isinstance(test, unittest.TestSuite):
+            for part in test:
+                yield from self.cases(part)
+        else:
+            yield test
+
+
 if __name__ == "__main__":
-    unittest.main()
+    unittest.main(testRunner=Runner)
