@@ -4589,9 +4589,8 @@ class _Progress:
         counts = self._crew.counts
         ended = counts["done"] + counts["failed"]
         self._samples.append((time.monotonic(), ended))
-        waiting = sum(
-            len(os.listdir(f"{self._queue._root}{it}")) for it in ("pending", "scheduled")
-        )
+        places = (os.path.join(self._queue.data_dir, it) for it in ("pending", "scheduled"))
+        waiting = sum(len(os.listdir(place)) for place in places)
         (since_s, before), (now_s, _) = self._samples[0], self._samples[-1]
         rate = (ended - before) / (now_s - since_s) if now_s > since_s else 0.0
         left = f", {_time_text(waiting / rate)} left" if rate else ""
@@ -4856,7 +4855,7 @@ def _pop_command(path: str, words: list[str], options: Any) -> int:
                 print(task.path)
             sys.stdout.flush()
         except OSError:  # nobody knows of it
-            q._give_back(task)
+            q.release(task, front=True, counted=False)
             raise
     return 0
 
@@ -4927,41 +4926,38 @@ def _extend_command(path: str, words: list[str], options: Any) -> int:
     return _each_lease(path, words, extend)
 
 
-def _rows(q: FemtoQueue, states: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield what `ls` tells of each task, by the name and the first line of its file."""
-    for state in states:
-        for path, attempts, ident in q._find(state):
-            name, node = os.path.basename(path), path.rpartition("/inflight-")[2].partition("/")[0]
-            try:
-                key, size = _read_head(path)
-            except OSError:
-                continue  # it moved on
-            left_s = None
-            if state == "inflight":
-                left_s = round((int(name[:20]) - q._now_ns()) / 1e9, 3)
-            elif state == "scheduled":
-                left_s = round((int(name[:20]) - _wall_ns()) / 1e9, 3)
-            yield {
-                "id": ident,
-                "state": state,
-                "age_s": round((q._now_ns() - int(ident[:20])) / 1e9, 3),
-                "attempts": attempts,
-                "key": key,
-                "size_bytes": size,
-                "node": node if state == "inflight" else None,
-                "left_s": left_s,
-            }
+def _rows(tasks: Iterable[FemtoTask]) -> Iterator[dict[str, Any]]:
+    """Yield what `ls` and `show` tell of each task."""
+    for task in tasks:
+        yield {
+            "id": task.id,
+            "state": task.state,
+            "age_s": -_seconds_until(task.created),
+            "attempts": task.attempts,
+            "key": task.key,
+            "size_bytes": task.size_bytes,
+            "node": task.node,
+            "left_s": None if task.until is None else _seconds_until(task.until),
+        }
+
+
+def _seconds_until(moment: datetime) -> float:
+    return round(moment.timestamp() - time.time(), 3)
 
 
 def _ls_command(path: str, words: list[str], options: Any) -> int:
-    """List tasks: all, or those of a state: pending, scheduled, inflight, done, failed.
+    """List tasks: those that are alive or failed, or those of each STATE.
 
-    Columns: state, id, age, attempts, size in bytes (-: corrupt), time until the lease ends or
-    the task is due, key, node. Separated by tabs, and in seconds, where it is not a terminal.
+    A STATE is pending, scheduled, inflight, done or failed; --all: all of them. Columns: state,
+    id, age, attempts (-: not known), size in bytes (-: corrupt), time until the lease ends or the
+    task is due, key, node. Separated by tabs, and in seconds, where it is not a terminal.
     Example: femtoqueue ls jobs failed
     """
+    if words and options.all:
+        raise ValueError(f"ls: --all lists every state: leave {' '.join(words)} out, or --all")
+    wanted = words or [state for state in STATES if options.all or state != "done"]
     with _open(path) as q:
-        rows = _rows(q, words or STATES)
+        rows = _rows(task for state in wanted for task in q.tasks(state, data=False))
         if options.json:
             import json
 
@@ -4989,10 +4985,10 @@ def _table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
     form = "{:9} {:29} {:>6} {:>3} {:>8} {:>6} {} {}"
     yield form.format("STATE", "ID", "AGE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
     for row in rows:
-        size = "-" if row["size_bytes"] is None else row["size_bytes"]
+        tries, size = ("-" if row[it] is None else row[it] for it in ("attempts", "size_bytes"))
         age, left = _time_text(row["age_s"]), _time_text(row["left_s"])
         key, node = _key_text(row["key"]), row["node"] or ""
-        yield form.format(row["state"], row["id"], age, row["attempts"], size, left, key, node)
+        yield form.format(row["state"], row["id"], age, tries, size, left, key, node)
 
 
 def _key_text(key: str | None) -> str:
@@ -5133,8 +5129,8 @@ class _Top:
         lines += [
             f"{it.node:32} {it.liveness:8} {it.inflight:9} {it.expired:8}" for it in stats.nodes
         ]
-        leases = itertools.islice(_rows(self._queue, ["inflight"]), 100)
-        lines += ["", *_table(leases)]
+        leases = itertools.islice(self._queue.tasks("inflight", data=False), 100)
+        lines += ["", *_table(_rows(leases))]
         return lines
 
     def _rates(self, stats: Stats) -> tuple[str, str]:
@@ -5198,14 +5194,12 @@ def _show_command(path: str, words: list[str], options: Any) -> int:
         if task is None:
             raise TaskNotFound(f"no task {ident}")
         if not options.payload:
-            row = next((it for it in _rows(q, STATES) if it["id"] == ident), {"id": ident})
-            for name, value in row.items():
-                print(f"{name:12} {'-' if value is None else value}")
-            with (
-                contextlib.suppress(FileNotFoundError),
-                open(f"{q._root}failed/{ident}.error", encoding="utf-8", errors="replace") as file,
-            ):
-                print(f"{'reason':12} {file.read().rstrip()}")
+            for row in _rows([task]):
+                row["key"] = _key_text(row["key"])
+                for name, value in row.items():
+                    print(f"{name:12} {'-' if value is None else value}")
+            if task.error is not None:
+                print(f"{'reason':12} {task.error}")
             print(flush=True)
     sys.stdout.buffer.write(task.data)
     return 0
@@ -5293,7 +5287,13 @@ _COMMANDS = {
         delay=("", "after that", {**_TIME, "default": 0.0}),
     ),
     "extend": _Command(_extend_command, *_IDS, timeout=_LEASE),
-    "ls": _Command(_ls_command, "[STATE]", STATES.__contains__, json=("", "an object a line")),
+    "ls": _Command(
+        _ls_command,
+        "[STATE ...]",
+        STATES.__contains__,
+        all=("", "every state, done too"),
+        json=("", "an object a line"),
+    ),
     "stat": _Command(
         _stat_command,
         json=("", "as an object"),

@@ -6756,6 +6756,47 @@ class CommandLine(QueueCase):
         self.assertEqual(self.run_it("show", "jobs", f"{2:020d}-0000aaaa")[0], 1)
         os.unlink(self.file("pending", f"{1:020d}-0000aaaa"))
 
+    def test_ls_lists_what_is_alive_and_failed_and_the_rest_when_asked(self) -> None:
+        q = self.queue(max_attempts=3, retry_delay_s=0)
+        for name in (b"held", b"done", b"failed", b"waiting"):
+            q.push(name)
+        q.schedule(b"later", (time.time() + 3600) * 1e6)
+        held, done = self.pop(q), self.pop(q)
+        q.done(done)
+        q.fail(self.pop(q))
+        self.assertEqual(self.listed(), ["pending", "scheduled", "inflight", "failed"])
+        self.assertEqual(self.listed("done"), ["done"])
+        self.assertEqual(self.listed("failed", "pending"), ["failed", "pending"])
+        self.assertEqual(self.listed("--all"), [*femtoqueue.STATES])
+        self.assertEqual(self.run_it("ls", "jobs", "done", "--all")[0], 2)
+        self.assertIn(held.id, self.ok("ls", "jobs", "inflight"))
+
+    def listed(self, *words: str) -> list[str]:
+        return [line.split("\t")[0] for line in self.ok("ls", "jobs", *words).splitlines()]
+
+    def test_attempts_that_are_not_known_are_a_dash(self) -> None:
+        """A task that failed at its third try did not fail at its 0th."""
+        q = self.queue()
+        q.push(b"x")
+        for _ in range(2):
+            q.release(self.pop(q))
+        task = self.pop(q)
+        self.assertEqual(self.ok("ls", "jobs").split("\t")[3], "3")
+        q.fail(task, "why")
+        self.assertEqual(self.ok("ls", "jobs").split("\t")[3], "-")
+        self.assertRegex(self.ok("show", "jobs", task.id), r"attempts +-\n")
+        self.assertRegex(self.ok("show", "jobs", task.id), r"reason +why\n\nx")
+
+    def test_show_tells_the_state_of_a_newer_payload_behind_what_is_in_flight(self) -> None:
+        q = self.queue()
+        q.push(b"old", key="k k")
+        task = self.pop(q)
+        newer = q.push(b"new", key="k k")
+        out = self.ok("show", "jobs", newer)
+        self.assertRegex(out, r"state +buffered\n")
+        self.assertRegex(out, r"key +k%20k\n")
+        q.done(task)
+
     def test_stat_counts_and_is_a_monitor(self) -> None:
         q = self.queue()
         q.push(b"x")
