@@ -4842,9 +4842,14 @@ def _pop_command(path: str, words: list[str], options: Any) -> int:
     nothing is to be had. With --payload, the payload is printed, and the name on standard error.
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
     """
+    if options.key is not None and options.id is not None:
+        raise ValueError("pop: give --key or --id, not both")
     settings = {"node_id": options.node, "timeout_stale_ms": options.timeout * 1000}
     with _open(path, detached=True, **settings) as q:
-        task = q.pop(options.wait) if options.key is None else q.take(options.key, options.wait)
+        if options.key is None and options.id is None:
+            task = q.pop(options.wait)
+        else:
+            task = q.take(options.key, options.wait, id=options.id)
         if task is None:
             return 1
         try:
@@ -4858,6 +4863,34 @@ def _pop_command(path: str, words: list[str], options: Any) -> int:
             q.release(task, front=True, counted=False)
             raise
     return 0
+
+
+def _cancel_command(path: str, words: list[str], options: Any) -> int:
+    """Delete tasks that wait, due or not; one that is in flight or finished stays as it is.
+
+    Status 1: one of them did not wait, or the queue is paused.
+    Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
+    """
+    if not words:
+        raise ValueError("cancel: an ID is missing; `femtoqueue ls DIR pending` lists them")
+    with _open(path, keep_done=False) as q:
+
+        def cancel(word: str) -> None:
+            ident = _ident_of(word)
+            task = q.take(id=ident)
+            if task is None:
+                raise TaskNotFound(_why_not_waiting(q, ident))
+            q.done(task)
+
+        return _each(words, cancel)
+
+
+def _why_not_waiting(q: FemtoQueue, ident: str) -> str:
+    """Say why take(id=) returned None. Raises CorruptTask if the task was moved to failed/."""
+    if q.paused:
+        return f"task {ident} can't be taken: the queue is paused; resume it first"
+    task = q.peek(ident)
+    return f"task {ident} is not waiting: " + ("no such task" if task is None else task.state)
 
 
 def _each_lease(path: str, words: list[str], settle: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
@@ -5275,9 +5308,11 @@ _COMMANDS = {
         timeout=_LEASE,
         wait=("", "for a task; default 0", {**_TIME, "default": 0.0}),
         key=("", "the task of that key, out of turn", _VALUE),
+        id=("", "the task of that id, out of turn, due or not", _VALUE),
         node=("", "whose lease it is; default cli", {**_VALUE, "default": "cli"}),
         payload=("", "print the payload"),
     ),
+    "cancel": _Command(_cancel_command, *_IDS),
     "done": _Command(_done_command, *_IDS),
     "fail": _Command(_fail_command, *_IDS, reason=("", "why", _VALUE)),
     "release": _Command(

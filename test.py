@@ -6733,6 +6733,40 @@ class CommandLine(QueueCase):
         q.push(b"mine", key="k")
         self.assertEqual(process.communicate(timeout=120)[0], b"mine")
 
+    def test_pop_takes_a_task_by_its_id(self) -> None:
+        q = self.queue()
+        q.push(b"first")
+        wanted = q.push(b"second")
+        later = q.schedule(b"later", (time.time() + 3600) * 1e6)
+        self.assertIn(wanted, self.ok("pop", "jobs", "--id", wanted))
+        self.assertIn(later, self.ok("pop", "jobs", "--id", later))
+        self.assertEqual(self.run_it("pop", "jobs", "--id", wanted), (1, "", ""))
+        for words, text in ((["--id", "7"], "'7'"), (["--id", wanted, "--key", "k"], "--key")):
+            status, _, err = self.run_it("pop", "jobs", *words)
+            self.assertEqual((status, err.count("\n")), (2, 1))
+            self.assertIn(text, err)
+        self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
+
+    def test_cancel_deletes_what_waits_and_says_what_does_not(self) -> None:
+        q = self.queue()
+        held = q.push(b"held")
+        self.pop(q)
+        waiting, again = q.push(b"waiting"), q.push(b"delivered before")
+        q.release(self.pop(q))
+        later = q.schedule(b"later", (time.time() + 3600) * 1e6)
+        gone = f"{1:020d}-0000aaaa"
+        status, out, err = self.run_it("cancel", "jobs", waiting, held, gone, later)
+        self.assertEqual((status, out, err.count("\n")), (1, "", 2))
+        self.assertIn(f"task {held} is not waiting: inflight\n", err)
+        self.assertIn(f"task {gone} is not waiting: no such task\n", err)
+        self.assertEqual(self.states(), {"inflight-n1": 1, "pending": 1})
+        self.ok("pause", "jobs")
+        status, _, err = self.run_it("cancel", "jobs", again)
+        self.assertEqual((status, "paused" in err), (1, True))
+        self.ok("resume", "jobs")
+        self.ok("cancel", "jobs", again)
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+
     def test_ls_and_show_tell_of_each_task(self) -> None:
         q = self.queue()
         q.push(b"12345", key="käse\n")
