@@ -4291,7 +4291,14 @@ def _run_command(words: list[str]) -> int:
     if name not in _COMMANDS:
         parser.parse_args(words)  # prints what is wanted, or what is wrong, and exits
     words, dashes, rest = _split(words[1:])
-    options = commands.choices[name].parse_intermixed_args(words)
+    chosen = commands.choices[name]
+    options, unknown = chosen.parse_known_intermixed_args(words)
+    if unknown:
+        what = f"unrecognized arguments: {' '.join(unknown)}"
+        hints = {"push": "put what begins with - behind --"}
+        if name == "work" and not dashes:
+            hints["work"] = "put the command after --: femtoqueue work DIR -- CMD ARGS"
+        chosen.error(f"{what}; {hints.get(name) or f'femtoqueue {name} --help lists them'}")
     options.after_dashes = rest if dashes else None
     path, others = _dir_and_words(name, options)
     return _COMMANDS[name].run(path, others, options)
@@ -4320,6 +4327,9 @@ def _dir_and_words(name: str, options: Any) -> tuple[str, list[str]]:
         raise ValueError(f"{name}: DIR is missing, and FEMTOQUEUE_DIR is not set")
     if name != "work":
         others = others + (options.after_dashes or [])
+    if name == "work" and others:
+        rest = " ".join(others + (options.after_dashes or []))
+        raise ValueError(f"work: put the command after --: femtoqueue work {path} -- {rest}")
     wrong = [word for word in others if not command.may_be_word(word)]
     if wrong:
         raise ValueError(f"{name}: {wrong[0]!r} is not {command.words or 'to be there'}")
@@ -4432,6 +4442,9 @@ def _payloads(options: Any) -> Iterator[bytes]:
 def _work_command(path: str, words: list[str], options: Any) -> int:
     """Run CMD for each task, its payload on standard input.
 
+    {} in an ARG is replaced by the payload, too (in a script for `sh -c` that would make code of
+    it: pass it on as an ARG of its own). A payload that can't be an argument, because of a zero
+    byte or its length, is a dead letter at once: no further try could end otherwise.
     Its environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. Exit status 0 is
     done; else it is tried again later, and in the end failed, with the end of its standard error
     as the reason. SIGTERM or Ctrl-C: what runs is finished; a second one: it goes to CMD's
@@ -4458,10 +4471,11 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
         sync_after_write=options.sync,
         max_attempts=options.max_attempts or None,
         retry_delay_s=options.retry_delay,
+        keep_done=True if options.keep_done is None else options.keep_done,
     )
     # Who ignores it, as our parent may have, is told that each child ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    runner = _Runner(options, screen)
+    runner = _Runner(q, options, screen)
     try:
         with q:
             status = _work_with(q, runner, options, screen)
@@ -4603,8 +4617,8 @@ class _Progress:
 class _Runner:
     """The handler of the command `work`: runs CMD, and raises _CommandFailed."""
 
-    def __init__(self, options: Any, screen: _Screen) -> None:
-        self._command, self._screen = options.after_dashes, screen
+    def __init__(self, queue: FemtoQueue, options: Any, screen: _Screen) -> None:
+        self._queue, self._command, self._screen = queue, options.after_dashes, screen
         self._timeout_s, self._output_dir = options.task_timeout, options.output_dir
         self._running: set[Any] = set()
         self._keeper = _Keeper()
@@ -4652,15 +4666,36 @@ class _Runner:
             "FEMTOQUEUE_KEY": (task.key or "").replace("\0", "%00"),
             "FEMTOQUEUE_WORKER": self._keeper.mark,
         }
-        # A group of its own: Ctrl-C at the terminal is for us, who finish what runs.
-        return subprocess.Popen(
-            self._command,
-            stdin=files.enter_context(_readable(task.data)),
-            stdout=outputs[0],
-            stderr=outputs[1],
-            env=env,
-            start_new_session=True,
-        )
+        command = self._command_for(task)
+        try:
+            # A group of its own: Ctrl-C at the terminal is for us, who finish what runs.
+            return subprocess.Popen(
+                command,
+                stdin=files.enter_context(_readable(task.data)),
+                stdout=outputs[0],
+                stderr=outputs[1],
+                env=env,
+                start_new_session=True,
+            )
+        except OSError as error:
+            if error.errno == errno.E2BIG and command != self._command:
+                self._refuse(task, f"it has {len(task.data)} bytes")
+            raise
+
+    def _command_for(self, task: FemtoTask) -> list[Any]:
+        """Return CMD, with {} in its arguments replaced by the payload."""
+        command, *arguments = self._command
+        if not any("{}" in it for it in arguments):
+            return [command, *arguments]
+        if b"\0" in task.data:
+            self._refuse(task, "it has a zero byte")
+        return [command, *(os.fsencode(it).replace(b"{}", task.data) for it in arguments)]
+
+    def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
+        """End a task whose payload no delivery can put in place of {}."""
+        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
+        self._queue.fail(task, text)
+        raise _CommandFailed(text)
 
     def _followed(self, process: Any, err_file: Any, files: contextlib.ExitStack) -> str:
         """Pass on what a process writes, line by line, until it has ended; return the end of its
@@ -5299,6 +5334,7 @@ _COMMANDS = {
         timeout=("", "the lease, renewed while CMD runs; default 30s", _LEASE[2]),
         task_timeout=("", "kill CMD after that", _TIME),
         output_dir=("", "CMD's output to ID.out and ID.err in there", {"metavar": "DIR"}),
+        keep_done=("", "delete what is done after that; default: keep it", _TIME),
         node=("", "this worker's name; default: a fresh one", _VALUE),
         sync=_SYNC,
         quiet=("-q", "no progress"),

@@ -6902,6 +6902,50 @@ class CommandLine(QueueCase):
         self.assertEqual(sorted(err.splitlines()), [" 1", " 1", " 1", "k:1 1"])
         self.assertEqual(self.states(), {"done": 4})
 
+    def test_braces_in_an_argument_are_replaced_by_the_payload(self) -> None:
+        """Bytes as they are, in every argument but CMD; standard input has them too."""
+        payload = b" $HOME {} \xff\n"
+        self.queue().push(payload)
+        self.queue().push(b"")
+        script = """printf '<%s|%s|%s>' "$@"; cat"""
+        words = ("--drain", "--", "sh", "-c", script, "{}", "{}", "a{}b{}", "c")
+        with self.start("work", "jobs", "-q", *words) as process:
+            out, err = process.communicate(timeout=120)
+        first = b"<%b|a%bb%b|c>%b" % (payload, payload, payload, payload)
+        self.assertEqual((out, err), (first + b"<|ab|c>\n", b""))
+
+    def test_a_payload_that_can_not_be_an_argument_is_a_dead_letter_at_once(self) -> None:
+        """The worker goes on, and without {} in its arguments any payload is good."""
+        bad = [self.queue().push(it) for it in (b"a\0b", b"x" * 10**7)]
+        self.queue().push(b"good")
+        status, out, err = self.work("--drain", "--", "echo", "{}")
+        self.assertEqual((status, out), (1, "good\n"))
+        self.assertEqual(err.count("a dead letter: the payload can't be an argument"), 2)
+        self.assertEqual(self.states(), {"failed": 2, "done": 1})
+        for ident, why in zip(bad, ("it has a zero byte", "it has 10000000 bytes"), strict=True):
+            with open(self.file("failed", f"{ident}.error"), encoding="ascii") as file:
+                self.assertRegex(file.read(), f"^the payload can't be an argument .*: {why}\n$")
+        self.queue().retry_failed()
+        status, out, _ = self.work("--drain", "--", "sh", "-c", "wc -c")
+        self.assertEqual((status, sorted(out.split())), (0, ["10000000", "3"]))
+
+    def test_work_without_dashes_says_where_the_command_goes(self) -> None:
+        for words in (["echo", "hi"], ["ls", "-l"], ["sh", "-c", "true"], ["cat"]):
+            status, out, err = self.work(*words)
+            self.assertEqual((status, out, err.count("\n")), (2, "", 1))
+            self.assertIn("put the command after --", err)
+        self.assertIn("femtoqueue work jobs -- echo hi\n", self.work("echo", "hi")[2])
+        self.assertFalse(os.path.exists(self.path))
+
+    def test_work_keeps_what_is_done_for_as_long_as_asked(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        self.assertEqual(self.work("--drain", "--keep-done", "1h", "--", "true")[0], 0)
+        self.assertEqual(self.states(), {"done": 1})
+        q.push(b"y")
+        self.assertEqual(self.work("--drain", "--keep-done", "0s", "--", "true")[0], 0)
+        self.assertEqual(self.states(), {}, "neither, nor what was done longer ago")
+
     def test_a_command_that_fails_is_tried_again_and_then_a_dead_letter(self) -> None:
         ident = self.queue().push(b"x")
         words = ("--drain", "--max-attempts", "2", "--retry-delay", "1ms", "--sync")
