@@ -6443,13 +6443,16 @@ class Work(QueueCase):
                 child.wait_for_go()
                 go.set()
 
-            def hear(crew: femtoqueue._Crew, number: int) -> None:
+            def hear(pool: femtoqueue._WorkerPool, number: int) -> None:
                 child.say("heard")
-                heard(crew, number)
+                heard(pool, number)
 
             threading.Thread(target=wait, daemon=True).start()
-            q, heard = FemtoQueue(self.path, timeout_stale_ms=None), femtoqueue._Crew._hear
-            with mock.patch.object(femtoqueue._Crew, "_hear", hear):
+            q, heard = (
+                FemtoQueue(self.path, timeout_stale_ms=None),
+                femtoqueue._WorkerPool._on_signal,
+            )
+            with mock.patch.object(femtoqueue._WorkerPool, "_on_signal", hear):
                 child.say(str(q.work(handle, concurrency=concurrency)))
 
         return self.child(work)
@@ -6653,31 +6656,77 @@ class CommandLine(QueueCase):
         self.assertTrue(3000 < due_s[0] < 3601, due_s)
         self.assertTrue(due_s[1] < due_s[2] - 360 * 86400)
 
-    def test_wrong_use_is_one_line_and_status_2(self) -> None:
-        """And nothing is made or changed."""
-        for words, text in (
-            (["push"], "DIR is missing"),
-            (["push", "jobs"], "standard input is empty"),
-            (["ls", "nowhere"], "no queue"),
-            (["push", "jobs", "--delay", "3 weeks", "x"], "no TIME"),
-            (["push", "jobs", "--at", "noon", "x"], "no point in time"),
-            (["push", "jobs", "--key", "k", "1", "2"], "--key"),
-            (["push", "jobs", "--key", "", "1"], "key must be"),
-            (["work", "jobs"], "command is missing"),
-            (["work", "jobs", "--", "no-such-command"], "command not found"),
-            (["work", "jobs", "-j", "0", "--", "true"], "0"),
-            (["nonsense"], "nonsense"),
-            (["stat", "jobs", "extra"], "extra"),
+    def test_wrong_use_is_one_line_that_says_what_to_type(self) -> None:
+        """With status 2, and nothing is made or changed."""
+        task = f"{1:020d}-0000aaaa"
+        for line, text in (
+            ("", "COMMAND is missing: push, work, pop"),
+            ("nonsense", "unknown command 'nonsense'; there are push, work, pop"),
+            ("jobs push x", "femtoqueue push jobs x"),
+            ("--wait 1s pop jobs", "femtoqueue pop --wait 1s jobs"),
+            ("push", "DIR is missing: femtoqueue push [options] DIR [PAYLOAD ...]"),
+            (f"done {task}", "DIR is missing: femtoqueue done [options] DIR ID ..."),
+            ("push jobs", "for an empty task, give '' as PAYLOAD"),
+            ("push jobs -x", "put a PAYLOAD that begins with - after --"),
+            ("push jobs --delay 3weeks x", "a TIME is 500ms, 30s"),
+            ("push jobs --at noon x", "2026-12-01T08:00"),
+            ("push jobs --at 2050-12-01 --delay 1h x", "not allowed with"),
+            ("push jobs --lines -0", "not allowed with"),
+            ("push jobs --lines x", "leave PAYLOAD out"),
+            ("push jobs --key k 1 2", "--key goes with one payload"),
+            ("push jobs --key k --lines", "--key goes with one payload"),
+            (f"push jobs --key {'k' * 201} 1", "key must be 1 to 200 bytes"),
+            ("push jobs --if-in-flight update 1", "--if-in-flight goes with --key TEXT"),
+            ("work jobs", "femtoqueue work jobs -- CMD ARGS"),
+            ("work jobs -- no-such-command", "command not found"),
+            ("work jobs -j 0 -- true", "must be 1 or more"),
+            ("work jobs --timeout 0 -- true", "more than 0"),
+            ("work jobs --node a/b -- true", "A-Z a-z 0-9 . _ -"),
+            ("ls nowhere", "femtoqueue push"),
+            ("ls pending", "DIR is missing: femtoqueue ls [options] DIR [STATE ...]"),
         ):
-            status, out, err = self.run_it(*words)
-            self.assertEqual((status, out), (2, ""), words)
-            self.assertEqual(len(err.splitlines()), 1, err)
-            self.assertIn(text, err)
+            self.check_wrong(line, text)
         self.assertFalse(os.path.exists(self.path))
+
+    def test_wrong_use_of_a_queue_is_one_line_that_says_what_to_type(self) -> None:
+        task = self.queue().push(b"x")
+        for line, text in (
+            ("pop jobs x", "--id ID"),
+            ("pop jobs --id 7", "'7'"),
+            (f"pop jobs --id {task} --key k", "not allowed with"),
+            ("pop jobs --timeout 0s", "more than 0"),
+            ("pop jobs --wait", "--wait"),
+            ("pop jobs --waite 1s", "see femtoqueue pop --help"),
+            ("cancel jobs", "femtoqueue cancel [options] DIR ID ..."),
+            ("done jobs", "an ID is an id, or the path that `pop` printed"),
+            ("fail jobs --reason x", "femtoqueue fail [options] DIR ID ..."),
+            ("release jobs", "femtoqueue release [options] DIR ID ..."),
+            ("extend jobs", "femtoqueue extend [options] DIR ID ..."),
+            ("done jobs 7", "unexpected argument '7'; an ID is an id, or the path"),
+            (f"release jobs {task} --front --delay 1s", "not allowed with"),
+            ("ls jobs pendng", "a STATE is one of pending, scheduled"),
+            ("ls jobs done --all", "not both"),
+            ("show jobs", "femtoqueue show jobs ID"),
+            (f"show jobs {task} {task}", "femtoqueue show jobs ID"),
+            ("retry jobs", "femtoqueue retry jobs --all"),
+            (f"retry jobs --all {task}", "femtoqueue retry jobs ID ..."),
+            ("purge jobs", "femtoqueue purge jobs --older-than 7d"),
+            ("stat jobs extra", "femtoqueue stat [options] DIR"),
+            ("stat jobs --max-pending many", "a number from 0 to 999999"),
+            ("top jobs --interval 0", "more than 0"),
+        ):
+            self.check_wrong(line, text)
+        self.assertEqual(self.states(), {"pending": 1})
+
+    def check_wrong(self, line: str, text: str) -> None:
+        status, out, err = self.run_it(*line.split())
+        self.assertEqual((status, out), (2, ""), line)
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertIn(text, err)
 
     def test_help_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
-        for name in femtoqueue._COMMANDS:
+        for name in femtoqueue._build_parser()[1]:
             self.assertIn(f"    {name}", overview)
             self.assertRegex(self.ok(name, "--help"), f"(?s)example:.*femtoqueue {name} jobs")
         self.assertEqual(self.ok("--version"), f"femtoqueue {femtoqueue.__version__}\n")
@@ -6930,12 +6979,16 @@ class CommandLine(QueueCase):
         self.assertEqual((status, sorted(out.split())), (0, ["10000000", "3"]))
 
     def test_work_without_dashes_says_where_the_command_goes(self) -> None:
-        for words in (["echo", "hi"], ["ls", "-l"], ["sh", "-c", "true"], ["cat"]):
-            status, out, err = self.work(*words)
-            self.assertEqual((status, out, err.count("\n")), (2, "", 1))
-            self.assertIn("put the command after --", err)
-        self.assertIn("femtoqueue work jobs -- echo hi\n", self.work("echo", "hi")[2])
+        for line, told in (
+            ("work jobs echo hi", "work jobs -- echo hi"),
+            ("work jobs ls -l", "work jobs -- ls -l"),
+            ("work jobs -j 2 cat", "work jobs -j 2 -- cat"),
+            ("work -j 2 jobs sh -c true", "work -j 2 jobs -- sh -c true"),
+        ):
+            self.check_wrong(line, f"put the command after --: femtoqueue {told}\n")
         self.assertFalse(os.path.exists(self.path))
+        status, _, err = self.run_it("work", "echo", "hi", env={"FEMTOQUEUE_DIR": self.path})
+        self.assertEqual((status, "femtoqueue work -- echo hi\n" in err), (2, True))
 
     def test_work_keeps_what_is_done_for_as_long_as_asked(self) -> None:
         q = self.queue()
