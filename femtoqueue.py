@@ -4831,34 +4831,38 @@ class _Console:
         self.is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def write(self, text: str) -> None:
-        """Write a message of our own, or of the logger, to standard error."""
-        self.write_lines(text.encode("utf-8", "backslashreplace"), sys.stderr.buffer)
+        """Write a message to standard error. A failure is ignored: the terminal may be gone, and
+        what is in hand is to be finished all the same."""
+        with contextlib.suppress(OSError):
+            self._write(text.encode("utf-8", "backslashreplace"), sys.stderr.buffer)
 
     def flush(self) -> None:
-        """Do nothing: write() leaves nothing in a buffer. The logger calls it."""
+        """Do nothing, for the logger: write() leaves nothing to be flushed."""
 
-    def write_lines(self, lines: bytes, stream: Any) -> None:
-        """Write whole lines. Raises SystemExit if the stream cannot be written: that is no fault
-        of the task whose command printed them."""
-        with self._lock:
-            self._redraw("")
-            try:
-                stream.write(lines)
-                stream.flush()
-            except OSError as error:
-                raise SystemExit(f"output: {error.strerror}") from None
-            self._redraw(self._progress)
+    def relay(self, lines: bytes, stream: Any) -> None:
+        """Write lines of a command. Raises SystemExit if that fails: it is not the task's fault."""
+        try:
+            self._write(lines, stream)
+        except OSError as error:
+            raise SystemExit(f"output: {error.strerror}") from None
 
     def show_progress(self, text: str) -> None:
         """Show a progress line until the next one; where there is no terminal, nothing."""
-        import shutil
+        if self.is_terminal:
+            with self._lock, contextlib.suppress(OSError):  # the terminal is gone
+                columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+                self._progress = text[: columns - 1]
+                self._redraw(self._progress)
 
+    def _write(self, lines: bytes, stream: Any) -> None:
         with self._lock:
-            self._progress = text[: shutil.get_terminal_size().columns - 1]
+            self._redraw("")
+            stream.write(lines)
+            stream.flush()
             self._redraw(self._progress)
 
     def _redraw(self, text: str) -> None:
-        """Replace the line that the cursor is in. Call it with _lock held."""
+        """Replace the progress line on the screen. Call it with _lock held."""
         if self.is_terminal:
             with contextlib.suppress(OSError):  # the terminal is gone
                 sys.stderr.write(f"\r\x1b[K{text}")
@@ -5156,7 +5160,7 @@ class _LineRelay:
         if self._rest and (not data or len(self._rest) > 1 << 16):
             lines, newline, self._rest = lines + newline + self._rest, b"\n", b""
         if newline:
-            self._console.write_lines(lines + newline, self._stream)
+            self._console.relay(lines + newline, self._stream)
 
 
 @contextlib.contextmanager
@@ -5405,18 +5409,28 @@ def _full_screen() -> Iterator[Callable[[float], str] | None]:
     fd = sys.stdin.fileno()
 
     def read_key(seconds: float) -> str:
-        ready = select.select([fd], [], [], seconds)[0]
-        return os.read(fd, 1).decode("ascii", "replace") if ready else ""
+        if not select.select([fd], [], [], seconds)[0]:
+            return ""
+        with contextlib.suppress(OSError):  # the terminal is gone, as when it reads as empty
+            return os.read(fd, 1).decode("ascii", "replace") or "\x04"
+        return "\x04"
 
     before = termios.tcgetattr(fd)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         tty.setcbreak(fd)
         print("\x1b[?1049h\x1b[?25l", end="", flush=True)  # the alternate screen, no cursor
         yield read_key
+    except OSError as error:
+        if error.errno != errno.EIO or error.filename is not None:
+            raise  # disk trouble
+        # Else the terminal is gone: this is the end, as when it reads as empty.
     finally:
-        print("\x1b[?25h\x1b[?1049l", end="", flush=True)
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        with contextlib.suppress(OSError, termios.error):  # the terminal is gone
+            print("\x1b[?25h\x1b[?1049l", end="", flush=True)
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
 class _Top:
@@ -5438,11 +5452,13 @@ class _Top:
             print("\n".join(lines), end="\n\n", flush=True)
             return
         columns, rows = shutil.get_terminal_size()
-        lines = [line[:columns] for line in lines[: rows - 1]]
-        if "NO_COLOR" not in os.environ:
+        lines = [line[:columns] for line in lines[:rows]]
+        if not os.environ.get("NO_COLOR"):
             lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
-        body = "".join(f"{line}\x1b[K\n" for line in lines)
-        print(f"\x1b[H{body}\x1b[J", end="", flush=True)
+        # Each line is erased before it is written: after its last column, that would be erased.
+        text = "\n".join(f"\x1b[K{line}" for line in lines)
+        rest = "\n\x1b[J" if len(lines) < rows else ""
+        print(f"\x1b[H{text}{rest}", end="", flush=True)
 
     def _lines(self, stats: Stats) -> list[str]:
         """Return the lines of the display: figures, workers, leases."""

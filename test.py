@@ -22,9 +22,11 @@ import os
 import pickle
 import random
 import re
+import select
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -7201,6 +7203,315 @@ class CommandLine(QueueCase):
             self.assertEqual((task.id, task.attempts), (ident, 2))
             self.wait_until_gone(int(line.split()[1]))
         q.done(task)
+
+
+class Screen:
+    """What a person sees on a terminal, by the control sequences that femtoqueue prints."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = rows, columns
+        self.lines = [""] * rows
+        self.below: list[str] | None = None  # the main screen, while the alternate one is shown
+        self.has_cursor, self.has_bold = True, False
+        self._row = self._column = 0
+        self._rest = ""
+
+    def feed(self, data: bytes) -> None:
+        text = self._rest + data.decode()
+        end = 0
+        for token in re.finditer(r"\x1b\[([?0-9;]*)([A-Za-z])|[^\x1b]", text):
+            end = token.end()
+            if token[2]:
+                self._control(token[1], token[2])
+            elif token[0] == "\r":
+                self._column = 0
+            elif token[0] == "\n":
+                self._go_down()
+            else:
+                self._put(token[0])
+        self._rest = text[end:]
+
+    def _put(self, character: str) -> None:
+        if self._column == self.columns:  # only now: the last column can be written
+            self._column = 0
+            self._go_down()
+        line = self.lines[self._row].ljust(self._column)
+        self.lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
+        self._column += 1
+
+    def _go_down(self) -> None:
+        if self._row + 1 < self.rows:
+            self._row += 1
+        else:
+            self.lines = [*self.lines[1:], ""]
+
+    def _control(self, number: str, name: str) -> None:
+        if name == "H":
+            self._row = self._column = 0
+        elif name in "JK":  # in the last column, what was just written is erased
+            column = min(self._column, self.columns - 1)
+            self.lines[self._row] = self.lines[self._row][:column]
+            if name == "J":
+                self.lines[self._row + 1 :] = [""] * (self.rows - self._row - 1)
+        elif name == "m":
+            self.has_bold |= number == "1"
+        elif number == "?25":
+            self.has_cursor = name == "h"
+        elif number == "?1049" and name == "h":
+            self.below, self.lines = self.lines, [""] * self.rows
+        elif number == "?1049":
+            self.lines, self.below = self.below or [], None
+        else:
+            raise AssertionError(f"unknown control sequence: {number}{name}")
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for line in self.lines).rstrip()
+
+
+@unittest.skipUnless(hasattr(os, "openpty"), "needs a pseudo-terminal")
+class Terminal(QueueCase):
+    """`top` and `work` on a pseudo-terminal: what a person sees, and how they end."""
+
+    process: subprocess.Popen[bytes]
+
+    def start(
+        self,
+        *words: str,
+        size: tuple[int, int] = (24, 100),
+        env: dict[str, str] | None = None,
+        is_controlling: bool = True,
+        **streams: Any,
+    ) -> None:
+        """Start a command whose streams are a terminal of that many rows and columns."""
+        import termios
+
+        self.master, self.slave = os.openpty()
+        self.addCleanup(os.close, self.slave)
+        self.addCleanup(self.hang_up)
+        self.screen = Screen(*size)
+        self.resize(*size)
+        self.before = termios.tcgetattr(self.slave)
+        code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); " * is_controlling
+        code += "import sys, femtoqueue; sys.exit(femtoqueue.main())"
+        hidden = ("FEMTOQUEUE_DIR", "COLUMNS", "LINES", "NO_COLOR")
+        ours = {name: it for name, it in os.environ.items() if name not in hidden}
+        alive, ends = os.pipe()
+        self.alive = alive
+        self.addCleanup(os.close, alive)
+        terminal = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", "-W", "error", "-c", code, *words],
+            env={**ours, "PYTHONPATH": HERE, "TERM": "xterm", **(env or {})},
+            start_new_session=True,
+            pass_fds=[ends],
+            **{**terminal, **streams},
+        )
+        os.close(ends)
+        self.addCleanup(self.process.wait)
+        self.addCleanup(self.process.kill)
+
+    def resize(self, rows: int, columns: int) -> None:
+        import fcntl
+        import termios
+
+        self.screen.rows, self.screen.columns = rows, columns
+        self.screen.lines = (self.screen.lines + [""] * rows)[:rows]
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def hang_up(self) -> None:
+        """Close the terminal, as a window or a lost connection does."""
+        if self.master >= 0:
+            os.close(self.master)
+            self.master = -1
+
+    def see(self, text: str, is_there: bool = True) -> list[str]:
+        """Wait until the screen has a text, or has it no more, and return its lines."""
+        while (text in str(self.screen)) != is_there:
+            readable = select.select([self.master, self.alive], [], [], 60)[0]
+            self.assertEqual(readable, [self.master], f"ended, or a minute passed:\n{self.screen}")
+            self.screen.feed(os.read(self.master, 1 << 16))
+        return str(self.screen).split("\n")
+
+    def end(self) -> int:
+        """Wait until the command has ended, feed its last words, and return its exit status."""
+        descriptors = [self.alive] if self.master < 0 else [self.alive, self.master]
+        while readable := select.select(descriptors, [], [], 60)[0]:
+            if self.master in readable:
+                self.screen.feed(os.read(self.master, 1 << 16))
+            elif not os.read(self.alive, 1):  # it is closed: this was the last process
+                return self.process.wait(60)
+        raise AssertionError(f"a minute passed:\n{self.screen}")
+
+    def assert_restored(self) -> None:
+        import termios
+
+        self.assertEqual(termios.tcgetattr(self.slave), self.before)
+        self.assertTrue(self.screen.has_cursor)
+        self.assertIsNone(self.screen.below, "the alternate screen was left")
+
+    # top
+
+    def top(self, *words: str, **settings: Any) -> None:
+        self.start("top", self.path, "--interval", "10ms", *words, **settings)
+
+    def test_top_shows_the_queue_and_draws_it_anew_until_q(self) -> None:
+        q = self.queue()
+        q.push(b"x", key="user:42")
+        task = self.pop(q)
+        self.top()
+        lines = self.see(task.id)
+        self.assertTrue(lines[0].startswith(self.path), lines)
+        self.assertTrue(lines[1].startswith("pending 0   scheduled 0   in flight 1 "), lines)
+        self.assertRegex("\n".join(lines), r"(?m)^n1 +alive +1 +0$")
+        self.assertRegex("\n".join(lines), rf"(?m)^inflight +{task.id} .* user:42 n1$")
+        self.assertEqual((self.screen.below, self.screen.has_cursor), ([""] * 24, False))
+        q.push(b"y")
+        q.done(task)
+        self.see("pending 1 ")
+        lines = self.see(task.id, False)
+        self.assertEqual(len(lines), 8, "the line of the task is gone")
+        self.type("xq")
+        self.assertEqual(self.end(), 0)
+        self.assert_restored()
+        self.assertEqual(str(self.screen), "")
+
+    def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
+        """By Ctrl-C, by kill, and by the signal of a terminal that goes away."""
+        self.queue()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self.top()
+            self.see("pending 0")
+            if number == signal.SIGINT:
+                self.type("\x03")
+            else:
+                self.process.send_signal(number)
+            self.assertEqual(self.end(), 128 + number)
+            self.assert_restored()
+            self.assertEqual(str(self.screen), "")
+
+    def test_top_in_a_small_window_shows_what_fits(self) -> None:
+        """To the last column, in a window of one row too, and in another size when it changes."""
+        q = self.queue()
+        q.push(b"x")
+        task = self.pop(q)
+        self.top(size=(7, 20))
+        lines = self.see("NODE")
+        self.assertEqual(lines[1], "pending 0   schedule")
+        self.assertEqual(len(lines), 6)
+        self.resize(30, 60)
+        lines = self.see(f"inflight  {task.id}")
+        self.assertEqual(len([line for line in lines if "pending 0" in line]), 1)
+        self.resize(1, 60)
+        lines = self.see("pending", False)
+        self.type("q")
+        self.assertEqual(self.end(), 0)
+
+    def test_top_is_without_colour_where_none_is_wanted(self) -> None:
+        """By no-color.org: an empty NO_COLOR is no wish."""
+        self.queue()
+        for value, has_bold in (("", True), ("1", False)):
+            self.top(env={"NO_COLOR": value})
+            self.see("pending 0")
+            self.type("q")
+            self.assertEqual(self.end(), 0)
+            self.assertEqual(self.screen.has_bold, has_bold)
+
+    def test_top_ends_when_its_terminal_goes_away(self) -> None:
+        """Without a traceback; and where no signal says so, by what it reads or can't write."""
+        self.queue()
+        for is_controlling, statuses in ((True, (0, 128 + signal.SIGHUP)), (False, (0,))):
+            self.top(is_controlling=is_controlling, stderr=subprocess.PIPE)
+            self.see("pending 0")
+            self.hang_up()
+            status = self.end()
+            with self.process as process:
+                assert process.stderr is not None
+                self.assertEqual(process.stderr.read(), b"")
+            self.assertIn(status, statuses)
+
+    def test_top_on_a_dumb_terminal_prints_blocks(self) -> None:
+        self.queue()
+        self.top("-n", "2", env={"TERM": "dumb"}, size=(24, 100))
+        self.assertEqual(self.end(), 0)
+        self.assertEqual(str(self.screen).count("pending 0"), 2)
+
+    def test_ls_on_a_terminal_is_a_table_as_wide_as_that(self) -> None:
+        ident = self.queue().push(b"x")
+        self.start("ls", self.path, size=(10, 39))
+        self.assertEqual(self.end(), 0)
+        lines = str(self.screen).split("\n")
+        self.assertEqual(lines, ["STATE     ID", f"pending   {ident}"])
+
+    # work
+
+    def work(self, *words: str, **settings: Any) -> None:
+        """Work on tasks that each print a line, and then wait for a line of the FIFO."""
+        self.fifo = tempfile.mktemp(dir=self.path)
+        os.mkfifo(self.fifo)
+        script = f"echo begun; read line < {self.fifo}"
+        self.start("work", self.path, *words, "--", "sh", "-c", script, **settings)
+
+    def let_one_go_on(self) -> None:
+        with open(self.fifo, "w", encoding="ascii") as fifo:
+            fifo.write("\n")
+
+    def test_work_shows_its_progress_in_the_last_line(self) -> None:
+        """Under what the commands print; in the end it makes room for the counts."""
+        self.queue().push_many([b"x", b"y"])
+        self.work("--drain")
+        lines = self.see("done 0, failed 0, waiting 1, 0.0/s")
+        self.assertEqual(lines, ["begun", "done 0, failed 0, waiting 1, 0.0/s"])
+        self.let_one_go_on()
+        lines = self.see("done 1, failed 0, waiting 0, ")
+        self.assertEqual(lines[:2], ["begun", "begun"])
+        self.assertEqual(len(lines), 3)
+        self.let_one_go_on()
+        self.assertEqual(self.end(), 0)
+        lines = str(self.screen).split("\n")
+        self.assertEqual(lines[:2], ["begun", "begun"])
+        self.assertRegex("".join(lines[2:]), r"^femtoqueue: done 2 in \d+s$")
+        self.assert_restored()
+
+    def test_the_progress_of_work_fits_into_a_narrow_window(self) -> None:
+        """Else it could not be drawn over; though standard output is no terminal."""
+        streams: dict[str, Any]
+        for streams in ({}, {"stdout": subprocess.PIPE}):
+            self.queue().push_many([b"x", b"y"])
+            self.work("--drain", size=(10, 20), **streams)
+            self.see("done 0, failed")
+            self.let_one_go_on()
+            lines = self.see("done 1, failed")
+            self.assertEqual(lines[-1], "done 1, failed 0, w")
+            self.assertEqual(len([line for line in lines if "done" in line]), 1)
+            self.let_one_go_on()
+            self.assertEqual(self.end(), 0)
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def test_ctrl_c_finishes_what_runs(self) -> None:
+        """The terminal signals the worker only: commands are in sessions of their own."""
+        self.queue().push_many([b"x", b"y"])
+        self.work()
+        self.see("begun")
+        self.type("\x03")
+        self.see("finishing what runs")
+        self.let_one_go_on()
+        self.assertEqual(self.end(), 0)
+        self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1 in \d+s$")
+        self.assertEqual(self.states(), {"done": 1, "pending": 1})
+
+    def test_work_finishes_what_runs_when_its_terminal_goes_away(self) -> None:
+        """Its last words are lost; that is no trouble."""
+        self.queue().push(b"x")
+        self.work()
+        self.see("done 0, failed 0, waiting 0")
+        self.hang_up()
+        self.let_one_go_on()
+        self.assertEqual(self.end(), 0)
+        self.assertEqual(self.states(), {"done": 1})
 
 
 # Words and weight
