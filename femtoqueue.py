@@ -4318,16 +4318,14 @@ def _find_directory(options: Any) -> None:
     """Set options.dir: the first word, or $FEMTOQUEUE_DIR if there is none or if it is one of the
     command's own arguments. These stay in options.words."""
     words, default = options.words, os.environ.get("FEMTOQUEUE_DIR")
-    lacks_dir = not words or options.is_word(words[0])
-    options.is_default_dir = bool(default) and lacks_dir
+    is_left_out = not words or options.is_word(words[0])
+    options.is_default_dir = bool(default and is_left_out)
     if options.is_default_dir:
         options.dir = default
-    elif not words or (
-        lacks_dir and options.is_word is not _is_any and not os.path.isdir(words[0])
-    ):
-        options.error(f"DIR is missing: {options.usage}, or set FEMTOQUEUE_DIR")
-    else:
+    elif words and (not is_left_out or options.is_word is _is_any or os.path.isdir(words[0])):
         options.dir = words.pop(0)
+    else:
+        options.error(f"DIR is missing: {options.usage}, or set FEMTOQUEUE_DIR")
     if options.run is not _work_command:
         words += options.after_dashes
     wrong = [word for word in words if not options.is_word(word)]
@@ -4412,7 +4410,7 @@ def _invalid(text: str, wanted: str) -> Exception:
     return argparse.ArgumentTypeError(f"invalid {text!r}; {wanted}")
 
 
-def _time(text: str) -> float:
+def _seconds(text: str) -> float:
     """Return the seconds of a TIME."""
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
@@ -4420,15 +4418,15 @@ def _time(text: str) -> float:
     return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
 
 
-def _positive_time(text: str) -> float:
+def _positive_seconds(text: str) -> float:
     """Return the seconds of a TIME that is not 0."""
-    seconds = _time(text)
+    seconds = _seconds(text)
     if not seconds:
         raise _invalid(text, "it must be more than 0")
     return seconds
 
 
-def _moment(text: str) -> float:
+def _timestamp(text: str) -> float:
     """Return seconds since the epoch: local time, unless an offset says otherwise."""
     from datetime import datetime
 
@@ -4446,8 +4444,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-_TIME: dict[str, Any] = {"metavar": "TIME", "type": _time}
-_LEASE: dict[str, Any] = {"metavar": "TIME", "type": _positive_time, "default": 30.0}
+_TIME: dict[str, Any] = {"metavar": "TIME", "type": _seconds}
+_LEASE: dict[str, Any] = {"metavar": "TIME", "type": _positive_seconds, "default": 30.0}
 _NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
 _SYNC_HELP = "survive power loss, not only the death of processes"
 
@@ -4461,7 +4459,7 @@ def _add_push(commands: Any) -> None:
     add("-0", "--null", action="store_true", help="a task for each piece that a zero byte ends")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--delay", **_TIME, help="not before that much time has gone by")
-    add("--at", metavar="WHEN", type=_moment, help="not before that time, as 2026-12-01T08:00")
+    add("--at", metavar="WHEN", type=_timestamp, help="not before that time, as 2026-12-01T08:00")
     add = parser.add_argument
     add("--key", metavar="TEXT", help="at most one task of a key waits: replace its payload")
     policies = "if the key's task is in flight: buffer (default), update or reject"
@@ -4541,7 +4539,7 @@ def _add_maintenance(commands: Any) -> None:
 # Command line: what several commands use
 
 
-def _open(options: Any, create: bool = False, **settings: Any) -> FemtoQueue:
+def _open_queue(options: Any, create: bool = False, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises FileNotFoundError if there is none, unless create."""
     if not create and not os.path.isdir(os.path.join(options.dir, "pending")):
         text = "there is no queue; `femtoqueue push` makes one"
@@ -4610,10 +4608,14 @@ def _task_row(task: FemtoTask) -> dict[str, Any]:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a field of a row as text; a key as one word, whatever is in it."""
+    """Return a field of a row as text; a key as one word, percent-encoded as in a header."""
     if value is None:
         return "-"
-    return _quoted(value) if name == "key" else str(value)
+    if name == "key":
+        from urllib.parse import quote
+
+        return quote(value, safe="/:@")
+    return str(value)
 
 
 def _table(rows: Iterable[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Iterator[str]:
@@ -4628,25 +4630,26 @@ def _table(rows: Iterable[dict[str, Any]], columns: dict[str, tuple[str, str]]) 
 
 
 def _print_rows(rows: Iterable[dict[str, Any]], form: str) -> None:
-    """Print rows in a form: "json", an object a line; "fields", a field a line; "tabs" and
-    "table", a task a line."""
+    """Print rows in a form: "table" or "tabs", a task a line; "json", an object a line; "fields",
+    a field a line."""
     import json
     import shutil
 
+    lines: Iterable[str]
     if form == "table":
         width = shutil.get_terminal_size().columns
-        for line in _table(rows, _TASK_COLUMNS):
-            print(line[:width])
-        return
-    for row in rows:
-        if form == "json":
-            print(json.dumps(row))
-        elif form == "tabs":
-            print(*(_cell(name, row[name]) for name in _TASK_COLUMNS), sep="\t")
-        else:
-            name_width = max(12, *map(len, row))
-            for name, value in row.items():
-                print(f"{name:{name_width}} {_cell(name, value)}")
+        lines = (line[:width] for line in _table(rows, _TASK_COLUMNS))
+    elif form == "tabs":
+        lines = ("\t".join(_cell(name, row[name]) for name in _TASK_COLUMNS) for row in rows)
+    elif form == "json":
+        lines = map(json.dumps, rows)
+    else:
+        fields = (
+            (name, value, max(12, *map(len, row))) for row in rows for name, value in row.items()
+        )
+        lines = (f"{name:{width}} {_cell(name, value)}" for name, value, width in fields)
+    for line in lines:
+        print(line)
 
 
 # Command line: push
@@ -4668,7 +4671,7 @@ def _push_command(options: Any) -> int:
     payloads = map(os.fsencode, options.words) if options.words else _read_payloads(options)
     if not reads_pieces:
         payloads = iter([*payloads])  # an invalid one is an error before anything is made
-    with _open(options, create=True, sync_after_write=options.sync) as q:
+    with _open_queue(options, create=True, sync_after_write=options.sync) as q:
         for payload in payloads:
             if due_s is None:
                 ident = q.push(payload, **keyed)
@@ -4726,16 +4729,17 @@ def _read_payloads(options: Any) -> Iterator[bytes]:
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    {} in an ARG is replaced by the payload. Not so in a script for `sh -c`: the payload would be
-    run as code; give the script {} as an argument of its own. A payload that cannot be an
-    argument, because it has a zero byte or is too long, is a dead letter at once. CMD has
-    FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY in its environment.
-    When CMD exits with status 0 the task is done. Otherwise it is tried again later, and in the
+    {} in an ARG is replaced by the payload. Give it to `sh -c` as an argument of its own: within
+    the script, the payload would be run as code. A payload that cannot be an argument (it has a
+    zero byte, or is too long) is a dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
+    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
+    Exit status 0 means that the task is done. After another one it is tried again later; in the
     end it is a dead letter, with the end of CMD's standard error as the reason.
-    SIGTERM or Ctrl-C: the commands that run are finished. A second one is passed to their process
-    groups, and their tasks are given back. When this worker is killed, so are its commands. A
-    lease that is lost (the worker was stopped for longer than --timeout, or the task was
-    released) does not end CMD. Status 1: with --drain, a task failed for good, or a signal came.
+    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is passed to their
+    process groups, and their tasks are given back. If this worker is killed, its commands are
+    killed, too. But a lease that is lost (after a stop for longer than --timeout, or by
+    `release`) does not end CMD.
+    Status 1: with --drain, a task failed for good, or a signal came before the end.
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
     import logging
@@ -4753,11 +4757,11 @@ def _work_command(options: Any) -> int:
         **{"sync_after_write": options.sync, "keep_done": options.keep_done},
         **{"max_attempts": options.max_attempts or None, "retry_delay_s": options.retry_delay},
     }
-    with _Watchdog() as watchdog, _open(options, create=True, **settings) as q:
+    with _Watchdog() as watchdog, _open_queue(options, create=True, **settings) as q:
         if is_new:
             console.write(f"femtoqueue: {options.dir} was not there: a new queue\n")
         handler = _CommandHandler(q, watchdog, console, options)
-        status = _work_on(q, handler, console, options)
+        status = _run_pool(q, handler, console, options)
     if status > 128:  # a thread may be stuck in a write, and the interpreter would wait for it
         os._exit(status)
     return status
@@ -4776,8 +4780,8 @@ def _check_work(options: Any) -> None:
         options.error(f"{command[0]}: command not found")
 
 
-def _work_on(q: FemtoQueue, handler: _CommandHandler, console: _Console, options: Any) -> int:
-    """Handle tasks until told to stop; return the exit status."""
+def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, options: Any) -> int:
+    """Handle tasks until told to stop, and return the exit status."""
     import signal
 
     pool = _WorkerPool(
@@ -4787,23 +4791,12 @@ def _work_on(q: FemtoQueue, handler: _CommandHandler, console: _Console, options
         on_stop=lambda: _announce("finishing what runs; a second signal ends it"),
         on_abort=handler.abort,
     )
-    progress = _Progress(q, pool, console)
-    if not options.quiet:
-        progress.start()
-    started_s = time.monotonic()
-    try:
-        pool.run()
-    except SystemExit as error:
-        console.write(f"femtoqueue: {error}\n")
-        return 2
-    finally:
-        progress.stop()
-        if len(pool.signals) < 2:  # else a thread may be stuck in a write, and hold the console
-            console.show_progress("")
-            if not options.quiet:
-                counts = ", ".join(f"{name} {count}" for name, count in pool.counts.items())
-                took = _time_text(time.monotonic() - started_s)
-                console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
+    with _Progress(q, pool, console, options.quiet):
+        try:
+            pool.run()
+        except SystemExit as error:
+            console.write(f"femtoqueue: {error}\n")
+            return 2
     if len(pool.signals) > 1:
         return 128 + pool.signals[-1]
     return 1 if options.drain and (pool.counts["failed"] or pool.signals) else 0
@@ -4848,11 +4841,16 @@ class _Console:
 
     def show_progress(self, text: str) -> None:
         """Show a progress line until the next one; where there is no terminal, nothing."""
-        if self.is_terminal:
-            with self._lock, contextlib.suppress(OSError):  # the terminal is gone
-                columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-                self._progress = text[: columns - 1]
-                self._redraw(self._progress)
+        with self._lock, contextlib.suppress(OSError):  # no terminal, or it is gone
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            self._progress = text[: columns - 1]
+            self._redraw(self._progress)
+
+    def end_progress(self) -> None:
+        """Erase the progress line. RACE: one that a thread has just composed is not shown."""
+        with self._lock:
+            self._redraw("")
+            self.is_terminal = False
 
     def _write(self, lines: bytes, stream: Any) -> None:
         with self._lock:
@@ -4870,24 +4868,34 @@ class _Console:
 
 
 class _Progress:
-    """Shows now and then, from a thread of its own, how far the pool has come."""
+    """Shows how far a pool has come, in a thread of its own, and in the end what it has done."""
 
-    def __init__(self, queue: FemtoQueue, pool: _WorkerPool, console: _Console) -> None:
-        self._queue, self._pool, self._console = queue, pool, console
-        self._stopped = threading.Event()
-        self._samples: deque[tuple[float, int]] = deque(maxlen=20)  # times, tasks that had ended
+    def __init__(
+        self, queue: FemtoQueue, pool: _WorkerPool, console: _Console, is_quiet: bool
+    ) -> None:
+        self._queue, self._pool, self._console, self._is_quiet = queue, pool, console, is_quiet
+        self._is_over = threading.Event()
+        self._started_s = time.monotonic()
+        self._samples: deque[tuple[float, int]] = deque(maxlen=20)  # when, and how many had ended
 
-    def start(self) -> None:
-        threading.Thread(target=self._run, daemon=True).start()
+    def __enter__(self) -> None:
+        if not self._is_quiet:
+            threading.Thread(target=self._run, daemon=True).start()
 
-    def stop(self) -> None:
-        self._stopped.set()
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        # After two signals, a thread that is stuck in a write may hold the console.
+        if not self._is_quiet and len(self._pool.signals) < 2:
+            self._console.end_progress()
+            counts = ", ".join(f"{name} {count}" for name, count in self._pool.counts.items())
+            took = _time_text(time.monotonic() - self._started_s)
+            self._console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
 
     def _run(self) -> None:
-        """Report each half second on a terminal, else each 10 s, and 20 times what it costs."""
+        """Report each half second on a terminal, else each 10 s, or 20 times what it costs."""
         pause_s = 0.5 if self._console.is_terminal else 10.0
         cost_s = 0.0
-        while not self._stopped.wait(max(pause_s, 20 * cost_s)):
+        while not self._is_over.wait(max(pause_s, 20 * cost_s)):
             started_s = time.monotonic()
             try:
                 text = self._text()
@@ -4896,7 +4904,7 @@ class _Progress:
             cost_s = time.monotonic() - started_s
             if self._console.is_terminal:
                 self._console.show_progress(text)
-            else:
+            elif not self._is_over.is_set():
                 self._console.write(f"femtoqueue: {text}\n")
 
     def _text(self) -> str:
@@ -5198,7 +5206,7 @@ def _pop_command(options: Any) -> int:
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
     """
     lease_ms = options.timeout * 1000
-    with _open(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
+    with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
         if options.key is None and options.id is None:
             task = q.pop(options.wait)
         else:
@@ -5212,7 +5220,7 @@ def _pop_command(options: Any) -> int:
             else:
                 print(task.path)
             sys.stdout.flush()
-        except OSError:  # nothing can end a lease that was not printed
+        except BaseException:  # a lease that was not printed is known to no one
             q.release(task, front=True, counted=False)
             raise
     return 0
@@ -5225,7 +5233,7 @@ def _cancel_command(options: Any) -> int:
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
     _check_ids(options)
-    with _open(options, keep_done=False) as q:
+    with _open_queue(options, keep_done=False) as q:
 
         def cancel(word: str) -> None:
             ident = _id_in(word)
@@ -5248,7 +5256,7 @@ def _why_not_taken(q: FemtoQueue, ident: str) -> str:
 def _settle_each(options: Any, settle: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
     """Settle the lease of each ID, and return the exit status."""
     _check_ids(options)
-    with _open(options) as q:
+    with _open_queue(options) as q:
         return _for_each_id(options, lambda word: settle(q, q.attach(word)))
 
 
@@ -5307,7 +5315,7 @@ def _ls_command(options: Any) -> int:
         options.error("give each STATE, or --all, not both")
     states = options.words or [it for it in STATES if options.all or it != "done"]
     form = "json" if options.json else "table" if sys.stdout.isatty() else "tabs"
-    with _open(options) as q:
+    with _open_queue(options) as q:
         tasks = (task for state in states for task in q.tasks(state, data=False))
         _print_rows(map(_task_row, tasks), form)
     return 0
@@ -5321,7 +5329,7 @@ def _show_command(options: Any) -> int:
     if len(options.words) != 1:
         options.error(f"give one ID: femtoqueue show {options.dir} ID")
     ident = _id_in(options.words[0])
-    with _open(options) as q:
+    with _open_queue(options) as q:
         task = q.peek(ident)
     if task is None:
         raise TaskNotFound(f"no task {ident}")
@@ -5339,7 +5347,7 @@ def _stat_command(options: Any) -> int:
     Status 1: more than --max-pending tasks wait, or the oldest waits for longer than --max-age.
     Example: femtoqueue stat jobs --max-age 10m
     """
-    with _open(options) as q:
+    with _open_queue(options) as q:
         stats, paused = q.stats(), q.paused
     live = Counter(node.liveness for node in stats.nodes)
     names = ("pending", "scheduled", "inflight", "expired", "buffered", "done", "failed")
@@ -5378,7 +5386,7 @@ def _top_command(options: Any) -> int:
     Where it is not a terminal, it prints a block each --interval, --count times.
     Example: femtoqueue top jobs
     """
-    with _open(options) as q, _full_screen() as read_key:
+    with _open_queue(options) as q, _full_screen() as read_key:
         top = _Top(q, options.dir, read_key is not None)
         for number in itertools.count(1):
             top.draw()
@@ -5393,28 +5401,19 @@ def _top_command(options: Any) -> int:
 
 @contextlib.contextmanager
 def _full_screen() -> Iterator[Callable[[float], str] | None]:
-    """Use the whole terminal, and yield a function that waits for a key and returns it, "" if
-    none was pressed. Where there is no terminal, yield None."""
+    """Take over the terminal while the block runs, and give a function that waits for a key. Give
+    None where there is no terminal."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     try:
-        import select
         import signal
         import termios
         import tty
-    except ImportError:
-        yield None
-        return
-    if not (sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"):
+    except ImportError:  # not POSIX
+        is_terminal = False
+    if not is_terminal:
         yield None
         return
     fd = sys.stdin.fileno()
-
-    def read_key(seconds: float) -> str:
-        if not select.select([fd], [], [], seconds)[0]:
-            return ""
-        with contextlib.suppress(OSError):  # the terminal is gone, as when it reads as empty
-            return os.read(fd, 1).decode("ascii", "replace") or "\x04"
-        return "\x04"
-
     before = termios.tcgetattr(fd)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -5422,15 +5421,25 @@ def _full_screen() -> Iterator[Callable[[float], str] | None]:
     try:
         tty.setcbreak(fd)
         print("\x1b[?1049h\x1b[?25l", end="", flush=True)  # the alternate screen, no cursor
-        yield read_key
+        yield functools.partial(_read_key, fd)
     except OSError as error:
         if error.errno != errno.EIO or error.filename is not None:
-            raise  # disk trouble
-        # Else the terminal is gone: this is the end, as when it reads as empty.
+            raise  # not the terminal that is gone
     finally:
         with contextlib.suppress(OSError, termios.error):  # the terminal is gone
             print("\x1b[?25h\x1b[?1049l", end="", flush=True)
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _read_key(fd: int, seconds: float) -> str:
+    """Wait for a key and return it: "" if none was pressed, Ctrl-D if the terminal is gone."""
+    import select
+
+    if not select.select([fd], [], [], seconds)[0]:
+        return ""
+    with contextlib.suppress(OSError):
+        return os.read(fd, 1).decode("ascii", "replace") or "\x04"
+    return "\x04"
 
 
 class _Top:
@@ -5497,7 +5506,7 @@ def _pause_command(options: Any) -> int:
 
     Example: femtoqueue pause jobs
     """
-    with _open(options) as q:
+    with _open_queue(options) as q:
         q.pause()
     return 0
 
@@ -5507,7 +5516,7 @@ def _resume_command(options: Any) -> int:
 
     Example: femtoqueue resume jobs
     """
-    with _open(options) as q:
+    with _open_queue(options) as q:
         q.resume()
     return 0
 
@@ -5519,7 +5528,7 @@ def _check_command(options: Any) -> int:
     Example: femtoqueue check jobs --repair
     """
     status = 0
-    with _open(options) as q:
+    with _open_queue(options) as q:
         for finding in q.check(options.repair):
             result = "mended" if finding.repaired else "odd"
             print(finding.kind, ascii(finding.path)[1:-1], finding.text, result, sep="\t")
@@ -5535,7 +5544,7 @@ def _retry_command(options: Any) -> int:
     if bool(options.words) == options.all:
         given = f"femtoqueue retry {options.dir}"
         options.error(f"which tasks? {given} ID ..., or all: {given} --all")
-    with _open(options) as q:
+    with _open_queue(options) as q:
         if options.all:
             print(q.retry_failed())
         return _for_each_id(options, lambda word: q.retry(_id_in(word)))
@@ -5548,7 +5557,7 @@ def _purge_command(options: Any) -> int:
     """
     if options.older_than is None:
         options.error(f"how old? femtoqueue purge {options.dir} --older-than 7d")
-    with _open(options) as q:
+    with _open_queue(options) as q:
         print(q.purge(options.older_than, ("done", "failed") if options.failed else ("done",)))
     return 0
 

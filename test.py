@@ -6872,6 +6872,14 @@ class CommandLine(QueueCase):
         self.assertRegex(self.ok("show", "jobs", task.id), r"attempts +-\n")
         self.assertRegex(self.ok("show", "jobs", task.id), r"reason +why\n\nx")
 
+    def test_a_key_of_any_form_is_one_word_of_a_row(self) -> None:
+        """In a file that push() did not write, it may be too long to be one."""
+        self.queue().push(b"x", key="a b\n/é:@-._~")
+        self.put(f"{1:020d}-f000aaaa", b"FQ1 00000000 0 %b\n" % (b"k" * 300))
+        rows = [line.split("\t") for line in self.ok("ls", "jobs").splitlines()]
+        self.assertEqual([row[6] for row in rows], ["k" * 300, "a%20b%0A/%C3%A9:@-._~"])
+        os.unlink(self.file("pending", f"{1:020d}-f000aaaa"))
+
     def test_show_tells_the_state_of_a_newer_payload_behind_what_is_in_flight(self) -> None:
         q = self.queue()
         q.push(b"old", key="k k")
@@ -7273,6 +7281,7 @@ class Terminal(QueueCase):
     """`top` and `work` on a pseudo-terminal: what a person sees, and how they end."""
 
     process: subprocess.Popen[bytes]
+    alive: tuple[int, ...] | list[int] = ()  # a pipe that ends with the process
 
     def start(
         self,
@@ -7296,7 +7305,7 @@ class Terminal(QueueCase):
         hidden = ("FEMTOQUEUE_DIR", "COLUMNS", "LINES", "NO_COLOR")
         ours = {name: it for name, it in os.environ.items() if name not in hidden}
         alive, ends = os.pipe()
-        self.alive = alive
+        self.alive = [alive]
         self.addCleanup(os.close, alive)
         terminal = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
         self.process = subprocess.Popen(
@@ -7330,18 +7339,18 @@ class Terminal(QueueCase):
     def see(self, text: str, is_there: bool = True) -> list[str]:
         """Wait until the screen has a text, or has it no more, and return its lines."""
         while (text in str(self.screen)) != is_there:
-            readable = select.select([self.master, self.alive], [], [], 60)[0]
+            readable = select.select([self.master, *self.alive], [], [], 60)[0]
             self.assertEqual(readable, [self.master], f"ended, or a minute passed:\n{self.screen}")
             self.screen.feed(os.read(self.master, 1 << 16))
         return str(self.screen).split("\n")
 
     def end(self) -> int:
         """Wait until the command has ended, feed its last words, and return its exit status."""
-        descriptors = [self.alive] if self.master < 0 else [self.alive, self.master]
+        descriptors = self.alive if self.master < 0 else [*self.alive, self.master]
         while readable := select.select(descriptors, [], [], 60)[0]:
             if self.master in readable:
                 self.screen.feed(os.read(self.master, 1 << 16))
-            elif not os.read(self.alive, 1):  # it is closed: this was the last process
+            elif not os.read(self.alive[0], 1):  # it is closed: this was the last process
                 return self.process.wait(60)
         raise AssertionError(f"a minute passed:\n{self.screen}")
 
@@ -7490,6 +7499,21 @@ class Terminal(QueueCase):
             self.assertEqual(self.end(), 0)
             if self.process.stdout is not None:
                 self.process.stdout.close()
+
+    def test_a_progress_line_that_comes_late_is_not_shown(self) -> None:
+        """It would stand behind the last words of `work`, and behind the shell's prompt."""
+        self.master, slave = os.openpty()
+        self.addCleanup(self.hang_up)
+        self.screen = Screen(4, 40)
+        env = mock.patch.dict(os.environ, {"TERM": "xterm"})
+        with open(slave, "w") as stderr, mock.patch.object(sys, "stderr", stderr), env:
+            console = femtoqueue._Console()
+            console.show_progress("done 1")
+            self.see("done 1")
+            console.end_progress()
+            console.show_progress("done 2")
+            console.write("end\n")
+            self.assertEqual(self.see("end"), ["end"])
 
     def test_ctrl_c_finishes_what_runs(self) -> None:
         """The terminal signals the worker only: commands are in sessions of their own."""
