@@ -3101,20 +3101,26 @@ class _CommandFailed(Exception):
     """A command that `work` ran did not end well. Its text is the whole reason."""
 
 
+_AFTER_FAILURE = {
+    "retried": "to be retried",
+    "failed": "a dead letter",
+    "": "delivered again later",
+}
+
+
 def _do_nothing(*arguments: object) -> None:
     """Stand for a hook that is not set."""
 
 
 class _WorkerPool:
     """The loop of work(): the calling thread takes tasks, and up to `concurrency` threads handle
-    them; the calling thread does if it is one at a time, unless in_threads is set.
+    them. If concurrency is 1, the calling thread handles them too, unless in_threads is set.
 
-    is_stopped: the loop ends when it returns True. more_signals: they stop the pool as SIGINT and
-    SIGTERM do. on_stop() is called at the first signal, by its handler, and on_abort(number) at
-    the second one, before what runs is given back.
+    is_stopped: asked between two tasks. more_signals: stop the pool as SIGINT and SIGTERM do.
+    on_stop() is called at the first signal, in its handler, and on_abort(number) at the second.
 
     Invariant: a task is in _running from before its handler is called until its delivery is
-    counted, by whichever thread removes it. _changed is held where _running or counts change.
+    counted, by the thread that removes it. _changed is held where _running or counts change.
     """
 
     def __init__(
@@ -3192,7 +3198,7 @@ class _WorkerPool:
                 self._process(task)
 
     def _has_free_thread(self) -> bool:
-        """Wait a moment until fewer tasks run than may; say whether that is so."""
+        """Wait a moment until fewer tasks run than may run; return whether that is so."""
         with self._changed:
             return self._changed.wait_for(
                 lambda: len(self._running) < self._concurrency, _BASE_INTERVAL_S
@@ -3215,6 +3221,7 @@ class _WorkerPool:
         self._inbox.put(task)
 
     def _run_thread(self) -> None:
+        """Process tasks of the inbox until a None comes out of it."""
         while (task := self._inbox.get()) is not None:
             try:
                 if id(task) in self._running:  # _abort() has not given it back
@@ -3231,12 +3238,7 @@ class _WorkerPool:
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            words = {
-                "": "delivered again later",
-                "retried": "to be retried",
-                "failed": "a dead letter",
-            }
-            then = words.get(processing.outcome, processing.outcome)
+            then = _AFTER_FAILURE.get(processing.outcome, processing.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
             why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
@@ -3285,13 +3287,12 @@ class _WorkerPool:
     @contextlib.contextmanager
     def _signals_handled(self) -> Iterator[None]:
         """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
         import signal
 
-        numbers = (signal.SIGINT, signal.SIGTERM, *self._more_signals)
-        before = {number: signal.getsignal(number) for number in numbers}
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGINT, signal.SIGTERM, *self._more_signals)
+            before = {number: signal.getsignal(number) for number in numbers}
         # Not those that are ignored, as by nohup, or have a handler that Python did not set.
         before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
 
