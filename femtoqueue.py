@@ -827,7 +827,12 @@ class FemtoQueue:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
         if stop is not None and not callable(getattr(stop, "is_set", None)):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
-        return _Crew(self, handler, concurrency, drain, stop).run()
+        closes = self._closes
+
+        def is_stopped() -> bool:
+            return self._closes != closes or (stop is not None and stop.is_set())
+
+        return _WorkerPool(self, handler, concurrency, drain, is_stopped).run()
 
     def pause(self) -> None:
         """Hand nothing out, in any process, until resume(): make data_dir/PAUSED.
@@ -3096,8 +3101,27 @@ class _CommandFailed(Exception):
     """A command that `work` ran did not end well. Its text is the whole reason."""
 
 
-class _Crew:
-    """work(): the caller takes tasks, and as many hands work as may at a time."""
+_AFTER_FAILURE = {
+    "retried": "to be retried",
+    "failed": "a dead letter",
+    "": "delivered again later",
+}
+
+
+def _do_nothing(*arguments: object) -> None:
+    """Stand for a hook that is not set."""
+
+
+class _WorkerPool:
+    """The loop of work(): the calling thread takes tasks, and up to `concurrency` threads handle
+    them. If concurrency is 1, the calling thread handles them too, unless in_threads is set.
+
+    is_stopped: asked between two tasks. more_signals: stop the pool as SIGINT and SIGTERM do.
+    on_stop() is called at the first signal, in its handler, and on_abort(number) at the second.
+
+    Invariant: a task is in _running from before its handler is called until its delivery is
+    counted, by the thread that removes it. _changed is held where _running or counts change.
+    """
 
     def __init__(
         self,
@@ -3105,100 +3129,108 @@ class _Crew:
         handler: Callable[[FemtoTask], object],
         concurrency: int,
         drain: bool,
-        stop: threading.Event | None,
+        is_stopped: Callable[[], object] = _do_nothing,
+        *,
+        in_threads: bool = False,
+        more_signals: Iterable[int] = (),
+        on_stop: Callable[[], object] = _do_nothing,
+        on_abort: Callable[[int], object] = _do_nothing,
     ) -> None:
         from queue import SimpleQueue
 
         self._pid = os.getpid()
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
-        self._drain, self._stop = drain, stop
-        self._closes = queue._closes
-        self.in_this_thread = True  # the handler runs, if it is one at a time
-        self.listens_to = [2, 15]  # SIGINT, SIGTERM
-        self.signals: list[int] = []  # those that came
-        self._told_s = 0.0  # when the last one did
-        self.when_told: Callable[[], object] = bool  # called at the first one
-        self.before_leaving: Callable[[], object] = bool  # and at the second
-        self.counts: Counter[str] = Counter()
+        self._drain, self._is_stopped, self._in_threads = drain, is_stopped, in_threads
+        self._more_signals, self._on_stop, self._on_abort = more_signals, on_stop, on_abort
+        self.signals: list[int] = []  # that came
+        self._last_signal_s = 0.0
+        self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         self._running: dict[int, FemtoTask] = {}  # by their id()
-        self._free = threading.Condition()  # held where one of the two above changes
+        self._changed = threading.Condition()
         self._inbox: SimpleQueue[FemtoTask | None] = SimpleQueue()
-        self._hands = 0
-        self._is_interruptible = False  # while the handler runs in the thread that hears signals
-        self._error: BaseException | None = None  # that told a hand to go
+        self._threads = 0
+        self._is_interruptible = False  # while the handler runs in the thread that gets signals
+        self._error: BaseException | None = None  # of a handler that ends the pool
 
     def run(self) -> WorkCounts:
-        with self._hearing_signals():
+        """Work until told to stop. Raises what a handler raised to end the pool."""
+        with self._signals_handled():
             try:
                 self._take_all()
             except KeyboardInterrupt:
                 if len(self.signals) < 2:
                     raise  # the handler's own
             finally:
-                self._wait_for_hands()
-                for _ in range(self._hands):
+                self._wait_until_idle()
+                for _ in range(self._threads):
                     self._inbox.put(None)
             if len(self.signals) > 1:
-                self._leave()
+                self._abort()
             elif self._error is not None:
                 raise self._error
         return WorkCounts(**self.counts)
 
     def _is_stopping(self) -> bool:
-        told = self._stop is not None and self._stop.is_set()
-        closed = self._queue._closes != self._closes
-        return told or closed or bool(self.signals) or self._error is not None
+        return bool(self.signals or self._error is not None or self._is_stopped())
 
     def _take_all(self) -> None:
+        """Take tasks, and have them handled, until the pool is stopped or the queue is drained."""
         queue = self._queue
+        # Not for long: nothing wakes this wait when is_stopped() changes. With drain, others may
+        # end the last task at any moment.
+        wait_s = min(_BASE_INTERVAL_S, queue.poll_interval_s) if self._drain else _BASE_INTERVAL_S
         while not self._is_stopping():
-            if not self._has_free_hand():
+            if not self._has_free_thread():
                 continue
-            # Not for long: whoever sets `stop` wakes nobody.
-            end_s = _end_s(_BASE_INTERVAL_S)
-            task = queue._take_or_drained(end_s) if self._drain else queue.pop(_BASE_INTERVAL_S)
+            task = queue.pop(0 if self._drain else wait_s)
+            if task is None and self._drain:
+                if queue.join(0):
+                    return
+                task = queue.pop(wait_s)
             if task is None:
                 continue
-            if task is _NO_TASK:
-                return
             if self._is_stopping():
-                queue._give_back(task)
-            elif self._concurrency == 1 and self.in_this_thread:
+                queue.release(task, front=True, counted=False)
+            elif self._concurrency > 1 or self._in_threads:
+                self._submit(task)
+            else:
                 self._running[id(task)] = task
                 self._process(task)
-            else:
-                self._hand_over(task)
 
-    def _has_free_hand(self) -> bool:
-        with self._free:
-            return self._free.wait_for(
+    def _has_free_thread(self) -> bool:
+        """Wait a moment until fewer tasks run than may run; return whether that is so."""
+        with self._changed:
+            return self._changed.wait_for(
                 lambda: len(self._running) < self._concurrency, _BASE_INTERVAL_S
             )
 
-    def _hand_over(self, task: FemtoTask) -> None:
-        with self._free:
+    def _submit(self, task: FemtoTask) -> None:
+        """Hand a task to a thread; start one more if all are at work."""
+        with self._changed:
             self._running[id(task)] = task
-            if self._hands < len(self._running):
+            if self._threads < len(self._running):
                 try:
-                    # A daemon: a handler that does not return must not keep the process.
-                    threading.Thread(target=self._be_a_hand, daemon=True).start()
-                    self._hands += 1
+                    # A daemon: a handler that does not return must not keep the process alive.
+                    threading.Thread(target=self._run_thread, daemon=True).start()
+                    self._threads += 1
                 except RuntimeError:
-                    if not self._hands:  # else those that there are will do
+                    if not self._threads:  # else the running ones are enough
                         del self._running[id(task)]
-                        self._queue._give_back(task)
+                        self._queue.release(task, front=True, counted=False)
                         raise
         self._inbox.put(task)
 
-    def _be_a_hand(self) -> None:
+    def _run_thread(self) -> None:
+        """Process tasks of the inbox until a None comes out of it."""
         while (task := self._inbox.get()) is not None:
             try:
-                if id(task) in self._running:  # not given back meanwhile
+                if id(task) in self._running:  # _abort() has not given it back
                     self._process(task)
             except BaseException as error:
                 self._error = error
 
     def _process(self, task: FemtoTask) -> None:
+        """Handle a task; log how its delivery failed, and count how it ended."""
         processing = self._queue.processing(task)
         try:
             with processing:
@@ -3206,12 +3238,7 @@ class _Crew:
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            words = {
-                "": "delivered again later",
-                "retried": "to be retried",
-                "failed": "a dead letter",
-            }
-            then = words.get(processing.outcome, processing.outcome)
+            then = _AFTER_FAILURE.get(processing.outcome, processing.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
             why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
@@ -3219,13 +3246,14 @@ class _Crew:
             if not processing.outcome:  # it could not even begin, or not be ended
                 self._queue._abandon(task.path)
         finally:
-            with self._free:
-                if self._running.pop(id(task), None) is not None:  # else counted as given back
+            with self._changed:
+                if self._running.pop(id(task), None) is not None:  # else _abort() has counted it
                     self.counts[processing.outcome or "lost"] += 1
-                self._free.notify_all()
+                self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
-        if self._hands:
+        """Call the handler; in the thread that gets signals, let the second one interrupt it."""
+        if self._threads:
             self._handler(task)
             return
         try:
@@ -3234,62 +3262,64 @@ class _Crew:
         finally:
             self._is_interruptible = False
 
-    def _wait_for_hands(self) -> None:
-        with self._free:
+    def _wait_until_idle(self) -> None:
+        with self._changed:
             while self._running and len(self.signals) < 2:
-                self._free.wait(_BASE_INTERVAL_S)
+                self._changed.wait(_BASE_INTERVAL_S)
 
-    def _leave(self) -> None:
+    def _abort(self) -> None:
         """Give back what runs in other threads; what ran in this one has been given back."""
-        self.before_leaving()
-        with self._free:
-            if not self.in_this_thread:  # what they ran has ended: they give back by themselves
-                self._free.wait_for(lambda: not self._running, 1.0)
+        self._on_abort(self.signals[-1])
+        with self._changed:
+            if self._in_threads:  # their commands have ended: they give their tasks back themselves
+                self._changed.wait_for(lambda: not self._running, 1.0)
         for task in [*self._running.values()]:
             try:
-                self._queue._give_back(task)
+                self._queue.release(task, front=True, counted=False)
             except LeaseLost:
-                continue  # it has just ended, and its hand counts it
+                continue  # it has just ended, and its thread counts it
             except OSError as error:
                 _log().warning("task %s is not given back: %s", task.id, error)
-            with self._free:
+            with self._changed:
                 if self._running.pop(id(task), None) is not None:
                     self.counts["released"] += 1
 
     @contextlib.contextmanager
-    def _hearing_signals(self) -> Iterator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
+    def _signals_handled(self) -> Iterator[None]:
+        """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
         import signal
 
-        # Not what is ignored, as by nohup, or has a handler that Python does not know.
-        before = {number: signal.getsignal(number) for number in self.listens_to}
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGINT, signal.SIGTERM, *self._more_signals)
+            before = {number: signal.getsignal(number) for number in numbers}
+        # Not those that are ignored, as by nohup, or have a handler that Python did not set.
         before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
 
-        def hear(number: int, frame: object) -> None:
+        def handle(number: int, frame: object) -> None:
             if os.getpid() == self._pid:
-                self._hear(number)
-            else:  # a child that a handler forked: what we promise is not for it
+                self._on_signal(number)
+            else:  # a child that a handler forked gets its signals as before
                 signal.signal(number, before[number])
                 os.kill(os.getpid(), number)
 
         try:
             for number in before:
-                signal.signal(number, hear)
+                signal.signal(number, handle)
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _hear(self, number: int) -> None:
-        # timeout(1) and a terminal that goes signal us twice: to us, and to our group.
-        if self.signals and time.monotonic() < self._told_s + _ONE_SIGNAL_S:
+    def _on_signal(self, number: int) -> None:
+        """Note a signal: the first one stops the pool, the second one aborts what runs."""
+        # timeout(1) and a terminal that goes away signal twice: the process, and its group.
+        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
-        self._told_s = time.monotonic()
+        self._last_signal_s = time.monotonic()
         self.signals.append(number)
         if len(self.signals) == 1:
-            self.when_told()
+            self._on_stop()
         elif len(self.signals) == 2 and self._is_interruptible:  # a third one changes nothing
             raise KeyboardInterrupt
 
@@ -4192,33 +4222,43 @@ def _log() -> logging.Logger:
     return logging.getLogger("femtoqueue")
 
 
-# Command line: a function for each command; its docstring is the help, and its end the example
+# Command line: a function for each command; its docstring is the help, and its end the example.
+# Invariant: it uses the public names of FemtoQueue and FemtoTask only, as any program could.
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command and return its exit status: 0 ok, 1 nothing there or a condition not met,
-    2 wrong use or trouble. Errors are one line on standard error."""
+    2 wrong use or trouble. Errors are one line on standard error. Raises SystemExit, with the
+    same statuses, where the command line alone decides: --help, --version, wrong use."""
     try:
-        _open_what_is_closed()
+        _open_closed_streams()
         status = _run_command(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # nor may the flush at exit complain
+    except BrokenPipeError:  # the reader, as `head`, has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the flush at exit succeeds
         return 0
     except KeyboardInterrupt:
-        return 130
+        import signal
+
+        return 128 + signal.SIGINT
     except (FemtoQueueError, OSError, ValueError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.filename is not None:
             text = f"{error.filename}: {error.strerror}"
-        print(f"femtoqueue: {text}", file=sys.stderr)
+        _write_error(f"femtoqueue: {text}")
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
-def _open_what_is_closed() -> None:
-    """Where standard input, output or error are closed (`>&-`), open /dev/null: the next file to
-    be opened, a task's, would be taken for it."""
+def _write_error(text: str) -> None:
+    """Write one line to standard error; if that fails, there is no other place to report it."""
+    with contextlib.suppress(OSError):
+        print(" ".join(text.splitlines()), file=sys.stderr, flush=True)
+
+
+def _open_closed_streams() -> None:
+    """Open /dev/null in place of a standard stream that is closed (`>&-`): otherwise the next
+    file that is opened, a task's, would get its descriptor and what is printed to it."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
             null = os.open(os.devnull, os.O_RDWR)
@@ -4228,53 +4268,92 @@ def _open_what_is_closed() -> None:
             setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
-class _Command:
-    """A command: how it is used, and what runs it.
-
-    words: how its arguments after DIR are written. may_be_word: tells whether an argument can be
-    one of these, so that DIR was left out for $FEMTOQUEUE_DIR.
-    """
-
-    def __init__(
-        self,
-        run: Callable[[str, list[str], Any], int],
-        words: str = "",
-        may_be_word: Callable[[str], object] = lambda word: False,
-        **options: tuple[Any, ...],
-    ) -> None:
-        self.run, self.words, self.may_be_word = run, words, may_be_word
-        self.options = options
-        self.help, _, self.example = (run.__doc__ or "").partition("Example: ")
-
-    def add_to(self, commands: Any, name: str) -> None:
-        import argparse
-
-        summary = self.help.partition("\n")[0].rstrip(".")
-        parser = commands.add_parser(
-            name,
-            help=summary[0].lower() + summary[1:],
-            usage=f"femtoqueue {name} [options] DIR{' ' * bool(self.words)}{self.words}",
-            description=_dedented(self.help),
-            epilog=f"example:\n  {_dedented(self.example)}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-        for option, (short, help, *more) in self.options.items():
-            settings = {"help": help, **(more[0] if more else {"action": "store_true"})}
-            flag = "--" + option.replace("_", "-")
-            parser.add_argument(*([short] if short else []), flag, **settings)
+def _run_command(argv: list[str]) -> int:
+    """Parse a command line, run its command, and return the exit status."""
+    parser, commands = _build_parser()
+    name = argv[0] if argv else ""
+    if name not in commands:
+        _check_command_name([*argv], parser, commands)
+        parser.parse_args(argv)  # exits
+    dashes = argv.index("--") if "--" in argv else len(argv)
+    options, unknown = commands[name].parse_known_intermixed_args(argv[1:dashes])
+    options.after_dashes = argv[dashes + 1 :]
+    if name == "work" and dashes == len(argv):
+        _check_dashes(argv, options)
+    if unknown:
+        options.error(f"unknown option {unknown[0]!r}; {options.option_hint}")
+    _find_directory(options)
+    status: int = options.run(options)
+    return status
 
 
-def _dedented(text: str) -> str:
-    return "\n".join(line.strip() for line in text.strip().splitlines())
+def _check_command_name(argv: list[str], parser: Any, commands: dict[str, Any]) -> None:
+    """Exit with an error unless --help or --version is in the place of the command."""
+    import shlex
+
+    found = [word for word in argv if word in commands]
+    if not argv:
+        parser.error(f"COMMAND is missing: {', '.join(commands)}")
+    elif found and argv[0] not in ("-h", "--help", "--version"):
+        argv.remove(found[0])
+        line = shlex.join([found[0], *argv])
+        parser.error(f"the command comes first: femtoqueue {line}")
+    elif not argv[0].startswith("-"):
+        parser.error(f"unknown command {argv[0]!r}; there are {', '.join(commands)}")
 
 
-def _run_command(words: list[str]) -> int:
+def _check_dashes(argv: list[str], options: Any) -> None:
+    """Exit with an error if the command of `work` stands there without -- in front of it."""
+    import shlex
+
+    words = options.words
+    lacks_dir = os.environ.get("FEMTOQUEUE_DIR") and words and not os.path.isdir(words[0])
+    skipped = 0 if lacks_dir else 1  # words in front of CMD
+    if len(words) > skipped:
+        at = argv.index(words[skipped], argv.index(words[0]) + skipped)
+        line = f"{shlex.join(argv[:at])} -- {shlex.join(argv[at:])}"
+        options.error(f"put the command after --: femtoqueue {line}")
+
+
+def _find_directory(options: Any) -> None:
+    """Set options.dir: the first word, or $FEMTOQUEUE_DIR if there is none or if it is one of the
+    command's own arguments. These stay in options.words."""
+    words, default = options.words, os.environ.get("FEMTOQUEUE_DIR")
+    is_left_out = not words or options.is_word(words[0])
+    options.is_default_dir = bool(default and is_left_out)
+    if options.is_default_dir:
+        options.dir = default
+    elif words and (not is_left_out or options.is_word is _is_any or os.path.isdir(words[0])):
+        options.dir = words.pop(0)
+    else:
+        options.error(f"DIR is missing: {options.usage}, or set FEMTOQUEUE_DIR")
+    if options.run is not _work_command:
+        words += options.after_dashes
+    wrong = [word for word in words if not options.is_word(word)]
+    if wrong:
+        options.error(f"unexpected argument {wrong[0]!r}; {options.word_hint}")
+
+
+# Command line: the arguments of each command
+
+
+def _is_any(word: str) -> bool:
+    """Accept every word."""
+    return True
+
+
+def _is_task(word: str) -> bool:
+    """Say whether a word is an id, or the path or name of a lease."""
+    return bool(_parse_id(word) or _PARSE["inflight"](word.rpartition("/")[2]))
+
+
+def _build_parser() -> tuple[Any, dict[str, Any]]:
+    """Return the parser of the command line, and those of the commands by their names."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            self.exit(2, f"{self.prog}: {message}\n")  # one line
+            self.exit(2, f"{self.prog}: {message}\n")  # one line, without the usage
 
     parser = Parser(
         prog="femtoqueue",
@@ -4285,87 +4364,210 @@ def _run_command(words: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    for name, command in _COMMANDS.items():
-        command.add_to(commands, name)
-    name = words[0] if words else ""
-    if name not in _COMMANDS:
-        parser.parse_args(words)  # prints what is wanted, or what is wrong, and exits
-    words, dashes, rest = _split(words[1:])
-    options = commands.choices[name].parse_intermixed_args(words)
-    options.after_dashes = rest if dashes else None
-    path, others = _dir_and_words(name, options)
-    return _COMMANDS[name].run(path, others, options)
+    _add_push(commands)
+    _add_work(commands)
+    _add_leases(commands)
+    _add_views(commands)
+    _add_maintenance(commands)
+    return parser, commands.choices
 
 
-def _split(words: list[str]) -> tuple[list[str], bool, list[str]]:
-    if "--" not in words:
-        return words, False, []
-    at = words.index("--")
-    return words[:at], True, words[at + 1 :]
+def _add_command(
+    commands: Any,
+    run: Callable[[Any], int],
+    words: str = "",
+    is_word: Callable[[str], bool] = lambda word: False,
+    hint: str = "",
+) -> Any:
+    """Add a command, named and documented as its function, and return its parser.
+
+    words: its arguments after DIR, for the usage. is_word: tells whether an argument can be one of
+    them; another one in front is DIR. hint: what to type instead of one that cannot.
+    """
+    import argparse
+
+    name = run.__name__[1:].removesuffix("_command")
+    text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").partition("Example: ")
+    summary = text.partition("\n")[0].rstrip(".")
+    usage = f"femtoqueue {name} [options] DIR {words}".rstrip()
+    parser = commands.add_parser(
+        name,
+        help=summary[0].lower() + summary[1:],
+        usage=usage,
+        description=text,
+        epilog=f"example:\n  {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
+    parser.set_defaults(run=run, error=parser.error, usage=usage, is_word=is_word)
+    parser.set_defaults(word_hint=hint or usage, option_hint=f"see femtoqueue {name} --help")
+    return parser
 
 
-def _dir_and_words(name: str, options: Any) -> tuple[str, list[str]]:
-    given, command = options.words, _COMMANDS[name]
-    path = os.environ.get("FEMTOQUEUE_DIR")
-    if path and (not given or command.may_be_word(given[0])):
-        if name == "push" and given and os.path.isdir(given[0]):
-            raise ValueError(
-                f"push: is {given[0]!r} a queue or a payload? With FEMTOQUEUE_DIR set it is a "
-                "payload; unset that, or put payloads that are directories behind --"
-            )
-        others = given
-    elif given:
-        path, *others = given
-    else:
-        raise ValueError(f"{name}: DIR is missing, and FEMTOQUEUE_DIR is not set")
-    if name != "work":
-        others = others + (options.after_dashes or [])
-    wrong = [word for word in others if not command.may_be_word(word)]
-    if wrong:
-        raise ValueError(f"{name}: {wrong[0]!r} is not {command.words or 'to be there'}")
-    return path, others
+def _invalid(text: str, wanted: str) -> Exception:
+    """Return the exception by which argparse rejects the value of an option."""
+    import argparse
+
+    return argparse.ArgumentTypeError(f"invalid {text!r}; {wanted}")
 
 
-def _open(path: str, make: bool = False, **settings: Any) -> FemtoQueue:
-    if not make and not os.path.isdir(os.path.join(path, "pending")):
-        raise FileNotFoundError(errno.ENOENT, "there is no queue", path)
-    return FemtoQueue(path, **settings)
-
-
-def _duration(text: str) -> float:
-    """Return seconds: a TIME of the command line."""
+def _seconds(text: str) -> float:
+    """Return the seconds of a TIME."""
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
-        import argparse
-
-        raise argparse.ArgumentTypeError(f"{text!r} is no TIME: 500ms, 30s, 5m, 2h, 7d, 1.5")
+        raise _invalid(text, "a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds")
     return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
 
 
-def _moment(text: str) -> float:
+def _positive_seconds(text: str) -> float:
+    """Return the seconds of a TIME that is not 0."""
+    seconds = _seconds(text)
+    if not seconds:
+        raise _invalid(text, "it must be more than 0")
+    return seconds
+
+
+def _timestamp(text: str) -> float:
     """Return seconds since the epoch: local time, unless an offset says otherwise."""
-    import argparse
     from datetime import datetime
 
     try:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
     except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is no point in time, as 2026-12-01T08:00 is, or 2026-12-01T08:00+01:00"
-        ) from None
+        wanted = "a time is 2026-12-01T08:00, or 2026-12-01T08:00+01:00"
+        raise _invalid(text, wanted) from None
 
 
 def _count(text: str) -> int:
-    number = int(text) if re.fullmatch("[0-9]{1,6}", text) else -1
-    if number < 0:
-        import argparse
+    """Return a number of up to six digits."""
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise _invalid(text, "it must be a number from 0 to 999999")
+    return int(text)
 
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 999999")
-    return number
+
+_TIME: dict[str, Any] = {"metavar": "TIME", "type": _seconds}
+_LEASE: dict[str, Any] = {"metavar": "TIME", "type": _positive_seconds, "default": 30.0}
+_NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
+_SYNC_HELP = "survive power loss, not only the death of processes"
+
+
+def _add_push(commands: Any) -> None:
+    """Add push and its options."""
+    parser = _add_command(commands, _push_command, "[PAYLOAD ...]", _is_any)
+    parser.set_defaults(option_hint="put a PAYLOAD that begins with - after --")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--lines", action="store_true", help="a task for each line of standard input")
+    add("-0", "--null", action="store_true", help="a task for each piece that a zero byte ends")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--delay", **_TIME, help="not before that much time has gone by")
+    add("--at", metavar="WHEN", type=_timestamp, help="not before that time, as 2026-12-01T08:00")
+    add = parser.add_argument
+    add("--key", metavar="TEXT", help="at most one task of a key waits: replace its payload")
+    policies = "if the key's task is in flight: buffer (default), update or reject"
+    add("--if-in-flight", choices=_POLICIES, help=policies)
+    add("--sync", action="store_true", help=_SYNC_HELP)
+
+
+def _add_work(commands: Any) -> None:
+    """Add work and its options."""
+    add = _add_command(commands, _work_command, "-- CMD [ARG ...]").add_argument
+    add("-j", "--jobs", **_NUMBER, default=1, help="commands at a time; default 1")
+    add("--drain", action="store_true", help="end when nothing waits or runs any more")
+    add("--max-attempts", **_NUMBER, default=3, help="default 3; 0: no limit")
+    add("--retry-delay", **_TIME, default=1.0, help="before the second try; doubles; default 1s")
+    add("--timeout", **_LEASE, help="the lease, renewed while CMD runs; default 30s")
+    add("--task-timeout", **_TIME, help="kill CMD after that")
+    add("--output-dir", metavar="DIR", help="CMD's output to ID.out and ID.err in there")
+    keep = "delete what is done after that; default: keep it"
+    add("--keep-done", **_TIME, default=True, help=keep)
+    add("--node", metavar="TEXT", help="this worker's name; default: a fresh one")
+    add("--sync", action="store_true", help=_SYNC_HELP)
+    add("-q", "--quiet", action="store_true", help="no progress")
+
+
+def _add_leases(commands: Any) -> None:
+    """Add the commands that take tasks, and end or renew what `pop` leased."""
+    ids = ("ID ...", _is_task, "an ID is an id, or the path that `pop` printed")
+    parser = _add_command(commands, _pop_command, hint="for a task by its id: --id ID")
+    add = parser.add_argument
+    add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
+    add("--wait", **_TIME, default=0.0, help="for a task; default 0")
+    add("--node", metavar="TEXT", default="cli", help="whose lease it is; default cli")
+    add("--payload", action="store_true", help="print the payload")
+    add = parser.add_mutually_exclusive_group().add_argument
+    add("--key", metavar="TEXT", help="the task of that key, out of turn")
+    add("--id", metavar="ID", help="the task of that id, out of turn, due or not")
+    _add_command(commands, _cancel_command, *ids)
+    _add_command(commands, _done_command, *ids)
+    _add_command(commands, _fail_command, *ids).add_argument("--reason", metavar="TEXT", help="why")
+    add = _add_command(commands, _release_command, *ids).add_mutually_exclusive_group().add_argument
+    add("--front", action="store_true", help="to the front, where it was")
+    add("--delay", **_TIME, default=0.0, help="after that")
+    add = _add_command(commands, _extend_command, *ids).add_argument
+    add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
+
+
+def _add_views(commands: Any) -> None:
+    """Add the commands that only look."""
+    states = ("[STATE ...]", STATES.__contains__, f"a STATE is one of {', '.join(STATES)}")
+    add = _add_command(commands, _ls_command, *states).add_argument
+    add("--all", action="store_true", help="every state, done too")
+    add("--json", action="store_true", help="an object a line")
+    add = _add_command(commands, _show_command, "ID", _is_task).add_argument
+    add("--payload", action="store_true", help="only the payload")
+    add = _add_command(commands, _stat_command).add_argument
+    add("--json", action="store_true", help="as an object")
+    add("--max-age", **_TIME, help="of the oldest pending task")
+    add("--max-pending", **_NUMBER, help="tasks")
+    add = _add_command(commands, _top_command).add_argument
+    add("--interval", **_LEASE | {"default": 1.0}, help="between two looks; default 1s")
+    add("-n", "--count", **_NUMBER, help="looks; default: no limit")
+
+
+def _add_maintenance(commands: Any) -> None:
+    """Add the commands that operate a queue."""
+    _add_command(commands, _pause_command)
+    _add_command(commands, _resume_command)
+    add = _add_command(commands, _check_command).add_argument
+    add("--repair", action="store_true", help="mend what is safe to mend")
+    add = _add_command(commands, _retry_command, "[ID ...]", _is_task).add_argument
+    add("--all", action="store_true", help="all that failed")
+    add = _add_command(commands, _purge_command).add_argument
+    add("--older-than", **_TIME, help="since it was finished; must be given")
+    add("--failed", action="store_true", help="dead letters too")
+
+
+# Command line: what several commands use
+
+
+def _open_queue(options: Any, create: bool = False, **settings: Any) -> FemtoQueue:
+    """Open the queue in DIR. Raises FileNotFoundError if there is none, unless create."""
+    if not create and not os.path.isdir(os.path.join(options.dir, "pending")):
+        text = "there is no queue; `femtoqueue push` makes one"
+        raise FileNotFoundError(errno.ENOENT, text, options.dir)
+    return FemtoQueue(options.dir, **settings)
+
+
+def _for_each_id(options: Any, act: Callable[[str], Any]) -> int:
+    """Act on each ID. Report those that are in another state, go on, and return status 1 then."""
+    status = 0
+    for word in options.words:
+        try:
+            act(word)
+        except FemtoQueueError as error:
+            _write_error(f"femtoqueue: {error}")
+            status = 1
+    return status
+
+
+def _check_ids(options: Any) -> None:
+    """Exit with an error if no ID is given."""
+    if not options.words:
+        options.error(f"an ID is missing: {options.usage}; {options.word_hint}")
 
 
 def _time_text(seconds: float | None) -> str:
-    """Return a span in six characters or so: 7s, 3m07s, 2h05m, 4d03h."""
+    """Return a span of time in about six characters: 7s, 3m07s, 2h05m, 4d03h."""
     if seconds is None:
         return "-"
     sign, whole = "-" if seconds <= -1 else "", int(abs(seconds))
@@ -4378,37 +4580,130 @@ def _time_text(seconds: float | None) -> str:
     return f"{sign}{whole // 86400}d{whole % 86400 // 3600:02}h"
 
 
-def _push_command(path: str, words: list[str], options: Any) -> int:
+# Command line: rows. A row is a dictionary: a task, a worker, or the figures of a queue.
+
+_TASK_COLUMNS = {
+    **{"state": ("STATE", "9"), "id": ("ID", "29"), "age_s": ("AGE", ">6")},
+    **{"attempts": ("TRY", ">3"), "size_bytes": ("BYTES", ">8"), "left_s": ("LEFT", ">6")},
+    **{"key": ("KEY", ""), "node": ("NODE", "")},
+}
+_NODE_COLUMNS = {
+    **{"node": ("NODE", "32"), "liveness": ("IS", "8")},
+    **{"inflight": ("IN FLIGHT", ">9"), "expired": ("EXPIRED", ">8")},
+}
+
+
+def _task_row(task: FemtoTask) -> dict[str, Any]:
+    """Return what `ls` and `show` tell of a task."""
+    until = task.until
+    return {
+        "id": task.id,
+        "state": task.state,
+        "age_s": round(time.time() - task.created.timestamp(), 3),
+        "attempts": task.attempts,
+        "key": task.key,
+        "size_bytes": task.size_bytes,
+        "node": task.node,
+        "left_s": None if until is None else round(until.timestamp() - time.time(), 3),
+    }
+
+
+def _cell(name: str, value: Any) -> str:
+    """Return a field of a row as text; a key as one word, percent-encoded as in a header."""
+    if value is None:
+        return "-"
+    if name == "key":
+        from urllib.parse import quote
+
+        return quote(value, safe="/:@")
+    return str(value)
+
+
+def _table(rows: Iterable[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Iterator[str]:
+    """Yield the lines of a table for people: headings, then a row each."""
+    yield " ".join(f"{heading:{width}}" for heading, width in columns.values())
+    for row in rows:
+        cells = []
+        for name, (_, width) in columns.items():
+            text = _time_text(row[name]) if name.endswith("_s") else _cell(name, row[name])
+            cells.append(f"{text:{width}}")
+        yield " ".join(cells)
+
+
+def _print_rows(rows: Iterable[dict[str, Any]], form: str) -> None:
+    """Print rows in a form: "table" or "tabs", a task a line; "json", an object a line; "fields",
+    a field a line."""
+    import json
+    import shutil
+
+    lines: Iterable[str]
+    if form == "table":
+        width = shutil.get_terminal_size().columns
+        lines = (line[:width] for line in _table(rows, _TASK_COLUMNS))
+    elif form == "tabs":
+        lines = ("\t".join(_cell(name, row[name]) for name in _TASK_COLUMNS) for row in rows)
+    elif form == "json":
+        lines = map(json.dumps, rows)
+    else:
+        fields = (
+            (name, value, max(12, *map(len, row))) for row in rows for name, value in row.items()
+        )
+        lines = (f"{name:{width}} {_cell(name, value)}" for name, value, width in fields)
+    for line in lines:
+        print(line)
+
+
+# Command line: push
+
+
+def _push_command(options: Any) -> int:
     """Add tasks, and print their ids.
 
-    Each PAYLOAD is a task; without one, standard input is: whole, or a task for each line.
+    Each PAYLOAD is a task. Without one, standard input is read: all of it is one task, or each
+    line is (--lines), or each piece that ends with a zero byte (--null).
     Example: femtoqueue push jobs 'resize 42.png'
     """
-    one = len(words) < 2 and not (options.lines or options.null)
-    if options.key is not None and not one:
-        raise ValueError("push: --key goes with one payload: of a key, one task waits")
-    due_s = options.at
-    if options.delay is not None:
-        due_s = time.time() + options.delay
+    reads_pieces = options.lines or options.null
+    _check_push(options, reads_pieces)
+    due_s = options.at if options.delay is None else time.time() + options.delay
     keyed = {}
     if options.key is not None:
-        _quoted(options.key)  # a wrong one is an error before anything is made
-        keyed = {"key": options.key, "if_in_flight": options.if_in_flight}
-    payloads = map(os.fsencode, words) if words else _payloads(options)
-    if not (options.lines or options.null):
-        payloads = iter([*payloads])  # what is wrong with it is an error before anything is made
-    with _open(path, make=True, sync_after_write=options.sync) as q:
+        keyed = {"key": options.key, "if_in_flight": options.if_in_flight or "buffer"}
+    payloads = map(os.fsencode, options.words) if options.words else _read_payloads(options)
+    if not reads_pieces:
+        payloads = iter([*payloads])  # an invalid one is an error before anything is made
+    with _open_queue(options, create=True, sync_after_write=options.sync) as q:
         for payload in payloads:
             if due_s is None:
                 ident = q.push(payload, **keyed)
             else:
                 ident = q.schedule(payload, due_s * 1e6, **keyed)
-            with contextlib.suppress(BrokenPipeError):  # all the same, the rest is to be pushed
+            with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
                 print(ident, flush=True)
     return 0
 
 
-def _payloads(options: Any) -> Iterator[bytes]:
+def _check_push(options: Any, reads_pieces: bool) -> None:
+    """Exit with an error for arguments that contradict each other."""
+    words = options.words
+    before_dashes = len(words) - len(options.after_dashes)
+    if options.is_default_dir and before_dashes and os.path.isdir(words[0]):
+        options.error(
+            f"is {words[0]!r} a queue or a payload? With FEMTOQUEUE_DIR set it is a payload; "
+            "unset that, or put payloads that are directories after --"
+        )
+    if words and reads_pieces:
+        options.error("--lines and --null read standard input: leave PAYLOAD out")
+    if options.key is not None:
+        _quoted(options.key)  # raises for an invalid one, before anything is made
+        if len(words) > 1 or reads_pieces:
+            options.error("--key goes with one payload: of a key, one task waits")
+    if options.if_in_flight is not None and options.key is None:
+        options.error("--if-in-flight goes with --key TEXT")
+
+
+def _read_payloads(options: Any) -> Iterator[bytes]:
+    """Yield the payloads on standard input, each as soon as it is complete."""
     stream: Any = sys.stdin.buffer
     if options.null:
         parts: list[bytes] = []
@@ -4426,18 +4721,26 @@ def _payloads(options: Any) -> Iterator[bytes]:
     elif whole := stream.read():
         yield whole
     else:
-        raise ValueError("push: standard input is empty; for an empty task, give '' as PAYLOAD")
+        options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
 
 
-def _work_command(path: str, words: list[str], options: Any) -> int:
-    """Run CMD for each task, its payload on standard input.
+# Command line: work
 
-    Its environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY. Exit status 0 is
-    done; else it is tried again later, and in the end failed, with the end of its standard error
-    as the reason. SIGTERM or Ctrl-C: what runs is finished; a second one: it goes to CMD's
-    process group, and what ran is given back. If this worker is killed, CMD is. But a lease that
-    is lost (a stop for longer than --timeout, `release`) does not end CMD. Status 1: with --drain,
-    a task failed for good, or a signal came before the end.
+
+def _work_command(options: Any) -> int:
+    """Run CMD for each task, with the payload on its standard input.
+
+    {} in an ARG is replaced by the payload. Give it to `sh -c` as an argument of its own: within
+    the script, the payload would be run as code. A payload that cannot be an argument (it has a
+    zero byte, or is too long) is a dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
+    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
+    Exit status 0 means that the task is done. After another one it is tried again later; in the
+    end it is a dead letter, with the end of CMD's standard error as the reason.
+    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is passed to their
+    process groups, and their tasks are given back. If this worker is killed, its commands are
+    killed, too. But a lease that is lost (after a stop for longer than --timeout, or by
+    `release`) does not end CMD.
+    Status 1: with --drain, a task failed for good, or a signal came before the end.
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
     import logging
@@ -4446,75 +4749,63 @@ def _work_command(path: str, words: list[str], options: Any) -> int:
     _check_work(options)
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
-    screen = _Screen()
-    if not os.path.isdir(path):
-        screen.write(f"femtoqueue: {path} was not there: a new queue\n")
-    logging.basicConfig(stream=screen, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    q = _open(
-        path,
-        make=True,
-        node_id=options.node,
-        timeout_stale_ms=options.timeout * 1000,
-        sync_after_write=options.sync,
-        max_attempts=options.max_attempts or None,
-        retry_delay_s=options.retry_delay,
-    )
-    # Who ignores it, as our parent may have, is told that each child ended well.
+    console, is_new = _Console(), not os.path.isdir(options.dir)
+    logging.basicConfig(stream=console, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    runner = _Runner(options, screen)
-    try:
-        with q:
-            status = _work_with(q, runner, options, screen)
-    finally:
-        runner.close()
-    if status > 128:  # at the second signal: not by the interpreter's end, which flushes what a
-        os._exit(status)  # hand may be stuck at
+    settings = {
+        **{"node_id": options.node, "timeout_stale_ms": options.timeout * 1000},
+        **{"sync_after_write": options.sync, "keep_done": options.keep_done},
+        **{"max_attempts": options.max_attempts or None, "retry_delay_s": options.retry_delay},
+    }
+    with _Watchdog() as watchdog, _open_queue(options, create=True, **settings) as q:
+        if is_new:
+            console.write(f"femtoqueue: {options.dir} was not there: a new queue\n")
+        handler = _CommandHandler(q, watchdog, console, options)
+        status = _run_pool(q, handler, console, options)
+    if status > 128:  # a thread may be stuck in a write, and the interpreter would wait for it
+        os._exit(status)
     return status
 
 
 def _check_work(options: Any) -> None:
+    """Exit with an error unless there is a command that can be run."""
     import shutil
 
-    if not options.after_dashes:
-        raise ValueError("work: the command is missing: femtoqueue work DIR -- CMD ARGS")
+    command = options.after_dashes
+    if not command:
+        options.error(f"the command is missing: femtoqueue work {options.dir} -- CMD ARGS")
     if options.jobs < 1:
-        raise ValueError("work: --jobs must be 1 or more, not 0")
-    if shutil.which(options.after_dashes[0]) is None:
-        raise ValueError(f"work: {options.after_dashes[0]}: command not found")
+        options.error("argument -j/--jobs: it must be 1 or more, not 0")
+    if shutil.which(command[0]) is None:
+        options.error(f"{command[0]}: command not found")
 
 
-def _work_with(q: FemtoQueue, runner: _Runner, options: Any, screen: _Screen) -> int:
-    crew = _Crew(q, runner, options.jobs, options.drain, None)
-    crew.when_told = lambda: _say_at_once("finishing what runs; a second signal ends it")
-    crew.listens_to.append(1)  # SIGHUP: the terminal is gone
-    crew.in_this_thread = False  # a signal must not come between a command's start and its note
-    crew.before_leaving = lambda: runner.stop_all(crew.signals[-1])
-    over = threading.Event()
-    if not options.quiet:
-        progress = _Progress(q, crew, screen, over)
-        threading.Thread(target=progress.run, daemon=True).start()
-    started_s = time.monotonic()
-    try:
-        crew.run()
-    except SystemExit as error:
-        screen.write(f"femtoqueue: {error}\n")
-        return 2
-    finally:
-        over.set()
-        if len(crew.signals) < 2:  # else a hand may be stuck in a write, and have the screen
-            screen.progress("")
-        if not options.quiet and len(crew.signals) < 2:
-            counts = ", ".join(f"{name} {count}" for name, count in crew.counts.items())
-            took = _time_text(time.monotonic() - started_s)
-            screen.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
-    if len(crew.signals) > 1:
-        return 128 + crew.signals[-1]
-    return 1 if options.drain and (crew.counts["failed"] or crew.signals) else 0
+def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, options: Any) -> int:
+    """Handle tasks until told to stop, and return the exit status."""
+    import signal
+
+    pool = _WorkerPool(
+        *(q, handler, options.jobs, options.drain),
+        in_threads=True,  # a signal must not come between a command's start and its report
+        more_signals=(signal.SIGHUP,),  # the terminal is gone
+        on_stop=lambda: _announce("finishing what runs; a second signal ends it"),
+        on_abort=handler.abort,
+    )
+    with _Progress(q, pool, console, options.quiet):
+        try:
+            pool.run()
+        except SystemExit as error:
+            console.write(f"femtoqueue: {error}\n")
+            return 2
+    if len(pool.signals) > 1:
+        return 128 + pool.signals[-1]
+    return 1 if options.drain and (pool.counts["failed"] or pool.signals) else 0
 
 
-def _say_at_once(text: str) -> None:
-    """Write to standard error from a signal handler: not by the screen, whose lock may be held by
-    the very line that the signal interrupted, and only if it does not block or fail."""
+def _announce(text: str) -> None:
+    """Write to standard error from a signal handler, unless that would block. Not by the console:
+    its lock may be held by the very line that the signal interrupted."""
     import select
 
     with contextlib.suppress(OSError, ValueError):
@@ -4522,8 +4813,11 @@ def _say_at_once(text: str) -> None:
             os.write(2, f"\nfemtoqueue: {text}\n".encode())
 
 
-class _Screen:
-    """Standard output and error, shared by threads that write lines, and a progress line."""
+class _Console:
+    """Standard output and error, shared by threads that write lines, and a progress line.
+
+    Invariant: _lock is held while either is written, and the progress line is erased meanwhile.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -4531,30 +4825,43 @@ class _Screen:
         self.is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def write(self, text: str) -> None:
-        self.write_bytes(text.encode("utf-8", "backslashreplace"), sys.stderr.buffer)
+        """Write a message to standard error. A failure is ignored: the terminal may be gone, and
+        what is in hand is to be finished all the same."""
+        with contextlib.suppress(OSError):
+            self._write(text.encode("utf-8", "backslashreplace"), sys.stderr.buffer)
 
     def flush(self) -> None:
-        pass  # write() does
+        """Do nothing, for the logger: write() leaves nothing to be flushed."""
 
-    def write_bytes(self, lines: bytes, stream: Any) -> None:
+    def relay(self, lines: bytes, stream: Any) -> None:
+        """Write lines of a command. Raises SystemExit if that fails: it is not the task's fault."""
+        try:
+            self._write(lines, stream)
+        except OSError as error:
+            raise SystemExit(f"output: {error.strerror}") from None
+
+    def show_progress(self, text: str) -> None:
+        """Show a progress line until the next one; where there is no terminal, nothing."""
+        with self._lock, contextlib.suppress(OSError):  # no terminal, or it is gone
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            self._progress = text[: columns - 1]
+            self._redraw(self._progress)
+
+    def end_progress(self) -> None:
+        """Erase the progress line. RACE: one that a thread has just composed is not shown."""
         with self._lock:
-            self._draw("")
-            try:
-                stream.write(lines)
-                stream.flush()
-            except OSError as error:  # `| head`, a full disk: no fault of the task's
-                raise SystemExit(f"output: {error.strerror}") from None
-            self._draw(self._progress)
+            self._redraw("")
+            self.is_terminal = False
 
-    def progress(self, text: str) -> None:
-        """Show a line until the next one; where there is no terminal, nothing."""
-        import shutil
-
+    def _write(self, lines: bytes, stream: Any) -> None:
         with self._lock:
-            self._progress = text[: shutil.get_terminal_size().columns - 1]
-            self._draw(self._progress)
+            self._redraw("")
+            stream.write(lines)
+            stream.flush()
+            self._redraw(self._progress)
 
-    def _draw(self, text: str) -> None:
+    def _redraw(self, text: str) -> None:
+        """Replace the progress line on the screen. Call it with _lock held."""
         if self.is_terminal:
             with contextlib.suppress(OSError):  # the terminal is gone
                 sys.stderr.write(f"\r\x1b[K{text}")
@@ -4562,88 +4869,124 @@ class _Screen:
 
 
 class _Progress:
-    """Says now and then how far work() has come."""
+    """Shows how far a pool has come, in a thread of its own, and in the end what it has done."""
 
     def __init__(
-        self, queue: FemtoQueue, crew: _Crew, screen: _Screen, over: threading.Event
+        self, queue: FemtoQueue, pool: _WorkerPool, console: _Console, is_quiet: bool
     ) -> None:
-        self._queue, self._crew, self._screen, self._over = queue, crew, screen, over
-        self._samples: deque[tuple[float, int]] = deque(maxlen=20)
+        self._queue, self._pool, self._console, self._is_quiet = queue, pool, console, is_quiet
+        self._is_over = threading.Event()
+        self._started_s = time.monotonic()
+        self._samples: deque[tuple[float, int]] = deque(maxlen=20)  # when, and how many had ended
 
-    def run(self) -> None:
-        pause_s = 0.5 if self._screen.is_terminal else 10.0
+    def __enter__(self) -> None:
+        if not self._is_quiet:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._is_over.set()
+        # After two signals, a thread that is stuck in a write may hold the console.
+        if not self._is_quiet and len(self._pool.signals) < 2:
+            self._console.end_progress()
+            counts = ", ".join(f"{name} {count}" for name, count in self._pool.counts.items())
+            took = _time_text(time.monotonic() - self._started_s)
+            self._console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
+
+    def _run(self) -> None:
+        """Report each half second on a terminal, else each 10 s, or 20 times what it costs."""
+        pause_s = 0.5 if self._console.is_terminal else 10.0
         cost_s = 0.0
-        while not self._over.wait(max(pause_s, 20 * cost_s)):
+        while not self._is_over.wait(max(pause_s, 20 * cost_s)):
             started_s = time.monotonic()
             try:
                 text = self._text()
             except OSError as error:
                 text = str(error)
             cost_s = time.monotonic() - started_s
-            if self._screen.is_terminal:
-                self._screen.progress(text)
-            else:
-                self._screen.write(f"femtoqueue: {text}\n")
+            if self._console.is_terminal:
+                self._console.show_progress(text)
+            elif not self._is_over.is_set():
+                self._console.write(f"femtoqueue: {text}\n")
 
     def _text(self) -> str:
-        counts = self._crew.counts
-        ended = counts["done"] + counts["failed"]
-        self._samples.append((time.monotonic(), ended))
-        waiting = sum(
-            len(os.listdir(f"{self._queue._root}{it}")) for it in ("pending", "scheduled")
-        )
-        (since_s, before), (now_s, _) = self._samples[0], self._samples[-1]
-        rate = (ended - before) / (now_s - since_s) if now_s > since_s else 0.0
+        """Return counts, the rate over the last samples, and an estimate of the time left."""
+        done, failed = self._pool.counts["done"], self._pool.counts["failed"]
+        self._samples.append((time.monotonic(), done + failed))
+        places = (os.path.join(self._queue.data_dir, it) for it in ("pending", "scheduled"))
+        waiting = sum(len(os.listdir(place)) for place in places)
+        (first_s, before), (last_s, now) = self._samples[0], self._samples[-1]
+        rate = (now - before) / (last_s - first_s) if last_s > first_s else 0.0
         left = f", {_time_text(waiting / rate)} left" if rate else ""
-        return (
-            f"done {counts['done']}, failed {counts['failed']}, waiting {waiting}, "
-            f"{rate:.1f}/s{left}"
-        )
+        return f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}"
 
 
-class _Runner:
-    """The handler of the command `work`: runs CMD, and raises _CommandFailed."""
+class _CommandHandler:
+    """The handler of the command `work`: runs CMD for a task, and raises _CommandFailed.
 
-    def __init__(self, options: Any, screen: _Screen) -> None:
-        self._command, self._screen = options.after_dashes, screen
-        self._timeout_s, self._output_dir = options.task_timeout, options.output_dir
+    Invariant: a process that may run is in _running and known to the watchdog.
+    """
+
+    def __init__(
+        self, queue: FemtoQueue, watchdog: _Watchdog, console: _Console, options: Any
+    ) -> None:
+        self._queue, self._watchdog, self._console = queue, watchdog, console
+        self._command, self._output_dir = options.after_dashes, options.output_dir
+        self._timeout_s = options.task_timeout
         self._running: set[Any] = set()
-        self._keeper = _Keeper()
-        self._is_leaving = False
+        self._is_aborted = False
 
     def __call__(self, task: FemtoTask) -> None:
         try:
-            self._run(task)
-        except OSError as error:  # ours: no descriptors, no memory, no room. No fault of the task's
+            with self._streams(task) as streams, self._start(task, streams) as process:
+                self._run(process, streams["stderr"])
+        except OSError as error:  # no descriptors, memory or room: no fault of the task's
             raise SystemExit(f"{error.filename or self._command[0]}: {error.strerror}") from error
 
-    def _run(self, task: FemtoTask) -> None:
+    def abort(self, number: int) -> None:
+        """Pass a signal to all commands that run, and wait until they have ended."""
+        self._is_aborted = True
+        self._terminate([*self._running], number)
+
+    @contextlib.contextmanager
+    def _streams(self, task: FemtoTask) -> Iterator[dict[str, Any]]:
+        """Give the standard streams of a command, as Popen takes them."""
+        import subprocess
+
         with contextlib.ExitStack() as files:
-            outputs: list[Any] = [-1, -1]  # subprocess.PIPE
+            out: Any = subprocess.PIPE
+            err: Any = subprocess.PIPE
             if self._output_dir is not None:
                 paths = (f"{self._output_dir}/{task.id}.{name}" for name in ("out", "err"))
-                outputs = [files.enter_context(open(path, "a+b")) for path in paths]
-            process = self._started(task, outputs, files)
-            self._running.add(process)
-            try:
-                self._keeper.note("+", process.pid)
-                if self._is_leaving:  # RACE: it had not begun when we ended the others
-                    raise SystemExit
-                tail = self._followed(process, outputs[1], files)
-            except BaseException:
-                self._end(process)
-                raise
-            finally:
-                self._running.discard(process)
-                self._keeper.note("-", process.pid)
-        if self._is_leaving:
-            raise SystemExit  # it was ended with us
+                out, err = (files.enter_context(open(path, "a+b")) for path in paths)
+            stdin = files.enter_context(_as_stdin(task.data))
+            yield {"stdin": stdin, "stdout": out, "stderr": err}
+
+    def _run(self, process: Any, err_file: Any) -> None:
+        """Raise _CommandFailed unless a process exits with status 0."""
+        import signal
+
+        self._running.add(process)
+        try:
+            self._watchdog.report("+", process.pid)
+            if self._is_aborted:  # RACE: abort() did not see this process
+                raise SystemExit
+            tail = self._follow(process, err_file)
+        except BaseException:
+            self._terminate([process], signal.SIGTERM)
+            raise
+        finally:
+            self._running.discard(process)
+            self._watchdog.report("-", process.pid)
+        if self._is_aborted:
+            raise SystemExit  # abort() ended it: no fault of the task's
         if process.returncode:
             status = process.returncode
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
-    def _started(self, task: FemtoTask, outputs: list[Any], files: contextlib.ExitStack) -> Any:
+    def _start(self, task: FemtoTask, streams: dict[str, Any]) -> Any:
+        """Start CMD in a process group of its own: Ctrl-C at the terminal is for the worker only,
+        which finishes what runs."""
         import subprocess
 
         env = {
@@ -4651,36 +4994,47 @@ class _Runner:
             "FEMTOQUEUE_ID": task.id,
             "FEMTOQUEUE_ATTEMPT": str(task.attempts),
             "FEMTOQUEUE_KEY": (task.key or "").replace("\0", "%00"),
-            "FEMTOQUEUE_WORKER": self._keeper.mark,
+            "FEMTOQUEUE_WORKER": self._watchdog.token,
         }
-        # A group of its own: Ctrl-C at the terminal is for us, who finish what runs.
-        return subprocess.Popen(
-            self._command,
-            stdin=files.enter_context(_readable(task.data)),
-            stdout=outputs[0],
-            stderr=outputs[1],
-            env=env,
-            start_new_session=True,
-        )
+        command = self._command_for(task)
+        try:
+            return subprocess.Popen(command, env=env, start_new_session=True, **streams)
+        except OSError as error:
+            if error.errno == errno.E2BIG and command != self._command:
+                self._reject(task, f"it has {len(task.data)} bytes")
+            raise
 
-    def _followed(self, process: Any, err_file: Any, files: contextlib.ExitStack) -> str:
-        """Pass on what a process writes, line by line, until it has ended; return the end of its
-        standard error."""
+    def _command_for(self, task: FemtoTask) -> list[Any]:
+        """Return CMD, with {} in its arguments replaced by the payload."""
+        program, *arguments = self._command
+        if not any("{}" in it for it in arguments):
+            return [program, *arguments]
+        if b"\0" in task.data:
+            self._reject(task, "it has a zero byte")
+        return [program, *(os.fsencode(it).replace(b"{}", task.data) for it in arguments)]
+
+    def _reject(self, task: FemtoTask, why: str) -> NoReturn:
+        """Dead-letter a task whose payload cannot be an argument: another try would end so, too."""
+        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
+        self._queue.fail(task, text)
+        raise _CommandFailed(text)
+
+    def _follow(self, process: Any, err_file: Any) -> str:
+        """Relay what a process writes until it has ended, and return the end of its standard
+        error. Raises _CommandFailed, with the process terminated, if it takes too long."""
+        import signal
         import subprocess
 
-        end_s = float("inf") if self._timeout_s is None else time.monotonic() + self._timeout_s
-        err = _Lines(sys.stderr.buffer, self._screen)
-        if process.stdout is not None:
-            out = _Lines(sys.stdout.buffer, self._screen)
-            sinks = {process.stdout: out, process.stderr: err}
-            for pipe in sinks:
-                files.enter_context(pipe)
-            self._pass_on(process, sinks, end_s)
+        end_s = _end_s(self._timeout_s)
+        err = _LineRelay(sys.stderr.buffer, self._console)
+        if self._output_dir is None:
+            out = _LineRelay(sys.stdout.buffer, self._console)
+            self._relay(process, {process.stdout: out, process.stderr: err}, end_s)
         why = ""
         try:
             process.wait(None if self._timeout_s is None else max(0, end_s - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self._end(process)
+            self._terminate([process], signal.SIGTERM)
             why = f"killed after {_time_text(self._timeout_s)}\n"
         if self._output_dir is not None:
             err_file.seek(max(0, os.fstat(err_file.fileno()).st_size - _TAIL_BYTES))
@@ -4690,63 +5044,60 @@ class _Runner:
             raise _CommandFailed(f"{why}{tail}".rstrip())
         return tail
 
-    def _pass_on(self, process: Any, sinks: dict[Any, _Lines], end_s: float) -> None:
+    def _relay(self, process: Any, relays: dict[Any, _LineRelay], end_s: float) -> None:
+        """Relay lines until both pipes end, the process has ended, or it is end_s."""
         import selectors
 
         with selectors.DefaultSelector() as selector:
-            for pipe, lines in sinks.items():
-                selector.register(pipe, selectors.EVENT_READ, lines)
+            for pipe, relay in relays.items():
+                selector.register(pipe, selectors.EVENT_READ, relay)
             while selector.get_map() and time.monotonic() < end_s:
-                ready = selector.select(0.1)
-                for key, _ in ready:
+                for key, _ in selector.select(0.1):
                     data = os.read(key.fd, 1 << 16)
                     key.data.feed(data)
                     if not data:
                         selector.unregister(key.fileobj)
                 if process.poll() is not None:
-                    # What it left running in the background has the pipes still, and may write.
+                    # What it left running in the background still has the pipes, and may write.
                     end_s = min(end_s, time.monotonic() + 0.1)
-        for lines in sinks.values():
-            lines.feed(b"")
+        for relay in relays.values():
+            relay.feed(b"")
 
-    def close(self) -> None:
-        self._keeper.close()
-
-    def stop_all(self, number: int) -> None:
-        self._is_leaving = True
-        self._end(*self._running, number=number)
-
-    def _end(self, *processes: Any, number: int = 15) -> None:
-        """End processes and their groups; kill those that have not gone after 5 s."""
+    def _terminate(self, processes: list[Any], number: int) -> None:
+        """Signal processes and their groups, wait, and kill what still runs after 5 s."""
+        import signal
         import subprocess
 
         for process in processes:
-            self._kill(process, number)
+            self._signal_group(process, number)
         end_s = time.monotonic() + 5
         for process in processes:
             try:
                 process.wait(max(0, end_s - time.monotonic()))
             except subprocess.TimeoutExpired:
-                self._kill(process, 9)
+                self._signal_group(process, signal.SIGKILL)
                 process.wait()
-            with contextlib.suppress(OSError):  # those of its group who did not listen
-                os.killpg(process.pid, 9)
+            with contextlib.suppress(OSError):  # those of its group that ignored the signal
+                os.killpg(process.pid, signal.SIGKILL)
 
-    def _kill(self, process: Any, number: int) -> None:
+    def _signal_group(self, process: Any, number: int) -> None:
         if process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
 
 
-class _Keeper:
-    """Kills the commands of a worker that was killed: another gets their tasks at once, and must
-    not run beside them. A process of its own, to which the worker says what runs; when the pipe
-    ends, nobody says anything any more."""
+class _Watchdog:
+    """A process that kills the commands of a worker that was killed: their tasks are delivered
+    again at once, and must not be worked on twice.
+
+    The worker reports on a pipe which process groups run. When the pipe ends without a "bye", the
+    worker was killed.
+    """
 
     def __init__(self) -> None:
         import signal
 
-        self.mark = os.urandom(8).hex()
+        self.token = os.urandom(8).hex()  # in the environment of each command
         reading, self._fd = os.pipe()
         self._pid = os.fork()
         if self._pid:
@@ -4755,67 +5106,75 @@ class _Keeper:
         try:
             os.close(self._fd)
             os.setsid()
-            for number in (1, 2, 3, 15):  # what the terminal sends to all is not for us
+            # Signals to the worker's whole process group are not for the watchdog.
+            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
                 signal.signal(number, signal.SIG_IGN)
-            self._keep(reading)
+            self._watch(reading)
         finally:
             os._exit(0)
 
-    def _keep(self, reading: int) -> None:
+    def __enter__(self) -> _Watchdog:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._fd, b"bye\n")
+        os.close(self._fd)
+        os.waitpid(self._pid, 0)
+
+    def report(self, sign: str, group: int) -> None:
+        """Report that a process group has begun ("+") or ended ("-")."""
+        with contextlib.suppress(BrokenPipeError):  # the watchdog was killed
+            os.write(self._fd, f"{sign}{group}\n".encode("ascii"))
+
+    def _watch(self, reading: int) -> None:
+        """Read reports; when the worker was killed, kill the groups that run."""
+        import signal
+
         groups: set[int] = set()
         with os.fdopen(reading, encoding="ascii") as lines:
             for line in lines:
                 if line == "bye\n":
                     return
                 (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-        for _ in range(5):  # what had just been started is not noted, and has no environment yet
-            for group in (*groups, *self._marked()):
+        # Five times: a command that was just started is not reported, and has no token until exec.
+        for _ in range(5):
+            for group in (*groups, *self._find_by_token()):
                 with contextlib.suppress(OSError):
-                    os.killpg(group, 9)
+                    os.killpg(group, signal.SIGKILL)
             groups.clear()
             time.sleep(0.05)
 
-    def _marked(self) -> Iterator[int]:
-        """Yield those whose environment has our mark, where /proc tells it: commands, not what
-        they started."""
-        mark = f"FEMTOQUEUE_WORKER={self.mark}\0".encode()
+    def _find_by_token(self) -> Iterator[int]:
+        """Yield the commands that have the token in their environment, where /proc shows it."""
+        token = f"FEMTOQUEUE_WORKER={self.token}\0".encode()
         pids = filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ())
         for pid in map(int, pids):
             with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-                if mark in file.read() and os.getsid(pid) == pid:
+                if token in file.read() and os.getsid(pid) == pid:
                     yield pid
 
-    def note(self, sign: str, group: int) -> None:
-        with contextlib.suppress(BrokenPipeError):  # it was killed
-            os.write(self._fd, f"{sign}{group}\n".encode("ascii"))
 
-    def close(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._fd, b"bye\n")
-        os.close(self._fd)
-        os.waitpid(self._pid, 0)
+class _LineRelay:
+    """Writes whole lines of a command to a stream, and keeps the last 4 KiB."""
 
-
-class _Lines:
-    """Passes on whole lines, and keeps the last 4 KiB."""
-
-    def __init__(self, stream: Any, screen: _Screen) -> None:
+    def __init__(self, stream: Any, console: _Console) -> None:
         self.tail = b""
-        self._stream, self._screen, self._rest = stream, screen, b""
+        self._stream, self._console, self._rest = stream, console, b""
 
     def feed(self, data: bytes) -> None:
-        """Take what came; b"": that was all."""
+        """Take what the command wrote; b"" means that it has ended."""
         self.tail = (self.tail + data)[-_TAIL_BYTES:]
         lines, newline, self._rest = (self._rest + data).rpartition(b"\n")
         if self._rest and (not data or len(self._rest) > 1 << 16):
             lines, newline, self._rest = lines + newline + self._rest, b"\n", b""
         if newline:
-            self._screen.write_bytes(lines + newline, self._stream)
+            self._console.relay(lines + newline, self._stream)
 
 
 @contextlib.contextmanager
-def _readable(data: bytes) -> Iterator[int]:
-    """Give a descriptor from which a child reads data: a pipe if it fits in, else a file."""
+def _as_stdin(data: bytes) -> Iterator[int]:
+    """Yield a descriptor from which a child reads data: a pipe if data fits in one, or a file."""
     if len(data) <= _PIPE_BYTES:
         fd, end = os.pipe()
         try:
@@ -4835,17 +5194,24 @@ def _readable(data: bytes) -> Iterator[int]:
         os.close(fd)
 
 
-def _pop_command(path: str, words: list[str], options: Any) -> int:
-    """Lease the oldest task, and print its lease's name: a path in DIR, whose end is the id.
+# Command line: leases
 
-    The lease is a node's, not this process's: it lasts until done, fail or release, or for
-    --timeout. Those take the name (another delivery's they leave alone) or the id. Status 1:
-    nothing is to be had. With --payload, the payload is printed, and the name on standard error.
+
+def _pop_command(options: Any) -> int:
+    """Lease the oldest task, and print the path of its lease in DIR, whose end is the id.
+
+    The lease belongs to a node and not to this process: it lasts until done, fail or release, or
+    for --timeout. These commands take the path, which stands for this delivery only, or the id.
+    With --payload, the payload is printed, and the path goes to standard error. Status 1: there
+    is no task to be had.
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
     """
-    settings = {"node_id": options.node, "timeout_stale_ms": options.timeout * 1000}
-    with _open(path, detached=True, **settings) as q:
-        task = q.pop(options.wait) if options.key is None else q.take(options.key, options.wait)
+    lease_ms = options.timeout * 1000
+    with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
+        if options.key is None and options.id is None:
+            task = q.pop(options.wait)
+        else:
+            task = q.take(options.key, options.wait, id=options.id)
         if task is None:
             return 1
         try:
@@ -4855,67 +5221,74 @@ def _pop_command(path: str, words: list[str], options: Any) -> int:
             else:
                 print(task.path)
             sys.stdout.flush()
-        except OSError:  # nobody knows of it
-            q._give_back(task)
+        except BaseException:  # a lease that was not printed is known to no one
+            q.release(task, front=True, counted=False)
             raise
     return 0
 
 
-def _each_lease(path: str, words: list[str], settle: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
-    """Settle the leases that words name; those that can't be are told, and the status is 1."""
-    if not words:
-        raise ValueError("which task? The name that `pop` printed, or an id, is missing")
-    with _open(path) as q:
-        return _each(words, lambda word: settle(q, q.attach(word)))
+def _cancel_command(options: Any) -> int:
+    """Delete tasks that wait, due or not. A task in another state stays as it is.
+
+    Status 1: one of them did not wait, or the queue is paused.
+    Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
+    """
+    _check_ids(options)
+    with _open_queue(options, keep_done=False) as q:
+
+        def cancel(word: str) -> None:
+            ident = _id_in(word)
+            task = q.take(id=ident)
+            if task is None:
+                raise TaskNotFound(_why_not_taken(q, ident))
+            q.done(task)
+
+        return _for_each_id(options, cancel)
 
 
-def _each(words: list[str], act: Callable[[str], Any]) -> int:
-    """Act on each word; what can't be done is told, the rest is done, and the status is 1."""
-    status = 0
-    for word in words:
-        try:
-            act(word)
-        except FemtoQueueError as error:
-            print(f"femtoqueue: {error}", file=sys.stderr)
-            status = 1
-    return status
+def _why_not_taken(q: FemtoQueue, ident: str) -> str:
+    """Say why take(id=) returned None. Raises CorruptTask if the file is not a whole record."""
+    if q.paused:
+        return f"task {ident} can't be taken: the queue is paused; `femtoqueue resume` it first"
+    task = q.peek(ident)
+    return f"task {ident} is not waiting: {'no such task' if task is None else task.state}"
 
 
-def _ident_of(word: str) -> str:
-    return word[-29:]  # each name of a task ends with its id
+def _settle_each(options: Any, settle: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
+    """Settle the lease of each ID, and return the exit status."""
+    _check_ids(options)
+    with _open_queue(options) as q:
+        return _for_each_id(options, lambda word: settle(q, q.attach(word)))
 
 
-def _done_command(path: str, words: list[str], options: Any) -> int:
+def _done_command(options: Any) -> int:
     """End tasks that `pop` leased: they move to done/.
 
     Example: femtoqueue done jobs "$task"
     """
-    return _each_lease(path, words, FemtoQueue.done)
+    return _settle_each(options, FemtoQueue.done)
 
 
-def _fail_command(path: str, words: list[str], options: Any) -> int:
+def _fail_command(options: Any) -> int:
     """Set tasks that are in flight aside as dead letters, with a reason.
 
     Example: femtoqueue fail jobs "$task" --reason 'no such image'
     """
-    return _each_lease(path, words, lambda q, task: q.fail(task, options.reason))
+    return _settle_each(options, lambda q, task: q.fail(task, options.reason))
 
 
-def _release_command(path: str, words: list[str], options: Any) -> int:
-    """Give tasks that are in flight back: to the back of the queue, its front, or after a while.
+def _release_command(options: Any) -> int:
+    """Give tasks that are in flight back: to the back of the queue, its front, or after a delay.
 
-    Also from another worker, who can then change nothing any more.
+    A worker that holds such a task loses it, and can change nothing any more.
     Example: femtoqueue release jobs "$task" --delay 5m
     """
-
-    def release(q: FemtoQueue, task: FemtoTask) -> None:
-        q.release(task, front=options.front, delay_s=options.delay)
-
-    return _each_lease(path, words, release)
+    front, delay_s = options.front, options.delay
+    return _settle_each(options, lambda q, it: q.release(it, front=front, delay_s=delay_s))
 
 
-def _extend_command(path: str, words: list[str], options: Any) -> int:
-    """Renew leases, and print their new names.
+def _extend_command(options: Any) -> int:
+    """Renew leases, and print their new paths.
 
     Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
     """
@@ -4924,186 +5297,162 @@ def _extend_command(path: str, words: list[str], options: Any) -> int:
         q.extend(task, options.timeout * 1000)
         print(task.path)
 
-    return _each_lease(path, words, extend)
+    return _settle_each(options, extend)
 
 
-def _rows(q: FemtoQueue, states: Iterable[str]) -> Iterator[dict[str, Any]]:
-    """Yield what `ls` tells of each task, by the name and the first line of its file."""
-    for state in states:
-        for path, attempts, ident in q._find(state):
-            name, node = os.path.basename(path), path.rpartition("/inflight-")[2].partition("/")[0]
-            try:
-                key, size = _read_head(path)
-            except OSError:
-                continue  # it moved on
-            left_s = None
-            if state == "inflight":
-                left_s = round((int(name[:20]) - q._now_ns()) / 1e9, 3)
-            elif state == "scheduled":
-                left_s = round((int(name[:20]) - _wall_ns()) / 1e9, 3)
-            yield {
-                "id": ident,
-                "state": state,
-                "age_s": round((q._now_ns() - int(ident[:20])) / 1e9, 3),
-                "attempts": attempts,
-                "key": key,
-                "size_bytes": size,
-                "node": node if state == "inflight" else None,
-                "left_s": left_s,
-            }
+# Command line: views
 
 
-def _ls_command(path: str, words: list[str], options: Any) -> int:
-    """List tasks: all, or those of a state: pending, scheduled, inflight, done, failed.
+def _ls_command(options: Any) -> int:
+    """List the tasks that are alive or failed, or those of each STATE.
 
-    Columns: state, id, age, attempts, size in bytes (-: corrupt), time until the lease ends or
-    the task is due, key, node. Separated by tabs, and in seconds, where it is not a terminal.
+    A STATE is pending, scheduled, inflight, done or failed; --all means all of them. Columns:
+    state, id, age, attempts (-: not known), size in bytes (-: corrupt), time until the lease ends
+    or the task is due, key, node. Where it is not a terminal, they are separated by tabs, and
+    times are in seconds.
     Example: femtoqueue ls jobs failed
     """
-    with _open(path) as q:
-        rows = _rows(q, words or STATES)
-        if options.json:
-            import json
-
-            for row in rows:
-                print(json.dumps(row))
-        elif sys.stdout.isatty():
-            _print_table(rows)
-        else:
-            names = ("state", "id", "age_s", "attempts", "size_bytes", "left_s", "key", "node")
-            for row in rows:
-                row["key"] = _key_text(row["key"])
-                print(*("-" if row[name] is None else row[name] for name in names), sep="\t")
+    if options.words and options.all:
+        options.error("give each STATE, or --all, not both")
+    states = options.words or [it for it in STATES if options.all or it != "done"]
+    form = "json" if options.json else "table" if sys.stdout.isatty() else "tabs"
+    with _open_queue(options) as q:
+        tasks = (task for state in states for task in q.tasks(state, data=False))
+        _print_rows(map(_task_row, tasks), form)
     return 0
 
 
-def _print_table(rows: Iterable[dict[str, Any]]) -> None:
-    import shutil
+def _show_command(options: Any) -> int:
+    """Print what there is to know of a task, and its payload.
 
-    width = shutil.get_terminal_size().columns
-    for line in _table(rows):
-        print(line[:width])
-
-
-def _table(rows: Iterable[dict[str, Any]]) -> Iterator[str]:
-    form = "{:9} {:29} {:>6} {:>3} {:>8} {:>6} {} {}"
-    yield form.format("STATE", "ID", "AGE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
-    for row in rows:
-        size = "-" if row["size_bytes"] is None else row["size_bytes"]
-        age, left = _time_text(row["age_s"]), _time_text(row["left_s"])
-        key, node = _key_text(row["key"]), row["node"] or ""
-        yield form.format(row["state"], row["id"], age, row["attempts"], size, left, key, node)
-
-
-def _key_text(key: str | None) -> str:
-    return "-" if key is None else _quoted(key)  # whatever is in it, it is one word
+    Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
+    """
+    if len(options.words) != 1:
+        options.error(f"give one ID: femtoqueue show {options.dir} ID")
+    ident = _id_in(options.words[0])
+    with _open_queue(options) as q:
+        task = q.peek(ident)
+    if task is None:
+        raise TaskNotFound(f"no task {ident}")
+    if not options.payload:
+        reason = {} if task.error is None else {"reason": task.error}
+        _print_rows([_task_row(task) | reason], "fields")
+        print(flush=True)
+    sys.stdout.buffer.write(task.data)
+    return 0
 
 
-def _stat_command(path: str, words: list[str], options: Any) -> int:
+def _stat_command(options: Any) -> int:
     """Count the tasks in each state; for monitors, too.
 
-    Status 1 if more than --max-pending wait, or the oldest for longer than --max-age.
+    Status 1: more than --max-pending tasks wait, or the oldest waits for longer than --max-age.
     Example: femtoqueue stat jobs --max-age 10m
     """
-    with _open(path) as q:
+    with _open_queue(options) as q:
         stats, paused = q.stats(), q.paused
     live = Counter(node.liveness for node in stats.nodes)
-    names = ("pending", "scheduled", "inflight", "buffered", "done", "failed")
+    names = ("pending", "scheduled", "inflight", "expired", "buffered", "done", "failed")
     figures: dict[str, Any] = {
         **{name: getattr(stats, name) for name in names},
         "oldest_pending_age_s": stats.oldest_pending_age_s,
         **{f"workers_{name}": live[name] for name in ("alive", "dead", "unknown")},
-        "disk_bytes": _disk_bytes(path),
+        "disk_bytes": _disk_bytes(options.dir),
         "paused": paused,
     }
-    if options.json:
-        import json
-
-        print(json.dumps(figures))
-    else:
-        for name, value in figures.items():
-            print(f"{name:20} {'-' if value is None else value}")
-    return _exceeded(stats, options)
-
-
-def _exceeded(stats: Stats, options: Any) -> int:
+    _print_rows([figures], "json" if options.json else "fields")
     status, age_s = 0, stats.oldest_pending_age_s or 0
     if options.max_pending is not None and stats.pending > options.max_pending:
-        print(f"femtoqueue: {stats.pending} tasks are pending", file=sys.stderr)
+        _write_error(f"femtoqueue: {stats.pending} tasks are pending")
         status = 1
     if options.max_age is not None and age_s > options.max_age:
-        print(f"femtoqueue: the oldest task waits for {_time_text(age_s)}", file=sys.stderr)
+        _write_error(f"femtoqueue: the oldest task waits for {_time_text(age_s)}")
         status = 1
     return status
 
 
 def _disk_bytes(path: str) -> int:
+    """Return the size of the blocks that the files in a directory take on the disk."""
     total = 0
     for directory, _, names in os.walk(path):
         for name in names:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):  # RACE: it has just moved
                 status = os.lstat(os.path.join(directory, name))
                 total += getattr(status, "st_blocks", status.st_size // 512) * 512
     return total
 
 
-def _top_command(path: str, words: list[str], options: Any) -> int:
+def _top_command(options: Any) -> int:
     """Show the queue live: counts, rates, workers and what they hold. q leaves.
 
     Where it is not a terminal, it prints a block each --interval, --count times.
     Example: femtoqueue top jobs
     """
-    with _open(path) as q, _keyboard() as keyboard:
-        top = _Top(q, path, keyboard is not None)
+    with _open_queue(options) as q, _full_screen() as read_key:
+        top = _Top(q, options.dir, read_key is not None)
         for number in itertools.count(1):
             top.draw()
             if options.count is not None and number >= options.count:
                 return 0
-            if keyboard is None:
+            if read_key is None:
                 time.sleep(options.interval)
-            elif keyboard(max(options.interval, 20 * top.cost_s)) in ("q", "Q", "\x03", "\x04"):
+            elif read_key(max(options.interval, 20 * top.cost_s)) in ("q", "Q", "\x03", "\x04"):
                 return 0
     return 0
 
 
 @contextlib.contextmanager
-def _keyboard() -> Iterator[Callable[[float], str] | None]:
-    """On a terminal: take it over, and give a function that waits for a key, "" if none came."""
+def _full_screen() -> Iterator[Callable[[float], str] | None]:
+    """Take over the terminal while the block runs, and give a function that waits for a key. Give
+    None where there is no terminal."""
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     try:
-        import select
         import signal
         import termios
         import tty
-    except ImportError:
-        yield None
-        return
-    if not (sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"):
+    except ImportError:  # not POSIX
+        is_terminal = False
+    if not is_terminal:
         yield None
         return
     fd = sys.stdin.fileno()
-
-    def key(seconds: float) -> str:
-        ready = select.select([fd], [], [], seconds)[0]
-        return os.read(fd, 1).decode("ascii", "replace") if ready else ""
-
     before = termios.tcgetattr(fd)
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         tty.setcbreak(fd)
-        print("\x1b[?1049h\x1b[?25l", end="", flush=True)  # another screen, no cursor
-        yield key
+        print("\x1b[?1049h\x1b[?25l", end="", flush=True)  # the alternate screen, no cursor
+        yield functools.partial(_read_key, fd)
+    except OSError as error:
+        if error.errno != errno.EIO or error.filename is not None:
+            raise  # not the terminal that is gone
     finally:
-        print("\x1b[?25h\x1b[?1049l", end="", flush=True)
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        with contextlib.suppress(OSError, termios.error):  # the terminal is gone
+            print("\x1b[?25h\x1b[?1049l", end="", flush=True)
+            termios.tcsetattr(fd, termios.TCSADRAIN, before)
+
+
+def _read_key(fd: int, seconds: float) -> str:
+    """Wait for a key and return it: "" if none was pressed, Ctrl-D if the terminal is gone."""
+    import select
+
+    if not select.select([fd], [], [], seconds)[0]:
+        return ""
+    with contextlib.suppress(OSError):
+        return os.read(fd, 1).decode("ascii", "replace") or "\x04"
+    return "\x04"
 
 
 class _Top:
+    """The display of the command `top`."""
+
     def __init__(self, queue: FemtoQueue, path: str, is_terminal: bool) -> None:
         self._queue, self._path, self._is_terminal = queue, path, is_terminal
         self._before: tuple[float, int, int] | None = None
-        self.cost_s = 0.0
+        self.cost_s = 0.0  # of the last look at the queue
 
     def draw(self) -> None:
+        """Print the display, or draw it over the one before."""
         import shutil
 
         started_s = time.monotonic()
@@ -5113,32 +5462,32 @@ class _Top:
             print("\n".join(lines), end="\n\n", flush=True)
             return
         columns, rows = shutil.get_terminal_size()
-        lines = [line[:columns] for line in lines[: rows - 1]]
-        if "NO_COLOR" not in os.environ:
+        lines = [line[:columns] for line in lines[:rows]]
+        if not os.environ.get("NO_COLOR"):
             lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
-        body = "".join(f"{line}\x1b[K\n" for line in lines)
-        print(f"\x1b[H{body}\x1b[J", end="", flush=True)
+        # Each line is erased before it is written: after its last column, that would be erased.
+        text = "\n".join(f"\x1b[K{line}" for line in lines)
+        rest = "\n\x1b[J" if len(lines) < rows else ""
+        print(f"\x1b[H{text}{rest}", end="", flush=True)
 
     def _lines(self, stats: Stats) -> list[str]:
+        """Return the lines of the display: figures, workers, leases."""
         rate_in, rate_out = self._rates(stats)
-        state = "   PAUSED" if self._queue.paused else ""
-        lines = [
-            f"{self._path}   {time.strftime('%H:%M:%S')}{state}",
+        paused = "   PAUSED" if self._queue.paused else ""
+        leases = itertools.islice(self._queue.tasks("inflight", data=False), 100)
+        return [
+            f"{self._path}   {time.strftime('%H:%M:%S')}{paused}",
             f"pending {stats.pending}   scheduled {stats.scheduled}   in flight {stats.inflight}"
             f"   buffered {stats.buffered}   done {stats.done}   failed {stats.failed}",
             f"in {rate_in}   out {rate_out}   oldest {_time_text(stats.oldest_pending_age_s)}",
             "",
-            f"{'NODE':32} {'IS':8} {'IN FLIGHT':>9} {'EXPIRED':>8}",
+            *_table(map(vars, stats.nodes), _NODE_COLUMNS),
+            "",
+            *_table(map(_task_row, leases), _TASK_COLUMNS),
         ]
-        lines += [
-            f"{it.node:32} {it.liveness:8} {it.inflight:9} {it.expired:8}" for it in stats.nodes
-        ]
-        leases = itertools.islice(_rows(self._queue, ["inflight"]), 100)
-        lines += ["", *_table(leases)]
-        return lines
 
     def _rates(self, stats: Stats) -> tuple[str, str]:
-        """Return what came in and what ended, per second, since the last look."""
+        """Return how many tasks came in and how many ended, per second, since the last call."""
         ended = stats.done + stats.failed
         total = ended + stats.pending + stats.scheduled + stats.inflight + stats.buffered
         now_s = time.monotonic()
@@ -5150,172 +5499,68 @@ class _Top:
         return f"{max(0, rates[0]):.1f}/s", f"{max(0, rates[1]):.1f}/s"
 
 
-def _pause_command(path: str, words: list[str], options: Any) -> int:
+# Command line: maintenance
+
+
+def _pause_command(options: Any) -> int:
     """Hand nothing out until resume, in any process.
 
     Example: femtoqueue pause jobs
     """
-    with _open(path) as q:
+    with _open_queue(options) as q:
         q.pause()
     return 0
 
 
-def _resume_command(path: str, words: list[str], options: Any) -> int:
+def _resume_command(options: Any) -> int:
     """Hand tasks out again after pause.
 
     Example: femtoqueue resume jobs
     """
-    with _open(path) as q:
+    with _open_queue(options) as q:
         q.resume()
     return 0
 
 
-def _check_command(path: str, words: list[str], options: Any) -> int:
+def _check_command(options: Any) -> int:
     """Look for what is odd in DIR: one line each; status 1 if something is, and stays.
 
     Reads every task. --repair mends what is safe to mend.
     Example: femtoqueue check jobs --repair
     """
     status = 0
-    with _open(path) as q:
-        for finding in _Inspection(q, options.repair).findings():
-            mended = "mended" if finding.repaired else "odd"
-            print(finding.kind, ascii(finding.path)[1:-1], finding.text, mended, sep="\t")
+    with _open_queue(options) as q:
+        for finding in q.check(options.repair):
+            result = "mended" if finding.repaired else "odd"
+            print(finding.kind, ascii(finding.path)[1:-1], finding.text, result, sep="\t")
             status = status if finding.repaired else 1
     return status
 
 
-def _show_command(path: str, words: list[str], options: Any) -> int:
-    """Print what there is to know of a task, and its payload.
-
-    Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
-    """
-    if len(words) != 1:
-        raise ValueError("show: one id is wanted")
-    ident = _ident_of(words[0])
-    with _open(path) as q:
-        task = q.peek(ident)
-        if task is None:
-            raise TaskNotFound(f"no task {ident}")
-        if not options.payload:
-            row = next((it for it in _rows(q, STATES) if it["id"] == ident), {"id": ident})
-            for name, value in row.items():
-                print(f"{name:12} {'-' if value is None else value}")
-            with (
-                contextlib.suppress(FileNotFoundError),
-                open(f"{q._root}failed/{ident}.error", encoding="utf-8", errors="replace") as file,
-            ):
-                print(f"{'reason':12} {file.read().rstrip()}")
-            print(flush=True)
-    sys.stdout.buffer.write(task.data)
-    return 0
-
-
-def _retry_command(path: str, words: list[str], options: Any) -> int:
+def _retry_command(options: Any) -> int:
     """Put failed tasks to the back of the queue, their attempts at 0.
 
     Example: femtoqueue retry jobs --all
     """
-    if bool(words) == options.all:
-        raise ValueError("retry: ids or --all are wanted")
-    with _open(path) as q:
+    if bool(options.words) == options.all:
+        given = f"femtoqueue retry {options.dir}"
+        options.error(f"which tasks? {given} ID ..., or all: {given} --all")
+    with _open_queue(options) as q:
         if options.all:
             print(q.retry_failed())
-        return _each(words, lambda word: q.retry(_ident_of(word)))
+        return _for_each_id(options, lambda word: q.retry(_id_in(word)))
 
 
-def _purge_command(path: str, words: list[str], options: Any) -> int:
-    """Delete tasks that were done long ago (--failed: those that failed too); print how many.
+def _purge_command(options: Any) -> int:
+    """Delete tasks that were done long ago (--failed: those that failed, too); print how many.
 
     Example: femtoqueue purge jobs --older-than 7d
     """
-    with _open(path) as q:
+    if options.older_than is None:
+        options.error(f"how old? femtoqueue purge {options.dir} --older-than 7d")
+    with _open_queue(options) as q:
         print(q.purge(options.older_than, ("done", "failed") if options.failed else ("done",)))
     return 0
-
-
-def _is_task_word(word: str) -> bool:
-    """Whether a word is an id, or the name of a lease."""
-    return bool(_parse_id(word) or _PARSE["inflight"](word.rpartition("/")[2]))
-
-
-_VALUE: dict[str, Any] = {"metavar": "TEXT"}
-_TIME: dict[str, Any] = {"metavar": "TIME", "type": _duration}
-_NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
-_LEASE = ("", "the lease (visibility timeout); default 30s", {**_TIME, "default": 30.0})
-_SYNC = ("", "survive power loss, not only the death of processes")
-_IDS = ("ID ...", _is_task_word)
-_COMMANDS = {
-    "push": _Command(
-        _push_command,
-        "[PAYLOAD ...]",
-        lambda word: True,
-        lines=("", "one task for each line of standard input"),
-        null=("-0", "one task for each piece that ends with a zero byte"),
-        key=("", "at most one task of a key waits: this payload replaces its", _VALUE),
-        if_in_flight=(
-            "",
-            "if the key's task is in flight: buffer (default), update or reject",
-            {"choices": _POLICIES, "default": "buffer"},
-        ),
-        delay=("", "not before that much time has gone by", _TIME),
-        at=("", "not before that time, as 2026-12-01T08:00", {"metavar": "WHEN", "type": _moment}),
-        sync=_SYNC,
-    ),
-    "work": _Command(
-        _work_command,
-        "-- CMD [ARG ...]",
-        jobs=("-j", "commands at a time; default 1", {**_NUMBER, "default": 1}),
-        drain=("", "end when nothing waits or runs any more"),
-        max_attempts=("", "default 3; 0: no limit", {**_NUMBER, "default": 3}),
-        retry_delay=("", "before the second; doubles; default 1s", {**_TIME, "default": 1.0}),
-        timeout=("", "the lease, renewed while CMD runs; default 30s", _LEASE[2]),
-        task_timeout=("", "kill CMD after that", _TIME),
-        output_dir=("", "CMD's output to ID.out and ID.err in there", {"metavar": "DIR"}),
-        node=("", "this worker's name; default: a fresh one", _VALUE),
-        sync=_SYNC,
-        quiet=("-q", "no progress"),
-    ),
-    "pop": _Command(
-        _pop_command,
-        timeout=_LEASE,
-        wait=("", "for a task; default 0", {**_TIME, "default": 0.0}),
-        key=("", "the task of that key, out of turn", _VALUE),
-        node=("", "whose lease it is; default cli", {**_VALUE, "default": "cli"}),
-        payload=("", "print the payload"),
-    ),
-    "done": _Command(_done_command, *_IDS),
-    "fail": _Command(_fail_command, *_IDS, reason=("", "why", _VALUE)),
-    "release": _Command(
-        _release_command,
-        *_IDS,
-        front=("", "to the front, where it was"),
-        delay=("", "after that", {**_TIME, "default": 0.0}),
-    ),
-    "extend": _Command(_extend_command, *_IDS, timeout=_LEASE),
-    "ls": _Command(_ls_command, "[STATE]", STATES.__contains__, json=("", "an object a line")),
-    "stat": _Command(
-        _stat_command,
-        json=("", "as an object"),
-        max_age=("", "of the oldest pending task", _TIME),
-        max_pending=("", "tasks", _NUMBER),
-    ),
-    "top": _Command(
-        _top_command,
-        interval=("", "between two looks; default 1s", {**_TIME, "default": 1.0}),
-        count=("-n", "looks; default: no limit", _NUMBER),
-    ),
-    "pause": _Command(_pause_command),
-    "resume": _Command(_resume_command),
-    "check": _Command(_check_command, repair=("", "mend what is safe to mend")),
-    "show": _Command(_show_command, "ID", _is_task_word, payload=("", "only the payload")),
-    "retry": _Command(_retry_command, "[ID ...]", _is_task_word, all=("", "all that failed")),
-    "purge": _Command(
-        _purge_command,
-        older_than=("", "since it was finished", {**_TIME, "required": True}),
-        failed=("", "dead letters too"),
-    ),
-}
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ import select
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -6536,13 +6537,16 @@ class Work(QueueCase):
                 child.wait_for_go()
                 go.set()
 
-            def hear(crew: femtoqueue._Crew, number: int) -> None:
+            def hear(pool: femtoqueue._WorkerPool, number: int) -> None:
                 child.say("heard")
-                heard(crew, number)
+                heard(pool, number)
 
             threading.Thread(target=wait, daemon=True).start()
-            q, heard = FemtoQueue(self.path, timeout_stale_ms=None), femtoqueue._Crew._hear
-            with mock.patch.object(femtoqueue._Crew, "_hear", hear):
+            q, heard = (
+                FemtoQueue(self.path, timeout_stale_ms=None),
+                femtoqueue._WorkerPool._on_signal,
+            )
+            with mock.patch.object(femtoqueue._WorkerPool, "_on_signal", hear):
                 child.say(str(q.work(handle, concurrency=concurrency)))
 
         return self.child(work)
@@ -6794,31 +6798,77 @@ class CommandLine(QueueCase):
         self.assertTrue(3000 < due_s[0] < 3601, due_s)
         self.assertTrue(due_s[1] < due_s[2] - 360 * 86400)
 
-    def test_wrong_use_is_one_line_and_status_2(self) -> None:
-        """And nothing is made or changed."""
-        for words, text in (
-            (["push"], "DIR is missing"),
-            (["push", "jobs"], "standard input is empty"),
-            (["ls", "nowhere"], "no queue"),
-            (["push", "jobs", "--delay", "3 weeks", "x"], "no TIME"),
-            (["push", "jobs", "--at", "noon", "x"], "no point in time"),
-            (["push", "jobs", "--key", "k", "1", "2"], "--key"),
-            (["push", "jobs", "--key", "", "1"], "key must be"),
-            (["work", "jobs"], "command is missing"),
-            (["work", "jobs", "--", "no-such-command"], "command not found"),
-            (["work", "jobs", "-j", "0", "--", "true"], "0"),
-            (["nonsense"], "nonsense"),
-            (["stat", "jobs", "extra"], "extra"),
+    def test_wrong_use_is_one_line_that_says_what_to_type(self) -> None:
+        """With status 2, and nothing is made or changed."""
+        task = f"{1:020d}-0000aaaa"
+        for line, text in (
+            ("", "COMMAND is missing: push, work, pop"),
+            ("nonsense", "unknown command 'nonsense'; there are push, work, pop"),
+            ("jobs push x", "femtoqueue push jobs x"),
+            ("--wait 1s pop jobs", "femtoqueue pop --wait 1s jobs"),
+            ("push", "DIR is missing: femtoqueue push [options] DIR [PAYLOAD ...]"),
+            (f"done {task}", "DIR is missing: femtoqueue done [options] DIR ID ..."),
+            ("push jobs", "for an empty task, give '' as PAYLOAD"),
+            ("push jobs -x", "put a PAYLOAD that begins with - after --"),
+            ("push jobs --delay 3weeks x", "a TIME is 500ms, 30s"),
+            ("push jobs --at noon x", "2026-12-01T08:00"),
+            ("push jobs --at 2050-12-01 --delay 1h x", "not allowed with"),
+            ("push jobs --lines -0", "not allowed with"),
+            ("push jobs --lines x", "leave PAYLOAD out"),
+            ("push jobs --key k 1 2", "--key goes with one payload"),
+            ("push jobs --key k --lines", "--key goes with one payload"),
+            (f"push jobs --key {'k' * 201} 1", "key must be 1 to 200 bytes"),
+            ("push jobs --if-in-flight update 1", "--if-in-flight goes with --key TEXT"),
+            ("work jobs", "femtoqueue work jobs -- CMD ARGS"),
+            ("work jobs -- no-such-command", "command not found"),
+            ("work jobs -j 0 -- true", "must be 1 or more"),
+            ("work jobs --timeout 0 -- true", "more than 0"),
+            ("work jobs --node a/b -- true", "A-Z a-z 0-9 . _ -"),
+            ("ls nowhere", "femtoqueue push"),
+            ("ls pending", "DIR is missing: femtoqueue ls [options] DIR [STATE ...]"),
         ):
-            status, out, err = self.run_it(*words)
-            self.assertEqual((status, out), (2, ""), words)
-            self.assertEqual(len(err.splitlines()), 1, err)
-            self.assertIn(text, err)
+            self.check_wrong(line, text)
         self.assertFalse(os.path.exists(self.path))
+
+    def test_wrong_use_of_a_queue_is_one_line_that_says_what_to_type(self) -> None:
+        task = self.queue().push(b"x")
+        for line, text in (
+            ("pop jobs x", "--id ID"),
+            ("pop jobs --id 7", "'7'"),
+            (f"pop jobs --id {task} --key k", "not allowed with"),
+            ("pop jobs --timeout 0s", "more than 0"),
+            ("pop jobs --wait", "--wait"),
+            ("pop jobs --waite 1s", "see femtoqueue pop --help"),
+            ("cancel jobs", "femtoqueue cancel [options] DIR ID ..."),
+            ("done jobs", "an ID is an id, or the path that `pop` printed"),
+            ("fail jobs --reason x", "femtoqueue fail [options] DIR ID ..."),
+            ("release jobs", "femtoqueue release [options] DIR ID ..."),
+            ("extend jobs", "femtoqueue extend [options] DIR ID ..."),
+            ("done jobs 7", "unexpected argument '7'; an ID is an id, or the path"),
+            (f"release jobs {task} --front --delay 1s", "not allowed with"),
+            ("ls jobs pendng", "a STATE is one of pending, scheduled"),
+            ("ls jobs done --all", "not both"),
+            ("show jobs", "femtoqueue show jobs ID"),
+            (f"show jobs {task} {task}", "femtoqueue show jobs ID"),
+            ("retry jobs", "femtoqueue retry jobs --all"),
+            (f"retry jobs --all {task}", "femtoqueue retry jobs ID ..."),
+            ("purge jobs", "femtoqueue purge jobs --older-than 7d"),
+            ("stat jobs extra", "femtoqueue stat [options] DIR"),
+            ("stat jobs --max-pending many", "a number from 0 to 999999"),
+            ("top jobs --interval 0", "more than 0"),
+        ):
+            self.check_wrong(line, text)
+        self.assertEqual(self.states(), {"pending": 1})
+
+    def check_wrong(self, line: str, text: str) -> None:
+        status, out, err = self.run_it(*line.split())
+        self.assertEqual((status, out), (2, ""), line)
+        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertIn(text, err)
 
     def test_help_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
-        for name in femtoqueue._COMMANDS:
+        for name in femtoqueue._build_parser()[1]:
             self.assertIn(f"    {name}", overview)
             self.assertRegex(self.ok(name, "--help"), f"(?s)example:.*femtoqueue {name} jobs")
         self.assertEqual(self.ok("--version"), f"femtoqueue {femtoqueue.__version__}\n")
@@ -6874,6 +6924,40 @@ class CommandLine(QueueCase):
         q.push(b"mine", key="k")
         self.assertEqual(process.communicate(timeout=120)[0], b"mine")
 
+    def test_pop_takes_a_task_by_its_id(self) -> None:
+        q = self.queue()
+        q.push(b"first")
+        wanted = q.push(b"second")
+        later = q.schedule(b"later", (time.time() + 3600) * 1e6)
+        self.assertIn(wanted, self.ok("pop", "jobs", "--id", wanted))
+        self.assertIn(later, self.ok("pop", "jobs", "--id", later))
+        self.assertEqual(self.run_it("pop", "jobs", "--id", wanted), (1, "", ""))
+        for words, text in ((["--id", "7"], "'7'"), (["--id", wanted, "--key", "k"], "--key")):
+            status, _, err = self.run_it("pop", "jobs", *words)
+            self.assertEqual((status, err.count("\n")), (2, 1))
+            self.assertIn(text, err)
+        self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
+
+    def test_cancel_deletes_what_waits_and_says_what_does_not(self) -> None:
+        q = self.queue()
+        held = q.push(b"held")
+        self.pop(q)
+        waiting, again = q.push(b"waiting"), q.push(b"delivered before")
+        q.release(self.pop(q))
+        later = q.schedule(b"later", (time.time() + 3600) * 1e6)
+        gone = f"{1:020d}-0000aaaa"
+        status, out, err = self.run_it("cancel", "jobs", waiting, held, gone, later)
+        self.assertEqual((status, out, err.count("\n")), (1, "", 2))
+        self.assertIn(f"task {held} is not waiting: inflight\n", err)
+        self.assertIn(f"task {gone} is not waiting: no such task\n", err)
+        self.assertEqual(self.states(), {"inflight-n1": 1, "pending": 1})
+        self.ok("pause", "jobs")
+        status, _, err = self.run_it("cancel", "jobs", again)
+        self.assertEqual((status, "paused" in err), (1, True))
+        self.ok("resume", "jobs")
+        self.ok("cancel", "jobs", again)
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+
     def test_ls_and_show_tell_of_each_task(self) -> None:
         q = self.queue()
         q.push(b"12345", key="käse\n")
@@ -6896,6 +6980,55 @@ class CommandLine(QueueCase):
         self.assertIn("inflight", self.ok("show", "jobs", task.id))
         self.assertEqual(self.run_it("show", "jobs", f"{2:020d}-0000aaaa")[0], 1)
         os.unlink(self.file("pending", f"{1:020d}-0000aaaa"))
+
+    def test_ls_lists_what_is_alive_and_failed_and_the_rest_when_asked(self) -> None:
+        q = self.queue(max_attempts=3, retry_delay_s=0)
+        for name in (b"held", b"done", b"failed", b"waiting"):
+            q.push(name)
+        q.schedule(b"later", (time.time() + 3600) * 1e6)
+        held, done = self.pop(q), self.pop(q)
+        q.done(done)
+        q.fail(self.pop(q))
+        self.assertEqual(self.listed(), ["pending", "scheduled", "inflight", "failed"])
+        self.assertEqual(self.listed("done"), ["done"])
+        self.assertEqual(self.listed("failed", "pending"), ["failed", "pending"])
+        self.assertEqual(self.listed("--all"), [*femtoqueue.STATES])
+        self.assertEqual(self.run_it("ls", "jobs", "done", "--all")[0], 2)
+        self.assertIn(held.id, self.ok("ls", "jobs", "inflight"))
+
+    def listed(self, *words: str) -> list[str]:
+        return [line.split("\t")[0] for line in self.ok("ls", "jobs", *words).splitlines()]
+
+    def test_attempts_that_are_not_known_are_a_dash(self) -> None:
+        """A task that failed at its third try did not fail at its 0th."""
+        q = self.queue()
+        q.push(b"x")
+        for _ in range(2):
+            q.release(self.pop(q))
+        task = self.pop(q)
+        self.assertEqual(self.ok("ls", "jobs").split("\t")[3], "3")
+        q.fail(task, "why")
+        self.assertEqual(self.ok("ls", "jobs").split("\t")[3], "-")
+        self.assertRegex(self.ok("show", "jobs", task.id), r"attempts +-\n")
+        self.assertRegex(self.ok("show", "jobs", task.id), r"reason +why\n\nx")
+
+    def test_a_key_of_any_form_is_one_word_of_a_row(self) -> None:
+        """In a file that push() did not write, it may be too long to be one."""
+        self.queue().push(b"x", key="a b\n/é:@-._~")
+        self.put(f"{1:020d}-f000aaaa", b"FQ1 00000000 0 %b\n" % (b"k" * 300))
+        rows = [line.split("\t") for line in self.ok("ls", "jobs").splitlines()]
+        self.assertEqual([row[6] for row in rows], ["k" * 300, "a%20b%0A/%C3%A9:@-._~"])
+        os.unlink(self.file("pending", f"{1:020d}-f000aaaa"))
+
+    def test_show_tells_the_state_of_a_newer_payload_behind_what_is_in_flight(self) -> None:
+        q = self.queue()
+        q.push(b"old", key="k k")
+        task = self.pop(q)
+        newer = q.push(b"new", key="k k")
+        out = self.ok("show", "jobs", newer)
+        self.assertRegex(out, r"state +buffered\n")
+        self.assertRegex(out, r"key +k%20k\n")
+        q.done(task)
 
     def test_stat_counts_and_is_a_monitor(self) -> None:
         q = self.queue()
@@ -6967,6 +7100,54 @@ class CommandLine(QueueCase):
         self.assertEqual(sorted(out.split()), sorted([*["end"] * 4, "1", "1", "100000", "5"]))
         self.assertEqual(sorted(err.splitlines()), [" 1", " 1", " 1", "k:1 1"])
         self.assertEqual(self.states(), {"done": 4})
+
+    def test_braces_in_an_argument_are_replaced_by_the_payload(self) -> None:
+        """Bytes as they are, in every argument but CMD; standard input has them too."""
+        payload = b" $HOME {} \xff\n"
+        self.queue().push(payload)
+        self.queue().push(b"")
+        script = """printf '<%s|%s|%s>' "$@"; cat"""
+        words = ("--drain", "--", "sh", "-c", script, "{}", "{}", "a{}b{}", "c")
+        with self.start("work", "jobs", "-q", *words) as process:
+            out, err = process.communicate(timeout=120)
+        first = b"<%b|a%bb%b|c>%b" % (payload, payload, payload, payload)
+        self.assertEqual((out, err), (first + b"<|ab|c>\n", b""))
+
+    def test_a_payload_that_can_not_be_an_argument_is_a_dead_letter_at_once(self) -> None:
+        """The worker goes on, and without {} in its arguments any payload is good."""
+        bad = [self.queue().push(it) for it in (b"a\0b", b"x" * 10**7)]
+        self.queue().push(b"good")
+        status, out, err = self.work("--drain", "--", "echo", "{}")
+        self.assertEqual((status, out), (1, "good\n"))
+        self.assertEqual(err.count("a dead letter: the payload can't be an argument"), 2)
+        self.assertEqual(self.states(), {"failed": 2, "done": 1})
+        for ident, why in zip(bad, ("it has a zero byte", "it has 10000000 bytes"), strict=True):
+            with open(self.file("failed", f"{ident}.error"), encoding="ascii") as file:
+                self.assertRegex(file.read(), f"^the payload can't be an argument .*: {why}\n$")
+        self.queue().retry_failed()
+        status, out, _ = self.work("--drain", "--", "sh", "-c", "wc -c")
+        self.assertEqual((status, sorted(out.split())), (0, ["10000000", "3"]))
+
+    def test_work_without_dashes_says_where_the_command_goes(self) -> None:
+        for line, told in (
+            ("work jobs echo hi", "work jobs -- echo hi"),
+            ("work jobs ls -l", "work jobs -- ls -l"),
+            ("work jobs -j 2 cat", "work jobs -j 2 -- cat"),
+            ("work -j 2 jobs sh -c true", "work -j 2 jobs -- sh -c true"),
+        ):
+            self.check_wrong(line, f"put the command after --: femtoqueue {told}\n")
+        self.assertFalse(os.path.exists(self.path))
+        status, _, err = self.run_it("work", "echo", "hi", env={"FEMTOQUEUE_DIR": self.path})
+        self.assertEqual((status, "femtoqueue work -- echo hi\n" in err), (2, True))
+
+    def test_work_keeps_what_is_done_for_as_long_as_asked(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        self.assertEqual(self.work("--drain", "--keep-done", "1h", "--", "true")[0], 0)
+        self.assertEqual(self.states(), {"done": 1})
+        q.push(b"y")
+        self.assertEqual(self.work("--drain", "--keep-done", "0s", "--", "true")[0], 0)
+        self.assertEqual(self.states(), {}, "neither, nor what was done longer ago")
 
     def test_a_command_that_fails_is_tried_again_and_then_a_dead_letter(self) -> None:
         ident = self.queue().push(b"x")
@@ -7175,6 +7356,331 @@ class CommandLine(QueueCase):
             self.assertEqual((task.id, task.attempts), (ident, 2))
             self.wait_until_gone(int(line.split()[1]))
         q.done(task)
+
+
+class Screen:
+    """What a person sees on a terminal, by the control sequences that femtoqueue prints."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = rows, columns
+        self.lines = [""] * rows
+        self.below: list[str] | None = None  # the main screen, while the alternate one is shown
+        self.has_cursor, self.has_bold = True, False
+        self._row = self._column = 0
+        self._rest = ""
+
+    def feed(self, data: bytes) -> None:
+        text = self._rest + data.decode()
+        end = 0
+        for token in re.finditer(r"\x1b\[([?0-9;]*)([A-Za-z])|[^\x1b]", text):
+            end = token.end()
+            if token[2]:
+                self._control(token[1], token[2])
+            elif token[0] == "\r":
+                self._column = 0
+            elif token[0] == "\n":
+                self._go_down()
+            else:
+                self._put(token[0])
+        self._rest = text[end:]
+
+    def _put(self, character: str) -> None:
+        if self._column == self.columns:  # only now: the last column can be written
+            self._column = 0
+            self._go_down()
+        line = self.lines[self._row].ljust(self._column)
+        self.lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
+        self._column += 1
+
+    def _go_down(self) -> None:
+        if self._row + 1 < self.rows:
+            self._row += 1
+        else:
+            self.lines = [*self.lines[1:], ""]
+
+    def _control(self, number: str, name: str) -> None:
+        if name == "H":
+            self._row = self._column = 0
+        elif name in "JK":  # in the last column, what was just written is erased
+            column = min(self._column, self.columns - 1)
+            self.lines[self._row] = self.lines[self._row][:column]
+            if name == "J":
+                self.lines[self._row + 1 :] = [""] * (self.rows - self._row - 1)
+        elif name == "m":
+            self.has_bold |= number == "1"
+        elif number == "?25":
+            self.has_cursor = name == "h"
+        elif number == "?1049" and name == "h":
+            self.below, self.lines = self.lines, [""] * self.rows
+        elif number == "?1049":
+            self.lines, self.below = self.below or [], None
+        else:
+            raise AssertionError(f"unknown control sequence: {number}{name}")
+
+    def __str__(self) -> str:
+        return "\n".join(line.rstrip() for line in self.lines).rstrip()
+
+
+@unittest.skipUnless(hasattr(os, "openpty"), "needs a pseudo-terminal")
+class Terminal(QueueCase):
+    """`top` and `work` on a pseudo-terminal: what a person sees, and how they end."""
+
+    process: subprocess.Popen[bytes]
+    alive: tuple[int, ...] | list[int] = ()  # a pipe that ends with the process
+
+    def start(
+        self,
+        *words: str,
+        size: tuple[int, int] = (24, 100),
+        env: dict[str, str] | None = None,
+        is_controlling: bool = True,
+        **streams: Any,
+    ) -> None:
+        """Start a command whose streams are a terminal of that many rows and columns."""
+        import termios
+
+        self.master, self.slave = os.openpty()
+        self.addCleanup(os.close, self.slave)
+        self.addCleanup(self.hang_up)
+        self.screen = Screen(*size)
+        self.resize(*size)
+        self.before = termios.tcgetattr(self.slave)
+        code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); " * is_controlling
+        code += "import sys, femtoqueue; sys.exit(femtoqueue.main())"
+        hidden = ("FEMTOQUEUE_DIR", "COLUMNS", "LINES", "NO_COLOR")
+        ours = {name: it for name, it in os.environ.items() if name not in hidden}
+        alive, ends = os.pipe()
+        self.alive = [alive]
+        self.addCleanup(os.close, alive)
+        terminal = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
+        self.process = subprocess.Popen(
+            [sys.executable, "-S", "-W", "error", "-c", code, *words],
+            env={**ours, "PYTHONPATH": HERE, "TERM": "xterm", **(env or {})},
+            start_new_session=True,
+            pass_fds=[ends],
+            **{**terminal, **streams},
+        )
+        os.close(ends)
+        self.addCleanup(self.process.wait)
+        self.addCleanup(self.process.kill)
+
+    def resize(self, rows: int, columns: int) -> None:
+        import fcntl
+        import termios
+
+        self.screen.rows, self.screen.columns = rows, columns
+        self.screen.lines = (self.screen.lines + [""] * rows)[:rows]
+        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
+
+    def type(self, text: str) -> None:
+        os.write(self.master, text.encode())
+
+    def hang_up(self) -> None:
+        """Close the terminal, as a window or a lost connection does."""
+        if self.master >= 0:
+            os.close(self.master)
+            self.master = -1
+
+    def see(self, text: str, is_there: bool = True) -> list[str]:
+        """Wait until the screen has a text, or has it no more, and return its lines."""
+        while (text in str(self.screen)) != is_there:
+            readable = select.select([self.master, *self.alive], [], [], 60)[0]
+            self.assertEqual(readable, [self.master], f"ended, or a minute passed:\n{self.screen}")
+            self.screen.feed(os.read(self.master, 1 << 16))
+        return str(self.screen).split("\n")
+
+    def end(self) -> int:
+        """Wait until the command has ended, feed its last words, and return its exit status."""
+        descriptors = self.alive if self.master < 0 else [*self.alive, self.master]
+        while readable := select.select(descriptors, [], [], 60)[0]:
+            if self.master in readable:
+                self.screen.feed(os.read(self.master, 1 << 16))
+            elif not os.read(self.alive[0], 1):  # it is closed: this was the last process
+                return self.process.wait(60)
+        raise AssertionError(f"a minute passed:\n{self.screen}")
+
+    def assert_restored(self) -> None:
+        import termios
+
+        self.assertEqual(termios.tcgetattr(self.slave), self.before)
+        self.assertTrue(self.screen.has_cursor)
+        self.assertIsNone(self.screen.below, "the alternate screen was left")
+
+    # top
+
+    def top(self, *words: str, **settings: Any) -> None:
+        self.start("top", self.path, "--interval", "10ms", *words, **settings)
+
+    def test_top_shows_the_queue_and_draws_it_anew_until_q(self) -> None:
+        q = self.queue()
+        q.push(b"x", key="user:42")
+        task = self.pop(q)
+        self.top()
+        lines = self.see(task.id)
+        self.assertTrue(lines[0].startswith(self.path), lines)
+        self.assertTrue(lines[1].startswith("pending 0   scheduled 0   in flight 1 "), lines)
+        self.assertRegex("\n".join(lines), r"(?m)^n1 +alive +1 +0$")
+        self.assertRegex("\n".join(lines), rf"(?m)^inflight +{task.id} .* user:42 n1$")
+        self.assertEqual((self.screen.below, self.screen.has_cursor), ([""] * 24, False))
+        q.push(b"y")
+        q.done(task)
+        self.see("pending 1 ")
+        lines = self.see(task.id, False)
+        self.assertEqual(len(lines), 8, "the line of the task is gone")
+        self.type("xq")
+        self.assertEqual(self.end(), 0)
+        self.assert_restored()
+        self.assertEqual(str(self.screen), "")
+
+    def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
+        """By Ctrl-C, by kill, and by the signal of a terminal that goes away."""
+        self.queue()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self.top()
+            self.see("pending 0")
+            if number == signal.SIGINT:
+                self.type("\x03")
+            else:
+                self.process.send_signal(number)
+            self.assertEqual(self.end(), 128 + number)
+            self.assert_restored()
+            self.assertEqual(str(self.screen), "")
+
+    def test_top_in_a_small_window_shows_what_fits(self) -> None:
+        """To the last column, in a window of one row too, and in another size when it changes."""
+        q = self.queue()
+        q.push(b"x")
+        task = self.pop(q)
+        self.top(size=(7, 20))
+        lines = self.see("NODE")
+        self.assertEqual(lines[1], "pending 0   schedule")
+        self.assertEqual(len(lines), 6)
+        self.resize(30, 60)
+        lines = self.see(f"inflight  {task.id}")
+        self.assertEqual(len([line for line in lines if "pending 0" in line]), 1)
+        self.resize(1, 60)
+        lines = self.see("pending", False)
+        self.type("q")
+        self.assertEqual(self.end(), 0)
+
+    def test_top_is_without_colour_where_none_is_wanted(self) -> None:
+        """By no-color.org: an empty NO_COLOR is no wish."""
+        self.queue()
+        for value, has_bold in (("", True), ("1", False)):
+            self.top(env={"NO_COLOR": value})
+            self.see("pending 0")
+            self.type("q")
+            self.assertEqual(self.end(), 0)
+            self.assertEqual(self.screen.has_bold, has_bold)
+
+    def test_top_ends_when_its_terminal_goes_away(self) -> None:
+        """Without a traceback; and where no signal says so, by what it reads or can't write."""
+        self.queue()
+        for is_controlling, statuses in ((True, (0, 128 + signal.SIGHUP)), (False, (0,))):
+            self.top(is_controlling=is_controlling, stderr=subprocess.PIPE)
+            self.see("pending 0")
+            self.hang_up()
+            status = self.end()
+            with self.process as process:
+                assert process.stderr is not None
+                self.assertEqual(process.stderr.read(), b"")
+            self.assertIn(status, statuses)
+
+    def test_top_on_a_dumb_terminal_prints_blocks(self) -> None:
+        self.queue()
+        self.top("-n", "2", env={"TERM": "dumb"}, size=(24, 100))
+        self.assertEqual(self.end(), 0)
+        self.assertEqual(str(self.screen).count("pending 0"), 2)
+
+    def test_ls_on_a_terminal_is_a_table_as_wide_as_that(self) -> None:
+        ident = self.queue().push(b"x")
+        self.start("ls", self.path, size=(10, 39))
+        self.assertEqual(self.end(), 0)
+        lines = str(self.screen).split("\n")
+        self.assertEqual(lines, ["STATE     ID", f"pending   {ident}"])
+
+    # work
+
+    def work(self, *words: str, **settings: Any) -> None:
+        """Work on tasks that each print a line, and then wait for a line of the FIFO."""
+        self.fifo = tempfile.mktemp(dir=self.path)
+        os.mkfifo(self.fifo)
+        script = f"echo begun; read line < {self.fifo}"
+        self.start("work", self.path, *words, "--", "sh", "-c", script, **settings)
+
+    def let_one_go_on(self) -> None:
+        with open(self.fifo, "w", encoding="ascii") as fifo:
+            fifo.write("\n")
+
+    def test_work_shows_its_progress_in_the_last_line(self) -> None:
+        """Under what the commands print; in the end it makes room for the counts."""
+        self.queue().push_many([b"x", b"y"])
+        self.work("--drain")
+        lines = self.see("done 0, failed 0, waiting 1, 0.0/s")
+        self.assertEqual(lines, ["begun", "done 0, failed 0, waiting 1, 0.0/s"])
+        self.let_one_go_on()
+        lines = self.see("done 1, failed 0, waiting 0, ")
+        self.assertEqual(lines[:2], ["begun", "begun"])
+        self.assertEqual(len(lines), 3)
+        self.let_one_go_on()
+        self.assertEqual(self.end(), 0)
+        lines = str(self.screen).split("\n")
+        self.assertEqual(lines[:2], ["begun", "begun"])
+        self.assertRegex("".join(lines[2:]), r"^femtoqueue: done 2 in \d+s$")
+        self.assert_restored()
+
+    def test_the_progress_of_work_fits_into_a_narrow_window(self) -> None:
+        """Else it could not be drawn over; though standard output is no terminal."""
+        streams: dict[str, Any]
+        for streams in ({}, {"stdout": subprocess.PIPE}):
+            self.queue().push_many([b"x", b"y"])
+            self.work("--drain", size=(10, 20), **streams)
+            self.see("done 0, failed")
+            self.let_one_go_on()
+            lines = self.see("done 1, failed")
+            self.assertEqual(lines[-1], "done 1, failed 0, w")
+            self.assertEqual(len([line for line in lines if "done" in line]), 1)
+            self.let_one_go_on()
+            self.assertEqual(self.end(), 0)
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+
+    def test_a_progress_line_that_comes_late_is_not_shown(self) -> None:
+        """It would stand behind the last words of `work`, and behind the shell's prompt."""
+        self.master, slave = os.openpty()
+        self.addCleanup(self.hang_up)
+        self.screen = Screen(4, 40)
+        env = mock.patch.dict(os.environ, {"TERM": "xterm"})
+        with open(slave, "w") as stderr, mock.patch.object(sys, "stderr", stderr), env:
+            console = femtoqueue._Console()
+            console.show_progress("done 1")
+            self.see("done 1")
+            console.end_progress()
+            console.show_progress("done 2")
+            console.write("end\n")
+            self.assertEqual(self.see("end"), ["end"])
+
+    def test_ctrl_c_finishes_what_runs(self) -> None:
+        """The terminal signals the worker only: commands are in sessions of their own."""
+        self.queue().push_many([b"x", b"y"])
+        self.work()
+        self.see("begun")
+        self.type("\x03")
+        self.see("finishing what runs")
+        self.let_one_go_on()
+        self.assertEqual(self.end(), 0)
+        self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1 in \d+s$")
+        self.assertEqual(self.states(), {"done": 1, "pending": 1})
+
+    def test_work_finishes_what_runs_when_its_terminal_goes_away(self) -> None:
+        """Its last words are lost; that is no trouble."""
+        self.queue().push(b"x")
+        self.work()
+        self.see("done 0, failed 0, waiting 0")
+        self.hang_up()
+        self.let_one_go_on()
+        self.assertEqual(self.end(), 0)
+        self.assertEqual(self.states(), {"done": 1})
 
 
 # Words and weight
