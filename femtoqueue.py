@@ -8,7 +8,7 @@
         print(task.id, task.data)           # the work; then:
         q.done(task)                        # or q.fail(task, "why"), q.release(task)
 
-A queue is a directory, a task is a file, and the directory it stands in is its state:
+A queue is a directory, a task is a file, and the directory it is in is its state:
 
     data_dir/
       creating/           being written; never read as tasks
@@ -28,39 +28,43 @@ the process that pushed, or of a key's hash (8 to f in front). Names are fixed i
 sorting them is first in, first out. A file is one line, `FQ1 <crc32> <length>` and the key if it
 has one, and then the payload as given.
 
-Every change of state is one system call, and the task has changed hands when it returns (where
-two methods stand, the second makes it; _transfer by _rename):
+Every change of state is one system call, and the task has changed hands when it returns:
 
-    step     method                     from              to                            by
-    publish  _publish                   creating/<id>     pending/, scheduled/, keys/   rename
-    due      _wake_due, _transfer       scheduled/        pending/<now>~<n>~<id>        rename
-    claim    _claim, _seize             pending/          inflight-<node>/              rename
-    undo     _hand_back, _unseize       inflight-<node>/  pending/                      rename
-    finish   _settle, _transfer         inflight-<node>/  done/<id>                     rename
-    or         without keep_done        inflight-<node>/  nowhere                       unlink
-    fail     _bury, _transfer           inflight-<node>/  failed/<id>; then its .error  rename
-    release  _settle, _transfer         inflight-<node>/  pending/ or scheduled/        rename
-    extend   extend, _transfer          inflight-<node>/  the same, with a new deadline rename
-    put back _put_back, _transfer       a dead's lease    pending/<order of id>~<n>~    rename
-    give up  _give_up, _transfer        pending/          failed/<id>, at max_attempts  rename
-    retry    _retried, _transfer        failed/<id>       pending/<now>~0~<id>          rename
-    purge    purge                      done/, failed/    nowhere                       unlink
-    replace  _replace_pending, _swap    creating/<id>     for a waiting task's file     renameat2
-               where names can't be exchanged: _take_over, _renew, over its file        rename
-    update   _push_to_leased, _swap     creating/<id>     for a leased task's file      renameat2
-    later    _replace_scheduled         pending/          scheduled/<due>~0~<id>        rename
-    buffer   _push_behind               creating/<id>     keys/<id>                     rename
-    let in   _let_in, _come_back        keys/<id>         pending/; over what came back rename
-    save     checkpoint                 creating/         checkpoints/<id>              rename
+    step       room and method                 from              to                       by
+    publish    _Files.publish                  creating/<id>     pending/, scheduled/     rename
+    due        _Transitions.enqueue_scheduled  scheduled/        pending/<now>~<n>~<id>   rename
+    claim      _LeaseDir.claim                 pending/          inflight-<node>/         rename
+    undo       _LeaseDir.undo_claim            inflight-<node>/  pending/                 rename
+    finish     _Transitions.finish             inflight-<node>/  done/<id>                rename
+                 without keep_done             inflight-<node>/  nowhere                  unlink
+    fail       _Transitions.fail               inflight-<node>/  failed/<id>; its .error  rename
+    release    _Transitions.requeue            inflight-<node>/  pending/ or scheduled/   rename
+    extend     _Transitions.extend             inflight-<node>/  the same, a new deadline rename
+    reclaim    _Transitions.reclaim            a dead's lease    pending/, its old place  rename
+    quarantine _Transitions.quarantine         inflight-<node>/  failed/<id>; its .error  rename
+    retry      _Transitions.requeue_failed     failed/<id>       pending/<now>~0~<id>     rename
+    purge      FemtoQueue.purge                done/, failed/    nowhere                  unlink
+    replace    _KeyIndex.push, _Files.swap     creating/<id>     for a waiting record     renameat2
+    update     _KeyIndex.push, _Files.swap     creating/<id>     for a leased record      renameat2
+    buffer     _KeyIndex.push                  creating/<id>     keys/<id>                rename
+    promote    _KeyIndex.move                  keys/<id>         pending/, scheduled/     rename
+    save       _Transitions.save_checkpoint    creating/         checkpoints/<id>         rename
+
+_KeyIndex.move does each move of a task with a key, _Files.move each of the others.
+
+Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
+task: the rename gives it a *lease*, which ends at its *deadline* or with the worker; the lease's
+exact name is the *fence*: when it is gone, done(), fail(), release() and extend() raise LeaseLost
+and change nothing. A task is *settled* (acknowledged) by done(), fail() or release(), or
+*reclaimed* from a worker that died or was late. A *dead letter* is in failed/; a task that can't
+be delivered is *quarantined* there. *Housekeeping* is what pop() does besides. A newer payload of
+a key is *buffered* while its task is in flight.
 
 Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
-the next. The lease is in the name which that rename writes, and that exact name is the fencing
-token: when the lease was lost, the name is gone, and done(), fail(), release() and extend() raise
-LeaseLost and change nothing. A lease ends at its deadline or when its holder is dead, whichever
-comes first. A living worker keeps a shared flock on its inflight-<node>/; the kernel drops it
-with the process; whoever gets the exclusive lock knows that nobody is left. pop() looks after
-that, after due tasks and after leftovers; there is no other process, and no thread but those that
-processing() renews leases by, work() works by, and coroutines look by.
+the next. A living worker keeps a shared flock on its inflight-<node>/; the kernel drops it with
+the process; a process that gets the exclusive lock knows that no worker is left. There is no other
+process, and no thread but those that processing() renews leases by, work() works by, and
+coroutines look by.
 
 Guaranteed: at least once. A task whose push() returned is delivered until a done() or fail()
 returned, whatever is killed at whichever instant. Order is that of push() across the processes
@@ -74,7 +78,29 @@ deadline, or (without sync) when power was lost after done(): make handlers idem
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
 have wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a
 lease of another host ends by its deadline only, as do all without flock or boot id (not Linux).
-Names that are not of the forms above are other people's files: never delivered, moved, removed.
+Names that are not of the forms above are foreign files: never delivered, moved, removed.
+
+Rooms of this file; each uses only those above it:
+
+     1. System             what Python does not offer of it
+     2. Names              of tasks, directories and keys
+     3. Errors and values  what the interface raises, returns and checks
+     4. Records            the header line and the payload
+     5. File locks         flock, and fork
+     6. Files              the steps on files; durability is decided here
+     7. Queue clock        orders and deadlines
+     8. Backlog            the batch of names in pending/, and the next times
+     9. Lease directory    claiming into it, and the lock that shows life
+    10. Keys               keyed tasks: locks, replacing, buffering
+    11. Transitions        each change of a task's state
+    12. Housekeeping       what pop() does besides taking
+    13. Waiting            inotify, threads, coroutines
+    14. Processing         renewal of leases
+    15. Worker pool        the loop of work()
+    16. Inspection         check()
+    17. FemtoQueue         the public face
+    18. Tickets            TicketQueue
+    19. Command line       `femtoqueue COMMAND`
 """
 
 from __future__ import annotations
@@ -94,7 +120,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 try:
     import fcntl
@@ -123,117 +149,416 @@ __all__ = [
 ]
 __version__ = "1.0.0.dev0"
 
-STATES = ("pending", "scheduled", "inflight", "done", "failed")
+# ==================================================================================================
+# 1. System: what Python does not offer of it, and what differs between platforms.
+#    Invariant: each clock is read in one place, and libc is loaded once.
+# ==================================================================================================
 
-_DIRS = ("creating", "pending", "scheduled", "done", "failed")
-_NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
-_FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-_FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
-_MOST = 10**302  # of anything that is given as a number
-_MOST_ATTEMPTS = 999_999  # a name has room for six digits
-_DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
-_KEY_BYTES = 200
-_BORROWED_NS = 30 * 10**9  # the lease under which the payload of a waiting task is replaced
-_UNQUOTED = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:/@")
-_POLICIES = ("buffer", "update", "reject")
-# Where a delivery's task goes, as a field of WorkCounts.
-_OUTCOMES = {"done": "done", "": "done", "failed": "failed"} | dict.fromkeys(
-    ("pending", "scheduled"), "released"
-)
-# Directories of data_dir, and the forms of the names in them.
-_OUR_DIRS: dict[str, tuple[str, ...]] = {
-    name: (name,) for name in ("creating", "pending", "scheduled", "done", "checkpoints")
-}
-_OUR_DIRS |= {"failed": ("failed", "reason"), "keys": ("keys", "tag"), "locks": ("lock",)}
-_OUR_DIRS |= {"spare": ()}
-_BATCH = 1 << 17  # pending names to keep in memory: up to 11 MB of them
-_CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
-_MAX_LISTINGS = 8  # by one pop() that loses every claim to others
-_MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
-_READ_BYTES = 4096  # a record of this size or less is read with one call
-_PURGE_SLICE = 1000  # entries of done/ that one look at them takes, at least
-_SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
-_LEFTOVER_NS = 3600 * 10**9
-_IDLE_NS = 60 * 10**9
-_LONGEST_PAUSE_S = 20.0
-_BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
-_FIRST_PAUSE_S = 0.001  # between two polls; it doubles up to poll_interval_s
-_RENEWAL = 1 / 3  # of its length, after which a lease is renewed
-_ONE_SIGNAL_S = 0.3  # two signals to work() within that are one
-_LONGEST_RETRY_S = 3600.0  # after an exception in processing()
-_PIPE_BYTES = 4096  # a pipe holds that much without a reader
-_TAIL_BYTES = 4096  # of a command's standard error, as the reason of its failure
-
-# ext2 to ext4, xfs, btrfs, f2fs, tmpfs: f_type of statfs(2)
+# f_type of statfs(2): ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
-# Those, overlay, zfs, bcachefs, ramfs: nobody but this kernel writes to them, and inotify hears it.
+# Those, overlay, zfs, bcachefs, ramfs: only this kernel writes to them, and inotify reports it all.
 _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 _NETWORK_TYPES = {
     **{0x6969: "NFS", 0x65735546: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"},
     **{0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre", 0x01161970: "GFS2"},
     **{0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS", 0x19830326: "BeeGFS"},
 }
-# inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
-_IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
-_RENAMES_OPEN_FILES = os.name == "posix"
-# EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
-_NO_LOCKS = (
-    *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
-    *(errno.EBADF, errno.EINVAL),
-)
-_NO_ROOM = (
-    *(errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EROFS),
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+
+_OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+_NO_WRITE_ERRNOS = (
+    *(*_OUT_OF_SPACE_ERRNOS, errno.EROFS),
     *(errno.EACCES, errno.EPERM, errno.EISDIR),
 )
-_SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-# ESTALE: what a descriptor of ours leads to was removed by another host (NFS, GlusterFS).
-_GONE = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
-_NO_FLOCK = "keyed tasks and tickets need flock, which there is none of here"
-_RENAME_EXCHANGE = 2  # of renameat2(2)
-_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM)
-_NOT_EMPTY = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
-_Found = TypeVar("_Found")  # by a wait
+_TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+# ESTALE: another host removed what our descriptor refers to (NFS, GlusterFS).
+_MISSING_ERRNOS = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
+_NOT_EMPTY_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
+_NO_EXCHANGE_ERRNOS = (
+    *(errno.ENOSYS, errno.EINVAL, errno.EPERM),
+    *(errno.ENOTSUP, errno.EOPNOTSUPP),
+)
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-# O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not hang pop().
-_WARY = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-_READ_FLAGS = os.O_RDONLY | _WARY | getattr(os, "O_BINARY", 0)
-_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _WARY
+# O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not block pop().
+_NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+_READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
+_FIRST_PAUSE_S = 0.001  # of a backoff between two polls
+
+
+def _wall_ns() -> int:
+    return int(time.time() * 1e9)
+
+
+def _monotonic_ns() -> int:
+    return int(time.monotonic() * 1e9)
+
+
+def _utc(ns: int) -> datetime:
+    """Return nanoseconds since the epoch as a datetime."""
+    from datetime import datetime, timedelta, timezone
+
+    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=ns // 1000)
+
+
+def _log() -> logging.Logger:
+    import logging
+
+    return logging.getLogger("femtoqueue")
+
+
+@functools.lru_cache(maxsize=1)
+def _libc() -> Any:
+    """Return the C library if it is that of a Linux with every call used here, else None."""
+    try:
+        import ctypes
+
+        libc = ctypes.CDLL(None, use_errno=True)
+        has_all = libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch
+        return libc if has_all else None
+    except (ImportError, OSError, AttributeError, TypeError):
+        return None
+
+
+def _libc_error(path: str) -> OSError:
+    import ctypes
+
+    return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+
+
+def _fs_type(directory: str) -> int:
+    """Return f_type of statfs(2); 0 where it is not available."""
+    libc = _libc()
+    if libc is None:
+        return 0
+    import ctypes
+
+    # struct statfs begins with the type; 256 bytes are enough for any of them.
+    status = (ctypes.c_long * 32)()
+    failed = libc.statfs(os.fsencode(directory), status)
+    return 0 if failed else status[0] & 0xFFFFFFFF
+
+
+def _find_syncfs(directory: str) -> Callable[[int], None] | None:
+    """Return syncfs(2) if it exists and the directory's file system is known to obey it."""
+    libc = _libc()
+    if libc is None or _fs_type(directory) not in _SYNCFS_TYPES:
+        return None
+
+    def call(fd: int) -> None:
+        if libc.syncfs(fd):
+            raise _libc_error(directory)
+
+    return call
+
+
+def _exchange(first: str, second: str) -> None:
+    """Swap what two absolute paths lead to, in one step: renameat2(2) with RENAME_EXCHANGE.
+
+    Raises FileNotFoundError if one is missing, ENOSYS where there is no such call, EINVAL where
+    the file system does not offer it, any other OSError as rename() does.
+    """
+    renameat2 = getattr(_libc(), "renameat2", None)
+    if renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), second)
+    paths = os.fsencode(first), os.fsencode(second)
+    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE):
+        raise _libc_error(second)
+
+
+def _read_boot_id() -> str | None:
+    """Return a text that names this boot of this kernel; None where the system has none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            boot_id = file.read().strip()
+    except OSError:
+        return None  # not Linux, or no /proc
+    with contextlib.suppress(OSError):  # Linux 5.6: a time namespace has its own monotonic clock
+        boot_id += os.readlink("/proc/self/ns/time")
+    return boot_id
+
+
+def _boot_tag(boot_id: str, directory: str) -> str:
+    """Return 8 hex digits for a kernel and a mount: flock is coherent among those who share both."""
+    return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
+
+
+class _FirstError:
+    """Keeps the first OSError of the `with` blocks that it guards, which end there, until
+    raise_if_any(): one task or directory with an error must not keep the others waiting."""
+
+    def __init__(self) -> None:
+        self._error: OSError | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        if not isinstance(error, OSError):
+            return False
+        self._error = self._error or error
+        return True
+
+    def raise_if_any(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def _no_op(*args: object) -> None:
+    """Do nothing: the default of a callback."""
+
+
+def _backoff_s(longest_s: float) -> Iterator[float]:
+    """Yield pauses in seconds: from a millisecond, doubling, up to longest_s."""
+    pause_s = min(_FIRST_PAUSE_S, longest_s)
+    while True:
+        yield pause_s
+        pause_s = min(2 * pause_s, longest_s)
+
+
+# ==================================================================================================
+# 2. Names: of tasks, directories and keys; the only place that takes a name apart or puts one
+#    together. Invariant: a name is of exactly one form, fixed in width, or it is not ours.
+# ==================================================================================================
+
+STATES = ("pending", "scheduled", "inflight", "done", "failed")
+
+_NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
+_FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
+_FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
+_MAX_ATTEMPTS = 999_999  # a name has room for six digits
+_DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
+_MAX_KEY_BYTES = 200
+_KEY_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:/@")
+_ID_LENGTH = 29
+
 _NS = "0[0-8][0-9]{18}"
-_ID = f"(?P<id>{_NS}-[0-9a-f]{{8}})"
-_ATTEMPTS = "(?P<attempts>[0-9]{1,6})"
-# Written without <boot>, and in done/ and failed/ only as an id; but by hand, a task may come from
-# anywhere, under the name that it had there.
-_WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:[0-9a-f]{{8}}~)?)?{_ID}"
-_PARSE = {
+_ID = f"({_NS}-[0-9a-f]{{8}})"
+_ATTEMPTS = "([0-9]{1,6})"
+_BOOT = "([0-9a-f]{8})"
+# Written without <boot>, and in done/ and failed/ only as an id; but a person may move a task here
+# from anywhere, under the name that it had there.
+_WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
+# Each form has the groups attempts, boot, id.
+_FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
-        "creating": rf"{_ID}(?:\.(?:clock|error|pending))?",
+        "creating": rf"()(){_ID}(?:\.(?:clock|error|pending))?",
         "pending": _WAITING,
-        "scheduled": f"{_NS}~{_ATTEMPTS}~{_ID}",
-        "inflight": f"{_NS}~{_ATTEMPTS}~(?P<boot>[0-9a-f]{{8}})~{_ID}",
-        # A newer payload behind what is in flight; its tag is a key's.
-        "keys": f"(?:{_NS}~{_ATTEMPTS}~)?(?P<id>{_NS}-[89a-f][0-9a-f]{{7}})",
-        "checkpoints": _ID,
+        "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
+        "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
+        # A newer payload behind a task in flight; its tag is a key's.
+        "keys": f"(?:{_NS}~{_ATTEMPTS}~)?()({_NS}-[89a-f][0-9a-f]{{7}})",
+        "checkpoints": f"()(){_ID}",
         "done": _WAITING,
         "failed": _WAITING,
-        "reason": rf"{_ID}\.error",
-        "tag": "[89a-f][0-9a-f]{7}",  # of a key; a process has 0 to 7 in front
-        "lock": "[0-9a-f]{2}",
+        "reason": rf"()(){_ID}\.error",
     }.items()
 }
-_parse_pending = _PARSE["pending"]
+_parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
+_parse_lock = re.compile("[0-9a-f]{2}").fullmatch
+_parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"\.?([0-9]{20})~([0-9a-f]{8})~([0-9a-f]{16})").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
-_match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
-_parse_tag = _PARSE["tag"]
-_parse_hint = re.compile(
+_parse_key_state = re.compile(
     r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
 ).fullmatch
+
+# The directories that a queue makes at once, and for each of data_dir the forms of its names.
+_STATE_DIRS = ("creating", "pending", "scheduled", "done", "failed")
+_NAMES_IN: dict[str, tuple[Callable[[str], object], ...]] = {
+    **{name: (_FORMS[name],) for name in (*_STATE_DIRS, "checkpoints")},
+    "failed": (_FORMS["failed"], _FORMS["reason"]),
+    "keys": (_FORMS["keys"], _parse_tag),
+    "locks": (_parse_lock,),
+    "spare": (),
+}
+
+
+class _Entry(NamedTuple):
+    """A task's file: the directory and the name that it has there, and what the name says.
+
+    attempts: None if the name does not carry it. boot: "" likewise.
+    """
+
+    directory: str
+    name: str
+    id: str
+    attempts: int | None
+    boot: str
+
+    @property
+    def path(self) -> str:
+        """Relative to data_dir."""
+        return f"{self.directory}/{self.name}"
+
+    @property
+    def stamp_ns(self) -> int:
+        """The number in front: order, due time or deadline."""
+        return int(self.name[:20])
+
+
+def _parse(directory: str, name: str, form: str = "") -> _Entry | None:
+    """Return the entry of a name in a directory of data_dir; None if the name is not ours.
+
+    form: of _FORMS, if it is not that of the directory.
+    """
+    match = _FORMS[form or _state_of(directory)](name)
+    if match is None:
+        return None
+    attempts, boot, ident = match.groups()
+    return _Entry(directory, name, ident, int(attempts) if attempts else None, boot or "")
+
+
+def _entry_of(path: str) -> _Entry:
+    """Return the entry of a path whose name is known to be ours."""
+    directory, _, name = path.partition("/")
+    entry = _parse(directory, name)
+    if entry is None:
+        raise ValueError(f"not the path of a task: {path!r}")
+    return entry
+
+
+def _state_of(path: str) -> str:
+    """Return the state that a directory, or a path in it, stands for; "keys" and the like too."""
+    directory = path.partition("/")[0]
+    return "inflight" if directory.startswith("inflight-") else directory
+
+
+def _node_of(path: str) -> str:
+    """Return the node_id in the path of a lease or of its directory."""
+    return path.partition("/")[0][len("inflight-") :]
+
+
+def _id_of(path: str) -> str:
+    """Return the id of a task, with which each of its names ends."""
+    return path[-_ID_LENGTH:]
+
+
+def _tag_of(ident: str) -> str:
+    return ident[-8:]
+
+
+def _order_of(ident: str) -> int:
+    return int(ident[:20])
+
+
+def _stamp_of(path: str) -> int:
+    """Return the number in front of a task's name: order, due time or deadline, in ns."""
+    return int(path.rpartition("/")[2][:20])
+
+
+def _attempts_of(path: str) -> int:
+    """Return the attempts that a task's name carries, 0 if it carries none."""
+    parts = path.split("~")
+    return int(parts[1]) if len(parts) > 1 else 0
+
+
+def _due_of(buffered: str) -> int | None:
+    """Return the time for which a payload in keys/ is scheduled, None if it is for at once."""
+    return _stamp_of(buffered) if "~" in buffered else None
+
+
+def _is_end(path: str) -> bool:
+    """Whether a task that moves there, or nowhere (""), has come to its end."""
+    return path.startswith(("done/", "failed/")) or not path
+
+
+def _is_bare(path: str) -> bool:
+    """Whether a task's name is its id."""
+    return len(path.rpartition("/")[2]) == _ID_LENGTH
+
+
+def _is_keyed(ident: str) -> bool:
+    """Whether an id's tag is the hash of a key: the name tells, so that other tasks pay nothing."""
+    return ident[21] > "7"
+
+
+def _may_be_renamed(name: str) -> bool:
+    """Whether a task of that name in pending/ gets another name with a new payload."""
+    match = _FORMS["pending"](name)
+    return match is not None and match[1] is not None and _is_keyed(match[3])
+
+
+def _new_name(order_ns: int, tag: str) -> str:
+    """Return an id."""
+    return f"{order_ns:020d}-{tag}"
+
+
+def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
+    return f"{stamp_ns:020d}~{attempts}~{ident}"
+
+
+def _lease_name(deadline_ns: int, attempts: int, boot: str, ident: str) -> str:
+    return f"{deadline_ns:020d}~{attempts}~{boot}~{ident}"
+
+
+def _with_stamp(path: str, stamp_ns: int) -> str:
+    """Return the path of a lease with another deadline."""
+    directory, _, name = path.rpartition("/")
+    return f"{directory}/{stamp_ns:020d}{name[20:]}"
+
+
+def _first_try_path(path: str, due_ns: int | None) -> str:
+    """Return the path of a waiting task for a new payload, which was never delivered: at its
+    place, or in scheduled/ for a time."""
+    if due_ns is not None:
+        return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
+    if _is_bare(path):
+        return path
+    return f"{_state_of(path)}/{_task_name(_stamp_of(path), 0, _id_of(path))}"
+
+
+def _ticket_name(number: int, boot: str, member: str) -> str:
+    return f"{number:020d}~{boot}~{member}"
+
+
+def _boot_of_ticket(name: str) -> str:
+    return name.split("~")[1]
+
+
+def _key_tag(name: str) -> str:
+    """Return the hash of an encoded key, as 8 hex digits: the tag of its tasks' ids."""
+    return f"{binascii.crc32(name.encode()) | 1 << 31:08x}"
+
+
+def _lock_of(tag: str) -> str:
+    """Return the name in locks/ of the lock for the keys of a hash."""
+    return tag[-2:]
+
+
+def _encode_key(key: object) -> str:
+    """Return a key as it stands in a header and in keys/: percent-encoded, as in a URL."""
+    if not isinstance(key, str):
+        raise TypeError(f"key must be a str, not {key!r}")
+    raw = key.encode()
+    if not 1 <= len(raw) <= _MAX_KEY_BYTES:
+        raise ValueError(
+            f"key must be 1 to {_MAX_KEY_BYTES} bytes in UTF-8, not {len(raw)}: {key!r}"
+        )
+    return "".join(chr(byte) if chr(byte) in _KEY_CHARACTERS else f"%{byte:02X}" for byte in raw)
+
+
+def _decode_key(name: str) -> str:
+    raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), name.encode())
+    return raw.decode("utf-8", "replace")
+
+
+# ==================================================================================================
+# 3. Errors and values: what the interface raises and returns, and the checks of its arguments.
+#    Invariant: a value is a snapshot; only the lease of a task changes, and only by its own queue.
+# ==================================================================================================
+
+_MAX_NUMBER = 10**302  # of any argument
+_IF_IN_FLIGHT = ("buffer", "update", "reject")
+# How a delivery ended, as a field of WorkCounts, by the state that its task went to.
+_OUTCOMES = {"done": "done", "": "done", "failed": "failed"} | dict.fromkeys(
+    ("pending", "scheduled"), "released"
+)
 
 
 class FemtoQueueError(Exception):
@@ -241,7 +566,7 @@ class FemtoQueueError(Exception):
 
 
 class LeaseLost(FemtoQueueError):
-    """The task is no longer in this worker's hands; nothing was changed.
+    """The task is no longer leased by this delivery; nothing was changed.
 
     `id` is the task's. `expired` is True when the lease's deadline has passed (another worker may
     have the task now), False when it ended otherwise: finished before, moved by hand, or given up
@@ -282,6 +607,22 @@ class CorruptTask(FemtoQueueError):
         return f"task {self.id} is corrupt: {self.reason}"
 
 
+class _CommandFailed(Exception):
+    """A command that `work` ran did not end well. Its text is the whole reason."""
+
+
+class _Lease:
+    """One delivery. `path` (inflight-<node>/<exact name>) is its fencing token; a renewal writes
+    the new one here. `length_ns`: how long a renewal makes it last. `is_renewed`: whether a
+    thread renews it. `outcome`: how it ended, a field of WorkCounts; "" while it runs."""
+
+    __slots__ = ("is_renewed", "length_ns", "outcome", "path")
+
+    def __init__(self, path: str, length_ns: int) -> None:
+        self.path, self.length_ns = path, length_ns
+        self.is_renewed, self.outcome = False, ""
+
+
 @dataclass(frozen=True, init=False)
 class FemtoTask:
     """One task, as it was when it was read.
@@ -293,9 +634,9 @@ class FemtoTask:
     key: of a keyed task, else None.
     checkpoint: what checkpoint() saved last, in this delivery or one before; None: nothing, or
     the task was not leased but looked at.
-    path: of its file, relative to data_dir; while the task is leased, also its fencing token.
     error: the reason of a failed task; None: it has none, or is in another state.
-    size_bytes: length of the payload. None: the file has no valid header (tasks(data=False) only).
+    size_bytes: length of the payload. None: the file has no valid header (tasks(data=False)
+    only), or was not read (attach()).
     """
 
     id: str
@@ -303,12 +644,12 @@ class FemtoTask:
     attempts: int | None = 0
     key: str | None = None
     checkpoint: bytes | None = field(default=None, repr=False, compare=False)
-    path: str = field(default="", repr=False, compare=False)
-    error: str | None = field(default=None, repr=False, compare=False)
-    size_bytes: int | None = field(default=None, repr=False, compare=False)
-    # How long this delivery's lease is when it is renewed; 0: it is not ours.
-    _lease_ns: int = field(default=0, repr=False, compare=False)
-    _anchor_ns: int = field(default=0, repr=False, compare=False)  # of the queue clock
+    error: str | None = field(default=None, init=False, repr=False, compare=False)
+    size_bytes: int | None = field(default=None, init=False, repr=False, compare=False)
+    # Of a task that was looked at, or the lease of one that was popped; and the queue clock's.
+    _path: str = field(default="", init=False, repr=False, compare=False)
+    _lease: _Lease | None = field(default=None, init=False, repr=False, compare=False)
+    _anchor_ns: int = field(default=0, init=False, repr=False, compare=False)
 
     def __init__(
         self,
@@ -317,43 +658,57 @@ class FemtoTask:
         attempts: int | None = 0,
         key: str | None = None,
         checkpoint: bytes | None = None,
-        *,
-        path: str = "",
-        _lease_ns: int = 0,
-        _anchor_ns: int = 0,
+        **others: Any,
     ) -> None:
         # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
         fields = self.__dict__
         fields["id"], fields["data"], fields["attempts"] = id, data, attempts
-        fields["key"], fields["checkpoint"], fields["path"] = key, checkpoint, path
-        fields["size_bytes"] = len(data)
-        fields["_lease_ns"], fields["_anchor_ns"] = _lease_ns, _anchor_ns
+        fields["key"], fields["checkpoint"], fields["size_bytes"] = key, checkpoint, len(data)
+        fields.update(others)
+
+    @property
+    def path(self) -> str:
+        """Where its file was, relative to data_dir; while it is leased, also its fencing token."""
+        return self._path if self._lease is None else self._lease.path
 
     @property
     def state(self) -> str:
         """Where it was: one of STATES, or "buffered" (a newer payload of a key in flight)."""
-        directory = self.path.partition("/")[0]
-        if directory.startswith("inflight-"):
-            return "inflight"
-        return "buffered" if directory == "keys" else directory
+        state = _state_of(self.path)
+        return "buffered" if state == "keys" else state
 
     @property
     def node(self) -> str | None:
         """The node_id of the worker that has it in flight, else None."""
-        return self.path[9:].partition("/")[0] if self.path.startswith("inflight-") else None
+        return _node_of(self.path) if self.state == "inflight" else None
 
     @property
     def created(self) -> datetime:
         """When it was pushed: UTC, read from the id, by the queue clock (see FemtoQueue)."""
-        return _utc(int(self.id[:20]))
+        return _utc(_order_of(self.id))
 
     @property
     def until(self) -> datetime | None:
         """When its lease ends, or when it is due: UTC, by the wall clock of now; else None."""
-        stamp = os.path.basename(self.path)[:20]
         if self.state == "inflight":
-            return _utc(int(stamp) - _monotonic_ns() - self._anchor_ns + _wall_ns())
-        return _utc(int(stamp)) if self.state == "scheduled" else None
+            left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
+            return _utc(_wall_ns() + left_ns)
+        return _utc(_stamp_of(self.path)) if self.state == "scheduled" else None
+
+
+def _lease_of(task: object) -> _Lease:
+    """Return the lease of a task that pop() returned. Raises TypeError or LeaseLost for others."""
+    if not isinstance(task, FemtoTask):
+        kind = type(task).__name__
+        raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
+    if task._lease is None:
+        raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
+    return task._lease
+
+
+def _set_checkpoint(task: FemtoTask, data: bytes) -> None:
+    """Note in a task what was saved for it."""
+    object.__setattr__(task, "checkpoint", data)
 
 
 _NO_TASK = FemtoTask("", b"")
@@ -361,7 +716,7 @@ _NO_TASK = FemtoTask("", b"")
 
 @dataclass(frozen=True)
 class NodeStats:
-    """One worker's leases: how many, how many of them past their deadline, and who holds them.
+    """One worker's leases: how many, how many of them past their deadline, and its liveness.
 
     liveness: "alive" (its lock is held), "dead" (it is not, on this host), or "unknown" (another
     host's or an earlier boot's, or no flock here: only deadlines count).
@@ -415,1215 +770,1904 @@ class Finding:
     repaired: bool = False
 
 
-class _Closed(Exception):
-    """close() was called while this thread waited for a task: its wait is over."""
+def _finite(name: str, value: float) -> float:
+    """Return a number that was given as an argument. Raises TypeError or ValueError."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, not {value!r}")
+    if not abs(value) < _MAX_NUMBER:  # NaN neither
+        given = value if isinstance(value, float) else "an int of so many digits"
+        raise ValueError(f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {given}")
+    return value
 
 
-class FemtoQueue:
-    """A queue in `data_dir`, which is made (mode 0700) if it is missing.
+def _not_negative(name: str, value: float) -> float:
+    if _finite(name, value) < 0:
+        raise ValueError(f"{name} must be 0 or more, not {value!r}")
+    return value
 
-    node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). A worker that
-    comes back under its old node_id takes back at once what it held. Objects that live at the
-    same time may share one: they don't steal from each other, but what one of them held when it
-    was killed then waits for its deadline, or until the last of them ends.
-    timeout_stale_ms is the lease (visibility timeout) that pop() takes, in milliseconds. None:
-    as long as the holder lives; after a reboot, and where there is no flock, only a restart of
-    its own node_id or release by hand brings such a task back.
-    sync_after_write: True makes what returned survive power loss (push, push_many, schedule,
-    done, fail, release, retry); False survives the death of processes.
-    max_attempts: a task that was delivered so often without done() or fail() goes to failed/ by
-    itself. None: no limit.
-    keep_done: False deletes what is done instead of keeping it in done/. A number: what is done is
-    kept for that many seconds; then pop() deletes it, some at a time.
-    detached: True makes leases that outlive this object and its process: only their deadlines end
-    them, and attach() finds them again.
-    retry_delay_s: what processing() and work() wait, in seconds, before a second delivery; twice
-    as long before each further one, up to an hour, and up to half of it less, by chance.
-    poll_interval_s: the longest pause, in seconds, between two looks of who waits, where inotify
-    does not tell (not Linux, or a file system that other hosts write to).
 
-    Order and deadlines are by the queue clock: the monotonic clock plus an anchor that all
-    processes of one boot share, so that nobody who sets the date moves it. Where there is no boot
-    id (not Linux) each process anchors itself to the wall clock or the newest task.
+def _positive(name: str, value: float) -> float:
+    if _finite(name, value) <= 0:
+        raise ValueError(f"{name} must be greater than 0, not {value!r}")
+    return value
 
-    Threads may share an object. After fork() the child's copy is a worker of its own, and a
-    pickled object is made anew from its settings.
 
-    Raises TypeError or ValueError for an argument that is none, OSError when a directory cannot
-    be made.
+def _length_ns(ms: float | None) -> int:
+    """Return the length of a lease in nanoseconds; None: as long as the holder lives."""
+    return _FOREVER_NS if ms is None or ms > _FOREVER_NS / 1e6 else int(ms * 1e6)
+
+
+def _end_s(timeout: float | None) -> float:
+    """Return when a wait ends, on the monotonic clock."""
+    if timeout is None:
+        return float("inf")
+    return time.monotonic() + _not_negative("timeout", timeout)
+
+
+def _check_places(data_dir: object, node_id: object) -> None:
+    """Raise TypeError or ValueError for an invalid data_dir or node_id."""
+    if not isinstance(os.fspath(data_dir), str):  # type: ignore[call-overload]
+        raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
+    if not os.fspath(data_dir):  # type: ignore[call-overload]
+        raise ValueError("data_dir must not be empty; for this directory say '.'")
+    if node_id is not None and not (
+        isinstance(node_id, str)
+        and node_id not in (".", "..")
+        and _parse_node_dir(f"inflight-{node_id}")
+    ):
+        raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
+
+
+def _check_max_attempts(max_attempts: object) -> None:
+    """Raise ValueError unless it is None or a whole number that a name has room for."""
+    if max_attempts is not None and (
+        type(max_attempts) is not int or not 1 <= max_attempts <= _MAX_ATTEMPTS
+    ):
+        raise ValueError(
+            f"max_attempts must be None or an int, 1 to {_MAX_ATTEMPTS}, not {max_attempts!r}"
+        )
+
+
+def _check_state(state: str) -> None:
+    if state not in STATES:
+        raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
+
+
+def _check_id(id: str) -> None:
+    if not isinstance(id, str):
+        raise TypeError(f"id must be a str, not {id!r}")
+    if not _parse_id(id):
+        raise ValueError(f"not the id of a task: {id!r}")
+
+
+def _add_to_message(error: Exception, text: str) -> None:
+    """Add to what an exception says, and leave it the exception that it is."""
+    if isinstance(error, OSError) and error.strerror is not None:
+        error.strerror = f"{error.strerror}{text}"
+    else:
+        error.args = (f"{error}{text}",)
+
+
+# ==================================================================================================
+# 4. Records: one header line, `FQ1 <crc32> <length> [<key>]`, then the payload.
+#    Invariant: what does not match its header is never returned.
+# ==================================================================================================
+
+_READ_BYTES = 4096  # a record of this size or less is read with one call
+_HEAD_BYTES = 1024  # holds any header
+_match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
+
+
+def _as_bytes(data: object) -> memoryview:
+    """Return a view of a payload. Raises TypeError if it is not bytes-like."""
+    if isinstance(data, str):
+        raise TypeError("data must be bytes, not str: encode it, as in text.encode()")
+    try:
+        return memoryview(data).cast("B")  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(f"data must be bytes-like, not {type(data).__name__}: {error}") from None
+
+
+def _header(payload: bytes | memoryview, key: str = "") -> bytes:
+    """Return the first line of a record; key: encoded, "" for none."""
+    if not key:
+        return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
+    name = key.encode()  # checked with the payload: it must not be taken for another key
+    return b"FQ1 %08x %d %b\n" % (
+        binascii.crc32(payload, binascii.crc32(name)),
+        len(payload),
+        name,
+    )
+
+
+def _write_all(fd: int, header: bytes, payload: bytes | memoryview) -> None:
+    """Write a record without joining its parts; go on after a short write."""
+    written = os.writev(fd, (header, payload)) if hasattr(os, "writev") else 0
+    size = len(header) + len(payload)
+    while written < size:
+        part = header if written < len(header) else memoryview(payload)
+        offset = written if part is header else written - len(header)
+        written += os.write(fd, part[offset:])
+
+
+def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
+    """Return a file's payload and key. Raises CorruptTask if it is not one whole record."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+        try:
+            head = os.read(fd, _READ_BYTES)
+            first, newline, payload = head.partition(b"\n")
+            if first + newline == _header(payload):
+                return payload, None
+            return _read_other(fd, head, ident)
+        finally:
+            os.close(fd)
+    except OSError:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            raise CorruptTask(ident, "not a regular file") from None
+        raise
+
+
+def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
+    """Read on where the first read did not show a whole record, or say what is wrong with it."""
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode):
+        raise CorruptTask(ident, "not a regular file")
+    header = _match_header(head)
+    if header is None:
+        raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
+    length, start = int(header[2]), header.end()
+    if status.st_size - start != length:  # before a header that lies makes us allocate
+        raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
+    payload = _read_rest(fd, start, length)
+    name = header[3] or b""
+    if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
+        raise CorruptTask(ident, f"wrong checksum over {length} bytes")
+    if not name:
+        return payload, None
+    key = _decode_key(name.decode())
+    with contextlib.suppress(ValueError):
+        if _encode_key(key) == name.decode() and _key_tag(name.decode()) == _tag_of(ident):
+            return payload, key
+    raise CorruptTask(ident, "its key is invalid, or not quoted as push() does, or not of its id")
+
+
+def _read_rest(fd: int, start: int, length: int) -> bytes:
+    """Read a large payload, in one piece unless the system gives less at a time."""
+    os.lseek(fd, start, os.SEEK_SET)
+    parts = []
+    while length > 0 and (part := os.read(fd, length)):
+        parts.append(part)
+        length -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_head(path: str) -> tuple[str | None, int | None]:
+    """Return a task's key and size by its first line; (None, None) if that is not valid."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+        try:
+            header = _match_header(os.read(fd, _HEAD_BYTES))
+        finally:
+            os.close(fd)
+    except OSError:
+        if not stat.S_ISREG(os.lstat(path).st_mode):
+            return None, None
+        raise
+    if header is None:
+        return None, None
+    return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
+
+
+# ==================================================================================================
+# 5. File locks: flock(2) on files and directories, held by this process alone.
+#    Invariant: a lock ends with its close(), its last reference or its process, whichever is
+#    first; a forked child never keeps one.
+# ==================================================================================================
+
+_NO_FLOCK = "keyed tasks and tickets need flock, which there is none of here"
+# EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
+_NO_FLOCK_ERRNOS = (
+    *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
+    *(errno.EBADF, errno.EINVAL),
+)
+_LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+
+_open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
+
+
+def _flock(fd: int, how: str) -> bool | None:
+    """Take a lock: "shared" waits for it, "exclusive" doesn't, "exclusive, waiting" does.
+
+    Returns False if another process has it, None if there are no locks here.
+    """
+    kinds = {"shared": fcntl.LOCK_SH, "exclusive": fcntl.LOCK_EX | fcntl.LOCK_NB}
+    try:
+        fcntl.flock(fd, kinds.get(how, fcntl.LOCK_EX))
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno in _NO_FLOCK_ERRNOS:
+            return None
+        raise
+    return True
+
+
+class _FileLock:
+    """An open file or directory that can be locked. It is closed with its last reference at the
+    latest: an exception from a signal handler (Ctrl-C) may come between any two lines."""
+
+    def __init__(self, path: str, flags: int = _LOCK_FLAGS) -> None:
+        self.fd = -1
+        if fcntl is None:
+            raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
+        self.path, self._pid = path, os.getpid()
+        self.fd = os.open(path, flags, 0o666)
+        _open_lock_fds.add(self.fd)
+
+    def acquire_shared(self) -> bool | None:
+        """Wait while another process has the exclusive lock; None: there are no locks here."""
+        return _flock(self.fd, "shared")
+
+    def try_exclusive(self) -> bool | None:
+        """Take the exclusive lock if it is free; None: there are no locks here."""
+        return _flock(self.fd, "exclusive")
+
+    def acquire_exclusive(self, wait: bool = True) -> None:
+        """Take the exclusive lock.
+
+        Raises BlockingIOError if it is not free and wait is False, OSError where there is no flock.
+        """
+        locked = _flock(self.fd, "exclusive, waiting" if wait else "exclusive")
+        if locked is False:
+            raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
+        if locked is None:
+            raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
+
+    def is_at_path(self) -> bool:
+        """Whether the path still leads to what was opened."""
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
+            return False
+
+    def close(self) -> None:
+        """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock.
+
+        In a forked child the descriptor is closed already, and its number may be another's.
+        """
+        fd, self.fd = self.fd, -1
+        if fd < 0 or self._pid != os.getpid():
+            return
+        with contextlib.suppress(OSError):  # no locks here
+            fcntl.flock(fd, fcntl.LOCK_UN)
+        _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
+        os.close(fd)
+
+    def __del__(self) -> None:
+        if self.fd >= 0 and os is not None:  # None: the interpreter ends
+            with contextlib.suppress(OSError):  # closed by code that did not open it
+                self.close()
+
+
+def _open_locked(path: str) -> _FileLock:
+    """Open a file, made if it is missing, and wait for the exclusive lock on it."""
+    while True:
+        lock = _FileLock(path)
+        try:
+            lock.acquire_exclusive()
+            if lock.is_at_path():
+                return lock
+        except BaseException:
+            lock.close()
+            raise
+        lock.close()  # RACE: the one that had it removed the file, so this is not the lock
+
+
+def _open_lease_lock(path: str) -> _FileLock | None:
+    """Open a lease directory to lock it; None where there are no locks, or it is gone."""
+    if fcntl is None:
+        return None
+    try:
+        return _FileLock(path, _DIR_FLAGS)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _liveness(path: str, has_leases_of_this_boot: bool) -> str:
+    """Say whether the worker of a lease directory lives; see NodeStats."""
+    lock = _open_lease_lock(path)
+    if lock is None:
+        return "unknown"
+    try:
+        is_free = lock.try_exclusive()
+    finally:
+        lock.close()
+    if is_free is False:
+        return "alive"
+    return "dead" if is_free and has_leases_of_this_boot else "unknown"
+
+
+# What is to be called in a forked child, with the object that it belongs to.
+_fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
+
+
+def _after_fork_in_child() -> None:
+    """In a forked child: the parent's locks must end with the parent, so close them here."""
+    while _open_lock_fds:
+        os.close(_open_lock_fds.pop())
+    for owner, hook in list(_fork_hooks.items()):
+        hook(owner)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+# ==================================================================================================
+# 6. Files: the steps on files of data_dir, and the one place where durability is decided.
+#    Invariant: a file appears whole under its name, or not at all; what is committed is on disk,
+#    the file first and then its directory, if the queue is durable.
+# ==================================================================================================
+
+_MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
+_RENAMES_OPEN_FILES = os.name == "posix"
+_SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
+
+
+def _move(source: str, target: str) -> None:
+    """rename(2), by the name that overwrites on Windows too: a task that was run again by hand
+    ends where it ended before.
+
+    RACE: a target directory that another process replaces just then (shrink_pending) gives ENOENT
+    as if the source were gone; both are there, so the rename is done again.
+    """
+    for _ in range(_MAX_REPLACED):
+        try:
+            os.replace(source, target)
+            return
+        except FileNotFoundError:
+            if not os.path.lexists(source) or not os.path.isdir(os.path.dirname(target)):
+                raise
+    os.replace(source, target)
+
+
+def _exists(path: str) -> bool:
+    """Whether a file is there. os.path.lexists() takes every error for "no"."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
+    """Remove a file and return whether it was there. or_fail=False: another error is on its way
+    to the caller already, and is the one to report."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        if or_fail:
+            raise
+        return False
+    return True
+
+
+def _unlink_if_older(path: str, before_s: float) -> bool:
+    """Remove a file that came to its place before a time (st_ctime); return whether it went."""
+    try:
+        status = os.lstat(path)
+        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
+            return False
+        os.unlink(path)
+    except FileNotFoundError:
+        return False  # RACE: another process retried or removed it
+    return True
+
+
+def _remove_empty_dir(path: str) -> None:
+    """Remove a directory unless something is in it, or it is gone."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (*_NOT_EMPTY_ERRNOS, errno.ENOENT, errno.ENOTDIR):
+            raise
+
+
+def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_dir(path: str) -> None:
+    if os.name == "posix":  # elsewhere directories can be neither opened nor synced
+        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
+
+
+def _make_dir(path: str, mode: int, sync: bool) -> None:
+    """mkdir -p; with sync, what was made reaches the disk with its parent."""
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        parent = os.path.dirname(path)
+        if parent == path or os.path.lexists(parent):  # a link to nowhere is none to be made
+            raise
+        _make_dir(parent, 0o777, sync)
+        _make_dir(path, mode, sync)
+        return
+    if sync:
+        _sync_dir(os.path.dirname(path))
+
+
+def _write_new(
+    path: str, head: bytes, payload: bytes | memoryview = b"", sync: bool = False
+) -> None:
+    """Write a file that was not there; if that fails, it is not there either."""
+    fd = os.open(path, _CREATE_FLAGS, 0o666)
+    try:
+        try:
+            _write_all(fd, head, payload)
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+    except BaseException:
+        _unlink_if_exists(path, or_fail=False)
+        raise
+
+
+class _BatchSync:
+    """Makes what is renamed into a directory durable when the block ends, also by an error.
+
+    On Linux one syncfs() does it. It has to be opened first: from Linux 5.8 on it reports the write
+    errors since then. Elsewhere, and on file systems not known to take syncfs() to the disk (FUSE
+    does not), `each_file` tells the caller to sync its files, and the directory is synced here.
     """
 
-    # Invariant: _lock is held while the batch is used, while chores run, and while a task moves
-    # into our directory or out of it (so that a renewal and a done() in two threads don't cross,
-    # and close() does not close the directory under a claim). Not while a task is read or written.
+    def __init__(self, directory: str, wanted: bool) -> None:
+        self.wanted = wanted
+        self.each_file = False
+        self.failed = False
+        self._directory = directory
+        self._fd = -1
 
-    def __init__(
-        self,
-        data_dir: str | os.PathLike[str],
-        node_id: str | None = None,
-        timeout_stale_ms: float | None = 30_000,
-        sync_after_write: bool = False,
-        *,
-        max_attempts: int | None = None,
-        keep_done: bool | float = True,
-        retry_delay_s: float = 1.0,
-        poll_interval_s: float = 0.05,
-        detached: bool = False,
-    ) -> None:
-        self._lease_fd: _LockFd | None = None  # first: __del__ reads it even when we raise
-        _check_places(data_dir, node_id)
-        if timeout_stale_ms is not None:
-            _positive("timeout_stale_ms", timeout_stale_ms)
-        _not_negative("retry_delay_s", retry_delay_s)
-        _positive("poll_interval_s", poll_interval_s)
-        if not isinstance(keep_done, bool):
-            _not_negative("keep_done", keep_done)
-        if max_attempts is not None and (
-            type(max_attempts) is not int or not 1 <= max_attempts <= _MOST_ATTEMPTS
-        ):
-            raise ValueError(
-                f"max_attempts must be None or an int, 1 to {_MOST_ATTEMPTS}, not {max_attempts!r}"
-            )
-        self.data_dir = data_dir
-        self.timeout_stale_ms = timeout_stale_ms
-        self.sync_after_write = bool(sync_after_write)
-        self.max_attempts = max_attempts
-        self.keep_done = keep_done
-        self.retry_delay_s = retry_delay_s
-        self.poll_interval_s = poll_interval_s
-        self.detached = bool(detached)
-        self._given_node_id = node_id
-        self._root = os.path.join(os.path.abspath(os.fspath(data_dir)), "")
-        self._lookers: ThreadPoolExecutor | None = None  # threads that look for coroutines
-        self._next_due_ns = 0  # the earliest due time that is known, wall clock
-        self._next_end_ns = 0  # the earliest end of a lease that is known, queue clock
-        self._make_dirs()
-        self._become_somebody()
-        self._boot, self._anchor_ns = self._join_clock()
-        self._order = 0
-        _live_queues.add(self)
+    def __enter__(self) -> None:
+        self._syncfs = _find_syncfs(self._directory) if self.wanted else None
+        if self._syncfs is not None:
+            self._fd = os.open(self._directory, _DIR_FLAGS)
+        self.each_file = self.wanted and self._syncfs is None
 
-    # A task's life
-
-    def push(
-        self,
-        data: bytes | bytearray | memoryview,
-        *,
-        key: str | None = None,
-        if_in_flight: str = "buffer",
-    ) -> str:
-        """Add a task to the back of the queue and return its id.
-
-        When it returns, the task is in pending/. If it raises, nothing is. TypeError if data is
-        a str or not bytes-like; OSError, as it came, if the disk did not take it.
-
-        key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload,
-        and it keeps its place (and its time, in scheduled/) and its id, which is returned.
-        if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
-        delivery ends (a newer one replaces it), then joins the queue by its own id, or takes the
-        place of the task if that came back; "update": a redelivery carries data, and done() ends
-        it with the task; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without.
-        """
-        if key is not None or if_in_flight != "buffer":
-            return self._push_keyed(data, key, if_in_flight, None)
-        ident = self._new_id()
-        self._publish(ident, data, f"{self._root}pending/{ident}")
-        return ident
-
-    def push_many(self, iterable: Iterable[bytes | bytearray | memoryview]) -> list[str]:
-        """Add tasks in order and return their ids; with sync_after_write, sync once for all.
-
-        An error on the way is raised as it came, with the number of tasks that were pushed added
-        to its message, and their ids as its attribute pushed_ids: the first ones of the iterable,
-        each whole.
-        """
-        if isinstance(iterable, (bytes, bytearray, memoryview, str)):
-            raise TypeError("push_many takes an iterable of payloads; for one payload use push")
-        ids: list[str] = []
-        pending = f"{self._root}pending"
-        sync = _BatchSync(pending, self.sync_after_write)
-        try:
-            with sync:
-                for data in iterable:
-                    ident = self._new_id()
-                    path = f"{pending}/{ident}"
-                    self._publish(ident, data, path, sync_file=sync.each_file, sync_dir=False)
-                    ids.append(ident)
-        except Exception as error:
-            if sync.failed:
-                ids = [name for name in ids if not _unlinked(f"{pending}/{name}", or_fail=False)]
-            _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
-            error.pushed_ids = ids  # type: ignore[attr-defined]
-            raise
-        return ids
-
-    def schedule(
-        self,
-        data: bytes | bytearray | memoryview,
-        time_us: float,
-        *,
-        key: str | None = None,
-        if_in_flight: str = "buffer",
-    ) -> str:
-        """Add a task that joins the back of the queue at a wall-clock time, and return its id.
-
-        time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
-        Raises as push() does, and ValueError for a time after the year 2254. A task of the key
-        that is waiting, due or not, gets the new time with the new payload ("update" does not).
-        """
-        due_ns = max(0, int(_finite("time_us", time_us) * 1000))
-        if due_ns >= _NEVER_NS:
-            raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
-        if key is not None or if_in_flight != "buffer":
-            return self._push_keyed(data, key, if_in_flight, due_ns)
-        ident = self._new_id()
-        self._publish(ident, data, f"{self._root}scheduled/{_stamped(due_ns, 0, ident)}")
-        self._next_due_ns = min(self._next_due_ns, due_ns)
-        return ident
-
-    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        """Lease the oldest task, or return None when there is none to be had.
-
-        timeout: seconds to wait for one; 0: don't; None: for ever. inotify wakes who waits, or
-        else a look every poll_interval_s does; so does a task that comes due, a lease that ends
-        and, within half a second, a worker that died. Signals get through at once. close() in
-        another thread ends the wait: None.
-        lease_ms: this delivery's own lease in milliseconds, for extend() and processing() too;
-        None: timeout_stale_ms.
-
-
-        The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
-        ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
-        for disk trouble: a task that could not be read is at the back of pending/ then; trouble
-        with other workers' directories, scheduled/ or creating/ surfaces when nothing is waiting.
-        """
-        lasts_ns = self._lasts_ns(lease_ms)
-        if timeout == 0:
-            return self._take_oldest(lasts_ns)
-        return self._wait_for(lambda: self._take_oldest(lasts_ns), _end_s(timeout))
-
-    async def pop_async(
-        self, timeout: float | None = None, *, lease_ms: float | None = None
-    ) -> FemtoTask | None:
-        """Do as pop() does, without blocking the event loop. First come, first served.
-
-        Cancelling it leaves no task leased: one that it had just got is back at its place, and
-        that delivery is not counted.
-        """
-        lasts_ns = self._lasts_ns(lease_ms)
-        return await self._wait_for_async(lambda: self._take_oldest(lasts_ns), _end_s(timeout), "")
-
-    def take(
-        self,
-        key: str | None = None,
-        timeout: float | None = 0,
-        *,
-        id: str | None = None,
-        lease_ms: float | None = None,
-    ) -> FemtoTask | None:
-        """Lease one task out of turn: that of a key, or that of an id.
-
-        key: None is returned if its task is absent, in flight or not yet due. What it costs does
-        not depend on how many tasks wait, but for pop()'s chores, which it does too.
-        id: the task may wait in pending/, or in scheduled/, due or not; else None is returned.
-        done() then cancels it. pending/ is listed if the task was delivered before.
-        timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
-        id, TypeError unless one of the two is given.
-        """
-        look, _ = self._taker(key, id, lease_ms, wait=True)
-        return self._wait_for(look, _end_s(timeout))
-
-    async def take_async(
-        self,
-        key: str | None = None,
-        timeout: float | None = None,
-        *,
-        id: str | None = None,
-        lease_ms: float | None = None,
-    ) -> FemtoTask | None:
-        """Do as take() does, without blocking the event loop; see pop_async()."""
-        look, line = self._taker(key, id, lease_ms, wait=False)
-        return await self._wait_for_async(look, _end_s(timeout), line)
-
-    def _taker(
-        self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
-    ) -> tuple[Callable[[], FemtoTask | None], str]:
-        """Check the arguments of take(); return what looks, and the line to wait in."""
-        lasts_ns = self._lasts_ns(lease_ms)
-        if (key is None) == (id is None):
-            raise TypeError("take needs a key or an id")
-        if id is not None:
-            _check_id(id)
-            ident = id
-            return lambda: self._take_id(ident, lasts_ns, wait), f"#{id}"  # no key has that form
-        name = _quoted(key)
-        return lambda: self._take_key(name, lasts_ns, wait), name
-
-    def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
-        """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
-
-        Unlike a loop over pop() it goes on while others hold work that may come back. So does
-        what it yielded: end each task before asking for the next. timeout: seconds to wait for a
-        task before it ends all the same; None: no limit.
-        """
-        _end_s(timeout)  # a wrong one is an error now, not at the first task
-
-        def tasks() -> Iterator[FemtoTask]:
-            while (task := self._take_or_drained(_end_s(timeout))) not in (None, _NO_TASK):
-                yield task
-
-        return tasks()
-
-    def join(self, timeout: float | None = None) -> bool:
-        """Wait until no task is pending, scheduled or in flight anywhere; take none.
-
-        timeout: seconds to wait; None: no limit. Returns False when the time is over, or when
-        close() in another thread ends the wait.
-        """
-        return self._wait_for(lambda: self._is_drained() or None, _end_s(timeout), False) is True
-
-    def attach(self, lease: str) -> FemtoTask:
-        """Return the task of a lease that another process took, to settle or extend it here.
-
-        lease: the path that task.path had there, its last part, or the task's id. The payload is
-        not read: data is b"". Raises LeaseLost if there is no such lease (any more).
-        """
-        name = lease.rpartition("/")[2]
-        for path, attempts, ident in self._find("inflight"):
-            found = path[len(self._root) :]
-            if lease == found or name in (os.path.basename(found), ident):
-                # It may have a checkpoint, which has to go with it.
-                return FemtoTask(
-                    ident,
-                    b"",
-                    attempts,
-                    None,
-                    b"",
-                    path=found,
-                    _lease_ns=self._timeout_ns,
-                    _anchor_ns=self._anchor_ns,
-                )
-        raise LeaseLost(_id_in(name), True, "it is not in flight by that name (any more)")
-
-    def done(self, task: FemtoTask) -> None:
-        """End the task's life: it moves to done/, or is deleted with keep_done=False.
-
-        Raises LeaseLost if the task is not this delivery's any more.
-        """
-        _check_lease(task)
-        if self.keep_done:
-            self._finished += 1
-            self._sync_task(self._settle(task, f"done/{task.id}"))
+    def __exit__(self, *exc_info: object) -> None:
+        if not self.wanted:
             return
-        with contextlib.suppress(FileNotFoundError):  # the lease was lost, and its directory
-            self._sync_task(task.path)  # the place that it goes from, or it is back where it was
-        self._settle(task, "")
-        if self.sync_after_write:
-            _sync_dir(self._root + os.path.dirname(task.path))
-
-    def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
-        """Set the task aside as a dead letter in failed/, where retry() finds it.
-
-        error is the reason, kept in failed/<id>.error: a text, or an exception with its
-        traceback. Raises LeaseLost if the task is not this delivery's any more.
-        """
-        if not isinstance(error, (str, BaseException, type(None))):
-            raise TypeError(f"error must be a text or an exception, not {error!r}")
-        _check_lease(task)
-        self._bury(task.id, error, lambda: self._settle(task, f"failed/{task.id}"))
-
-    def release(
-        self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
-    ) -> None:
-        """Give the task back: to the back of the queue, to its front, or after a delay.
-
-        front: to the place of its push, before everything younger. delay_s: seconds to wait in
-        scheduled/ first, by the wall clock. counted: whether its attempts count this delivery.
-        Raises LeaseLost as done() does.
-        """
-        _check_lease(task)
-        if _finite("delay_s", delay_s) < 0 or (front and delay_s):
-            raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
-        attempts = _attempts_in(task.path) - (not counted)
-        if delay_s:
-            due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
-            target = f"scheduled/{_stamped(due_ns, attempts, task.id)}"
-        else:
-            order = int(task.id[:20]) if front else self._next_order()
-            target = f"pending/{_stamped(order, attempts, task.id)}"
-        self._give_up_lease(task, target)
-
-    def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease: it ends `ms` milliseconds from now (None: as long as it was taken for).
-
-        The task object carries the new lease from then on. Raises LeaseLost as done() does.
-        """
-        _check_lease(task)
-        self._extend(task, task._lease_ns if ms is None else _lease_ns(_positive("ms", ms)))
-
-    # Running
-
-    def processing(self, task: FemtoTask) -> _Processing:
-        """Return a context manager that holds the task's lease for its block, and then ends it.
-
-        The lease is renewed in the background, by one thread per queue object. A block that ends
-        well is done(task). An exception: the task waits in scheduled/ for another try (see
-        retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception).
-        KeyboardInterrupt, SystemExit and asyncio.CancelledError: back to the front, and the
-        delivery is not counted. The exception propagates. A task that the block itself ended, by
-        done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
-        the lease was lost.
-        """
-        _check_lease(task)
-        return _Processing(self, task)
-
-    def checkpoint(self, task: FemtoTask, data: bytes | bytearray | memoryview) -> None:
-        """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
-
-        Whoever gets the task next, after release(), a retry or our death, finds it in
-        task.checkpoint; but not with a newer payload of its key. It is gone with done() and
-        fail(). Atomic: there is the old one or the new one; with sync_after_write it is on disk
-        when this returns. Raises LeaseLost, with nothing saved, if the task is not this delivery's
-        any more; else as push() does.
-        """
-        _check_lease(task)
-        payload = _header(task.data) + _as_bytes(data)
-        directory, aside = f"{self._root}checkpoints", f"{self._root}creating/{self._new_id()}"
-        _write_aside(aside, _header(payload), payload, self.sync_after_write)
+        self.failed = True
         try:
-            if not os.path.isdir(directory):
-                _make_dir(directory, 0o777, self.sync_after_write)
-            with self._locks_of(task.id), self._lock:
-                self._renew_lease(task)  # the fence; it holds for far longer than the next line
-                _move(aside, f"{directory}/{task.id}")
-        except BaseException:
-            _unlinked(aside, or_fail=False)
-            raise
-        if self.sync_after_write:
-            _sync_dir(directory)
-        object.__setattr__(task, "checkpoint", bytes(data))
+            if self._syncfs is None:
+                _sync_dir(self._directory)
+            else:
+                self._syncfs(self._fd)
+        finally:
+            if self._fd >= 0:
+                os.close(self._fd)
+        self.failed = False
 
-    def work(
-        self,
-        handler: Callable[[FemtoTask], object],
-        *,
-        concurrency: int = 1,
-        drain: bool = False,
-        stop: threading.Event | None = None,
-    ) -> WorkCounts:
-        """Call handler(task) for each task, within processing(), until told to stop.
 
-        concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
-        pending, scheduled or in flight any more. stop: an Event; when it is set, what runs is
-        finished, and work() returns. In the main thread SIGTERM and SIGINT do the same, and a
-        second one gives back what runs and returns at once; threads that are at it then can
-        change nothing any more. A handler that fails is logged (logger "femtoqueue"), and the
-        loop goes on; one that raises SystemExit or the like ends it. Disk trouble of pop() ends
-        it too, as the OSError that it is, when what runs is finished.
-        """
-        if not callable(handler):
-            raise TypeError(f"handler must be callable, not {handler!r}")
-        if type(concurrency) is not int or concurrency < 1:
-            raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
-        if stop is not None and not callable(getattr(stop, "is_set", None)):
-            raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
-        closes = self._closes
+class _Files:
+    """The files of one data_dir. Paths are relative to it, as in "pending/<id>"; `root` ends with
+    a separator. `is_durable`: what is acknowledged must survive power loss."""
 
-        def is_stopped() -> bool:
-            return self._closes != closes or (stop is not None and stop.is_set())
+    def __init__(self, data_dir: str, is_durable: bool) -> None:
+        self.root = os.path.join(os.path.abspath(data_dir), "")
+        self.is_durable = is_durable
+        self._is_shared: bool | None = None
 
-        return _WorkerPool(self, handler, concurrency, drain, is_stopped).run()
-
-    def pause(self) -> None:
-        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED.
-
-        Other workers see it when they list pending/ next, within a second or so.
-        """
-        os.close(os.open(f"{self._root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
-        with self._lock:
-            self._batch.clear()
-
-    def resume(self) -> None:
-        """Undo pause(), or a person's `touch PAUSED`. Whoever waits is woken."""
-        _unlinked(f"{self._root}PAUSED")
+    def make_dirs(self) -> None:
+        """Make data_dir and its directories where they are missing, and the spare one."""
+        data_dir = os.path.dirname(self.root)
+        _make_dir(data_dir, 0o700, self.is_durable)
+        for name in _STATE_DIRS:
+            _make_dir(self.root + name, 0o777, sync=False)
+        if self.is_durable:
+            _sync_dir(data_dir)
+            # Another may just have made it, without sync. One that we may not read was there.
+            with contextlib.suppress(PermissionError):
+                _sync_dir(os.path.dirname(data_dir))
+        try:
+            os.mkdir(f"{self.root}spare")
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if error.errno not in _NO_WRITE_ERRNOS:
+                raise
 
     @property
-    def paused(self) -> bool:
-        """Whether data_dir/PAUSED is there."""
-        return _is_there(f"{self._root}PAUSED")
-
-    # Dead letters and housekeeping
-
-    def retry(self, id: str) -> None:
-        """Put a failed task at the back of the queue, its attempts at 0 again.
-
-        Raises TaskNotFound if no such task is in failed/, KeyInFlight if its key has another task
-        by now, ValueError if id is none.
-        """
-        _check_id(id)
-        path = f"{self._root}failed/{id}"
-        if not os.path.lexists(path):
-            path = next((path for path, _, ident in self._find("failed") if ident == id), "")
-        if not path or not self._retried(path, id):
-            raise TaskNotFound(f"no task {id} in failed/")
-
-    def retry_failed(self) -> int:
-        """Put every failed task at the back of the queue, oldest first; return how many.
-
-        Those whose key has another task by now stay.
-        """
-        count = 0
-        for path, _, ident in self._find("failed"):
-            with contextlib.suppress(KeyInFlight):
-                count += self._retried(path, ident)
-        return count
-
-    def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
-        """Delete tasks that were finished more than older_than_s seconds ago; return how many.
-
-        states: "done", "failed" or both. Age counts from the move there (st_ctime, which every
-        common file system sets on rename(); wall clock).
-        """
-        _not_negative("older_than_s", older_than_s)
-        wanted = {states} if isinstance(states, str) else set(states)
-        if not wanted <= {"done", "failed"}:
-            raise ValueError(f"states must be of 'done' and 'failed', not {wanted!r}")
-        before_s = time.time() - older_than_s
-        count = 0
-        for state in sorted(wanted):
-            for name, _ in self._listed(state):
-                count += _purged(f"{self._root}{state}/{name}", before_s)
-        for name, form in self._listed("failed", "reason") if "failed" in wanted else ():
-            if not os.path.lexists(f"{self._root}failed/{form['id']}"):
-                _purged(f"{self._root}failed/{name}", before_s)
-        return count
-
-    def check(self, repair: bool = False) -> list[Finding]:
-        """Look for what is odd in data_dir, and with repair=True mend what is safe to mend.
-
-        Found: directories on another file system or on a network file system; a queue clock ahead
-        of the wall clock; names that are not the queue's; records that are not whole, or can't be
-        read; an id in two places; dead workers and leases that have ended; keys without a task;
-        leftovers in creating/ and checkpoints/, more than an hour old. Mended: corrupt tasks that
-        wait go to failed/, what the dead held back to pending/, keys and leftovers go. Reads every
-        task; while others work, what just moves may be found odd.
-        """
-        return [*_Inspection(self, repair).findings()]
+    def is_shared(self) -> bool:
+        """Whether other hosts may write to the file system, so that what one host reads of a file
+        or a name may be old. Linux knows; elsewhere it is taken to be local."""
+        if self._is_shared is None:
+            self._is_shared = _fs_type(self.root) not in (0, *_LOCAL_TYPES)
+        return self._is_shared
 
     # Looking
 
-    def stats(self) -> Stats:
-        """Count the tasks in each state. Reads names only; while others work, it is a snapshot
-        that no instant ever quite was."""
-        pending = self._listed("pending")
-        oldest_ns = min((int(name[:20]) for name, _ in pending), default=None)
-        nodes = tuple(map(self._node_stats, self._node_dirs()))
-        return Stats(
-            pending=len(pending),
-            scheduled=len(self._listed("scheduled")),
-            inflight=sum(node.inflight for node in nodes),
-            buffered=len(self._listed("keys")),
-            done=len(self._listed("done")),
-            failed=len(self._listed("failed")),
-            oldest_pending_age_s=(
-                None if oldest_ns is None else max(0, self._now_ns() - oldest_ns) / 1e9
-            ),
-            nodes=nodes,
-            expired=sum(node.expired for node in nodes),
-        )
+    def exists(self, path: str) -> bool:
+        return _exists(self.root + path)
 
-    def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
-        """Iterate over the tasks of a state in name order, without leasing them.
+    @property
+    def is_paused(self) -> bool:
+        """Whether data_dir/PAUSED is there."""
+        return _exists(f"{self.root}PAUSED")
 
-        state: one of STATES. data: False reads headers only, so that large payloads cost
-        nothing: data is b"" then. A task that moves on meanwhile is left out. A corrupt one is
-        logged and left out, and peek() says what is wrong with it; with data=False it has
-        size_bytes None, if its header shows it.
-        """
-        _check_state(state)
-        return self._read_tasks(self._find(state), data)
-
-    def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
-        """Return the task of that id, in any state, or the one of that key that waits or is in
-        flight, without leasing it.
-
-        None if there is none (or if it moved just then). Looking for an id through pending/ and
-        scheduled/ lists them. Raises CorruptTask if its file is not a whole record, ValueError if
-        id or key is none, TypeError unless one of the two is given.
-        """
-        if (id is None) == (key is None):
-            raise TypeError("peek takes an id or a key")
-        if id is None:
-            path = self._path_of_key(key)
-            return None if path is None else self._look_at(self._root + path)
-        _check_id(id)
-        for directory in ("done", "failed", "pending"):
-            task = self._look_at(f"{self._root}{directory}/{id}")
-            if task is not None:
-                return task
-        for state in ("keys", "scheduled", "pending", "inflight", "done", "failed"):  # as it moves
-            for path, _, ident in self._find(state):
-                if ident == id:
-                    return self._look_at(path)
-        return None
-
-    def contains(self, key: str) -> bool:
-        """Say whether a task of that key waits or is in flight."""
-        return self._path_of_key(key) is not None
-
-    def keys(self, state: str) -> Iterator[str]:
-        """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
-        _check_state(state)
-        keyed = (found for found in self._find(state) if _is_keyed(found[2]))
-        return (task.key for task in self._read_tasks(keyed, True) if task.key is not None)
-
-    def close(self) -> None:
-        """Give up this worker's place. What it still held is anybody's at once.
-
-        Where there is no flock, and while another object lives under the same node_id, that is
-        only so at the deadline. Other threads and coroutines that wait in a method of this object
-        return at once: pop() and take() None, drain() and work() as if stopped, join() False. The
-        object may be used again; its next pop() takes a new place. Dropping the object, or
-        leaving its `with` block, does the same as close().
-        """
-        with self._lock:
-            self._closes += 1
-            self._renewer.set()
-            lookers, self._lookers = self._lookers, None
-            if lookers is not None:
-                lookers.shutdown(wait=False)
-            self._end_waits()
-            self._close_done_scan()
-            self._batch.clear()
-            self._newcomer = True
-            fd, self._lease_fd = self._lease_fd, None
-            if fd is None and fcntl is not None:
-                return
-            try:
-                alone = None if fd is None else _flock(fd, "exclusive")
-                if alone and _leads_to(self._lease_dir, fd):
-                    self._put_back_all(self._lease_dir, None)
-                if alone is None or (alone and _leads_to(self._lease_dir, fd)):
-                    _remove_empty_dir(self._lease_dir)
-            except OSError as error:  # no lease is lost by it: pop() of another ends them
-                _log().warning("%s could not be cleared: %s", self._lease_dir, error)
-            finally:
-                if fd is not None:
-                    _let_go(fd)
-
-    def __enter__(self) -> FemtoQueue:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if self._lease_fd is not None and _let_go is not None:  # None: the interpreter ends
-            self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "data_dir": os.path.dirname(self._root),
-            "node_id": self._given_node_id,
-            "timeout_stale_ms": self.timeout_stale_ms,
-            "sync_after_write": self.sync_after_write,
-            "max_attempts": self.max_attempts,
-            "keep_done": self.keep_done,
-            "retry_delay_s": self.retry_delay_s,
-            "poll_interval_s": self.poll_interval_s,
-            "detached": self.detached,
-        }
-
-    def __setstate__(self, settings: dict[str, Any]) -> None:
-        self.__init__(**settings)  # type: ignore[misc]
-
-    # Becoming a worker
-
-    def _become_somebody(self) -> None:
-        """Draw what is one object's own: tag, node, lock, batch. Again in a forked child."""
-        self._lock = threading.RLock()
-        self._tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
-        self.node_id = self._given_node_id or f"{os.getpid()}-{self._tag}"
-        self._node_dir = f"inflight-{self.node_id}/"
-        self._lease_dir = f"{self._root}inflight-{self.node_id}"
-        self._batch: list[str] = []  # names in pending/, the oldest last
-        self._timeout_ns = _lease_ns(self.timeout_stale_ms)
-        self._in_hand = threading.local()  # .bucket: what this thread holds; .closes: see _Closed
-        self._closes = 0  # how often close() was called
-        self._shared: bool | None = None  # whether other hosts may write here; None: not asked yet
-        self._finished = 0  # by done(), since what is done was purged last
-        self._done_scan: Any = None  # an os.scandir() of done/ that is purged
-        self._leftovers: set[str] = set()  # leases of a former holder of our place, still there
-        self._newcomer = True  # has had no place yet: what stands in its directory is a dead one's
-        self._seen = 0  # how many names pending/ had when it was listed last
-        self._next_due_ns = self._next_end_ns = 0
-        interval_s = min(_BASE_INTERVAL_S, self._timeout_ns / 4e9)
-        self._listing = _Chore(FemtoQueue._list_pending, every_s=1.0)
-        self._waking = _Chore(FemtoQueue._wake_due, every_s=_BASE_INTERVAL_S)
-        self._reclaiming = _Chore(FemtoQueue._reclaim, every_s=interval_s)
-        self._mending = _Chore(FemtoQueue._mend_keys, every_s=600.0)
-        sweeping = _Chore(FemtoQueue._sweep, every_s=600.0)
-        self._purging = _Chore(FemtoQueue._purge_done, every_s=_BASE_INTERVAL_S)
-        self._housekeeping: tuple[_Chore, ...]
-        self._housekeeping = (self._waking, self._reclaiming, self._mending, sweeping)
-        if not isinstance(self.keep_done, bool):
-            self._housekeeping += (self._purging,)
-        self._attend_at_ns = 0
-        self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
-        self._bell: _Bell | None = None
-        self._halls: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Hall]
-        self._halls = weakref.WeakKeyDictionary()
-        self._lookers = None
-        # By the id() of the task. Weak: the `with` holds it, for as long as there is one.
-        self._under_way: weakref.WeakValueDictionary[int, _Processing]
-        self._under_way = weakref.WeakValueDictionary()
-        self._renewer: threading.Event = threading.Event()  # set: no thread renews leases
-        self._renewer.set()
-        self._renewal_s = 0.0  # how often that thread comes by
-
-    def _after_fork(self) -> None:
-        self._lease_fd = None
-        self._close_done_scan()
-        self._become_somebody()
-
-    def _make_dirs(self) -> None:
-        root = os.path.dirname(self._root)
-        _make_dir(root, 0o700, self.sync_after_write)
-        for name in _DIRS:
-            _make_dir(self._root + name, 0o777, sync=False)
-        if self.sync_after_write:
-            _sync_dir(root)
-            # Another may just have made it, without sync. One that we may not read was there.
-            with contextlib.suppress(PermissionError):
-                _sync_dir(os.path.dirname(root))
-        with contextlib.suppress(FileExistsError):
-            try:
-                os.mkdir(f"{self._root}spare")
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-
-    def _make_lease_dir(self) -> None:
-        """Make inflight-<node>/; on a full disk, of the spare directory that was made before.
-
-        A full queue can only be drained by a worker that can start.
-        """
+    def entries(self, directory: str, form: str = "") -> list[_Entry]:
+        """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
         try:
-            os.mkdir(self._lease_dir)
-        except FileExistsError:
-            return
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)):
+            names = os.listdir(self.root + directory)
+        except (FileNotFoundError, NotADirectoryError):
+            if directory in _STATE_DIRS:
                 raise
-            try:
-                os.utime(f"{self._root}spare")  # an observer removes what is empty and old
-                os.rename(f"{self._root}spare", self._lease_dir)
-            except OSError:
-                raise error from None
+            return []  # removed with its worker just now, a foreign file of such a name; none yet
+        return [entry for name in sorted(names) if (entry := _parse(directory, name, form))]
 
-    def _take_place(self) -> None:
-        """Open and lock inflight-<node>/, and take back what an earlier holder left in it."""
-        self._batch.clear()  # nothing is claimed until there is a place, also when we raise
-        while True:
-            self._make_lease_dir()
-            if fcntl is None:
-                return
-            try:
-                fd = _open_to_lock(self._lease_dir)
-            except FileNotFoundError:
-                continue  # RACE: an observer saw nobody in it, and removed it
-            to_close: _LockFd | None = fd
-            try:
-                # Waits while an observer looks in: it must not pass for a second worker.
-                if _flock(fd, "shared") is None:
-                    self._boot = os.urandom(4).hex()  # no locks here: nobody can see us live
-                # Alone here: whoever held these leases is dead, on this boot or an earlier one.
-                # Only a newcomer: later, another thread may have claimed into it just now.
-                # RACE: an observer removed the directory that we opened, and a worker of our
-                # node_id made it anew: those leases are running, and our lock says nothing of them.
-                elif self._newcomer and _flock(fd, "exclusive") and _leads_to(self._lease_dir, fd):
-                    with contextlib.suppress(OSError):  # it surfaces when _reclaim() tries again
-                        self._put_back_all(self._lease_dir, None)
-                _flock(fd, "shared")
-                # RACE: an observer may have removed the directory before our lock was on it.
-                if _leads_to(self._lease_dir, fd):
-                    # The old place goes last: it may come back, with what we hold in it.
-                    self._lease_fd, to_close = fd, self._lease_fd
-                    self._newcomer = False
-                    return
-            finally:
-                if to_close is not None:
-                    _let_go(to_close)
+    def node_dirs(self) -> list[str]:
+        """Return the lease directories of all workers, sorted."""
+        names = sorted(filter(_parse_node_dir, os.listdir(self.root)))
+        return [name for name in names if not os.path.islink(self.root + name)]
 
-    def _be_in_place(self) -> None:
-        with self._lock:
-            self._check_wait()
-            if not self._in_place():
-                self._take_place()
+    def find(self, *states: str) -> Iterator[_Entry]:
+        """Yield the tasks in these states ("keys" and "checkpoints" too), each in name order."""
+        for state in states:
+            for directory in self.node_dirs() if state == "inflight" else [state]:
+                yield from self.entries(directory)
 
-    def _in_place(self) -> bool:
-        if fcntl is None:
-            return os.path.isdir(self._lease_dir)
-        return _leads_to(self._lease_dir, self._lease_fd)
+    def find_id(self, ident: str, *states: str) -> _Entry | None:
+        """Return the entry of an id in these states, None if it is in none of them.
 
-    # The queue clock
-
-    def _now_ns(self) -> int:
-        return int(time.monotonic() * 1e9) + self._anchor_ns
-
-    def _next_order(self) -> int:
-        with self._lock:
-            self._order = max(self._order + 1, self._now_ns())
-            return self._order
-
-    def _new_id(self) -> str:
-        return f"{self._next_order():020d}-{self._tag}"
-
-    def _join_clock(self) -> tuple[str, int]:
-        """Return this boot's tag and its clock's anchor, and set the anchor if we are first."""
-        boot_id = _read_boot_id()
-        if boot_id is None:
-            return os.urandom(4).hex(), self._draw_anchor()
-        boot = _boot_tag(boot_id, self._root)
-        path = f"{self._root}clock-{boot}"
-        anchor_ns = _read_anchor(path)
-        if anchor_ns is None:
-            anchor_ns = self._draw_anchor()
-            aside = f"{self._root}creating/{_wall_ns():020d}-{self._tag}.clock"
-            try:
-                _write_aside(aside, b"%d\n" % anchor_ns)
-                try:
-                    os.chmod(aside, 0o644)  # for all users of this boot, whatever our umask
-                    _put_first(aside, path)
-                finally:
-                    _unlinked(aside)
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                # To look, to drain and to purge, a clock of our own is good enough.
-                _log().warning("no shared clock for this process: %s", error)
-                return os.urandom(4).hex(), anchor_ns
-            in_place_ns = _read_anchor(path)
-            anchor_ns = anchor_ns if in_place_ns is None else in_place_ns
-        return boot, anchor_ns
-
-    def _draw_anchor(self) -> int:
-        """Start the clock at the wall clock, or after the newest task if that has gone back.
-
-        The newest by id: what stands first in a name of pending/ may be a due time of next year,
-        moved there by hand, and must not carry the clock along.
+        RACE: a task that moves meanwhile from a later state to an earlier one is missed.
         """
-        newest_ns = 0
-        places = [(self._root + state, state) for state in (*STATES, "keys") if state != "inflight"]
-        for directory, state in (*places, *((path, "inflight") for path in self._node_dirs())):
-            with contextlib.suppress(PermissionError):  # another user's: no reason not to start
-                for _, form in self._listed(directory, state):
-                    if (order := int(form["id"][:20])) < _FARTHEST_NS:
-                        newest_ns = max(newest_ns, order)
-        return max(_wall_ns(), newest_ns + 1) - _monotonic_ns()
+        return next((entry for entry in self.find(*states) if entry.id == ident), None)
 
-    # Taking, and waiting for what is to be taken
-
-    def _lasts_ns(self, lease_ms: float | None) -> int:
-        return self._timeout_ns if lease_ms is None else _lease_ns(_positive("lease_ms", lease_ms))
-
-    def _take_oldest(self, lasts_ns: int) -> FemtoTask | None:
-        listings = 0
-        while True:
-            if self._now_ns() >= self._attend_at_ns:
-                self._attend()
-            with self._lock:
-                name = self._batch.pop() if self._batch else ""
-            if not name:
-                listings += 1
-                if listings > _MAX_LISTINGS or not self._refill():
-                    return None
-                continue
-            task = self._claim(f"pending/{name}", lasts_ns)
-            if task is not None:
-                return task
-
-    def _take_key(self, name: str, lasts_ns: int, wait: bool) -> FemtoTask | None:
-        """wait=False: None too if somebody is at work on the key, who may be stopped."""
-        if self._now_ns() >= self._attend_at_ns:
-            self._attend()
-        if not self._may_have_task(name) or self.paused:
-            return None
-        with self._lock:
-            self._catch_up()
-        while True:
-            self._be_in_place()
-            try:
-                with self._bucket(_key_tag(name), wait) as bucket:
-                    waiting = self._waiting_of(bucket, name)
-                    task = self._claim(f"pending/{waiting}", lasts_ns) if waiting else None
-            except BlockingIOError:
-                return None
-            if task is not None or not waiting:
-                return task  # RACE: else a pop() was quicker, and we see it in flight now
-
-    def _take_id(self, ident: str, lasts_ns: int, wait: bool) -> FemtoTask | None:
-        """Lease a waiting task by its id; wait=False: as for a key."""
-        if self._now_ns() >= self._attend_at_ns:
-            self._attend()
-        if self.paused:
-            return None
-        while True:
-            self._be_in_place()
-            try:
-                with self._locks_of(ident, wait):
-                    path = self._waiting_path(ident)
-                    task = self._claim(path, lasts_ns) if path else None
-            except BlockingIOError:
-                return None
-            if task is not None or not path:
-                return task  # RACE: else another was quicker, and we see it in flight now
-
-    def _waiting_path(self, ident: str) -> str:
-        """Return where a task of that id waits, "" if it does not."""
-        if _is_there(f"{self._root}pending/{ident}"):  # never delivered
-            return f"pending/{ident}"
-        for state in ("scheduled", "pending"):  # as it moves
-            for path, _, found in self._find(state):
-                if found == ident:
-                    return path[len(self._root) :]
-        return ""
-
-    def _take_or_drained(self, end_s: float) -> FemtoTask | None:
-        """Wait for a task; _NO_TASK: none is left anywhere, None: the time is over."""
-
-        def look() -> FemtoTask | None:
-            task = self._take_oldest(self._timeout_ns)
-            return _NO_TASK if task is None and self._is_drained() else task
-
-        return self._wait_for(look, end_s, False)
-
-    def _waiting_of(self, bucket: _Bucket, name: str) -> str:
-        """Return the name in pending/ of a key's task; "" if it is not to be had."""
-        state, _, waiting = (self._find_key(bucket, name) or "").partition("/")
-        if state == "scheduled":
-            return "" if int(waiting[:20]) > _wall_ns() else self._woken(waiting)
-        return waiting if state == "pending" else ""
-
-    def _wait_for(
-        self, look: Callable[[], _Found | None], end_s: float, hears_all: bool = True
-    ) -> _Found | None:
-        """Look until something is found, the time has come, or close() was called: None.
-
-        hears_all=False: it may be found without an event, as when others finish a task.
-        """
-        closes = self._closes
-        found = self._look(look, closes)
-        if found is not None or time.monotonic() >= end_s:
-            return found
-        with self._lock:
-            bell = self._bell = self._bell or _Bell(self._root)
-        rests_s = self._rests_s(bell, end_s)
-        while True:
-            rings = bell.rings  # what comes from now on is either seen or heard
-            found = self._look(look, closes)
-            if found is not None or self._closes != closes:
-                return found
-            rest_s = next(rests_s, None)
-            if rest_s is None:
-                return None
-            bell.wait(rings, rest_s if hears_all else min(rest_s, self.poll_interval_s))
-
-    def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
-        """Look once, for a wait that began when close() had been called `closes` times."""
-        self._in_hand.closes = closes
+    def has_entries(self, directory: str) -> bool:
+        """Whether a task is in a directory; it is read only up to the first one."""
         try:
-            return look()
-        except _Closed:
-            return None
-        finally:
-            self._in_hand.closes = None
-
-    def _check_wait(self) -> None:
-        """Raise _Closed in a thread whose wait close() has ended. Call it with _lock held."""
-        if getattr(self._in_hand, "closes", None) not in (None, self._closes):
-            raise _Closed
-
-    def _end_waits(self) -> None:
-        """Wake all who wait, after the number of close() calls has grown."""
-        if self._bell is not None:
-            self._bell.interrupt()
-        for loop, hall in list(self._halls.items()):
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
-                loop.call_soon_threadsafe(hall.ring)
-
-    def _rests_s(self, bell: _Bell, end_s: float) -> Iterator[float]:
-        """Yield how long to wait before each further look, until the time has come."""
-        pause_s = min(_FIRST_PAUSE_S, self.poll_interval_s)
-        while (left_s := end_s - time.monotonic()) > 0:
-            rest_s = self._rest_s()
-            if rest_s <= 0:  # something is stuck, or somebody else is at it
-                rest_s = pause_s
-            yield min(left_s, rest_s if bell.hears_all else min(rest_s, pause_s))
-            pause_s = min(2 * pause_s, self.poll_interval_s)
-
-    def _rest_s(self) -> float:
-        """Return the time until a task comes due, a lease ends or a chore is to be done."""
-        next_ns = min(self._attend_at_ns, self._next_end_ns)
-        return min(next_ns - self._now_ns(), self._next_due_ns - _wall_ns()) / 1e9
-
-    async def _wait_for_async(
-        self, look: Callable[[], FemtoTask | None], end_s: float, line: str
-    ) -> FemtoTask | None:
-        import asyncio
-
-        loop = asyncio.get_running_loop()
-        hall = self._halls.get(loop)
-        if hall is None:
-            hall = self._halls[loop] = _Hall(self._root)
-        rests_s = self._rests_s(hall.bell, end_s)
-        closes = self._closes
-        async with hall.turn(line, end_s):
-            while self._closes == closes:
-                rings = hall.bell.rings
-                task = await self._look_async(look, closes)
-                if task is not None:
-                    return task
-                rest_s = next(rests_s, None)
-                if rest_s is None:
-                    return None
-                await hall.wait(rings, rest_s)
-        return None
-
-    async def _look_async(
-        self, look: Callable[[], FemtoTask | None], closes: int
-    ) -> FemtoTask | None:
-        import asyncio
-
-        lookers = self._lookers
-        if lookers is None:
-            from concurrent.futures import ThreadPoolExecutor
-
-            lookers = self._lookers = ThreadPoolExecutor(32, "femtoqueue")
-        try:
-            looking = lookers.submit(self._look, look, closes)
-        except RuntimeError:
-            if self._closes == closes:
-                raise
-            return None  # RACE: close() in another thread
-        try:
-            return await asyncio.wrap_future(looking)
-        except BaseException:  # cancelled: the thread may have, or may yet get, a task for nobody
-            looking.add_done_callback(self._give_back_found)
-            raise
-
-    def _give_back_found(self, looking: Future[FemtoTask | None]) -> None:
-        if looking.cancelled() or looking.exception() is not None:
-            return
-        task = looking.result()
-        if task is None:
-            return
-        try:
-            self._give_back(task)
-        except (LeaseLost, OSError) as error:
-            _log().warning("task %s waits for the end of its lease: %s", task.id, error)
-
-    def _is_drained(self) -> bool:
-        """Whether nothing waits or is leased. Looked at four times: meanwhile tasks move both ways,
-        and one that moves against us each time is not to be believed in."""
-        return not any(
-            self._has_tasks(directory, state)
-            for _ in range(4)
-            for directory, state in (
-                *((self._root + state, state) for state in ("keys", "scheduled", "pending")),
-                *((directory, "inflight") for directory in self._node_dirs()),
-            )
-        )
-
-    def _has_tasks(self, directory: str, state: str) -> bool:
-        try:
-            with os.scandir(directory) as entries:
-                return any(_PARSE[state](entry.name) for entry in entries)
+            with os.scandir(self.root + directory) as entries:
+                return any(_parse(directory, entry.name) for entry in entries)
         except (FileNotFoundError, NotADirectoryError):
             return False  # no keys yet; RACE: removed with its worker just now
 
-    # Keeping a lease while its task is worked on
+    def has_work(self) -> bool:
+        """Whether a task waits or is leased. Looked at four times: tasks move both ways meanwhile,
+        and one that moves against the look each time is not plausible."""
+        return any(
+            self.has_entries(directory)
+            for _ in range(4)
+            for directory in ("keys", "scheduled", "pending", *self.node_dirs())
+        )
 
-    def _keep_lease(self, processing: _Processing) -> None:
-        """Renew the lease, at once if much of it is over, and now and then from now on."""
-        task = processing.task
-        if self._left_ns(task) < task._lease_ns * 2 / 3:
-            self._renew_lease(task)
-        elif not _is_there(self._root + task.path):
-            raise self._lease_lost(task)
-        with self._lock:
-            self._under_way[id(task)] = processing
-            pause_s = task._lease_ns / 1e9 * _RENEWAL
-            if task._lease_ns < _FOREVER_NS and (
-                self._renewer.is_set() or pause_s < self._renewal_s
-            ):
-                self._renewer.set()  # one that comes by more seldom ends
-                self._renewer, self._renewal_s = threading.Event(), pause_s
-                # Not a bound method: the thread must not keep a dropped queue in its place.
-                renewing = (weakref.ref(self), self._renewer, pause_s)
-                try:
-                    threading.Thread(target=_renew_leases, args=renewing, daemon=True).start()
-                except BaseException:
-                    self._renewer.set()
-                    raise
+    def reason_of(self, ident: str) -> str | None:
+        """Return what failed/<id>.error says, None if there is none."""
+        try:
+            with open(f"{self.root}failed/{ident}.error", "rb") as file:
+                return file.read().decode("utf-8", "replace").removesuffix("\n")
+        except FileNotFoundError:
+            return None
 
-    def _renew_all(self, renewer: threading.Event) -> float:
-        """Renew what is under way. Return in how many seconds to do so again; 0, and the thread
-        ends, if nothing is."""
-        with self._lock:
-            under_way = [it for it in self._under_way.values() if it.task._lease_ns < _FOREVER_NS]
-            if not under_way or renewer.is_set():
-                renewer.set()
-                return 0
-            self._renewal_s = min(it.task._lease_ns for it in under_way) / 1e9 * _RENEWAL
-        pause_s = self._renewal_s
-        for processing in under_way:
-            task = processing.task
-            if self._left_ns(task) - self._renewal_s * 1e9 >= task._lease_ns * (1 - _RENEWAL):
-                continue  # the next time will do: shorter leases make us come by more often
-            try:
-                if id(task) in self._under_way:
-                    # Not waiting for the lock of its key: somebody may be stopped while he has it.
-                    self._renew_lease(task, wait=False)
-            except LeaseLost:
-                self._under_way.pop(id(task), None)  # its block will see
-            except BlockingIOError:
-                pause_s = self._renewal_s / 10
-            except OSError as error:
-                pause_s = self._renewal_s / 10
-                _log().warning("task %s: its lease is not renewed: %s", task.id, error)
-        return pause_s
+    # Moving
 
-    def _renew_lease(self, task: FemtoTask, wait: bool = True) -> None:
-        """extend(), but never to less than is left."""
-        with self._locks_of(task.id, wait), self._lock:
-            self._extend(task, max(task._lease_ns, self._left_ns(task)))
-
-    def _extend(self, task: FemtoTask, timeout_ns: int) -> None:
-        with self._locks_of(task.id), self._lock:
-            if id(task) in self._under_way:  # what renews it comes by no sooner
-                timeout_ns = max(timeout_ns, task._lease_ns)
-            deadline_ns = self._now_ns() + timeout_ns
-            node_dir, _, name = task.path.rpartition("/")
-            lease = f"{node_dir}/{deadline_ns:020d}{name[20:]}"
-            renewed = False
-            try:
-                self._settle(task, lease)
-                renewed = True
-            finally:  # also when Ctrl-C came between the rename and here
-                if renewed or os.path.lexists(self._root + lease):
-                    object.__setattr__(task, "path", lease)
-            self._next_end_ns = min(self._next_end_ns, deadline_ns)
-
-    def _left_ns(self, task: FemtoTask) -> int:
-        return int(os.path.basename(task.path)[:20]) - self._now_ns()
-
-    def _retry_delay_s(self, attempts: int) -> float:
-        delay_s = min(self.retry_delay_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
-        return delay_s * (1 - os.urandom(1)[0] / 512)  # what failed together comes apart
-
-    # Moves
-
-    def _publish(
+    def publish(
         self,
-        ident: str,
+        aside: str,
         data: bytes | bytearray | memoryview,
         path: str,
         *,
-        sync_file: bool | None = None,
-        sync_dir: bool | None = None,
         key: str = "",
+        sync: bool | None = None,
+        sync_dir: bool | None = None,
     ) -> None:
-        """Write a record aside and rename it to `path`: the task exists from then on.
+        """Write a record to creating/<aside> and rename it to `path`: the task exists from then on.
 
         To be durable it is synced after the rename (one journal commit instead of two), the file
         first: the checksum tells what a power cut tore before we returned.
         """
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload, key)
-        aside = f"{self._root}creating/{ident}"
-        if sync_file is None:
-            sync_file = sync_dir = self.sync_after_write
-        fd = os.open(aside, _CREATE_FLAGS, 0o666)
+        source, target = f"{self.root}creating/{aside}", self.root + path
+        if sync is None:
+            sync = sync_dir = self.is_durable
+        fd = os.open(source, _CREATE_FLAGS, 0o666)
         try:
             try:
                 _write_all(fd, header, payload)
-                if sync_file and _RENAMES_OPEN_FILES:
-                    _move(aside, path)
-                if sync_file:
+                if sync and _RENAMES_OPEN_FILES:
+                    _move(source, target)
+                if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not (sync_file and _RENAMES_OPEN_FILES):
-                _move(aside, path)
+            if not (sync and _RENAMES_OPEN_FILES):
+                _move(source, target)
             if sync_dir:
-                _sync_dir(os.path.dirname(path))
+                _sync_dir(os.path.dirname(target))
         except BaseException:
             # Not acknowledged, so not there; a consumer that was quicker keeps what it has.
-            for leftover in (aside, path):
-                _unlinked(leftover, or_fail=False)
+            for leftover in (source, target):
+                _unlink_if_exists(leftover, or_fail=False)
             raise
 
-    def _claim(self, waiting: str, lasts_ns: int) -> FemtoTask | None:
-        """Rename one waiting task into our lease directory; None if it is not to be had."""
-        name = waiting.partition("/")[2]
-        form = _parse_pending(name)
-        if form is None:
-            return None  # not ours
-        attempts, ident = int(form[1] or 0), form[2]
-        if fcntl is None and _is_keyed(ident):
-            return None  # it could be leased, but never finished
-        if self.max_attempts is not None and attempts >= self.max_attempts:
-            self._give_up(waiting, ident, attempts)
-        else:
-            lease_name = self._seize(waiting, min(attempts + 1, _MOST_ATTEMPTS), ident, lasts_ns)
-            if lease_name:
-                return self._read_leased(lease_name, waiting, form, lasts_ns)
-        if attempts and _may_be_renamed(name):
-            # RACE: its payload was replaced after we listed it; its place is still this one.
-            return self._claim(_renewed(waiting, None), lasts_ns)
-        self._pass_over_the_taken()
+    @contextlib.contextmanager
+    def replacement(self, name: str, header: bytes, payload: bytes | memoryview) -> Iterator[str]:
+        """Write a file creating/<name> that the block puts in the place of another; if the block
+        fails, it goes. It is synced first: power loss must leave one of the two whole."""
+        path = f"creating/{name}"
+        _write_new(self.root + path, header, payload, self.is_durable)
+        try:
+            yield path
+        except BaseException:
+            self.remove(path)
+            raise
+
+    def swap(self, aside: str, path: str) -> bool | None:
+        """Exchange a file with the one at `path`, in one step. False: there is none at `path`.
+        None: names can't be exchanged here (NFS, FUSE; not Linux), and nothing was done."""
+        try:
+            _exchange(self.root + aside, self.root + path)
+            return True
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            if error.errno not in _NO_EXCHANGE_ERRNOS:
+                raise
         return None
 
-    def _read_leased(
-        self, lease_name: str, waiting: str, form: re.Match[str], lasts_ns: int
-    ) -> FemtoTask | None:
-        """Read what we claimed; None, and undo the claim or set it aside, if that is no use."""
-        ident, lease = form[2], self._node_dir + lease_name
+    def swap_or_replace(self, aside: str, path: str) -> bool:
+        """Put a file in the place of the one at `path`; False: there is none at `path`.
+
+        Where names can't be exchanged it is renamed over the other one, and a person who moves
+        that one in the same instant makes two tasks of one.
+        """
+        swapped = self.swap(aside, path)
+        if swapped is not None:
+            return swapped
+        if not self.exists(path):
+            return False
+        _move(self.root + aside, self.root + path)
+        return True
+
+    def move(self, source: str, target: str) -> None:
+        """Rename a task's file, over one that is there; target "": remove it."""
+        if not target:
+            os.unlink(self.root + source)
+            return
+        _move(self.root + source, self.root + target)
+        # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
+        # finished task, whose lease came back when GlusterFS healed a host that had been cut off,
+        # would be delivered for ever. A first delivery, as most are, does not pay for that.
+        is_first = _state_of(source) == "inflight" and _attempts_of(source) < 2
+        if _is_end(target) and not is_first:
+            _unlink_if_exists(self.root + source)
+
+    def remove(self, path: str) -> None:
+        """Remove a file if it is there. Errors are of no consequence."""
+        _unlink_if_exists(self.root + path, or_fail=False)
+
+    def commit(self, path: str) -> None:
+        """If the queue is durable, make it so where a task's file is: the file first, then the
+        directory. The directory alone is not enough: after power loss btrfs had the task in the
+        directory that it came from as well, and what was done was delivered again."""
+        if not self.is_durable:
+            return
+        with contextlib.suppress(FileNotFoundError):  # RACE: another process moved it on
+            if stat.S_ISREG(os.lstat(self.root + path).st_mode):
+                _sync_path(self.root + path, _READ_FLAGS)
+        self.commit_dir(os.path.dirname(path))
+
+    def commit_dir(self, directory: str) -> None:
+        """If the queue is durable, make it so which names a directory has."""
+        if self.is_durable:
+            _sync_dir(self.root + directory)
+
+    def shrink_pending(self, aside: str) -> None:
+        """Replace an empty pending/ that was large once by a new directory: ext4 never shrinks one.
+
+        rename() succeeds only on an empty directory, so nothing can be lost; a push that comes
+        between finds out in _move().
+        """
+        pending = f"{self.root}pending"
+        old = os.lstat(pending)
+        if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
+            return
+        if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
+            return  # rights that we don't know how to copy
+        fresh = f"{self.root}creating/{aside}.pending"
+        # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
+        with contextlib.suppress(OSError):
+            os.mkdir(fresh)
+            os.chmod(fresh, stat.S_IMODE(old.st_mode))
+            new = os.stat(fresh)
+            if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
+                os.rename(fresh, pending)
+                _sync_dir(self.root)  # what is synced into it later must not hang in the air
+        with contextlib.suppress(OSError):
+            os.rmdir(fresh)
+
+
+# ==================================================================================================
+# 7. Queue clock: orders and deadlines, by the monotonic clock and an anchor that all processes of
+#    one boot share. Invariant: orders of one object strictly increase; no one who sets the date
+#    moves them.
+# ==================================================================================================
+
+
+def _read_anchor(path: str) -> int | None:
+    """Return the anchor; None if there is none, or the file is invalid (it is made again then)."""
+    try:
+        fd = os.open(path, _READ_FLAGS)
+    except FileNotFoundError:
+        return None
+    try:
+        content = os.read(fd, 40) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
+    finally:
+        os.close(fd)
+    if not re.fullmatch(rb"-?[0-9]{1,19}\n", content):
+        return None
+    anchor_ns = int(content)
+    return anchor_ns if 0 <= anchor_ns + _monotonic_ns() < _FARTHEST_NS else None
+
+
+def _create_once(aside: str, path: str) -> None:
+    """Put a clock file in place unless another process was first; then that one counts."""
+    try:
+        os.link(aside, path)
+    except FileExistsError:
+        if _read_anchor(path) is None:  # invalid; read again now, another may just have been first
+            os.replace(aside, path)
+    except (AttributeError, OSError):
+        # No hard links here. Two that come at once may disagree by the microseconds between them.
+        if _read_anchor(path) is None:
+            os.replace(aside, path)
+
+
+def _compute_anchor(files: _Files) -> int:
+    """Start the clock at the wall clock, or after the newest task if that has gone back.
+
+    The newest by id: what stands first in a name of pending/ may be a due time of next year,
+    moved there by hand, and must not carry the clock along.
+    """
+    newest_ns = 0
+    for state in ("pending", "scheduled", "done", "failed", "keys"):
+        newest_ns = max(newest_ns, _newest_order(files, state))
+    for directory in files.node_dirs():
+        newest_ns = max(newest_ns, _newest_order(files, directory))
+    return max(_wall_ns(), newest_ns + 1) - _monotonic_ns()
+
+
+def _newest_order(files: _Files, directory: str) -> int:
+    """Return the newest order in a directory that a clock may start from, 0 if there is none."""
+    try:
+        orders = [_order_of(entry.id) for entry in files.entries(directory)]
+    except PermissionError:  # another user's: no reason not to start
+        return 0
+    return max((order for order in orders if order < _FARTHEST_NS), default=0)
+
+
+class _QueueClock:
+    """The clock of one queue object. `tag` is the object's own, in the ids that it gives."""
+
+    def __init__(self, files: _Files) -> None:
+        self._files = files
+        self.init_worker()
+        self.boot, self.anchor_ns = self._open()
+
+    def init_worker(self) -> None:
+        """Draw what one process has for itself. Called again in a forked child."""
+        self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
+        self._lock = threading.RLock()  # of _order; a signal handler may push, too
+        self._order = 0
+
+    def now_ns(self) -> int:
+        return int(time.monotonic() * 1e9) + self.anchor_ns
+
+    def next_order(self) -> int:
+        with self._lock:
+            self._order = max(self._order + 1, self.now_ns())
+            return self._order
+
+    def new_id(self) -> str:
+        """Return an id, for a task or for a file in creating/."""
+        return f"{self.next_order():020d}-{self.tag}"
+
+    def is_over(self, path: str) -> bool:
+        """Whether the deadline of a lease has passed."""
+        return _stamp_of(path) <= self.now_ns()
+
+    def leave_boot(self) -> None:
+        """Date leases by a boot that no observer shares: there are no locks, so no observer can
+        tell whether this worker lives."""
+        self.boot = os.urandom(4).hex()
+
+    def _open(self) -> tuple[str, int]:
+        """Return this boot's tag and its clock's anchor; set the anchor if we are the first."""
+        boot_id = _read_boot_id()
+        if boot_id is None:
+            return os.urandom(4).hex(), _compute_anchor(self._files)
+        boot = _boot_tag(boot_id, self._files.root)
+        path = f"{self._files.root}clock-{boot}"
+        anchor_ns = _read_anchor(path)
+        if anchor_ns is not None:
+            return boot, anchor_ns
+        anchor_ns = _compute_anchor(self._files)
         try:
-            data, key = _read_record(self._root + lease, ident)
-            if key is not None and not self._may_have(key, ident, lease):
+            self._create(path, anchor_ns)
+        except OSError as error:
+            if error.errno not in _NO_WRITE_ERRNOS:
+                raise
+            # To look, to drain and to purge, a clock of our own is good enough.
+            _log().warning("no shared clock for this process: %s", error)
+            return os.urandom(4).hex(), anchor_ns
+        in_place_ns = _read_anchor(path)
+        return boot, anchor_ns if in_place_ns is None else in_place_ns
+
+    def _create(self, path: str, anchor_ns: int) -> None:
+        """Write the clock file aside and put it in place, unless another process was first."""
+        aside = f"{self._files.root}creating/{_new_name(_wall_ns(), self.tag)}.clock"
+        _write_new(aside, b"%d\n" % anchor_ns)
+        try:
+            os.chmod(aside, 0o644)  # for all users of this boot, whatever our umask
+            _create_once(aside, path)
+        finally:
+            _unlink_if_exists(aside)
+
+
+# ==================================================================================================
+# 8. Backlog: what this object knows to wait: a sorted batch of the names in pending/, and when the
+#    next task is due or the next lease ends.
+#    Invariant: a name in it is a hint; only the claim tells whether its task still waits.
+# ==================================================================================================
+
+_MAX_BATCH = 1 << 17  # names to keep in memory: up to 11 MB of them
+_CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
+
+
+def _oldest_names(
+    directory: str, seen_before: int, ours: Callable[[str], object] | None = None
+) -> tuple[list[str], int]:
+    """Return the first names of a directory, oldest last, and how many entries it has.
+
+    Keeps a sixteenth of a huge directory, so that a listing pays for as many pops as it reads
+    entries, times 1/16; below _MAX_BATCH names, all. Names are not checked here but by the claim,
+    unless nothing but foreign ones were kept: then they are (ours), and it begins again.
+    """
+    keep = max(_MAX_BATCH, seen_before // 16)
+    names: list[str] = []
+    seen, youngest = 0, ""
+    with os.scandir(directory) as entries:
+        while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
+            seen += len(chunk)
+            names += filter(ours, chunk if not youngest else [n for n in chunk if n < youngest])
+            if len(names) > 2 * keep:
+                names = sorted(names, reverse=True)[-keep:]
+                youngest = names[0]
+    names.sort(reverse=True)
+    del names[:-keep]
+    if ours is None and not any(map(_FORMS["pending"], names)):
+        if youngest:
+            return _oldest_names(directory, seen_before, _FORMS["pending"])
+        names = []
+    return names, seen
+
+
+class _Backlog:
+    """Guarded by the queue's lock, as a task moves: see FemtoQueue."""
+
+    def __init__(self, files: _Files, lock: threading.RLock) -> None:
+        self._pending, self._lock = f"{files.root}pending", lock
+        self.names: list[str] = []  # the oldest last
+        self._seen = 0  # how many names pending/ had when it was listed last
+        self.next_due_ns = 0  # the earliest due time that is known, wall clock
+        self.next_end_ns = 0  # the earliest end of a lease that is known, queue clock
+
+    def next(self) -> str:
+        """Return the oldest name and drop it; "" if none is left."""
+        with self._lock:
+            return self.names.pop() if self.names else ""
+
+    def refill(self) -> bool:
+        """List pending/; False if it is empty."""
+        self.names, self._seen = _oldest_names(self._pending, self._seen)
+        return self._seen > 0
+
+    def clear(self) -> None:
+        """Forget the batch, so that the next pop() lists pending/."""
+        self.names = []
+
+    def look_again(self) -> None:
+        """Forget the known times, so that the next listing looks for due tasks and ended leases."""
+        self.next_due_ns = self.next_end_ns = 0
+
+    def note_enqueued(self, path: str) -> None:
+        """A task came to `path`. One in front of the batch is next; one in pending/ behind it is
+        found by the next listing."""
+        with self._lock:
+            if _state_of(path) == "scheduled":
+                self.next_due_ns = min(self.next_due_ns, _stamp_of(path))
+            elif self.names and (name := path.partition("/")[2]) < self.names[-1]:
+                self.names.append(name)
+
+    def drop_taken(self) -> None:
+        """After a lost claim, drop what else of the batch is gone.
+
+        To look costs a third of a rename() that fails, and holds up no other worker. A task whose
+        payload was replaced may be there under another name, which its claim tries.
+        """
+        with self._lock:
+            while (
+                self.names
+                and not os.access(f"{self._pending}/{self.names[-1]}", os.F_OK)
+                and not _may_be_renamed(self.names[-1])
+            ):
+                self.names.pop()
+
+
+# ==================================================================================================
+# 9. Lease directory: this worker's inflight-<node>/, and the shared flock on it that shows that the
+#    worker lives. Invariant: a claim goes into the directory that is held locked, by descriptor.
+# ==================================================================================================
+
+
+class _Closed(Exception):
+    """close() was called while this thread waited for a task: its wait is over."""
+
+
+class _LeaseDir:
+    """Opened by the first listing, and again when it was removed or given up.
+
+    `lock` is the queue's: a claim holds it, so that close() in another thread does not close the
+    descriptor meanwhile. `closes` counts the calls of close().
+    """
+
+    def __init__(
+        self,
+        files: _Files,
+        clock: _QueueClock,
+        backlog: _Backlog,
+        lock: threading.RLock,
+        node_id: str,
+        *,
+        detached: bool,
+    ) -> None:
+        self._files, self._clock, self._backlog, self._lock = files, clock, backlog, lock
+        self.node_id, self._detached = node_id, detached
+        self.directory = f"inflight-{node_id}"
+        self.path = files.root + self.directory
+        self.orphans: set[str] = set()  # names of leases in it that no living worker holds
+        self.closes = 0
+        self._held: _FileLock | None = None
+        self._first_open = True  # what stands in it is a former holder's, who is dead
+        self._wait = threading.local()  # .closes: what that was when this thread's wait began
+
+    # Opening
+
+    @property
+    def is_open(self) -> bool:
+        return self._held is not None
+
+    def is_held(self) -> bool:
+        """Whether it is open, and the path still leads to it."""
+        if fcntl is None:
+            return os.path.isdir(self.path)
+        return self._held is not None and self._held.is_at_path()
+
+    def ensure_open(self) -> list[_Entry]:
+        """Open and lock it unless it is; return the leases that a former holder left in it."""
+        with self._lock:
+            self.check_wait()
+            return [] if self.is_held() else self._open()
+
+    def _open(self) -> list[_Entry]:
+        """Open and lock it, and make it if it is missing; see ensure_open()."""
+        self._backlog.clear()  # nothing is claimed until it is open, also when we raise
+        while True:
+            self._make()
+            if fcntl is None:
+                return []
+            try:
+                lock = _FileLock(self.path, _DIR_FLAGS)
+            except FileNotFoundError:
+                continue  # RACE: an observer saw no worker in it, and removed it
+            to_close: _FileLock | None = lock
+            try:
+                orphans = self._lock_it(lock)
+                # RACE: an observer may have removed the directory before our lock was on it.
+                if lock.is_at_path():
+                    # The old one goes last: it may come back, with what we hold in it.
+                    self._held, to_close = lock, self._held
+                    self._first_open = False
+                    return orphans
+            finally:
+                if to_close is not None:
+                    to_close.close()
+
+    def _lock_it(self, lock: _FileLock) -> list[_Entry]:
+        """Take the shared lock; return what a former holder left, if it is dead.
+
+        RACE: with the exclusive lock no namesake is at work in the directory that we opened; but
+        an observer may have removed that, and a namesake made it anew: then its leases run.
+        """
+        # Waits while an observer looks in: it must not be taken for a second worker.
+        if lock.acquire_shared() is None:
+            self._clock.leave_boot()
+            return []
+        orphans: list[_Entry] = []
+        # Only the first time: later, another thread may have claimed into it just now.
+        if self._first_open and lock.try_exclusive() and lock.is_at_path():
+            with contextlib.suppress(OSError):  # the next look at leases raises it
+                orphans = [it for it in self._files.entries(self.directory) if it.boot != _DETACHED]
+        lock.acquire_shared()
+        return orphans
+
+    def _make(self) -> None:
+        """Make the directory; on a full disk, of the spare one that was made before.
+
+        A full queue can only be drained by a worker that can start.
+        """
+        try:
+            os.mkdir(self.path)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in _OUT_OF_SPACE_ERRNOS:
+                raise
+            spare = f"{self._files.root}spare"
+            try:
+                os.utime(spare)  # an observer removes what is empty and old
+                os.rename(spare, self.path)
+            except OSError:
+                raise error from None
+
+    # Claiming
+
+    def claim(self, source: str, attempts: int, ident: str, length_ns: int) -> str:
+        """Rename a waiting task into the directory that we hold locked; return the lease's path.
+
+        Returns "" if another worker was first, or if the directory is not open (any more).
+        """
+        with self._lock:
+            self.check_wait()
+            deadline_ns = self._clock.now_ns() + length_ns  # now: we may have waited for the lock
+            boot = _DETACHED if self._detached else self._clock.boot
+            name = _lease_name(deadline_ns, attempts, boot, ident)
+            lease = f"{self.directory}/{name}"
+            try:
+                if fcntl is None:
+                    os.rename(self._files.root + source, self._files.root + lease)
+                elif self._held is None:
+                    return ""  # RACE: closed by another thread
+                else:
+                    os.rename(self._files.root + source, name, dst_dir_fd=self._held.fd)
+            except FileNotFoundError:
+                return ""  # RACE: another worker won; or our directory was removed
+            except BaseException as error:
+                if getattr(error, "errno", None) not in _MISSING_ERRNOS:
+                    self.undo_claim(lease, source)  # Ctrl-C may come when it is done
+                    raise
+                self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
+                return ""
+            return lease
+
+    def undo_claim(self, lease: str, source: str) -> None:
+        """Undo a claim that was interrupted, or whose file is not at its path: a person took it
+        out, or moved the whole directory away, where the task must not be lost."""
+        with self._lock:
+            self._backlog.clear()  # the next listing looks at our directory, too
+            with contextlib.suppress(FileNotFoundError):
+                if self._held is not None:
+                    name = lease.partition("/")[2]
+                    os.rename(name, self._files.root + source, src_dir_fd=self._held.fd)
+                elif fcntl is None:
+                    os.rename(self._files.root + lease, self._files.root + source)
+
+    def boot_is_ours(self, entry: _Entry) -> bool:
+        """Whether a lease was taken on this boot, or only its deadline ends it anyway."""
+        return entry.boot in (self._clock.boot, _DETACHED)
+
+    # Closing
+
+    def close(self, reclaim: Callable[[], None]) -> None:
+        """Give it up. reclaim() is called if no other object holds it, to end what it holds."""
+        self._first_open = True
+        lock, self._held = self._held, None
+        if lock is None and fcntl is not None:
+            return
+        try:
+            is_alone = None if lock is None else lock.try_exclusive()
+            if lock is not None and is_alone and lock.is_at_path():
+                reclaim()
+            if lock is None or is_alone is None or (is_alone and lock.is_at_path()):
+                _remove_empty_dir(self.path)
+        except OSError as error:  # no lease is lost by it: pop() of another worker ends them
+            _log().warning("%s could not be cleared: %s", self.path, error)
+        finally:
+            if lock is not None:
+                lock.close()
+
+    @contextlib.contextmanager
+    def waiting_since(self, closes: int | None) -> Iterator[None]:
+        """In the block, this thread takes nothing if close() was called after that count; None:
+        it is no wait, though a signal handler may have interrupted one."""
+        outer = getattr(self._wait, "closes", None)
+        self._wait.closes = closes
+        try:
+            yield
+        finally:
+            self._wait.closes = outer
+
+    def check_wait(self) -> None:
+        """Raise _Closed in a thread whose wait close() has ended. Call it with the lock held."""
+        if getattr(self._wait, "closes", None) not in (None, self.closes):
+            raise _Closed
+
+
+# ==================================================================================================
+# 10. Keys: keyed tasks, their locks and what is known of them.
+#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
+#     one newer payload in keys/, behind a task in flight. Only _KeyIndex moves a keyed task or its
+#     payload, under the lock of its key; but pop() and people may take one that waits at any time.
+#     Order of locks: that of a key first, then the queue's lock.
+# ==================================================================================================
+
+_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
+_REPLACE_LEASE_NS = 30 * 10**9  # under which a payload is replaced where names can't be exchanged
+
+
+@dataclass
+class _KeyState:
+    """Where the task of a key was last, and the name in keys/ of the payload behind it, if any.
+
+    A hint: a task that was killed, or moved by a pop() or a person, is looked for.
+    """
+
+    path: str
+    buffered: str = ""
+
+
+def _read_key_states(root: str, tag: str) -> dict[str, _KeyState]:
+    """Return what keys/<hash> says of each key: nothing, if it is not there."""
+    try:
+        fd = os.open(f"{root}keys/{tag}", _READ_FLAGS)
+    except OSError as error:
+        if error.errno not in _MISSING_ERRNOS:
+            raise
+        return {}
+    try:
+        text = os.read(fd, os.fstat(fd).st_size).decode("ascii", "replace")
+    finally:
+        os.close(fd)
+    # One that leads to a task of no key, or of another hash, would have it overwritten.
+    return {
+        match[1]: _KeyState(match[2], match[4].strip("-"))
+        for match in map(_parse_key_state, text.partition("\n\n")[0].splitlines())
+        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}")
+    }
+
+
+class _KeyLock:
+    """The keys of one hash, while this thread holds their lock: the state of each.
+
+    The lock is locks/<last two digits of the hash>, shared with the other hashes that end so. It is
+    never removed: a process that waited for the lock of a removed file would have to see that its
+    path leads elsewhere by now, and NFS or GlusterFS may show it an old answer.
+
+    The states stand in keys/<hash>, a line for each key: "<key> <path> <buffered, or ->", then an
+    empty one. One write() makes the change; what follows the empty line is of an older, longer
+    text. A key without a state has no task. On a file system that other hosts write to there is no
+    such file.
+    """
+
+    def __init__(self, files: _Files, tag: str) -> None:
+        self.tag, self._files, self._path = tag, files, f"{files.root}keys/{tag}"
+        self.states: dict[str, _KeyState] = {}
+        self._saved: str | None = None  # None: the states have not been read
+
+    def read(self, states: Callable[[], dict[str, _KeyState]]) -> None:
+        """Read the states, unless a signal handler did it meanwhile. Call it with the lock held."""
+        if self._saved is None:
+            self.states = states()
+            self._saved = self._text()
+
+    def _text(self) -> str:
+        """Return what keys/<hash> is to say."""
+        lines = (f"{key} {it.path} {it.buffered or '-'}\n" for key, it in self.states.items())
+        return "".join(lines) + "\n"
+
+    def save(self, sync: bool) -> None:
+        """Write the states if they have changed."""
+        text = self._text()
+        if text == self._saved:
+            return
+        if self._files.is_shared:
+            self._make_dir(sync)
+            return
+        fd = self._open_states(sync)
+        try:
+            os.pwrite(fd, text.encode("ascii"), 0)
+            self._saved = text
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        if sync:
+            _sync_dir(os.path.dirname(self._path))
+
+    def _open_states(self, sync: bool) -> int:
+        """Open keys/<hash> to write it; it is made if it is missing, and so is keys/."""
+        flags = os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        try:
+            return os.open(self._path, flags, 0o666)
+        except FileNotFoundError:
+            self._make_dir(sync)
+            return os.open(self._path, flags, 0o666)
+
+    def _make_dir(self, sync: bool) -> None:
+        """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.dirname(self._path))
+        if sync:
+            _sync_dir(self._files.root)
+
+    def close(self) -> None:
+        """Write the states; those of no key are removed."""
+        with contextlib.suppress(OSError):  # nothing depends on a hint
+            if self.states:
+                self.save(sync=False)
+            elif self._saved is not None and not self._files.is_shared:
+                os.unlink(self._path)
+
+
+class _KeyIndex:
+    """Finds, replaces, buffers and moves keyed tasks. `needs_repair` is set when a keyed task may
+    have ended without the payload behind it: repair() is due."""
+
+    def __init__(
+        self, files: _Files, clock: _QueueClock, backlog: _Backlog, lease_dir: _LeaseDir
+    ) -> None:
+        self._files, self._clock, self._backlog = files, clock, backlog
+        self._lease_dir = lease_dir
+        self._held = threading.local()  # .lock: the last one that this thread took; .files: all
+        self.needs_repair = False
+
+    # Locks
+
+    @contextlib.contextmanager
+    def lock(self, tag: str, wait: bool = True) -> Iterator[_KeyLock]:
+        """Hold the lock of the keys of one hash. Inside, this thread may ask for it again.
+
+        Blocks, so the queue's lock must not be held: a process, or another thread, may be stopped
+        while it has this one. wait=False: raises BlockingIOError if it is not free.
+        """
+        outer: _KeyLock | None = getattr(self._held, "lock", None)
+        if outer is not None and outer.tag == tag:
+            outer.read(lambda: self._read_states(tag))
+            yield outer
+            return
+        with self._file_lock(tag, wait):
+            lock = self._held.lock = _KeyLock(self._files, tag)
+            try:
+                lock.read(lambda: self._read_states(tag))
+                yield lock
+            finally:
+                self._held.lock = outer
+                lock.close()
+
+    @contextlib.contextmanager
+    def _file_lock(self, tag: str, wait: bool) -> Iterator[None]:
+        """Hold the file lock for a hash. A signal handler that needs it while this thread takes
+        it, or has it for another hash, shares the descriptor: it must not wait for itself."""
+        name = _lock_of(tag)
+        held: dict[str, _FileLock] = self._held.__dict__.setdefault("files", {})
+        if name in held:
+            held[name].acquire_exclusive(wait)
+            yield
+            return
+        lock = held[name] = self._open_lock(name)
+        try:
+            lock.acquire_exclusive(wait)
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # what was done under the lock is done
+                lock.close()
+            del held[name]
+
+    def _open_lock(self, name: str) -> _FileLock:
+        path = f"{self._files.root}locks/{name}"
+        try:
+            return _FileLock(path)
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(
+                    f"{self._files.root}locks"
+                )  # the first key; if data_dir is gone, it says so
+            return _FileLock(path)
+
+    def _read_states(self, tag: str) -> dict[str, _KeyState]:
+        """Return the states of a hash, under its lock."""
+        if self._files.is_shared:
+            return self._list_states(tag)
+        return _read_key_states(self._files.root, tag)
+
+    def lock_of(
+        self, ident: str, wait: bool = True
+    ) -> contextlib.AbstractContextManager[_KeyLock | None]:
+        """Hold the lock of a task's key, if it has one; see lock()."""
+        return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else _NO_LOCK
+
+    # Finding
+
+    def may_have_task(self, name: str) -> bool:
+        """Whether an encoded key may have a task; on a local file system, "no" is cheap to know."""
+        return self._files.is_shared or self._files.exists(f"keys/{_key_tag(name)}")
+
+    def path_of(self, key: str | None) -> str | None:
+        """Return where the task of a key is, None if it has none."""
+        name = _encode_key(key)
+        if not self.may_have_task(name):
+            return None
+        with self.lock(_key_tag(name)) as lock:
+            return self.find(lock, name)
+
+    def find(self, lock: _KeyLock, name: str, thorough: bool = True) -> str | None:
+        """Return where the task of an encoded key is, None if it has none; mend its state.
+
+        thorough=False: the caller has listed all that waits, and it was not there.
+        """
+        state = lock.states.get(name)
+        if state is None:
+            return None
+        path = self.locate(state.path, thorough) if state.path else None
+        if path is None and state.buffered:
+            path = self._promote_lost(state)
+        if path is None:
+            del lock.states[name]
+            return None
+        state.path, state.buffered = path, self._buffered(state)
+        if state.buffered and _state_of(path) != "inflight":
+            # CRASH: when it came back and before the newer one took its place. Or a person moved
+            # it. If that fails now, a pop() has just taken it, or our directory is not open: then
+            # the newer one comes after it.
+            record = f"keys/{state.buffered}"
+            if self._replace_under_lease(state, record, _due_of(state.buffered)):
+                state.buffered = ""
+            return self.locate(state.path)
+        return path
+
+    def _promote_lost(self, state: _KeyState) -> str | None:
+        """CRASH: the process that ended a task died before it promoted the payload behind it, or
+        after that. Or a person removed the task. Return where that payload is now."""
+        if self._buffered(state):
+            return self._promote_buffered(state)
+        return self.locate(f"pending/{_id_of(state.buffered)}")
+
+    def locate(self, path: str, thorough: bool = True) -> str | None:
+        """Return where a task is that was at `path`, None if it does not wait and is not leased.
+
+        Lists pending/ only if it is not where a pop() would have brought it.
+        """
+        if _state_of(path) != "inflight" and os.path.lexists(self._files.root + path):
+            return path
+        elsewhere = ("pending", "scheduled", "inflight") if thorough else ()
+        entry = self._files.find_id(_id_of(path), "inflight", *elsewhere)
+        return entry.path if entry else None
+
+    def _buffered(self, state: _KeyState) -> str:
+        """Return the name in keys/ of the newer payload behind a task, "" if there is none."""
+        if not state.buffered or os.path.lexists(f"{self._files.root}keys/{state.buffered}"):
+            return state.buffered
+        # CRASH: before it came there, before it got that name, or after it was promoted.
+        entry = self._files.find_id(_id_of(state.buffered), "keys")
+        return entry.name if entry else ""
+
+    def _list_states(self, tag: str, but: str = "") -> dict[str, _KeyState]:
+        """Return the states of a hash as the directories tell them, without the file at `but`.
+
+        For file systems of several hosts. Contents and single names that another host changed may
+        be read as they were for a second (GlusterFS) or thirty (NFS); listings and renames are
+        answered by the server, and so is what is opened right after its directory was listed.
+        """
+        for _ in range(_MAX_LISTINGS):
+            with contextlib.suppress(OSError):  # RACE: a task moved after its directory was listed
+                return self._list_states_once(tag, but)
+        return self._list_states_once(tag, but)
+
+    def _list_states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
+        """Do as _list_states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
+        states: dict[str, _KeyState] = {}
+        # In this order a pop(), which moves from pending/ to in flight, is not missed.
+        for entry in self._files.find("keys", "scheduled", "pending", "inflight"):
+            if _tag_of(entry.id) != tag or entry.path == but:
+                continue
+            name = self._key_at(entry)
+            if name and entry.directory == "keys":
+                states[name] = _KeyState("", entry.name)
+            elif name:
+                states.setdefault(name, _KeyState("")).path = entry.path
+        return states
+
+    def _key_at(self, entry: _Entry) -> str:
+        """Return the encoded key of a record, "" if it has none or is not whole."""
+        try:
+            _, key = _read_record(self._files.root + entry.path, entry.id)
+        except CorruptTask:
+            return ""
+        return "" if key is None else _encode_key(key)
+
+    def other_task(self, key: str, lease: str) -> str | None:
+        """Return the id of the key's task if that is not the one just leased, else None.
+
+        `mv failed/ID pending/`, or a state lost with power, makes two tasks of one key.
+        """
+        name, ident = _encode_key(key), _id_of(lease)
+        tag = _key_tag(name)
+        if not self._files.is_shared:
+            state = _read_key_states(self._files.root, tag).get(name)
+            if state is not None and _id_of(state.path) == ident:
                 return None
-            # What was pushed and never delivered bears its id as its name, and has none.
-            checkpoint = None if form[0] == ident else self._read_checkpoint(ident, data)
+        with self.lock(tag) as lock:
+            if self._files.is_shared:
+                state = self._list_states(tag, but=lease).get(name)
+                path = state.path if state is not None else None
+            else:
+                path = self.find(lock, name)
+            if path and _id_of(path) != ident:
+                return _id_of(path)
+            if not path and name not in lock.states:
+                lock.states[name] = _KeyState(lease)
+        return None
+
+    # Pushing
+
+    def push(
+        self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
+    ) -> str:
+        """Push a payload for an encoded key; return its task's id.
+
+        Returns "" if a pop() or a person was quicker at the task that waited: again, then.
+        """
+        with self.lock(_key_tag(name)) as lock:
+            path = self.find(lock, name)
+            if path is None:
+                return self._push_first(lock, name, payload, due_ns)
+            if _state_of(path) != "inflight":
+                if lock.states[name].buffered:
+                    return ""  # RACE: it would come after this payload: its turn first
+                return self._replace(lock, name, payload, due_ns)
+            if if_in_flight == "reject":
+                raise KeyInFlight(_decode_key(name), _id_of(path))
+            if if_in_flight == "update":
+                return self._update(path, name, payload)
+            return self._buffer(lock, name, payload, due_ns)
+
+    def _push_first(
+        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        """Push the only task of a key."""
+        ident = _new_name(self._clock.next_order(), lock.tag)
+        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
+        lock.states[name] = _KeyState(path)
+        try:
+            # The state is there first: a task that it does not know would be one too many.
+            lock.save(self._files.is_durable)
+            self._files.publish(ident, payload, path, key=name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.find(lock, name)  # a consumer that was quicker keeps what it has
+            raise
+        self._backlog.note_enqueued(path)
+        return ident
+
+    @contextlib.contextmanager
+    def _replacement(self, name: str, payload: bytes | memoryview) -> Iterator[str]:
+        """Write a record aside; what is there after the block, the old record or this one, goes."""
+        header = _header(payload, name)
+        with self._files.replacement(self._clock.new_id(), header, payload) as aside:
+            yield aside
+            self._files.remove(aside)
+
+    def _replace(
+        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        """Replace the payload of a waiting task; return its id, "" if another was quicker."""
+        state = lock.states[name]
+        with self._replacement(name, payload) as aside:
+            target = _first_try_path(state.path, due_ns)
+            if _state_of(target) == "scheduled":
+                replaced = self._replace_scheduled(state, aside, target)
+            else:
+                replaced = self._replace_pending(state, aside, target)
+            if replaced:
+                self._files.commit(state.path)
+        return _id_of(state.path) if replaced else ""
+
+    def _replace_scheduled(self, state: _KeyState, aside: str, target: str) -> bool:
+        """Move a waiting task to scheduled/, or to another time there, and swap its record.
+
+        CRASH: after the rename the task has the new time and the old payload. The other order
+        could deliver the new payload before its time.
+        """
+        root, source = self._files.root, state.path
+        try:
+            _move(root + source, root + target)
+        except FileNotFoundError:
+            return False  # RACE: a pop() took it from pending/, or a person moved it
+        try:
+            replaced = self._files.swap_or_replace(aside, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _move(root + target, root + source)  # a push that raised changed nothing
+            raise
+        state.path = target
+        self._backlog.note_enqueued(target)
+        return replaced
+
+    def _replace_pending(self, state: _KeyState, aside: str, target: str) -> bool:
+        """Swap the record of a task in pending/: pop() sees the old one or the new one there, at
+        each instant, and at its old place.
+
+        Its attempts begin anew, so its name may change; a worker that listed the old name tries
+        the new one too. CRASH: after the rename the old payload begins anew; after the swap the
+        old record is a leftover in creating/.
+        """
+        if target != state.path:
+            try:
+                _move(self._files.root + state.path, self._files.root + target)
+            except FileNotFoundError:
+                return False  # RACE: a pop() took it, or a person moved it
+            state.path = target
+        swapped = self._files.swap(aside, target)
+        return self._replace_under_lease(state, aside, None) if swapped is None else swapped
+
+    def _replace_under_lease(self, state: _KeyState, record: str, due_ns: int | None) -> bool:
+        """Rename a record over that of a waiting task: where names can't be exchanged, or where
+        the record must not be anywhere else afterwards.
+
+        Under a lease of our own, so that no other worker has the task meanwhile; a pop() finds no
+        task then. False if a pop() was quicker, or a person moved the lease. CRASH: the lease ends
+        and the task is back at its place, with the old payload or the new one.
+        """
+        source, target = state.path, _first_try_path(state.path, due_ns)
+        if _state_of(source) == "scheduled":  # no pop() takes it from there
+            self._replace_and_move(record, source, target)
+        else:
+            attempts, ident = _attempts_of(source), _id_of(source)
+            lease = self._lease_dir.claim(source, attempts, ident, _REPLACE_LEASE_NS)
+            if not lease:
+                return False
+            try:
+                self._replace_and_move(record, lease, target)
+            except BaseException as error:
+                self._lease_dir.undo_claim(lease, source)
+                if isinstance(error, FileNotFoundError):  # by hand, before or after the replacement
+                    return not os.path.lexists(self._files.root + record)
+                raise
+        state.path = target
+        self._backlog.note_enqueued(target)
+        return True
+
+    def _replace_and_move(self, record: str, source: str, target: str) -> None:
+        """Move a task that no other worker may take to its place, with a new payload.
+
+        CRASH: between the two renames it has the old payload or the new one; but the new one is
+        never anywhere where it may be had before its time.
+        """
+        root = self._files.root
+        if _state_of(target) == "scheduled":
+            _move(root + source, root + target)
+            _move(root + record, root + target)
+        else:
+            os.lstat(root + source)  # a person may have moved it: the rename would make two
+            _move(root + record, root + source)
+            _move(root + source, root + target)
+
+    def _update(self, path: str, name: str, payload: bytes | memoryview) -> str:
+        """Replace the payload of a task in flight; "" if a person moved the task meanwhile."""
+        with self._replacement(name, payload) as aside:
+            if not self._files.swap_or_replace(aside, path):
+                return ""
+        self._files.commit(path)
+        return _id_of(path)
+
+    def _buffer(
+        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        """Put a newer payload behind the task in flight, or in the place of the one behind it."""
+        state, before = lock.states[name], self._buffered(lock.states[name])
+        ident = _id_of(before) or _new_name(self._clock.next_order(), lock.tag)
+        state.buffered = ident if due_ns is None else _task_name(due_ns, 0, ident)
+        root, path = self._files.root, f"keys/{state.buffered}"
+        try:
+            lock.save(self._files.is_durable)
+            if not before:
+                self._files.publish(ident, payload, path, key=name)
+                return ident
+            with self._replacement(name, payload) as aside:
+                if before != state.buffered:  # CRASH: after it, the old payload at the new time
+                    _move(f"{root}keys/{before}", root + path)
+                _move(root + aside, root + path)
+        except BaseException:
+            state.buffered = before
+            raise
+        self._files.commit(path)
+        return ident
+
+    # Moving
+
+    def move(self, source: str, target: str, wait: bool = True) -> str:
+        """Move a task from one state to another; "": remove it. Return where it went.
+
+        A keyed one moves under the lock of its key, and promotes the newer payload behind it.
+        Raises BlockingIOError if that lock is not free and wait is False.
+        """
+        ident = _id_of(source)
+        if not _is_keyed(ident):
+            self._files.move(source, target)
+            return target
+        with self.lock(_tag_of(ident), wait) as lock:
+            return self._move_keyed(lock, source, ident, target)
+
+    def _move_keyed(self, lock: _KeyLock, source: str, ident: str, target: str) -> str:
+        """Move a keyed task under the lock of its key; see move()."""
+        states = lock.states
+        name = next((key for key, it in states.items() if _id_of(it.path) == ident), "")
+        state = states[name] if name else _KeyState(source)
+        ends, waits = _is_end(target), _state_of(source) == "pending"
+        comes_back = not ends and _state_of(target) != "inflight"
+        # In pending/ a pop() may take it at any time; find() mends it where it finds it there.
+        if comes_back and not waits and (buffered := self._buffered(state)):
+            return self._return_with_buffered(state, buffered, source, target)
+        try:
+            self._files.move(source, target)
+            if not ends:
+                state.path = target
+            elif self._buffered(state):
+                self._promote_buffered(state)
+            elif name:
+                del states[name]
+        except BaseException:
+            self.needs_repair = True  # the next pop() promotes what stands behind it
+            raise
+        return target
+
+    def _promote_buffered(self, state: _KeyState) -> str:
+        """Move a newer payload into the queue: the task before it has come to its end."""
+        buffered = self._buffered(state)
+        path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
+        _move(f"{self._files.root}keys/{buffered}", self._files.root + path)
+        state.path, state.buffered = path, ""
+        self._backlog.note_enqueued(path)
+        self._files.commit(path)
+        return path
+
+    def _return_with_buffered(
+        self, state: _KeyState, buffered: str, source: str, target: str
+    ) -> str:
+        """Put a task back with the newer payload in its place, by the rename over it.
+
+        The fence first, if it was leased: a late holder must not end what it never saw.
+        """
+        root = self._files.root
+        if _state_of(source) == "inflight":
+            fenced = _with_stamp(source, self._clock.now_ns())
+            _move(root + source, root + fenced)  # gone: the lease is lost
+            source = fenced
+        elif self._files.is_shared and state.path != source:
+            raise FileNotFoundError(errno.ENOENT, "it is elsewhere by now", root + source)
+        else:
+            # RACE: another worker enqueued it before we had the lock, and it may be in flight by
+            # now: then the rename over it would make a second one.
+            os.lstat(root + source)
+        target = _first_try_path(target, _due_of(buffered))
+        self._replace_and_move(f"keys/{buffered}", source, target)
+        state.path, state.buffered = target, ""
+        return target
+
+    def reserve(self, lock: _KeyLock, source: str, target: str) -> None:
+        """Make sure that the key of a failed task has no other, and say that it will be there.
+
+        Raises KeyInFlight if it has.
+        """
+        try:
+            _, key = _read_record(self._files.root + source, _id_of(source))
+        except (CorruptTask, FileNotFoundError):
+            return  # a corrupt one has no key, and pop() will quarantine it
+        if key is None:
+            return
+        path = self.find(lock, _encode_key(key))
+        if path is not None:
+            raise KeyInFlight(key, _id_of(path))
+        lock.states[_encode_key(key)] = _KeyState(target)
+        lock.save(self._files.is_durable)
+
+    # Repair
+
+    def repair(self) -> None:
+        """Promote the payloads whose task is gone, and remove the states of keys without a task."""
+        self.needs_repair = False
+        buffered = {_tag_of(name) for name in self._names(_FORMS["keys"])}
+        idle = {*map(_tag_of, self.idle())}
+        for tag in sorted(buffered | idle):
+            with contextlib.suppress(BlockingIOError), self.lock(tag, wait=False) as lock:
+                for name in [*lock.states]:
+                    self.find(lock, name, thorough=tag not in idle)
+                if tag in buffered:
+                    self._index_unlisted(lock)
+
+    def idle(self) -> list[str]:
+        """Return the names in keys/, states and newer payloads, of keys that have no task."""
+        names = self._names(_parse_tag) + self._names(_FORMS["keys"])
+        if not names:
+            return []
+        busy = {_tag_of(entry.id) for entry in self._files.find("scheduled", "pending", "inflight")}
+        return [name for name in names if _tag_of(name) not in busy]
+
+    def _names(self, parse: Callable[[str], object]) -> list[str]:
+        """Return the names of one form in keys/, sorted."""
+        try:
+            with os.scandir(f"{self._files.root}keys") as entries:
+                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []  # none yet
+        return sorted(filter(parse, names))
+
+    def _index_unlisted(self, lock: _KeyLock) -> None:
+        """Promote newer payloads that no state knows: power loss, or a person, took the state."""
+        known = {state.buffered for state in lock.states.values()}
+        for entry in self._files.entries("keys"):
+            if _tag_of(entry.id) != lock.tag or entry.name in known:
+                continue
+            state, name = _KeyState("", entry.name), ""
+            with contextlib.suppress(FileNotFoundError):
+                name = self._key_at(entry)
+            if name in lock.states:
+                continue  # when that one has ended
+            if name:
+                lock.states[name] = state
+            self._promote_buffered(state)  # a corrupt one too: pop() quarantines it
+
+
+_NO_LOCK = contextlib.nullcontext()
+
+
+# ==================================================================================================
+# 11. Transitions: each change of a task's state, written once.
+#     Invariant: the rename is the commit and the fence; what is written beside it comes after it.
+# ==================================================================================================
+
+
+def _reason(error: str | BaseException) -> str:
+    """Return the text of failed/<id>.error: a text, or an exception with its traceback."""
+    if isinstance(error, _CommandFailed):
+        error = str(error)
+    if isinstance(error, str):
+        return error if error.endswith("\n") else error + "\n"
+    import traceback
+
+    return "".join(traceback.format_exception(error))
+
+
+class _Transitions:
+    """What happens to tasks. `lock` is the queue's: it is held while a task moves into our lease
+    directory or out of it, so that a renewal and a done() in two threads don't cross."""
+
+    def __init__(
+        self,
+        *,
+        files: _Files,
+        clock: _QueueClock,
+        backlog: _Backlog,
+        lease_dir: _LeaseDir,
+        keys: _KeyIndex,
+        lock: threading.RLock,
+        max_attempts: int | None,
+    ) -> None:
+        self._files, self._clock, self._backlog = files, clock, backlog
+        self._lease_dir, self._keys, self._lock = lease_dir, keys, lock
+        self._max_attempts = max_attempts
+
+    def open_lease_dir(self) -> None:
+        """Open our lease directory unless it is open, and reclaim what a former holder left."""
+        for entry in self._lease_dir.ensure_open():
+            with contextlib.suppress(OSError):  # the next look at leases tries again, and raises
+                self.reclaim(entry)
+
+    # From pending/ to in flight
+
+    def claim(self, waiting: str, length_ns: int) -> FemtoTask | None:
+        """Rename one waiting task into our lease directory, and read it.
+
+        Returns None if another worker was first, or the task can't be delivered.
+        """
+        directory, _, name = waiting.partition("/")
+        entry = _parse(directory, name)
+        if entry is None:
+            return None  # not ours
+        attempts = entry.attempts or 0
+        if fcntl is None and _is_keyed(entry.id):
+            return None  # it could be leased, but never finished
+        if self._max_attempts is not None and attempts >= self._max_attempts:
+            self._dead_letter_exhausted(waiting, attempts)
+        else:
+            counted = min(attempts + 1, _MAX_ATTEMPTS)
+            lease = self._lease_dir.claim(waiting, counted, entry.id, length_ns)
+            if lease:
+                return self._read_claimed(entry, lease, length_ns)
+        if attempts and _is_keyed(entry.id):
+            # RACE: its payload was replaced after we listed it; its place is still this one.
+            return self.claim(_first_try_path(waiting, None), length_ns)
+        self._backlog.drop_taken()
+        return None
+
+    def _read_claimed(self, entry: _Entry, lease: str, length_ns: int) -> FemtoTask | None:
+        """Read what we claimed; None, and undo the claim or quarantine the task, if it is no use."""
+        checkpoint = None
+        try:
+            if _is_keyed(entry.id) and self._files.is_shared:
+                # Its payload may have been replaced by another host: without a listing, the old
+                # one would be read for a second (GlusterFS).
+                os.listdir(self._lease_dir.path)
+            data, key = _read_record(self._files.root + lease, entry.id)
+            other = None if key is None else self._keys.other_task(key, lease)
+            if key is not None and other is not None:
+                self.quarantine(lease, str(KeyInFlight(key, other)))
+                return None
+            if entry.name != entry.id:  # else it was never delivered, and has none
+                checkpoint = self._read_checkpoint(entry.id, data)
         except CorruptTask as error:
-            self._set_aside(lease, ident, error.reason)
+            self.quarantine(lease, error.reason)
             return None
         except FileNotFoundError:
-            self._unseize(lease_name, waiting)
+            self._lease_dir.undo_claim(lease, entry.path)
             return None
         except BaseException as error:
-            self._hand_back(lease, waiting, form, error)
+            self._return_unreadable(lease, entry, error)
             raise
-        attempts = _attempts_in(lease_name)
+        held, anchor_ns = _Lease(lease, length_ns), self._clock.anchor_ns
+        attempts = _attempts_of(lease)
         return FemtoTask(
-            ident,
-            data,
-            attempts,
-            key,
-            checkpoint,
-            path=lease,
-            _lease_ns=lasts_ns,
-            _anchor_ns=self._anchor_ns,
+            entry.id, data, attempts, key, checkpoint, _lease=held, _anchor_ns=anchor_ns
         )
 
-    def _forget_checkpoint(self, ident: str) -> None:
-        _unlinked(f"{self._root}checkpoints/{ident}", or_fail=False)
+    def _return_unreadable(self, lease: str, entry: _Entry, error: BaseException) -> None:
+        """Undo a claim that was interrupted, or whose file could not be read.
+
+        The task goes back to its place if that is no fault of the file's, else to the back: a file
+        that can't be read, or is too large for our memory, must not stop all workers that start
+        with the oldest task.
+        """
+        target = entry.path
+        is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
+        if isinstance(error, Exception) and not is_transient and entry.directory == "pending":
+            name = _task_name(self._clock.next_order(), entry.attempts or 0, entry.id)
+            target = f"pending/{name}"
+        with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
+            # CRASH: before it, a lease like any
+            try:
+                self._backlog.note_enqueued(self._keys.move(lease, target))
+            except OSError:
+                self.orphan(lease)
+                raise
+
+    # Checkpoints
 
     def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
         """Return how far the work on that payload had come: of a key, another may be here now."""
         try:
-            saved, _ = _read_record(f"{self._root}checkpoints/{ident}", ident)
+            saved, _ = _read_record(f"{self._files.root}checkpoints/{ident}", ident)
         except FileNotFoundError:
             return None
         except CorruptTask as error:  # power loss: the work begins anew
@@ -1632,1266 +2676,264 @@ class FemtoQueue:
         of_data = _header(data)
         if saved.startswith(of_data):
             return saved[len(of_data) :]
-        self._forget_checkpoint(ident)
+        self._files.remove(f"checkpoints/{ident}")
         return None
 
-    def _seize(self, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
-        """Rename a task into the directory that we hold locked, whatever has its name by now.
-        Return its name there; "" if another worker was first, or if we have no place (any more)."""
-        with self._lock:  # so that close() in another thread does not close the descriptor
-            self._check_wait()
-            deadline_ns = self._now_ns() + lasts_ns  # now: we may have waited for the lock
-            boot = _DETACHED if self.detached else self._boot
-            lease_name = _stamped(deadline_ns, attempts, f"{boot}~{ident}")
-            try:
-                if fcntl is None:
-                    os.rename(self._root + waiting, self._root + self._node_dir + lease_name)
-                elif self._lease_fd is None:
-                    return ""  # RACE: closed by another thread
-                else:
-                    os.rename(self._root + waiting, lease_name, dst_dir_fd=self._lease_fd)
-            except BaseException as error:
-                if getattr(error, "errno", None) not in _GONE:
-                    self._unseize(lease_name, waiting)  # Ctrl-C may come when it is done
-                    raise
-                if not isinstance(error, FileNotFoundError):
-                    self._batch.clear()  # our place is gone: the next listing makes it again
-                return ""
-        return lease_name
+    def save_checkpoint(self, task: FemtoTask, payload: bytes) -> None:
+        """Put a checkpoint in place, and renew the lease, which is the fence."""
+        root, data = self._files.root, task.data
+        if task.size_bytes is None:  # of attach(): the payload was not read
+            data, _ = _read_record(root + task.path, task.id)
+        record = _header(data) + payload
+        with self._files.replacement(self._clock.new_id(), _header(record), record) as aside:
+            if not os.path.isdir(f"{root}checkpoints"):
+                _make_dir(f"{root}checkpoints", 0o777, self._files.is_durable)
+            with self._keys.lock_of(task.id), self._lock:
+                self.renew(task)  # it holds for far longer than the next line
+                _move(root + aside, f"{root}checkpoints/{task.id}")
+        self._files.commit_dir("checkpoints")
+        _set_checkpoint(task, payload)
 
-    def _unseize(self, lease_name: str, waiting: str) -> None:
-        """Undo a claim that was interrupted, or whose file is not at its path: a person took it
-        out, or moved our whole directory away, where it must not be lost."""
-        with self._lock:
-            self._batch.clear()  # look again, at our place too
-            with contextlib.suppress(FileNotFoundError):
-                if self._lease_fd is not None:
-                    os.rename(lease_name, self._root + waiting, src_dir_fd=self._lease_fd)
-                elif fcntl is None:
-                    os.rename(self._root + self._node_dir + lease_name, self._root + waiting)
+    # From in flight
 
-    def _hand_back(
-        self, lease: str, waiting: str, form: re.Match[str], error: BaseException
-    ) -> None:
-        """Undo a claim that was interrupted, or whose file could not be read.
+    def end_lease(self, task: FemtoTask, target: str) -> str:
+        """Move a leased task out of its lease: every end of a delivery is here. Return where to.
 
-        It goes back to its place if that is no fault of the file's, else to the back: a file
-        that can't be read, or is too large for our memory, must not keep out of work all who
-        start with the oldest task.
+        Raises LeaseLost if the lease is gone.
         """
-        if isinstance(error, Exception) and getattr(error, "errno", None) not in _SHORTAGES:
-            attempts = int(form["attempts"] or 0)
-            waiting = f"pending/{_stamped(self._next_order(), attempts, form['id'])}"
-        with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
-            # CRASH: before it, a lease like any
+        lease = _lease_of(task)
+        with self._keys.lock_of(task.id), self._lock:
             try:
-                self._remember(self._transfer(lease, form["id"], waiting))
-            except OSError:
-                self._abandon(lease)
-                raise
-
-    def _abandon(self, lease: str) -> None:
-        """Have a lease put back, by the next look at leases, that nobody works under any more."""
-        self._leftovers.add(os.path.basename(lease))
-        self._next_end_ns = 0
-
-    def _pass_over_the_taken(self) -> None:
-        """After a lost race, drop what else of our batch is gone.
-
-        To look costs a third of a rename() that fails, and holds up nobody. Not the race but our
-        own directory may be what is gone: the next listing makes it again.
-        """
-        pending = f"{self._root}pending/"
-        with self._lock:
-            while (
-                self._batch
-                and not os.access(pending + self._batch[-1], os.F_OK)
-                and not _may_be_renamed(self._batch[-1])
-            ):
-                self._batch.pop()
-
-    def _settle(self, task: FemtoTask, target: str) -> str:
-        """Move a leased task out of its lease: every end of a delivery is here. Return where to."""
-        with self._locks_of(task.id), self._lock:
-            try:
-                gone_to = self._transfer(task.path, task.id, target)
+                gone_to = self._keys.move(lease.path, target)
             except FileNotFoundError:
-                place = os.path.dirname(target)
-                os.stat(self._root + (place if place in _DIRS else ""))  # gone: disk trouble
-                raise self._lease_lost(task) from None
-            if self._under_way and not target.startswith("inflight-"):
-                processing = self._under_way.pop(id(task), None)
-                if processing is not None:
-                    processing.outcome = _OUTCOMES[target.partition("/")[0]]
+                directory = os.path.dirname(target)
+                # A directory that is gone is disk trouble.
+                os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
+                raise self.lease_lost(task) from None
+            if _state_of(target) != "inflight":
+                lease.outcome = _OUTCOMES[_state_of(target)]
         if task.checkpoint is not None and _is_end(target):
-            self._forget_checkpoint(task.id)
+            self._files.remove(f"checkpoints/{task.id}")
         return gone_to
 
-    def _give_up_lease(self, task: FemtoTask, target: str) -> None:
-        target = self._settle(task, target)
-        self._remember(target)
-        self._sync_task(target)
-
-    def _give_back(self, task: FemtoTask) -> None:
-        """End a delivery that does not count: the task is at its place again, the front."""
-        self.release(task, front=True, counted=False)
-
-    def _transfer(self, source: str, ident: str, target: str, wait: bool = True) -> str:
-        """Move a task that is in one state to another; "": remove it. Return where it went.
-
-        A keyed one moves under the lock of its key, and lets in the newer payload behind it.
-        wait=False: BlockingIOError if somebody else has that lock.
-        """
-        if _is_keyed(ident):
-            with self._bucket(ident[-8:], wait) as bucket:
-                return self._transfer_keyed(bucket, source, ident, target)
-        self._rename(source, target)
-        return target
-
-    def _rename(self, source: str, target: str) -> None:
-        if not target:
-            os.unlink(self._root + source)
-            return
-        _move(self._root + source, self._root + target)
-        # POSIX: rename() does nothing, and succeeds, if both names are links to one file. So stands
-        # a finished task whose lease came back, when GlusterFS healed a host that had been cut off:
-        # it would be delivered for ever. Its first delivery, of all others, pays nothing for that.
-        first = source.startswith("inflight-") and _attempts_in(source) < 2
-        if target.startswith(("done/", "failed/")) and not first:
-            _unlinked(self._root + source)
-
-    def _sync_task(self, path: str) -> None:
-        """Make durable where a task stands, with sync_after_write: the file first, then the
-        directory. The directory alone is not enough: after power loss btrfs had the task in the
-        one that it came from as well, and what was done was delivered again."""
-        if not self.sync_after_write:
-            return
-        with contextlib.suppress(FileNotFoundError):  # RACE: it moved on, by another's hand
-            if stat.S_ISREG(os.lstat(self._root + path).st_mode):
-                _sync_path(self._root + path, _READ_FLAGS)
-        _sync_dir(self._root + os.path.dirname(path))
-
-    def _lease_lost(self, task: FemtoTask) -> LeaseLost:
-        late_ns = self._now_ns() - int(os.path.basename(task.path)[:20])
+    def lease_lost(self, task: FemtoTask) -> LeaseLost:
+        """Return the error that says how long ago the lease of a task ended, or why else."""
+        late_ns = self._clock.now_ns() - _stamp_of(task.path)
         if late_ns >= 0:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
-            why = "it is not in this worker's hands any more: finished, moved, or given up before"
+            why = "it is not leased by this delivery any more: finished, moved, or given up before"
         return LeaseLost(task.id, late_ns >= 0, why)
 
-    def _bury(
+    def finish(self, task: FemtoTask, keep: bool) -> None:
+        """Move a leased task to done/, or remove it."""
+        path = _lease_of(task).path
+        if keep:
+            self._files.commit(self.end_lease(task, f"done/{task.id}"))
+            return
+        with contextlib.suppress(FileNotFoundError):  # the lease was lost, and its directory
+            self._files.commit(path)  # where it goes from, or it is back where it was
+        directory = os.path.dirname(path)
+        self.end_lease(task, "")
+        self._files.commit_dir(directory)
+
+    def requeue(self, task: FemtoTask, target: str) -> None:
+        """Move a leased task back to pending/, or to scheduled/."""
+        gone_to = self.end_lease(task, target)
+        self._backlog.note_enqueued(gone_to)
+        self._files.commit(gone_to)
+
+    def requeue_uncounted(self, task: FemtoTask) -> None:
+        """End a delivery that does not count: the task is at its place again, the front."""
+        name = _task_name(_order_of(task.id), _attempts_of(task.path) - 1, task.id)
+        self.requeue(task, f"pending/{name}")
+
+    def fail(self, task: FemtoTask, error: str | BaseException | None) -> None:
+        """Move a leased task to failed/ with its reason."""
+        target = f"failed/{task.id}"
+        self._dead_letter(task.id, error, lambda: self.end_lease(task, target))
+
+    def extend(self, task: FemtoTask, length_ns: int) -> None:
+        """Rename a lease to another deadline: length_ns from now."""
+        lease = _lease_of(task)
+        with self._keys.lock_of(task.id), self._lock:
+            if lease.is_renewed:  # what renews it comes by no sooner
+                length_ns = max(length_ns, lease.length_ns)
+            deadline_ns = self._clock.now_ns() + length_ns
+            renewed, path = False, _with_stamp(lease.path, deadline_ns)
+            try:
+                self.end_lease(task, path)
+                renewed = True
+            finally:  # also when Ctrl-C came between the rename and here
+                if renewed or os.path.lexists(self._files.root + path):
+                    lease.path = path
+            self._backlog.next_end_ns = min(self._backlog.next_end_ns, deadline_ns)
+
+    def is_leased(self, task: FemtoTask) -> bool:
+        """Whether the lease is still there, whatever its deadline says."""
+        return self._files.exists(task.path)
+
+    def left_ns(self, task: FemtoTask) -> int:
+        """Return how long a lease still lasts."""
+        return _stamp_of(task.path) - self._clock.now_ns()
+
+    def renew(self, task: FemtoTask, wait: bool = True) -> None:
+        """Extend a lease by its own length, but never to less than is left.
+
+        Raises BlockingIOError if the lock of its key is not free and wait is False.
+        """
+        with self._keys.lock_of(task.id, wait), self._lock:
+            self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
+
+    def orphan(self, lease: str) -> None:
+        """Have a lease reclaimed by the next look at leases: no one works under it any more."""
+        self._lease_dir.orphans.add(lease.partition("/")[2])
+        self._backlog.next_end_ns = 0
+
+    def reclaim(self, entry: _Entry) -> None:
+        """End another's lease, or an orphaned one: the task goes back to the place of its push."""
+        waiting = _task_name(_order_of(entry.id), entry.attempts or 0, entry.id)
+        try:
+            target = self._keys.move(entry.path, f"pending/{waiting}", wait=False)
+        except FileNotFoundError:
+            return  # RACE: its holder settled it, or another observer was first
+        except OSError as error:
+            if entry.directory == self._lease_dir.directory:
+                self._lease_dir.orphans.add(entry.name)  # it does not look like one: we live
+            if isinstance(error, BlockingIOError):
+                return  # RACE: another process is at work on its key; next time
+            raise
+        self._backlog.note_enqueued(target)
+
+    def reclaim_all(self, directory: str, boot: str | None) -> None:
+        """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
+        first_error = _FirstError()
+        for entry in self._files.entries(directory):
+            if entry.boot != _DETACHED and boot in (None, entry.boot):
+                with first_error:
+                    self.reclaim(entry)
+        first_error.raise_if_any()
+
+    # To failed/, and back
+
+    def _dead_letter(
         self, ident: str, error: str | BaseException | None, move: Callable[[], object]
     ) -> None:
         """Move a task to failed/ with its reason.
 
-        The move is the commit and the fence, so it comes first: one who lost the lease must not
-        leave a word about another's delivery. CRASH: between the two the reason is lost.
+        The rename is the commit and checks the lease, so it comes first: a worker that lost its
+        lease never writes a reason for another delivery. CRASH: after the rename, the task is in
+        failed/ without a reason.
         """
-        aside = f"{self._root}creating/{self._new_id()}.error"
-        if error is not None:
-            _write_aside(aside, _reason(error).encode("utf-8", "backslashreplace"))
-        reason_path = f"{self._root}failed/{ident}.error"
-        try:
+        reason_path = f"failed/{ident}.error"
+        if error is None:
             move()
-            if error is None:
-                _unlinked(reason_path)  # of an earlier failure, retried by hand
-            else:
-                _move(aside, reason_path, self.sync_after_write)
-        except BaseException:
-            _unlinked(aside, or_fail=False)
-            raise
-        self._sync_task(f"failed/{ident}")
+            _unlink_if_exists(self._files.root + reason_path)  # of a failure retried by hand
+        else:
+            text = _reason(error).encode("utf-8", "backslashreplace")
+            aside = f"{self._clock.new_id()}.error"
+            with self._files.replacement(aside, text, b"") as path:
+                move()
+                _move(self._files.root + path, self._files.root + reason_path)
+        self._files.commit(f"failed/{ident}")
 
-    def _give_up(self, waiting: str, ident: str, attempts: int) -> None:
+    def _dead_letter_exhausted(self, waiting: str, attempts: int) -> None:
+        """Move a task that was delivered too often to failed/."""
         reason = f"delivered {attempts} times without done() or fail(): max_attempts reached"
         with contextlib.suppress(BlockingIOError):  # RACE: its payload is being replaced
-            self._set_aside(waiting, ident, reason, wait=False)
+            self.quarantine(waiting, reason, wait=False)
 
-    def _set_aside(self, source: str, ident: str, reason: str, wait: bool = True) -> None:
+    def quarantine(self, source: str, reason: str, wait: bool = True) -> None:
         """Make a dead letter of a task that can't be delivered, and say so in the log.
 
         Without its reason if there is no room for that, or else it goes to the back: it must not
-        stand before what could be worked on, and would make room.
+        stand before tasks that can be worked on, and would make room.
         """
-        back = _stamped(self._next_order(), _attempts_in(source), ident)
-
-        def bury(why: str | None) -> None:
-            if os.path.lexists(f"{self._root}failed/{ident}"):
-                # By hand. It stays as it is, and so does its reason.
-                self._transfer(source, ident, f"failed/{back}", wait)
-            else:
-                move = functools.partial(self._transfer, source, ident, f"failed/{ident}", wait)
-                self._bury(ident, why, move)
-
+        ident = _id_of(source)
+        back = _task_name(self._clock.next_order(), _attempts_of(source), ident)
         try:
-            bury(reason)
+            self._quarantine(source, back, reason, wait)
         except FileNotFoundError:
-            return  # RACE: another worker took it, or set it aside first
+            return  # RACE: another worker took it, or quarantined it first
         except BlockingIOError:
             raise
         except OSError:
             try:
-                bury(None)
+                self._quarantine(source, back, None, wait)
             except FileNotFoundError:
                 pass  # it has moved: what failed was its reason
             except OSError:
                 with contextlib.suppress(FileNotFoundError):
                     # RACE: another worker took it. Or it has moved, and what failed was the sync.
-                    self._transfer(source, ident, f"pending/{back}", wait)
+                    self._keys.move(source, f"pending/{back}", wait)
                 raise
-        self._forget_checkpoint(ident)
+        self._files.remove(f"checkpoints/{ident}")
         _log().error("task %s is in failed/: %s", ident, reason)
 
-    def _retried(self, path: str, ident: str) -> bool:
-        target = f"pending/{_stamped(self._next_order(), 0, ident)}"
-        source = path[len(self._root) :]
+    def _quarantine(self, source: str, back: str, reason: str | None, wait: bool) -> None:
+        """Move a task to failed/; under the name `back` if a dead letter of its id is there."""
+        ident = _id_of(source)
+        if os.path.lexists(f"{self._files.root}failed/{ident}"):
+            # By hand. It stays as it is, and so does its reason.
+            self._keys.move(source, f"failed/{back}", wait)
+            return
+        self._dead_letter(ident, reason, lambda: self._keys.move(source, f"failed/{ident}", wait))
+
+    def requeue_failed(self, source: str) -> bool:
+        """Put a failed task at the back, its attempts at 0; False if it is not there any more."""
+        ident = _id_of(source)
+        target = f"pending/{_task_name(self._clock.next_order(), 0, ident)}"
         try:
-            with self._locks_of(ident) as bucket:
-                if bucket is not None:
-                    self._make_room(bucket, source, target)
+            with self._keys.lock_of(ident) as lock:
+                if lock is not None:
+                    self._keys.reserve(lock, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
-                _unlinked(f"{self._root}failed/{ident}.error")
-                self._transfer(source, ident, target)
+                _unlink_if_exists(f"{self._files.root}failed/{ident}.error")
+                self._keys.move(source, target)
         except FileNotFoundError:
-            os.stat(f"{self._root}pending")  # gone: disk trouble
-            return False  # RACE: somebody else retried or removed it
-        self._remember(target)
-        self._sync_task(target)
+            os.stat(f"{self._files.root}pending")  # gone: disk trouble
+            return False  # RACE: another process retried or removed it
+        self._backlog.note_enqueued(target)
+        self._files.commit(target)
         return True
 
-    def _put_back(self, directory: str, name: str, form: re.Match[str]) -> None:
-        """End somebody's lease: the task goes back to the place of its push, the front."""
-        ident, lease = form["id"], f"{os.path.basename(directory)}/{name}"
-        waiting = _stamped(int(ident[:20]), int(form["attempts"]), ident)
-        try:
-            target = self._transfer(lease, ident, f"pending/{waiting}", wait=False)
-        except FileNotFoundError:
-            return  # RACE: its holder settled it, or another observer was first
-        except OSError as error:
-            if directory == self._lease_dir:
-                self._leftovers.add(name)  # it does not look like one: we live
-            if isinstance(error, BlockingIOError):
-                return  # RACE: somebody works on its key; next time
-            raise
-        self._remember(target)
+    # From scheduled/
 
-    def _put_back_all(self, directory: str, boot: str | None) -> None:
-        """Put back the leases of a directory whose lock we hold; None: whatever their boot."""
-        trouble = _Trouble()
-        for name, form in self._listed(directory, "inflight"):
-            if form["boot"] != _DETACHED and boot in (None, form["boot"]):
-                with trouble:
-                    self._put_back(directory, name, form)
-        trouble.surface()
+    def enqueue_scheduled(self, source: str, wait: bool = True) -> str:
+        """Move one task that is due to the back of pending/; return its path there."""
+        name = _task_name(self._clock.next_order(), _attempts_of(source), _id_of(source))
+        return self._keys.move(source, f"pending/{name}", wait)
 
-    def _remember(self, path: str) -> None:
-        """What was put in front of our batch is next; all else is found by the next listing."""
-        state, _, name = path.partition("/")
-        with self._lock:
-            if state == "scheduled":
-                self._next_due_ns = min(self._next_due_ns, int(name[:20]))
-            elif self._batch and name < self._batch[-1]:
-                self._batch.append(name)
 
-    # Keyed tasks
+# ==================================================================================================
+# 12. Housekeeping: what pop() does besides taking, now and then.
+#     Invariant: an error in a job never stops deliveries; it is raised when there is nothing else.
+# ==================================================================================================
 
-    # Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
-    # one newer payload in keys/, behind a task in flight. Whoever moves a keyed task or its payload
-    # holds the lock of its key, but for pop() and people: a task that waits may be gone any time.
+_BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
+_REPAIR_INTERVAL_S = 600.0
+_LONGEST_PAUSE_S = 20.0
+_LEFTOVER_NS = 3600 * 10**9
+_IDLE_NS = 60 * 10**9
+_PURGE_SLICE = 1000  # entries of done/ that one look at them takes, at least
 
-    @contextlib.contextmanager
-    def _bucket(self, tag: str, wait: bool = True) -> Iterator[_Bucket]:
-        """Hold the lock of the keys of one hash. Blocks, so not with _lock held: somebody, another
-        thread too, may be stopped while he has it. wait=False: BlockingIOError. It may be asked
-        for again inside."""
-        outer: _Bucket | None = getattr(self._in_hand, "bucket", None)
-        if outer is not None and outer.tag == tag:
-            yield outer
-            return
-        # In a signal handler, say, the same lock may be needed for another hash.
-        holds_lock = outer is not None and outer.tag[-2:] == tag[-2:]
-        bucket = _Bucket(self._root, tag, wait, holds_lock)
-        self._in_hand.bucket = bucket
-        try:
-            if self._is_shared():
-                bucket.hints = self._listed_hints(bucket)
-            yield bucket
-        finally:
-            self._in_hand.bucket = outer
-            bucket.close()
 
-    def _locks_of(
-        self, ident: str, wait: bool = True
-    ) -> contextlib.AbstractContextManager[_Bucket | None]:
-        return self._bucket(ident[-8:], wait) if _is_keyed(ident) else _NO_LOCK
-
-    def _push_keyed(
-        self,
-        data: bytes | bytearray | memoryview,
-        key: str | None,
-        if_in_flight: str,
-        due_ns: int | None,
-    ) -> str:
-        if if_in_flight not in _POLICIES:
-            raise ValueError(f"if_in_flight must be {' or '.join(_POLICIES)}, not {if_in_flight!r}")
-        name = _quoted(key)
-        payload = data if type(data) is bytes else _as_bytes(data)
-        while True:
-            self._be_in_place()
-            with self._bucket(_key_tag(name)) as bucket:
-                path = self._find_key(bucket, name)
-                if path is None:
-                    return self._push_first(bucket, name, payload, due_ns)
-                if path.startswith("inflight-"):
-                    ident = self._push_to_leased(bucket, name, payload, if_in_flight, due_ns)
-                else:
-                    ident = _id_in(path) if self._replaced(bucket, name, payload, due_ns) else ""
-            if ident:
-                return ident  # RACE: else a pop() was quicker, and we see it in flight now
-
-    def _push_first(
-        self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        ident = f"{self._next_order():020d}-{bucket.tag}"
-        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_stamped(due_ns, 0, ident)}"
-        bucket.hints[name] = _Hint(path)
-        try:
-            # The hint is there first: a task that it does not know would be one too many.
-            bucket.save(self.sync_after_write)
-            self._publish(ident, payload, self._root + path, key=name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._find_key(bucket, name)  # a consumer that was quicker keeps what it has
-            raise
-        self._remember(path)
-        return ident
-
-    def _replaced(
-        self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> bool:
-        """Replace the payload of a waiting task; False if a pop(), or a person, was quicker."""
-        hint = bucket.hints[name]
-        with self._written(name, payload) as aside:
-            target = _renewed(hint.path, due_ns)
-            if target.startswith("scheduled/"):
-                replaced = self._replace_scheduled(hint, aside, target)
-            else:
-                replaced = self._replace_pending(hint, aside, target)
-            if replaced:
-                self._sync_task(hint.path)
-        return replaced
-
-    def _replace_scheduled(self, hint: _Hint, aside: str, target: str) -> bool:
-        """Move a waiting task to scheduled/, or to another time there, and swap its record.
-
-        CRASH: after the rename the task has the new time and the old payload. The other order
-        could deliver the new payload before its time.
-        """
-        if target != hint.path:
-            try:
-                _move(self._root + hint.path, self._root + target)
-            except FileNotFoundError:
-                return False  # RACE: a pop() took it from pending/, or a person moved it
-            hint.path = target
-            self._remember(target)
-        return self._swap(aside, target) is not False
-
-    def _replace_pending(self, hint: _Hint, aside: str, target: str) -> bool:
-        """Swap the record of a task in pending/: pop() sees the old one or the new one there, at
-        each instant, and at its old place.
-
-        CRASH: after the swap the new payload counts the deliveries of the old one, and the old
-        record is a leftover in creating/.
-        """
-        swapped = self._swap(aside, hint.path, under_lease=True)
-        if swapped is None:
-            return self._take_over(hint, aside, None)
-        if swapped and target != hint.path:
-            with contextlib.suppress(FileNotFoundError):  # RACE: a pop() took the new payload
-                # Its attempts begin anew. Whoever listed the old name tries this one too (_claim).
-                _move(self._root + hint.path, self._root + target)
-                hint.path = target
-        return swapped
-
-    def _swap(self, aside: str, path: str, under_lease: bool = False) -> bool | None:
-        """Put the record `aside` in the place of the one at `path`, which goes aside, by one call.
-        False: there is none at `path` (any more).
-
-        Where renameat2(2) can't exchange names (NFS, FUSE; not Linux) the new record is renamed
-        over the old one, and a person who moves that one at the same instant makes two tasks. With
-        under_lease nothing is done there, and None is returned: a pop() may be quicker.
-        """
-        try:
-            _exchange(aside, self._root + path)
-            return True
-        except FileNotFoundError:
-            return False
-        except OSError as error:
-            if error.errno not in _NO_EXCHANGE:
-                raise
-        if under_lease:
-            return None
-        if not _is_there(self._root + path):
-            return False
-        _move(aside, self._root + path)
-        return True
-
-    def _take_over(self, hint: _Hint, record: str, due_ns: int | None) -> bool:
-        """Give a waiting task a new payload, where names can't be exchanged, or where the record
-        must not be anywhere else afterwards: it is renamed over the task's.
-
-        Under a lease of our own, so that the task is nobody else's meanwhile; a pop() finds no
-        task then. False if a pop() was quicker, or a person moved the lease. CRASH: the lease ends
-        and the task is back at its place, with the old payload or the new one.
-        """
-        source, target = hint.path, _renewed(hint.path, due_ns)
-        if source.startswith("scheduled/"):  # no pop() takes it from there
-            self._renew(record, source, target)
-        else:
-            lease_name = self._seize(source, _attempts_in(source), _id_in(source), _BORROWED_NS)
-            if not lease_name:
-                return False
-            try:
-                self._renew(record, self._node_dir + lease_name, target)
-            except BaseException as error:
-                self._unseize(lease_name, source)
-                if isinstance(error, FileNotFoundError):
-                    return not os.path.lexists(record)  # by hand, before or after the new payload
-                raise
-        hint.path = target
-        self._remember(target)
-        return True
-
-    def _renew(self, record: str, source: str, target: str) -> None:
-        """Move a task that nobody else may take to its place, with a new payload.
-
-        CRASH: between the two renames it has the old payload or the new one; but the new one is
-        never anywhere where it may be had before its time.
-        """
-        if target.startswith("scheduled/"):
-            _move(self._root + source, self._root + target)
-            _move(record, self._root + target)
-        else:
-            os.lstat(self._root + source)  # a person may have moved it: the rename would make two
-            _move(record, self._root + source)
-            _move(self._root + source, self._root + target)
-
-    def _push_to_leased(
-        self,
-        bucket: _Bucket,
-        name: str,
-        payload: bytes | memoryview,
-        if_in_flight: str,
-        due_ns: int | None,
-    ) -> str:
-        path = bucket.hints[name].path
-        if if_in_flight == "reject":
-            raise KeyInFlight(_unquoted(name), _id_in(path))
-        if if_in_flight == "buffer":
-            return self._push_behind(bucket, name, payload, due_ns)
-        with self._written(name, payload) as aside:
-            if not self._swap(aside, path):
-                return ""  # by hand, while we wrote
-        self._sync_task(path)
-        return _id_in(path)
-
-    def _push_behind(
-        self, bucket: _Bucket, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Put a newer payload behind the task in flight, or in the place of the one behind it."""
-        hint, before = bucket.hints[name], self._newer(bucket.hints[name])
-        ident = _id_in(before) or f"{self._next_order():020d}-{bucket.tag}"
-        hint.newer = ident if due_ns is None else _stamped(due_ns, 0, ident)
-        keys = f"{self._root}keys/"
-        try:
-            bucket.save(self.sync_after_write)
-            if not before:
-                self._publish(ident, payload, keys + hint.newer, key=name)
-                return ident
-            with self._written(name, payload) as aside:
-                if before != hint.newer:  # CRASH: after it, the old payload at the new time
-                    _move(keys + before, keys + hint.newer)
-                _move(aside, keys + hint.newer)
-        except BaseException:
-            hint.newer = before
-            raise
-        self._sync_task(f"keys/{hint.newer}")
-        return ident
-
-    @contextlib.contextmanager
-    def _written(self, name: str, payload: bytes | memoryview) -> Iterator[str]:
-        """Write a record aside that is to replace another. It is synced before: power loss must
-        leave one of them whole."""
-        aside = f"{self._root}creating/{self._new_id()}"
-        _write_aside(aside, _header(payload, name), payload, self.sync_after_write)
-        try:
-            yield aside
-        finally:
-            _unlinked(aside, or_fail=False)
-
-    def _may_have(self, key: str, ident: str, lease: str) -> bool:
-        """Whether a keyed task that we just leased is the one of its key; set it aside if not.
-
-        A hint that was lost with power, or `mv failed/ID pending/`, makes two of them.
-        """
-        name = _quoted(key)
-        hint = _read_hints(self._root, _key_tag(name)).get(name)
-        if hint is not None and _id_in(hint.path) == ident:
-            return True
-        with self._bucket(_key_tag(name)) as bucket:
-            if self._is_shared():
-                bucket.hints = self._listed_hints(bucket, but=lease)
-            path = self._find_key(bucket, name)
-            if path is None:
-                bucket.hints[name] = _Hint(lease)
-            elif _id_in(path) != ident:
-                self._set_aside(lease, ident, str(KeyInFlight(key, _id_in(path))))
-                return False
-        return True
-
-    def _find_key(self, bucket: _Bucket, name: str, thorough: bool = True) -> str | None:
-        """Return where the task of a key stands, None if it has none; mend what is known of it.
-
-        thorough=False: the caller has listed all that waits, and it was not there.
-        """
-        hint = bucket.hints.get(name)
-        if hint is None:
-            return None
-        path = self._whereabouts(hint.path, thorough)
-        if path is None and hint.newer:
-            # CRASH: who ended the task before it died here, or after letting it in. Or by hand.
-            newer = f"pending/{_id_in(hint.newer)}"
-            path = self._let_in(hint) if self._newer(hint) else self._whereabouts(newer)
-        if path is None:
-            del bucket.hints[name]
-            return None
-        hint.path, hint.newer = path, self._newer(hint)
-        if hint.newer and not path.startswith("inflight-"):
-            # CRASH: when it came back and before the newer one took its place. Or by hand. If that
-            # fails now, a pop() has just taken it, or we have no place: then the newer comes after.
-            record = f"{self._root}keys/{hint.newer}"
-            if self._take_over(hint, record, _due_ns_in(hint.newer)):
-                hint.newer = ""
-            return self._whereabouts(hint.path)
-        return path
-
-    def _is_shared(self) -> bool:
-        """Whether other hosts may write to data_dir's file system, so that what one host reads of a
-        file or a name may be old: Linux knows; elsewhere it is taken to be local."""
-        if self._shared is None:
-            self._shared = _fs_type(self._root) not in (0, *_LOCAL_TYPES)
-        return self._shared
-
-    def _listed_hints(self, bucket: _Bucket, but: str = "") -> dict[str, _Hint]:
-        """Return the hints of a hash as the directories tell them, without the file at `but`.
-
-        For file systems of several hosts. Contents and single names that another host changed may
-        be read as they were for a second (GlusterFS) or thirty (NFS); listings and renames are
-        answered by the server.
-        """
-        known = bucket.hints.items()
-        keys = {_id_in(path): name for name, it in known for path in (it.path, it.newer)}
-        hints: dict[str, _Hint] = {}
-        # In this order a pop(), which moves from pending/ to in flight, is not missed.
-        for state in ("keys", "scheduled", "pending", "inflight"):
-            for path, _, ident in self._find(state):
-                if ident[-8:] != bucket.tag or path.endswith(but or "\0"):
-                    continue
-                name = keys.get(ident) or self._key_at(path)
-                if name and state == "keys":
-                    hints[name] = _Hint(f"pending/{ident}", os.path.basename(path))
-                elif name:
-                    hints.setdefault(name, _Hint("")).path = path[len(self._root) :]
-        return hints
-
-    def _key_at(self, path: str) -> str:
-        """Return the key of a record as it stands in names, "" if it has none or is not whole."""
-        try:
-            key = _read_record(path, _id_in(path))[1]
-        except (CorruptTask, FileNotFoundError):
-            return ""
-        return "" if key is None else _quoted(key)
-
-    def _may_have_task(self, name: str) -> bool:
-        """Whether a key may have a task; False is cheap to know, on a file system of this host."""
-        return self._is_shared() or _is_there(f"{self._root}keys/{_key_tag(name)}")
-
-    def _whereabouts(self, path: str, thorough: bool = True) -> str | None:
-        """Return where a task is that was at `path`, None if it does not wait and is not leased.
-
-        Lists pending/ only if it is not where a pop(), and nobody else, would have brought it.
-        """
-        if not path.startswith("inflight-") and os.path.lexists(self._root + path):
-            return path
-        elsewhere = ("pending", "scheduled", "inflight") if thorough else ()
-        for state in ("inflight", *elsewhere):
-            for found, _, ident in self._find(state):
-                if ident == _id_in(path):
-                    return found[len(self._root) :]
-        return None
-
-    def _newer(self, hint: _Hint) -> str:
-        """Return the name in keys/ of the newer payload behind a task, "" if there is none."""
-        if not hint.newer or os.path.lexists(f"{self._root}keys/{hint.newer}"):
-            return hint.newer
-        # CRASH: before it came there, before it got that name, or after it was let in.
-        names = (name for name, form in self._listed("keys") if form["id"] == _id_in(hint.newer))
-        return next(names, "")
-
-    def _let_in(self, hint: _Hint) -> str:
-        """Move a newer payload into the queue: the task before it has come to its end."""
-        newer = self._newer(hint)
-        path = f"{'scheduled' if '~' in newer else 'pending'}/{newer}"
-        _move(f"{self._root}keys/{newer}", self._root + path)
-        hint.path, hint.newer = path, ""
-        self._remember(path)
-        self._sync_task(path)
-        return path
-
-    def _transfer_keyed(self, bucket: _Bucket, source: str, ident: str, target: str) -> str:
-        name = next((key for key, hint in bucket.hints.items() if _id_in(hint.path) == ident), "")
-        hint = bucket.hints[name] if name else _Hint(source)
-        ends = _is_end(target)
-        comes_back = not ends and not target.startswith("inflight-")
-        # In pending/ it is a pop()'s at any time; whoever finds it there mends that (_find_key).
-        if comes_back and not source.startswith("pending/") and (newer := self._newer(hint)):
-            return self._come_back(hint, newer, source, target)
-        try:
-            self._rename(source, target)
-            if not ends:
-                hint.path = target
-            elif self._newer(hint):
-                self._let_in(hint)
-            elif name:
-                del bucket.hints[name]
-        except BaseException:
-            self._mending.at_s = 0.0  # the next pop() lets in what stands behind it
-            raise
-        return target
-
-    def _come_back(self, hint: _Hint, newer: str, source: str, target: str) -> str:
-        """Put a task back with the newer payload in its place, by the rename over it.
-
-        The fence first, if it was leased: a late holder must not end what it never saw.
-        """
-        if source.startswith("inflight-"):
-            node_dir, _, name = source.partition("/")
-            fenced = f"{node_dir}/{self._now_ns():020d}{name[20:]}"
-            _move(self._root + source, self._root + fenced)  # gone: the lease is lost
-            source = fenced
-        else:
-            # RACE: another woke it before we had the lock, and it may be in flight by now: then
-            # the rename over it would make a second one.
-            os.lstat(self._root + source)
-        target = _renewed(target, _due_ns_in(newer))
-        self._renew(f"{self._root}keys/{newer}", source, target)
-        hint.path, hint.newer = target, ""
-        return target
-
-    def _make_room(self, bucket: _Bucket, source: str, target: str) -> None:
-        """Make sure that the key of a failed task has no other, and say that it will be there."""
-        with contextlib.suppress(CorruptTask):  # it has no key then; pop() will set it aside
-            task = self._look_at(self._root + source)
-            if task is not None and task.key is not None:
-                path = self._find_key(bucket, _quoted(task.key))
-                if path is not None:
-                    raise KeyInFlight(task.key, _id_in(path))
-                bucket.hints[_quoted(task.key)] = _Hint(target)
-                bucket.save(self.sync_after_write)
-
-    def _path_of_key(self, key: str | None) -> str | None:
-        name = _quoted(key)
-        if not self._may_have_task(name):
-            return None
-        with self._bucket(_key_tag(name)) as bucket:
-            return self._find_key(bucket, name)
-
-    def _mend_keys(self) -> None:
-        """Let in the payloads whose task is gone, and remove the locks of keys that have none."""
-        newer = {name[-8:] for name in self._files_of_keys("keys")}
-        for tag in sorted(newer.union(name[-8:] for name in self._idle_keys())):
-            with contextlib.suppress(BlockingIOError), self._bucket(tag, wait=False) as bucket:
-                for key in [*bucket.hints]:
-                    self._find_key(bucket, key, thorough=False)
-                if tag in newer:
-                    self._adopt(bucket)
-
-    def _idle_keys(self) -> list[str]:
-        """Return the hashes of keys, and the newer payloads, that have no task."""
-        files = self._files_of_keys("tag") + self._files_of_keys("keys")
-        if not files:
-            return []
-        found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
-        busy = {ident[-8:] for _, _, ident in found}
-        return [name for name in files if name[-8:] not in busy]
-
-    def _files_of_keys(self, form: str) -> list[str]:
-        try:
-            with os.scandir(f"{self._root}keys") as entries:
-                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []  # none yet
-        return sorted(filter(_PARSE[form], names))
-
-    def _adopt(self, bucket: _Bucket) -> None:
-        """Let in newer payloads that no hint knows: power loss, or a person, took the hint."""
-        known = {hint.newer for hint in bucket.hints.values()}
-        for name, form in self._listed("keys"):
-            if form["id"][-8:] != bucket.tag or name in known:
-                continue
-            hint = _Hint("", name)
-            with contextlib.suppress(CorruptTask):  # let it in all the same: pop() sets it aside
-                task = self._look_at(f"{self._root}keys/{name}")
-                if task is not None and task.key is not None:
-                    if _quoted(task.key) in bucket.hints:
-                        continue  # when that one has ended
-                    bucket.hints[_quoted(task.key)] = hint
-            self._let_in(hint)
-
-    # Chores of pop()
-
-    def _attend(self) -> None:
-        if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
-        try:
-            # What is nearly due too: who waits is woken once for all of them.
-            soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
-            for chore in self._housekeeping:
-                if soon_s >= chore.at_s:
-                    self._keep_house(chore)
-            if time.monotonic() >= self._listing.at_s:
-                self._listing(self)
-            at_s = min(chore.at_s for chore in (*self._housekeeping, self._listing))
-            self._attend_at_ns = self._anchor_ns + int(at_s * 1e9)
-        finally:
-            self._lock.release()
-
-    def _refill(self) -> bool:
-        """List pending/ when the batch is used up, and what is known to be due by now."""
-        with self._lock:
-            if self._batch:
-                return True  # another thread did
-            self._catch_up()
-            self._listing(self)
-            if self._batch:
-                return True
-            failed = [chore for chore in self._housekeeping if chore.failed]
-            for chore in failed:
-                chore(self)
-            return bool(failed)  # it passed: what they moved is to be listed
-
-    def _catch_up(self) -> None:
-        """Do the chores whose time is known to have come, and look at what was scheduled since."""
-        if _wall_ns() >= self._next_due_ns or (
-            time.monotonic() >= self._waking.rested_s
-            and os.stat(f"{self._root}scheduled").st_mtime_ns != self._due_seen_ns
-        ):
-            self._keep_house(self._waking)
-        if self._now_ns() >= self._next_end_ns:
-            self._keep_house(self._reclaiming)
-
-    def _keep_house(self, chore: _Chore) -> None:
-        """Do a chore. Disk trouble in it does not keep pop() from what there is to do: one
-        unreadable directory would stop all work. It surfaces when pop() finds nothing else."""
-        try:
-            chore(self)
-        except OSError:
-            self._next_due_ns = self._next_end_ns = 0  # at the next listing, all again
-
-    def _list_pending(self) -> None:
-        self._be_in_place()
-        if self.paused:
-            self._batch = []
-            return
-        self._batch, self._seen = _oldest_names(f"{self._root}pending", self._seen)
-        if not self._seen:
-            self._shrink_pending()
-
-    def _shrink_pending(self) -> None:
-        """Replace an empty pending/ that was large once: ext4 never shrinks a directory.
-
-        rename() succeeds only on an empty directory, so nothing can be lost; a push that comes
-        between finds out in _move().
-        """
-        pending = f"{self._root}pending"
-        old = os.lstat(pending)
-        if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
-            return
-        if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
-            return  # rights that we don't know how to copy
-        fresh = f"{self._root}creating/{self._new_id()}.pending"
-        # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
-        with contextlib.suppress(OSError):
-            os.mkdir(fresh)
-            os.chmod(fresh, stat.S_IMODE(old.st_mode))
-            new = os.stat(fresh)
-            if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
-                os.rename(fresh, pending)
-                _sync_dir(self._root)  # what is synced into it later must not hang in the air
-        with contextlib.suppress(OSError):
-            os.rmdir(fresh)
-
-    def _wake_due(self) -> None:
-        """Move what is due to the back of pending/, in the order in which it came due."""
-        now_ns = _wall_ns()
-        self._next_due_ns = _NEVER_NS
-        self._due_seen_ns = os.stat(f"{self._root}scheduled").st_mtime_ns
-        trouble = _Trouble()
-        for name, _ in self._listed("scheduled"):
-            due_ns = int(name[:20])
-            if due_ns > now_ns:
-                self._next_due_ns = due_ns
-                break
-            with trouble:
-                try:
-                    self._woken(name, wait=False)
-                except FileNotFoundError:
-                    continue  # RACE: another worker moved it
-                except BlockingIOError:
-                    self._next_due_ns = due_ns  # RACE: somebody works on its key; next time
-        trouble.surface()
-
-    def _woken(self, name: str, wait: bool = True) -> str:
-        """Move one task that is due, and return its name in pending/."""
-        ident = _id_in(name)
-        waiting = _stamped(self._next_order(), _attempts_in(name), ident)
-        target = self._transfer(f"scheduled/{name}", ident, f"pending/{waiting}", wait)
-        return target.partition("/")[2]
-
-    def _reclaim(self) -> None:
-        """Put back what is past its deadline or held by the dead.
-
-        A directory that can't be read is no reason to leave the others: its error comes last.
-        """
-        self._next_end_ns = _NEVER_NS
-        trouble = _Trouble()
-        for directory in self._node_dirs():
-            with trouble:
-                self._reclaim_from(directory, trouble)
-        trouble.surface()
-
-    def _reclaim_from(self, directory: str, trouble: _Trouble) -> None:
-        now_ns = self._now_ns()
-        leases = self._listed(directory, "inflight")
-        running: list[tuple[str, re.Match[str]]] = []
-        ended: list[tuple[str, re.Match[str]]] = []
-        for name, form in leases:
-            left = directory == self._lease_dir and name in self._leftovers
-            (ended if left or int(name[:20]) <= now_ns else running).append((name, form))
-        for name, form in ended:
-            ours = form["boot"] in (self._boot, _DETACHED) or name in self._leftovers
-            if ours or not self._is_young(f"{directory}/{name}"):
-                with trouble:
-                    self._put_back(directory, name, form)
-        if running:
-            self._next_end_ns = min(self._next_end_ns, int(running[0][0][:20]))
-        ours = any(form["boot"] == self._boot for _, form in leases)
-        if directory != self._lease_dir and (ours or not running):
-            self._clear_out(directory, ours)
-
-    def _is_young(self, path: str) -> bool:
-        """Whether a lease was taken or renewed less than our own lease length ago.
-
-        Asked of other hosts' that have passed their deadlines: by our clock, and the queue clocks
-        of hosts drift apart (a suspend, an NTP step after the boot). The wall clocks agree, and
-        st_ctime is set by rename(). One in the future tells nothing: then the deadline counts.
-        """
-        if self.timeout_stale_ms is None:
-            return False
-        try:
-            age_ns = _wall_ns() - os.lstat(path).st_ctime_ns
-        except FileNotFoundError:
-            return False  # RACE: settled or put back meanwhile
-        return 0 <= age_ns < self._timeout_ns
-
-    def _clear_out(self, directory: str, ours: bool) -> None:
-        """Put back a dead worker's leases and remove its directory; leave a living one alone.
-
-        RACE: where flock on a directory is a mount's own affair (FUSE: GlusterFS, sshfs), another
-        host's idle worker looks dead. He would make his place again each second: so a directory
-        that was never seen with leases of this boot is removed only when it is a minute old.
-        """
-        fd = _open_if_there(directory)
-        if fd is None:
-            return
-        try:
-            if _flock(fd, "exclusive") and _leads_to(directory, fd):
-                self._put_back_all(directory, self._boot)
-                self._mending.at_s = 0.0  # it may have died between a task and the one behind it
-                if ours or not 0 <= _wall_ns() - os.fstat(fd).st_mtime_ns < _IDLE_NS:
-                    _remove_empty_dir(directory)  # not with another boot's leases, foreign files
-        finally:
-            _let_go(fd)
-
-    def _purge_done(self) -> None:
-        """Delete a slice of what was done more than keep_done seconds ago.
-
-        Bounded, whatever is in done/: at most twice as many entries are looked at as this object
-        has finished since, or _PURGE_SLICE. The next slice goes on in the same listing.
-        """
-        most = max(_PURGE_SLICE, 2 * self._finished)
-        self._finished = 0
-        if self._done_scan is None:
-            self._done_scan = os.scandir(f"{self._root}done")
-        names = [entry.name for entry in itertools.islice(self._done_scan, most)]
-        before_s = time.time() - self.keep_done
-        for name in filter(_PARSE["done"], names):
-            _purged(f"{self._root}done/{name}", before_s)
-        self._purging.every_s = _BASE_INTERVAL_S
-        if len(names) < most:
-            self._close_done_scan()
-            self._purging.every_s = min(max(_BASE_INTERVAL_S, self.keep_done / 10), 600.0)
-
-    def _close_done_scan(self) -> None:
-        scan, self._done_scan = self._done_scan, None
-        if scan is not None:
-            scan.close()
-
-    def _sweep(self) -> None:
-        """Remove what a killed process left in creating/: it was never acknowledged."""
-        for name in self._old_creations():
-            path = f"{self._root}creating/{name}"
-            if name.endswith(".pending"):
-                _remove_empty_dir(path)
-            elif not os.path.isdir(path):  # a folder is somebody else's, whatever its name
-                _unlinked(path)
-        for ident in self._lost_checkpoints():
-            _unlinked(f"{self._root}checkpoints/{ident}")
-
-    def _old_creations(self) -> list[str]:
-        before_ns = self._now_ns() - _LEFTOVER_NS
-        return [name for name, form in self._listed("creating") if int(form["id"][:20]) < before_ns]
-
-    def _lost_checkpoints(self) -> list[str]:
-        """Return the ids of checkpoints, an hour old, whose task is not there (any more): its
-        worker was killed between the two, or it was ended by hand."""
-        before_ns = _wall_ns() - _LEFTOVER_NS
-        old = set()
-        for path, _, ident in self._find("checkpoints"):
-            with contextlib.suppress(FileNotFoundError):  # RACE: its task has just ended
-                if os.lstat(path).st_mtime_ns < before_ns:
-                    old.add(ident)
-        for _ in range(2):  # while we look, tasks move both ways
-            if old:
-                found = itertools.chain(*map(self._find, ("scheduled", "pending", "inflight")))
-                old -= {ident for _, _, ident in found}
-        return sorted(old)
-
-    # Listings
-
-    def _listed(self, directory: str, state: str | None = None) -> list[tuple[str, re.Match[str]]]:
-        """Return our names in a directory, sorted, with their parts; others' are left out."""
-        parse = _PARSE[state or directory]
-        try:
-            names = os.listdir(os.path.join(self._root, directory))
-        except (FileNotFoundError, NotADirectoryError):
-            if os.path.basename(directory) in _DIRS:
-                raise
-            return []  # removed with its worker just now, a stray file of such a name; none yet
-        return [(name, form) for name in sorted(names) if (form := parse(name))]
-
-    def _node_dirs(self) -> list[str]:
-        names = sorted(filter(_parse_node_dir, os.listdir(self._root)))
-        return [self._root + name for name in names if not os.path.islink(self._root + name)]
-
-    def _find(self, state: str) -> Iterator[tuple[str, int, str]]:
-        """Yield the path, attempts and id of every task in a state."""
-        directories = self._node_dirs() if state == "inflight" else [self._root + state]
-        for directory in directories:
-            for name, form in self._listed(directory, state):
-                attempts = form.groupdict().get("attempts")
-                yield f"{directory}/{name}", int(attempts or 0), form["id"]
-
-    def _read_tasks(self, found: Iterable[tuple[str, int, str]], data: bool) -> Iterator[FemtoTask]:
-        for path, _, _ in found:
-            try:
-                task = self._look_at(path, data)
-            except CorruptTask as error:
-                _log().warning("%s", error)
-                continue
-            if task is not None:
-                yield task
-
-    def _look_at(self, path: str, data: bool = True) -> FemtoTask | None:
-        """Return the task whose file is at a path, without a lease; None if it is not there.
-
-        data=False: by the first line of its file alone; size_bytes is None if that is not valid.
-        """
-        name, relative = os.path.basename(path), path[len(self._root) :]
-        ident = _id_in(name)
-        attempts = None if len(name) == 29 and _is_end(relative) else _attempts_in(name)
-        try:
-            if data:
-                payload, key = _read_record(path, ident)
-                size_bytes: int | None = len(payload)
-            else:
-                payload = b""
-                key, size_bytes = _read_head(path)
-        except FileNotFoundError:
-            return None  # RACE: it moved on
-        task = FemtoTask(ident, payload, attempts, key, path=relative, _anchor_ns=self._anchor_ns)
-        object.__setattr__(task, "size_bytes", size_bytes)
-        if relative.startswith("failed/"):
-            object.__setattr__(task, "error", self._reason_of(ident))
-        return task
-
-    def _reason_of(self, ident: str) -> str | None:
-        """Return what failed/<id>.error says, None if there is none."""
-        try:
-            with open(f"{self._root}failed/{ident}.error", "rb") as file:
-                return file.read().decode("utf-8", "replace").removesuffix("\n")
-        except FileNotFoundError:
-            return None
-
-    def _node_stats(self, directory: str) -> NodeStats:
-        leases = self._listed(directory, "inflight")
-        now_ns = self._now_ns()
-        return NodeStats(
-            node=directory.rpartition("/inflight-")[2],
-            inflight=len(leases),
-            expired=sum(int(name[:20]) <= now_ns for name, _ in leases),
-            liveness=_liveness(directory, any(form["boot"] == self._boot for _, form in leases)),
-        )
-
-
-class TicketQueue:
-    """First come, first served, between processes: a line of tickets in a directory.
-
-        with TicketQueue("line").turn():
-            ...                         # one process at a time, in the order in which they came
-
-    A ticket is a file, <ticket>~<boot>~<member>, which its member keeps locked. Who died is passed
-    over at once on its own host, and who lives never is. On other hosts, and after a reboot, a
-    ticket is passed over when its file was not touched for stale_timeout seconds (wall clock; None:
-    never); is_head() touches it, and turn() does while it waits and while it is held.
-
-    queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
-    its parent's tickets. A lock by tickets is as good as flock is: on one host. Raises OSError
-    where there is no flock, ValueError or TypeError for a stale_timeout that is none.
-    """
-
-    # Invariant: a ticket's file appears locked, and in the order of the numbers: both are done by
-    # who has the lock of the file "last", in which the last number stands. A lock that is gone
-    # never comes back, so that a ticket found dead may be removed by anybody.
-
-    def __init__(
-        self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
-    ) -> None:
-        # member -> its ticket and locked descriptor
-        self._held: dict[str, tuple[int, _LockFd]] = {}
-        if stale_timeout is not None:
-            _positive("stale_timeout", stale_timeout)
-        self.queue_dir = queue_dir
-        self.stale_timeout = stale_timeout
-        self._root = os.path.join(os.path.abspath(os.fspath(queue_dir)), "")
-        _make_dir(os.path.dirname(self._root), 0o700, sync=False)
-        boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
-        self._boot = _boot_tag(boot_id, self._root)
-        _live_queues.add(self)
-
-    def register(self) -> tuple[int, str]:
-        """Draw the next ticket; return its number, from 1, and its member: its file's name in
-        queue_dir.
-
-        Blocks only for as long as others draw theirs.
-        """
-        with self._locked() as last_fd:
-            ticket = max([int(os.read(last_fd, 20) or 0), *(t for t, _ in self._tickets())]) + 1
-            os.pwrite(last_fd, b"%020d" % ticket, 0)
-            name = f"{ticket:020d}~{self._boot}~{os.urandom(8).hex()}"
-            fd = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
-            try:
-                os.rename(f"{self._root}.{name}", self._root + name)
-            except BaseException:
-                _unlinked(f"{self._root}.{name}", or_fail=False)
-                _let_go(fd)
-                raise
-            self._held[name] = ticket, fd
-        return ticket, name
-
-    def is_head(self, ticket: int) -> bool:
-        """Say whether that ticket is the first of those whose members live."""
-        for held, fd in list(self._held.values()):
-            if held == ticket:
-                os.utime(fd)
-        return ticket == next((t for t, name in self._tickets() if self._lives(name)), None)
-
-    def remove(self, member: str) -> bool:
-        """Give up a member's ticket; False if it had none (any more). It may be another's.
-
-        Raises ValueError for what is no member's name.
-        """
-        if not isinstance(member, str) or not _parse_ticket(member) or member[0] == ".":
-            raise ValueError(f"member must be a name that register() returned, not {member!r}")
-        removed = _unlinked(self._root + member)
-        _, fd = self._held.pop(member, (0, None))
-        if fd is not None:
-            _let_go(fd)
-        return removed
-
-    def cleanup_stale(self) -> int:
-        """Remove the tickets of members that died or went stale; return how many."""
-        return sum(not self._lives(name) for _, name in self._tickets())
-
-    def is_empty(self) -> bool:
-        """Say whether nobody is in line."""
-        return not any(self._lives(name) for _, name in self._tickets())
-
-    def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if nobody is in line; say whether it went.
-
-        Who registers meanwhile waits, and makes it again. Tickets begin at 1 then.
-        """
-        if not os.path.isdir(self._root):
-            return False
-        with self._locked():
-            if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
-                return False
-            os.unlink(f"{self._root}last")
-            _remove_empty_dir(self._root)  # RACE: not if somebody opens a new "last" now
-        return not os.path.isdir(self._root)
-
-    @contextlib.contextmanager
-    def turn(self, timeout: float | None = None) -> Iterator[int]:
-        """Wait for our turn, hold it for the block, and give it up. Yields the ticket.
-
-        timeout: seconds to wait, None: for ever. Raises TimeoutError, out of line then; and
-        FemtoQueueError if another host passed us over, or a person removed our ticket.
-        """
-        end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
-        ticket, member = self.register()
-        over = threading.Event()
-        try:
-            if self.stale_timeout is not None:
-                threading.Thread(target=self._touch, args=(member, over), daemon=True).start()
-            while not self.is_head(ticket):
-                line = [t for t, _ in self._tickets()]
-                if ticket not in line:
-                    raise FemtoQueueError(f"ticket {ticket} was passed over, or removed")
-                left_s = end_s - time.monotonic()
-                if left_s <= 0:
-                    raise TimeoutError(f"ticket {ticket}: no turn within {timeout} s")
-                # Who is next looks often, the others seldom.
-                time.sleep(min(0.002 * line.index(ticket), 0.05, left_s))
-            yield ticket
-        finally:
-            over.set()
-            self.remove(member)
-
-    def __del__(self) -> None:
-        if self._held and _let_go is not None:  # None: the interpreter ends
-            for member in list(self._held):
-                self.remove(member)
-
-    def _touch(self, member: str, over: threading.Event) -> None:
-        while not over.wait((self.stale_timeout or 0) / 4):
-            _, fd = self._held.get(member, (0, None))
-            with contextlib.suppress(OSError):  # RACE: given up just now
-                if fd is not None:
-                    os.utime(fd)
-
-    @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
-        while True:
-            _make_dir(os.path.dirname(self._root), 0o700, sync=False)
-            try:
-                fd = _open_locked(f"{self._root}last")
-            except FileNotFoundError:
-                continue  # RACE: maybe_cleanup() removed the directory
-            try:
-                for name in os.listdir(self._root):
-                    if name.startswith(".") and _parse_ticket(name):
-                        _unlinked(self._root + name)  # CRASH: of one who died with this lock
-                yield fd
-            finally:
-                _let_go(fd)
-            return
-
-    def _tickets(self) -> list[tuple[int, str]]:
-        """Return number and file name, which is the member, of all tickets in line, in order."""
-        try:
-            names = sorted(os.listdir(self._root))
-        except FileNotFoundError:
-            return []
-        forms = [form for name in names if (form := _parse_ticket(name)) and name[0] != "."]
-        return [(int(form[1]), form[0]) for form in forms]
-
-    def _lives(self, name: str) -> bool:
-        """Say whether a ticket's member lives; remove the ticket if not."""
-        path = self._root + name
-        try:
-            if name[21:29] == self._boot:
-                fd = _open_to_lock(path, os.O_RDWR)
-                try:
-                    dead = _flock(fd, "exclusive")
-                finally:
-                    _let_go(fd)
-            else:
-                age_s = time.time() - os.stat(path).st_mtime
-                dead = self.stale_timeout is not None and age_s > self.stale_timeout
-        except FileNotFoundError:
-            return False  # RACE: given up just now
-        if dead:
-            _unlinked(path)
-        return not dead
-
-    def _after_fork(self) -> None:
-        self._held = {}
-
-
-_NO_LOCK = contextlib.nullcontext()
-_live_queues: weakref.WeakSet[FemtoQueue | TicketQueue] = weakref.WeakSet()
-_lock_fds: set[int] = set()  # open lease directories, those of other threads' calls too
-
-
-def _become_somebody_else() -> None:
-    """In a forked child: the parent's locks must end with the parent, so close them here."""
-    while _lock_fds:
-        os.close(_lock_fds.pop())
-    for queue in list(_live_queues):
-        queue._after_fork()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_become_somebody_else)
-
-
-class _Trouble:
-    """Keeps the first OSError of the `with` blocks that it stands before, which end there, until
-    surface(): one task or directory that can't be had must not keep the others waiting."""
-
-    def __init__(self) -> None:
-        self._first: OSError | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, OSError):
-            return False
-        self._first = self._first or error
-        return True
-
-    def surface(self) -> None:
-        if self._first is not None:
-            raise self._first
-
-
-class _Chore:
+class _PeriodicJob:
     """A thing that pop() does now and then: every_s seconds apart, or 20 times what it cost, up
     to _LONGEST_PAUSE_S."""
 
-    def __init__(self, run: Callable[[FemtoQueue], None], every_s: float) -> None:
-        # A plain function: a bound method would tie the queue into a cycle, and a dropped queue
-        # would keep its lock until the garbage collector comes by.
-        self.run, self.every_s, self.at_s = run, every_s, 0.0
-        self.rested_s = 0.0  # when it may be done again, if there is a reason to
+    def __init__(self, run: Callable[[_Housekeeper], None], every_s: float) -> None:
+        # A plain function: a bound method would make a cycle, which only the garbage collector
+        # could free.
+        self._run, self.every_s, self.at_s = run, every_s, 0.0
+        self.rested_s = 0.0  # when it may run again, if there is a reason to
         self.failed = False
 
-    def __call__(self, queue: FemtoQueue) -> None:
+    def run(self, housekeeper: _Housekeeper) -> None:
+        """Run it now, and set its next time."""
         started_s, self.failed = time.monotonic(), True
         try:
-            self.run(queue)
+            self._run(housekeeper)
             self.failed = False
         finally:  # also when it failed: pop() has other things to do than to fail at it again
             ended_s = time.monotonic()
@@ -2901,57 +2943,343 @@ class _Chore:
             self.at_s = ended_s + max(self.every_s, pause_s)
 
 
-class _Bell:
-    """Rings when something came into pending/ or scheduled/, or PAUSED is gone.
+class _Housekeeper:
+    """Lists pending/, enqueues due tasks, reclaims leases, removes leftovers. `lock` is the
+    queue's: it is held while a job runs."""
 
-    By inotify(7) on Linux, in a descriptor that one thread at a time reads. hears_all: nobody but
-    this kernel writes there; else the wait must be short, as it must without inotify.
+    def __init__(
+        self,
+        *,
+        files: _Files,
+        clock: _QueueClock,
+        backlog: _Backlog,
+        lease_dir: _LeaseDir,
+        keys: _KeyIndex,
+        transitions: _Transitions,
+        lock: threading.RLock,
+        timeout_stale_ms: float | None,
+        keep_done: bool | float,
+    ) -> None:
+        self._files, self._clock, self._backlog = files, clock, backlog
+        self._lease_dir, self._keys, self._transitions = lease_dir, keys, transitions
+        self._lock, self._keep_done = lock, keep_done
+        self._young_ns = None if timeout_stale_ms is None else _length_ns(timeout_stale_ms)
+        self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
+        self.finished = 0  # tasks that this object finished since done/ was purged last
+        self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
+        self.next_run_ns = 0  # queue clock
+        interval_s = min(_BASE_INTERVAL_S, _length_ns(timeout_stale_ms) / 4e9)
+        self.listing = _PeriodicJob(_Housekeeper._list_pending, every_s=1.0)
+        self._enqueuing = _PeriodicJob(_Housekeeper._enqueue_due, _BASE_INTERVAL_S)
+        self._reclaiming = _PeriodicJob(_Housekeeper.reclaim, interval_s)
+        self._repairing = _PeriodicJob(_Housekeeper._repair_keys, _REPAIR_INTERVAL_S)
+        self._purging = _PeriodicJob(_Housekeeper._purge_done, _BASE_INTERVAL_S)
+        sweeping = _PeriodicJob(_Housekeeper.remove_stale_files, _REPAIR_INTERVAL_S)
+        self._jobs: tuple[_PeriodicJob, ...]
+        self._jobs = (self._enqueuing, self._reclaiming, self._repairing, sweeping)
+        if not isinstance(keep_done, bool):
+            self._jobs += (self._purging,)
+
+    # What runs when
+
+    def run_due(self) -> None:
+        """Run the jobs whose time has come: called when that of next_run_ns has."""
+        if not self._lock.acquire(blocking=False):
+            return  # another thread is at it
+        try:
+            # What is nearly due too: a waiting worker is woken once for all of them.
+            soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
+            for job in self._jobs:
+                if soon_s >= job.at_s or (job is self._repairing and self._keys.needs_repair):
+                    self._run_job(job)
+            if time.monotonic() >= self.listing.at_s:
+                self.listing.run(self)
+            at_s = min(job.at_s for job in (*self._jobs, self.listing))
+            self.next_run_ns = self._clock.anchor_ns + int(at_s * 1e9)
+        finally:
+            self._lock.release()
+
+    def run_overdue(self) -> None:
+        """Run the jobs for which a time has come that is known, and look at what was scheduled
+        since. Call it with the lock held."""
+        if _wall_ns() >= self._backlog.next_due_ns or (
+            time.monotonic() >= self._enqueuing.rested_s
+            and os.stat(f"{self._files.root}scheduled").st_mtime_ns != self._due_seen_ns
+        ):
+            self._run_job(self._enqueuing)
+        if self._clock.now_ns() >= self._backlog.next_end_ns:
+            self._run_job(self._reclaiming)
+
+    def refill(self) -> bool:
+        """List pending/ when the batch is used up, and what is known to be due by now.
+
+        Returns False if there is nothing to deliver. Raises the OSError of a job then.
+        """
+        with self._lock:
+            if self._backlog.names:
+                return True  # another thread did
+            self.run_overdue()
+            self.listing.run(self)
+            if self._backlog.names:
+                return True
+            failed = [job for job in self._jobs if job.failed]
+            for job in failed:
+                job.run(self)
+            return bool(failed)  # it passed: what they moved is to be listed
+
+    def _run_job(self, job: _PeriodicJob) -> None:
+        """Run a maintenance job and defer its OSError. One unreadable directory must not stop
+        deliveries; the error is raised when pop() has nothing to deliver."""
+        try:
+            job.run(self)
+        except OSError:
+            self._backlog.look_again()
+
+    def rest_s(self) -> float:
+        """Return the time until a task comes due, a lease ends or a job is to run."""
+        next_ns = min(self.next_run_ns, self._backlog.next_end_ns)
+        left_ns = min(next_ns - self._clock.now_ns(), self._backlog.next_due_ns - _wall_ns())
+        return left_ns / 1e9
+
+    def close(self) -> None:
+        """Let go what a job holds between two runs."""
+        scan, self._done_scan = self._done_scan, None
+        if scan is not None:
+            scan.close()
+
+    # The jobs
+
+    def _repair_keys(self) -> None:
+        """Promote payloads and remove states whose task is gone."""
+        self._keys.repair()
+
+    def _list_pending(self) -> None:
+        """List the oldest names, unless the queue is paused."""
+        self._transitions.open_lease_dir()
+        if self._files.is_paused:
+            self._backlog.clear()
+        elif not self._backlog.refill():
+            self._files.shrink_pending(self._clock.new_id())
+
+    def _enqueue_due(self) -> None:
+        """Move what is due to the back of pending/, in the order in which it came due."""
+        now_ns = _wall_ns()
+        self._backlog.next_due_ns = _NEVER_NS
+        self._due_seen_ns = os.stat(f"{self._files.root}scheduled").st_mtime_ns
+        first_error = _FirstError()
+        for entry in self._files.entries("scheduled"):
+            if entry.stamp_ns > now_ns:
+                self._backlog.next_due_ns = entry.stamp_ns
+                break
+            with first_error:
+                try:
+                    self._transitions.enqueue_scheduled(entry.path, wait=False)
+                except FileNotFoundError:
+                    continue  # RACE: another worker moved it
+                except BlockingIOError:
+                    # RACE: another process is at work on its key; next time
+                    self._backlog.next_due_ns = entry.stamp_ns
+        first_error.raise_if_any()
+
+    def reclaim(self) -> None:
+        """Reclaim leases that are past their deadline or held by dead workers.
+
+        A directory that can't be read is no reason to leave the others: its error comes last.
+        """
+        self._backlog.next_end_ns = _NEVER_NS
+        first_error = _FirstError()
+        for directory in self._files.node_dirs():
+            with first_error:
+                self._reclaim_from(directory, first_error)
+        first_error.raise_if_any()
+
+    def _reclaim_from(self, directory: str, first_error: _FirstError) -> None:
+        """Reclaim the ended leases of one worker, and all of them if it is dead."""
+        now_ns = self._clock.now_ns()
+        leases = self._files.entries(directory)
+        is_own = directory == self._lease_dir.directory
+        orphans = self._lease_dir.orphans if is_own else set()
+        running: list[_Entry] = []
+        ended: list[_Entry] = []
+        for entry in leases:
+            is_over = entry.name in orphans or entry.stamp_ns <= now_ns
+            (ended if is_over else running).append(entry)
+        for entry in ended:
+            ours = self._lease_dir.boot_is_ours(entry) or entry.name in self._lease_dir.orphans
+            if ours or not self._renewed_recently(entry):
+                with first_error:
+                    self._transitions.reclaim(entry)
+        if running:
+            self._backlog.next_end_ns = min(self._backlog.next_end_ns, running[0].stamp_ns)
+        ours = any(entry.boot == self._clock.boot for entry in leases)
+        if not is_own and (ours or not running):
+            self._reclaim_dead_worker(directory, ours)
+
+    def _renewed_recently(self, entry: _Entry) -> bool:
+        """Whether a lease was taken or renewed less than our own lease length ago.
+
+        Asked of other hosts' leases that have passed their deadlines: by our clock, and the queue
+        clocks of hosts drift apart (a suspend, an NTP step after the boot). The wall clocks agree,
+        and st_ctime is set by rename(). One in the future tells nothing: the deadline counts.
+        """
+        if self._young_ns is None:
+            return False
+        try:
+            age_ns = _wall_ns() - os.lstat(self._files.root + entry.path).st_ctime_ns
+        except FileNotFoundError:
+            return False  # RACE: settled or reclaimed meanwhile
+        return 0 <= age_ns < self._young_ns
+
+    def _reclaim_dead_worker(self, directory: str, ours: bool) -> None:
+        """Reclaim a dead worker's leases and remove its directory; leave a living one alone.
+
+        RACE: where flock on a directory is a mount's own affair (FUSE: GlusterFS, sshfs), another
+        host's idle worker looks dead. It would make its directory again each second: so one that
+        was never seen with leases of this boot is removed only when it is a minute old.
+        """
+        path = self._files.root + directory
+        lock = _open_lease_lock(path)
+        if lock is None:
+            return
+        try:
+            if lock.try_exclusive() and lock.is_at_path():
+                self._transitions.reclaim_all(directory, self._clock.boot)
+                self._keys.needs_repair = True  # it may have died before it promoted a payload
+                self.next_run_ns = 0
+                if ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
+                    _remove_empty_dir(path)  # not with another boot's leases, foreign files
+        finally:
+            lock.close()
+
+    def node_stats(self, directory: str) -> NodeStats:
+        """Count the leases of one worker, and say whether it lives."""
+        leases = self._files.entries(directory)
+        now_ns = self._clock.now_ns()
+        of_this_boot = any(entry.boot == self._clock.boot for entry in leases)
+        return NodeStats(
+            node=_node_of(directory),
+            inflight=len(leases),
+            expired=sum(entry.stamp_ns <= now_ns for entry in leases),
+            liveness=_liveness(self._files.root + directory, of_this_boot),
+        )
+
+    def _purge_done(self) -> None:
+        """Delete a slice of what was done more than keep_done seconds ago.
+
+        Bounded, whatever is in done/: at most twice as many entries are looked at as this object
+        has finished since, or _PURGE_SLICE. The next slice goes on in the same listing.
+        """
+        most = max(_PURGE_SLICE, 2 * self.finished)
+        self.finished = 0
+        if self._done_scan is None:
+            self._done_scan = os.scandir(f"{self._files.root}done")
+        names = [entry.name for entry in itertools.islice(self._done_scan, most)]
+        before_s = time.time() - self._keep_done
+        for name in filter(_FORMS["done"], names):
+            _unlink_if_older(f"{self._files.root}done/{name}", before_s)
+        self._purging.every_s = _BASE_INTERVAL_S
+        if len(names) < most:
+            self.close()
+            self._purging.every_s = min(max(_BASE_INTERVAL_S, self._keep_done / 10), 600.0)
+
+    def remove_stale_files(self) -> None:
+        """Remove what a killed process left in creating/: it was never acknowledged."""
+        for path in self.stale_files():
+            if path.endswith(".pending"):
+                _remove_empty_dir(self._files.root + path)
+            elif not os.path.isdir(
+                self._files.root + path
+            ):  # a folder is foreign, whatever its name
+                _unlink_if_exists(self._files.root + path)
+
+    def stale_files(self) -> list[str]:
+        """Return the files in creating/ that are an hour old, and checkpoints, an hour old, whose
+        task is gone: its worker was killed between the two, or a person ended it."""
+        before_ns = self._clock.now_ns() - _LEFTOVER_NS
+        entries = self._files.entries("creating")
+        stale = [entry.path for entry in entries if _order_of(entry.id) < before_ns]
+        return [f"checkpoints/{ident}" for ident in self._lost_checkpoints()] + stale
+
+    def _lost_checkpoints(self) -> list[str]:
+        """Return the ids of old checkpoints without a task; see stale_files()."""
+        before_ns = _wall_ns() - _LEFTOVER_NS
+        old = set()
+        for entry in self._files.entries("checkpoints"):
+            with contextlib.suppress(FileNotFoundError):  # RACE: its task has just ended
+                if os.lstat(self._files.root + entry.path).st_mtime_ns < before_ns:
+                    old.add(entry.id)
+        for _ in range(2):  # while we look, tasks move both ways
+            if old:
+                old -= {it.id for it in self._files.find("scheduled", "pending", "inflight")}
+        return sorted(old)
+
+
+# ==================================================================================================
+# 13. Waiting: for an event in the directories, in threads and in coroutines.
+#     Invariant: `events` grows before a waiter is notified. A caller reads it, tries to claim, and
+#     passes the value to wait(); if an event arrived in between, wait() returns at once.
+# ==================================================================================================
+
+# inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
+_IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
+_PIPE_BYTES = 4096  # a pipe holds that much without a reader
+_Found = TypeVar("_Found")  # by a wait
+
+
+class _Watcher:
+    """Counts events: a file came to pending/ or scheduled/, or PAUSED is gone.
+
+    By inotify(7) on Linux, in a descriptor that one thread at a time reads. sees_all_writers: only
+    this kernel writes there; else a wait must be short, as it must without inotify.
     """
 
-    # Invariant: rings grows before anybody is woken. Who read it before he looked, and found
-    # nothing, can't miss what came since: wait() returns at once then.
-
-    def __init__(self, root: str) -> None:
-        self.rings, self.fd = 0, -1
+    def __init__(self, root: str, for_threads: bool = True) -> None:
+        self.events, self.fd = 0, -1
         self._root, self._libc = root, _libc()
         self._waker: tuple[int, ...] = ()  # the ends of a pipe, by which interrupt() is heard
         self._changed = threading.Condition()
-        self._listening = False  # a thread waits at the descriptor, the others for that thread
+        self.is_read = False  # a thread waits at the descriptor, the others for that thread
         if self._libc is not None:
             self.fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)  # -1: too many
-        if self.fd >= 0:
-            self._waker = os.pipe()
-        self.hears_all = self._watch() and _fs_type(root) in _LOCAL_TYPES
+        if self.fd >= 0 and for_threads:
+            try:
+                self._waker = os.pipe()
+            except OSError:  # no descriptors: it polls
+                os.close(self.fd)
+                self.fd = -1
+        self.sees_all_writers = self._watch() and _fs_type(root) in _LOCAL_TYPES
 
     def _watch(self) -> bool:
+        """Watch the directories; again, where one of them was replaced. False if that fails."""
         watched = [("pending", _IN_COMES), ("scheduled", _IN_COMES), ("", _IN_COMES | _IN_GOES)]
         return self.fd >= 0 and all(
             self._libc.inotify_add_watch(self.fd, os.fsencode(self._root + name), mask) >= 0
             for name, mask in ((name, mask | _IN_ONLYDIR) for name, mask in watched)
         )
 
-    def wait(self, rings: int, seconds: float) -> None:
-        """Return when it has rung more often than `rings`, or when the time is over."""
-        listens = False
+    def wait(self, events: int, seconds: float) -> None:
+        """Return when there were more events than `events`, or when the time is over."""
+        reads = False
         try:
             with self._changed:
-                if self.fd < 0 or self._listening:
-                    deaf = self.fd < 0
+                if self.fd < 0 or self.is_read:
+                    polls = self.fd < 0
                     self._changed.wait_for(
-                        lambda: self.rings != rings or not (deaf or self._listening), seconds
+                        lambda: self.events != events or not (polls or self.is_read), seconds
                     )
                     return
-                if self.rings != rings:
+                if self.events != events:
                     return
-                listens = self._listening = True
-            self._listen(seconds)
+                reads = self.is_read = True
+            self._poll(seconds)
         finally:
-            if listens:
+            if reads:
                 with self._changed:
-                    self._listening = False
+                    self.is_read = False
                     self._changed.notify_all()
 
-    def _listen(self, seconds: float) -> None:
+    def _poll(self, seconds: float) -> None:
+        """Wait at the descriptor, and read what it has."""
         import select
 
         poll = select.poll()
@@ -2959,24 +3287,25 @@ class _Bell:
             poll.register(fd, select.POLLIN)
         ready = {fd for fd, _ in poll.poll(int(seconds * 1000) + 1)}
         if self.fd in ready:
-            self.hear()
+            self.read_events()
         if self._waker[0] in ready:
             os.read(self._waker[0], _PIPE_BYTES)
 
     def interrupt(self) -> None:
-        """Ring, so that all who wait look again, though nothing has changed on the disk."""
+        """Make all waiters look again, though nothing has changed on the disk."""
         with self._changed:
-            self.rings += 1
-            if self._listening:
+            self.events += 1
+            if self.is_read:
                 os.write(self._waker[1], b"!")
             self._changed.notify_all()
 
-    def hear(self) -> None:
+    def read_events(self) -> None:
+        """Read what the descriptor has; its caller knows that there is something."""
         with contextlib.suppress(BlockingIOError):
             os.read(self.fd, 1 << 16)
-        # pending/ may be a new one (_shrink_pending). Before the next look, so nothing is missed.
-        self.hears_all = self._watch() and self.hears_all
-        self.rings += 1
+        # pending/ may be a new one (shrink_pending). Before the next look, so nothing is missed.
+        self.sees_all_writers = self._watch() and self.sees_all_writers
+        self.events += 1
 
     def __del__(self) -> None:
         if self.fd >= 0 and os is not None:  # None: the interpreter ends
@@ -2984,16 +3313,16 @@ class _Bell:
                 os.close(fd)
 
 
-class _Hall:
-    """Where the coroutines of one event loop wait: a line per key, and of each the head looks."""
+class _AsyncWaiters:
+    """The coroutines of one event loop that wait: a line for each key, whose head alone looks."""
 
     def __init__(self, root: str) -> None:
-        self.bell = _Bell(root)
+        self.watcher = _Watcher(root, for_threads=False)
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-        self._listeners: set[asyncio.Future[None]] = set()
+        self.waiters: set[asyncio.Future[None]] = set()
 
     @contextlib.asynccontextmanager
-    async def turn(self, name: str, end_s: float) -> AsyncIterator[None]:
+    async def fair_turn(self, name: str, end_s: float) -> AsyncIterator[None]:
         """Wait to be the first in a line, or for the time to come; leave the line at the end."""
         import asyncio
 
@@ -3012,104 +3341,361 @@ class _Hall:
             elif not line[0].done():
                 line[0].set_result(None)
 
-    async def wait(self, rings: int, seconds: float) -> None:
-        """Do as _Bell.wait() does, for coroutines."""
+    async def wait(self, events: int, seconds: float) -> None:
+        """Do as _Watcher.wait() does, for coroutines."""
         import asyncio
 
-        if self.bell.rings != rings:
+        if self.watcher.events != events:
             return
         loop = asyncio.get_running_loop()
-        ring: asyncio.Future[None] = loop.create_future()
-        if not self._listeners and self.bell.fd >= 0:
-            loop.add_reader(self.bell.fd, self._wake_listeners)
-        self._listeners.add(ring)
+        event: asyncio.Future[None] = loop.create_future()
+        if not self.waiters and self.watcher.fd >= 0:
+            loop.add_reader(self.watcher.fd, self._read_events)
+        self.waiters.add(event)
         try:
-            await asyncio.wait({ring}, timeout=seconds)
+            await asyncio.wait({event}, timeout=seconds)
         finally:
-            self._listeners.discard(ring)
-            if not self._listeners and self.bell.fd >= 0:
-                loop.remove_reader(self.bell.fd)
+            self.waiters.discard(event)
+            if not self.waiters and self.watcher.fd >= 0:
+                loop.remove_reader(self.watcher.fd)
 
-    def _wake_listeners(self) -> None:
-        self.bell.hear()
-        self.ring()
+    def _read_events(self) -> None:
+        self.watcher.read_events()
+        self.notify()
 
-    def ring(self) -> None:
-        """Wake all coroutines that wait for the bell; in the loop's own thread."""
-        self.bell.rings += 1
-        for ring in self._listeners:
-            if not ring.done():
-                ring.set_result(None)
+    def notify(self) -> None:
+        """Make all coroutines look again; in the loop's own thread."""
+        self.watcher.events += 1
+        for event in self.waiters:
+            if not event.done():
+                event.set_result(None)
+
+
+class _Waits:
+    """The waits on one queue object. `house` tells when something comes due; a look is a function
+    that returns what it found, or None."""
+
+    def __init__(
+        self,
+        root: str,
+        lease_dir: _LeaseDir,
+        house: _Housekeeper,
+        transitions: _Transitions,
+        longest_poll_s: float,
+    ) -> None:
+        self._root, self._lease_dir, self._house = root, lease_dir, house
+        self._transitions, self._longest_poll_s = transitions, longest_poll_s
+        self._lock = threading.RLock()
+        self.watcher: _Watcher | None = None
+        self.loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _AsyncWaiters]
+        self.loops = weakref.WeakKeyDictionary()
+        self.executor: ThreadPoolExecutor | None = None  # looks for coroutines
+
+    def wait_for(
+        self, look: Callable[[], _Found | None], end_s: float, hears_all: bool = True
+    ) -> _Found | None:
+        """Look until something is found, the time has come, or the queue is closed: None.
+
+        hears_all=False: it may be found without an event, as when other workers finish a task.
+        """
+        closes = self._lease_dir.closes
+        found = self._look(look, closes)
+        if found is not None or time.monotonic() >= end_s:
+            return found
+        with self._lock:
+            watcher = self.watcher = self.watcher or _Watcher(self._root)
+        rests_s = self.rests_s(watcher, end_s)
+        while True:
+            events = watcher.events  # what comes from now on is either seen or heard
+            found = self._look(look, closes)
+            if found is not None or self._lease_dir.closes != closes:
+                return found
+            rest_s = next(rests_s, None)
+            if rest_s is None:
+                return None
+            watcher.wait(events, rest_s if hears_all else min(rest_s, self._longest_poll_s))
+
+    def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
+        """Look once, for a wait that began when the queue had been closed `closes` times."""
+        try:
+            with self._lease_dir.waiting_since(closes):
+                found = look()
+        except _Closed:
+            return None
+        if isinstance(found, FemtoTask) and self._lease_dir.closes != closes:
+            self._give_back(found)  # RACE: closed as it was read
+            return None
+        return found
+
+    def _give_back(self, task: FemtoTask) -> None:
+        """Give back a task that was found for a wait that is over."""
+        if task is _NO_TASK:
+            return
+        try:
+            self._transitions.requeue_uncounted(task)
+        except LeaseLost:
+            pass  # close() did
+        except OSError as error:
+            _log().warning("task %s waits for the end of its lease: %s", task.id, error)
+
+    def _give_back_found(self, looking: Future[FemtoTask | None]) -> None:
+        """Give back the task that a look of another thread found, if it found one."""
+        if not looking.cancelled() and looking.exception() is None:
+            task = looking.result()
+            if task is not None:
+                self._give_back(task)
+
+    def rests_s(self, watcher: _Watcher, end_s: float) -> Iterator[float]:
+        """Yield how long to wait before each further look, until the time has come."""
+        for pause_s in _backoff_s(self._longest_poll_s):
+            left_s = end_s - time.monotonic()
+            if left_s <= 0:
+                return
+            rest_s = self._house.rest_s()
+            if rest_s <= 0:  # something is stuck, or another thread is at it
+                rest_s = pause_s
+            yield min(left_s, rest_s if watcher.sees_all_writers else min(rest_s, pause_s))
+
+    async def wait_for_async(
+        self,
+        look: Callable[[], FemtoTask | None],
+        end_s: float,
+        line: str,
+    ) -> FemtoTask | None:
+        """Do as wait_for() does, without blocking the event loop; first come, first served in a
+        line."""
+        import asyncio
+
+        loop = asyncio.get_running_loop()
+        with self._lock:
+            waiters = self.loops.get(loop)
+            if waiters is None:
+                waiters = self.loops[loop] = _AsyncWaiters(self._root)
+        rests_s = self.rests_s(waiters.watcher, end_s)
+        closes = self._lease_dir.closes
+        async with waiters.fair_turn(line, end_s):
+            while self._lease_dir.closes == closes:
+                events = waiters.watcher.events
+                task = await self._look_async(look, closes)
+                if task is not None:
+                    return task
+                rest_s = next(rests_s, None)
+                if rest_s is None:
+                    return None
+                await waiters.wait(events, rest_s)
+        return None
+
+    async def _look_async(
+        self, look: Callable[[], FemtoTask | None], closes: int
+    ) -> FemtoTask | None:
+        """Look once in another thread; a task that is found after a cancellation goes back."""
+        import asyncio
+
+        executor = self.executor
+        if executor is None:
+            from concurrent.futures import ThreadPoolExecutor
+
+            executor = self.executor = ThreadPoolExecutor(32, "femtoqueue")
+        try:
+            looking = executor.submit(self._look, look, closes)
+        except RuntimeError:
+            if self._lease_dir.closes == closes:
+                raise
+            return None  # RACE: close() in another thread
+        try:
+            return await asyncio.wrap_future(looking)
+        except BaseException:  # cancelled: the thread may have, or may yet get, a task
+            looking.add_done_callback(self._give_back_found)
+            raise
+
+    def end_all(self) -> None:
+        """Wake all that wait, after the count of close() has grown: their waits are over."""
+        executor, self.executor = self.executor, None
+        if executor is not None:
+            executor.shutdown(wait=False)
+        if self.watcher is not None:
+            self.watcher.interrupt()
+        with self._lock:
+            loops = list(self.loops.items())
+        for loop, waiters in loops:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits there
+                loop.call_soon_threadsafe(waiters.notify)
+
+
+# ==================================================================================================
+# 14. Processing: keeping a lease while its task is worked on, and ending it.
+#     Invariant: one thread per queue object renews, while a block of processing() runs.
+# ==================================================================================================
+
+_RENEWAL = 1 / 3  # of its length, after which a lease is renewed
+_LONGEST_RETRY_S = 3600.0  # after an exception in processing()
+
+
+def _retry_delay_s(first_s: float, attempts: int) -> float:
+    """Return how long a task waits after a failure: doubling, and up to half of it less, by
+    chance, so that tasks that failed together come apart."""
+    delay_s = min(first_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
+    return delay_s * (1 - os.urandom(1)[0] / 512)
+
+
+class _LeaseRenewer:
+    """Renews the leases of the tasks that are being processed, in one thread.
+
+    `lock` is the queue's. The thread holds the queue's collaborators, not the queue: a dropped
+    queue object gives up its lease directory at once.
+    """
+
+    def __init__(self, transitions: _Transitions, lock: threading.RLock) -> None:
+        self._transitions, self._lock = transitions, lock
+        # By the id() of the task. Weak: the `with` holds the block, for as long as there is one.
+        self._blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
+        self.stop = threading.Event()  # set: no thread renews
+        self.stop.set()
+        self.pause_s = 0.0  # how often the thread comes by
+
+    def add(self, block: _Processing) -> None:
+        """Renew a lease from now on; start the thread if none runs, or it comes by too seldom."""
+        lease = _lease_of(block.task)
+        pause_s = lease.length_ns / 1e9 * _RENEWAL
+        with self._lock:
+            self._blocks[id(block.task)], lease.is_renewed = block, True
+            if lease.length_ns >= _FOREVER_NS or not (self.stop.is_set() or pause_s < self.pause_s):
+                return
+            self.stop.set()
+            self.stop, self.pause_s = threading.Event(), pause_s
+            try:
+                threading.Thread(target=self._run, args=(self.stop, pause_s), daemon=True).start()
+            except BaseException:
+                self.stop.set()
+                self.remove(block.task)
+                raise
+
+    def remove(self, task: FemtoTask) -> None:
+        """Renew a lease no more."""
+        with self._lock:
+            self._blocks.pop(id(task), None)
+            _lease_of(task).is_renewed = False
+
+    def _run(self, stop: threading.Event, pause_s: float) -> None:
+        """Renew until nothing is left to renew, or `stop` is set."""
+        first_s = pause_s
+        while not stop.wait(pause_s):
+            try:
+                pause_s = self.renew_all(stop)
+            except BaseException:  # of what logs, say: no reason to lose all leases
+                pause_s = first_s / 10
+            if not pause_s:
+                return
+
+    def renew_all(self, stop: threading.Event) -> float:
+        """Renew the leases that need it. Return in how many seconds to do so again; 0, and `stop`
+        is set, if none is left."""
+        with self._lock:
+            tasks = [block.task for block in self._blocks.values()]
+            lengths_ns = [_lease_of(it).length_ns for it in tasks]
+            if min(lengths_ns, default=_FOREVER_NS) >= _FOREVER_NS or stop.is_set():
+                stop.set()
+                return 0
+            self.pause_s = min(lengths_ns) / 1e9 * _RENEWAL
+        pause_s = self.pause_s
+        for task in tasks:
+            try:
+                self._renew(task)
+            except LeaseLost:
+                self.remove(task)  # its block will see
+            except BlockingIOError:
+                pause_s = self.pause_s / 10
+            except OSError as error:
+                pause_s = self.pause_s / 10
+                _log().warning("task %s: its lease is not renewed: %s", task.id, error)
+        return pause_s
+
+    def _renew(self, task: FemtoTask) -> None:
+        """Renew a lease, unless the next time will do, or its block has ended meanwhile."""
+        lease = _lease_of(task)
+        left_ns = self._transitions.left_ns(task)
+        if not lease.is_renewed or lease.outcome:
+            return
+        if left_ns - self.pause_s * 1e9 >= lease.length_ns * (1 - _RENEWAL):
+            return  # shorter leases make us come by more often
+        # Not waiting for the lock of its key: a process may be stopped while it has it.
+        self._transitions.renew(task, wait=False)
 
 
 class _Processing:
-    """The block of processing(): see there. outcome says how the delivery ended: a field of
-    WorkCounts, "" while it runs, or if its end could not be written."""
+    """The block of processing(): see FemtoQueue.processing().
 
-    def __init__(self, queue: FemtoQueue, task: FemtoTask) -> None:
-        self._queue, self.task, self.outcome = queue, task, ""
-        self._pid = os.getpid()
+    queue: only its public methods are used. outcome: how the delivery ended, a field of
+    WorkCounts; "" while it runs, or if its end could not be written.
+    """
+
+    def __init__(
+        self, queue: Any, task: FemtoTask, transitions: _Transitions, renewer: _LeaseRenewer
+    ) -> None:
+        self._queue, self.task = queue, task
+        self._transitions, self._renewer = transitions, renewer
+        self._lease, self._pid = _lease_of(task), os.getpid()
+
+    @property
+    def outcome(self) -> str:
+        return self._lease.outcome
 
     def __enter__(self) -> FemtoTask:
-        self._queue._keep_lease(self)
-        return self.task
+        task = self.task
+        if self._transitions.left_ns(task) < self._lease.length_ns * 2 / 3:
+            self._transitions.renew(task)
+        elif not self._transitions.is_leased(task):
+            raise self._transitions.lease_lost(task)
+        self._renewer.add(self)
+        return task
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
-        queue, task = self._queue, self.task
+        task = self.task
         if os.getpid() != self._pid:
             return  # a child that was forked in the block leaves it: the task is not its own
         try:
-            if self.outcome or (isinstance(error, LeaseLost) and error.id == task.id):
-                return
-            if error is None:
-                queue.done(task)
-            elif not isinstance(error, Exception):  # we are told to go
-                queue._give_back(task)
-            elif queue.max_attempts is not None and _attempts_in(task.path) >= queue.max_attempts:
-                queue.fail(task, error)
-            else:
-                queue.release(task, delay_s=queue._retry_delay_s(_attempts_in(task.path)))
-                self.outcome = "retried"
+            if not self.outcome and not (isinstance(error, LeaseLost) and error.id == task.id):
+                self._end(error)
         except LeaseLost as lost:
             raise lost from error
         except OSError:
-            queue._abandon(task.path)  # whoever can may deliver it again
+            self.orphan()  # another worker may deliver it again
             raise
         finally:
-            with queue._lock:
-                queue._under_way.pop(id(task), None)
+            self._renewer.remove(task)
+
+    def _end(self, error: BaseException | None) -> None:
+        """End the delivery, by what the block raised."""
+        queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
+        if error is None:
+            queue.done(task)
+        elif not isinstance(error, Exception):  # we are told to exit
+            queue.release(task, front=True, counted=False)
+        elif queue.max_attempts is not None and attempts >= queue.max_attempts:
+            queue.fail(task, error)
+        else:
+            queue.release(task, delay_s=_retry_delay_s(queue.retry_delay_s, attempts))
+            self._lease.outcome = "retried"
+
+    def orphan(self) -> None:
+        """Have the task delivered again soon: its delivery can't be ended."""
+        self._transitions.orphan(self.task.path)
 
 
-def _renew_leases(
-    queue_ref: weakref.ref[FemtoQueue], renewer: threading.Event, first_pause_s: float
-) -> None:
-    pause_s = first_pause_s
-    while not renewer.wait(pause_s):
-        queue = queue_ref()
-        try:
-            pause_s = 0 if queue is None else queue._renew_all(renewer)
-        except BaseException:  # of what logs, say: no reason to lose all leases
-            pause_s = first_pause_s / 10
-        if not pause_s:
-            return
-        del queue  # asleep, we hold nobody
+# ==================================================================================================
+# 15. Worker pool: the loop behind work() and the command `work`.
+#     Invariant: each task that it takes is settled, given back or counted as lost, and no signal
+#     comes between two of its steps that would leave a task in flight.
+# ==================================================================================================
 
-
-class _CommandFailed(Exception):
-    """A command that `work` ran did not end well. Its text is the whole reason."""
-
-
+_ONE_SIGNAL_S = 0.3  # two signals within that are one
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
     "": "delivered again later",
 }
-
-
-def _do_nothing(*arguments: object) -> None:
-    """Stand for a hook that is not set."""
 
 
 class _WorkerPool:
@@ -3125,16 +3711,16 @@ class _WorkerPool:
 
     def __init__(
         self,
-        queue: FemtoQueue,
+        queue: Any,
         handler: Callable[[FemtoTask], object],
         concurrency: int,
         drain: bool,
-        is_stopped: Callable[[], object] = _do_nothing,
+        is_stopped: Callable[[], object] = _no_op,
         *,
         in_threads: bool = False,
         more_signals: Iterable[int] = (),
-        on_stop: Callable[[], object] = _do_nothing,
-        on_abort: Callable[[int], object] = _do_nothing,
+        on_stop: Callable[[], object] = _no_op,
+        on_abort: Callable[[int], object] = _no_op,
     ) -> None:
         from queue import SimpleQueue
 
@@ -3244,7 +3830,7 @@ class _WorkerPool:
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
             if not processing.outcome:  # it could not even begin, or not be ended
-                self._queue._abandon(task.path)
+                processing.orphan()
         finally:
             with self._changed:
                 if self._running.pop(id(task), None) is not None:  # else _abort() has counted it
@@ -3324,903 +3910,1090 @@ class _WorkerPool:
             raise KeyboardInterrupt
 
 
-class _Inspection:
-    """check(): a method for each thing that may be odd."""
+# ==================================================================================================
+# 16. Inspection: check(), a method for each thing that may be odd.
+#     Invariant: without repair nothing is changed; with it, only what is safe while others work.
+# ==================================================================================================
 
-    def __init__(self, queue: FemtoQueue, repair: bool) -> None:
-        self._queue, self._repair, self._root = queue, repair, queue._root
+
+class _Inspector:
+    """What check() finds, and mends with `repair`."""
+
+    def __init__(
+        self,
+        files: _Files,
+        clock: _QueueClock,
+        keys: _KeyIndex,
+        transitions: _Transitions,
+        house: _Housekeeper,
+        *,
+        repair: bool,
+    ) -> None:
+        self._files, self._clock, self._keys = files, clock, keys
+        self._transitions, self._house, self._repair = transitions, house, repair
 
     def findings(self) -> Iterator[Finding]:
+        """Yield what is odd; a directory that can't be read is a finding too."""
         for look in (
-            *(self._file_systems, self._clock, self._strangers, self._tasks, self._twice),
-            *(self._workers, self._keys, self._leftovers),
+            *(self._file_systems, self._queue_clock, self._foreign, self._records, self._twice),
+            *(self._workers, self._idle_keys, self._leftovers),
         ):
             try:
                 yield from look()
             except OSError as error:
-                path = os.path.relpath(error.filename or self._root, self._root)
+                root = self._files.root
+                path = os.path.relpath(error.filename or root, root)
                 yield Finding("unreadable", path, str(error))
 
     def _file_systems(self) -> Iterator[Finding]:
-        kind = _NETWORK_TYPES.get(_fs_type(self._root))
+        """A network file system, and directories on another one."""
+        root = self._files.root
+        kind = _NETWORK_TYPES.get(_fs_type(root))
         if kind is not None:
             text = (
                 f"{kind}: other hosts' leases end by their deadlines only, and waiting is polling"
             )
             yield Finding("network file system", ".", text)
-        device = os.stat(self._root).st_dev
+        device = os.stat(root).st_dev
         for name in self._directories():
-            if os.stat(self._root + name).st_dev != device:
+            if os.stat(root + name).st_dev != device:
                 yield Finding("file system", name, "another than data_dir's: rename() can't cross")
 
     def _directories(self) -> list[str]:
-        names = [name for name in os.listdir(self._root) if os.path.isdir(self._root + name)]
-        return [name for name in sorted(names) if name in _OUR_DIRS or _parse_node_dir(name)]
+        """Return the directories of the queue."""
+        root = self._files.root
+        names = [name for name in sorted(os.listdir(root)) if os.path.isdir(root + name)]
+        return [name for name in names if name in _NAMES_IN or _parse_node_dir(name)]
 
-    def _clock(self) -> Iterator[Finding]:
-        ahead_s = (self._queue._now_ns() - _wall_ns()) / 1e9
+    def _queue_clock(self) -> Iterator[Finding]:
+        """A clock that is ahead of the wall clock."""
+        ahead_s = (self._clock.now_ns() - _wall_ns()) / 1e9
         if ahead_s > 1:
             text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
-            yield Finding("clock", f"clock-{self._queue._boot}", text)
+            yield Finding("clock", f"clock-{self._clock.boot}", text)
 
-    def _strangers(self) -> Iterator[Finding]:
-        directories = self._directories()
-        for name in sorted({*os.listdir(self._root)} - {*directories, "PAUSED"}):
-            if not re.fullmatch("clock-[0-9a-f]{8}", name):
+    def _foreign(self) -> Iterator[Finding]:
+        """Names that are not the queue's."""
+        root, directories = self._files.root, self._directories()
+        for name in sorted({*os.listdir(root)} - {*directories, "PAUSED"}):
+            if not _parse_clock(name):
                 yield Finding("foreign", name, "not of the queue's")
         for directory in directories:
-            forms = _OUR_DIRS.get(directory, ("inflight",))
-            for name in sorted(os.listdir(self._root + directory)):
-                if not any(_PARSE[form](name) for form in forms):
+            forms = _NAMES_IN.get(directory, (_FORMS["inflight"],))
+            for name in sorted(os.listdir(root + directory)):
+                if not any(form(name) for form in forms):
                     yield Finding("foreign", f"{directory}/{name}", "no name of a task's")
 
-    def _tasks(self) -> Iterator[Finding]:
-        for state in (*STATES, "keys"):
-            for full_path, _, ident in self._queue._find(state):
-                path = full_path[len(self._root) :]
-                try:
-                    _read_record(full_path, ident)
-                except FileNotFoundError:
-                    continue  # it moved on
-                except OSError as error:
-                    yield Finding("unreadable", path, str(error))
-                except CorruptTask as error:
-                    if state == "failed" and os.path.lexists(f"{full_path}.error"):
-                        continue  # a dead letter for just that
-                    mend = self._repair and state in ("pending", "scheduled")
-                    if mend:
-                        self._queue._set_aside(path, ident, error.reason)
-                    yield Finding("corrupt", path, error.reason, mend)
+    def _records(self) -> Iterator[Finding]:
+        """Records that are not whole, or can't be read."""
+        for entry in self._files.find(*STATES, "keys"):
+            full_path = self._files.root + entry.path
+            try:
+                _read_record(full_path, entry.id)
+            except FileNotFoundError:
+                continue  # it moved on
+            except OSError as error:
+                yield Finding("unreadable", entry.path, str(error))
+            except CorruptTask as error:
+                if entry.directory == "failed" and os.path.lexists(f"{full_path}.error"):
+                    continue  # a dead letter for just that
+                mend = self._repair and entry.directory in ("pending", "scheduled")
+                if mend:
+                    self._transitions.quarantine(entry.path, error.reason)
+                yield Finding("corrupt", entry.path, error.reason, mend)
 
     def _twice(self) -> Iterator[Finding]:
+        """An id in two places."""
+        root = self._files.root
         first: dict[str, str] = {}
-        for state in (*STATES, "keys"):
-            for path, _, ident in self._queue._find(state):
-                if ident in first and os.path.lexists(first[ident]) and os.path.lexists(path):
-                    other = first[ident][len(self._root) :]
-                    yield Finding("twice", path[len(self._root) :], f"there is {other} too")
-                first.setdefault(ident, path)
+        for entry in self._files.find(*STATES, "keys"):
+            other = first.setdefault(entry.id, entry.path)
+            if other != entry.path and all(map(os.path.lexists, (root + other, root + entry.path))):
+                yield Finding("twice", entry.path, f"there is {other} too")
 
     def _workers(self) -> Iterator[Finding]:
+        """Dead workers, and leases that have ended."""
         found = []
-        for directory in self._queue._node_dirs():
-            stats = self._queue._node_stats(directory)
-            path = f"inflight-{stats.node}"
+        for directory in self._files.node_dirs():
+            stats = self._house.node_stats(directory)
             if stats.liveness == "dead":
-                found.append((directory, "dead worker", path, f"{stats.inflight} tasks leased"))
+                found.append((directory, "dead worker", f"{stats.inflight} tasks leased"))
             elif stats.expired:
-                found.append((directory, "expired", path, f"{stats.expired} leases have ended"))
+                found.append((directory, "expired", f"{stats.expired} leases have ended"))
         if found and self._repair:
-            self._queue._reclaim()
-        for directory, kind, path, text in found:
-            stats = self._queue._node_stats(directory)
+            self._house.reclaim()
+        for directory, kind, text in found:
+            stats = self._house.node_stats(directory)
             ended = stats.expired or (stats.liveness == "dead" and stats.inflight)
-            yield Finding(kind, path, text, self._repair and not ended)
+            yield Finding(kind, directory, text, self._repair and not ended)
 
-    def _keys(self) -> Iterator[Finding]:
-        found = self._queue._idle_keys()
+    def _idle_keys(self) -> Iterator[Finding]:
+        """Keys without a task."""
+        found = self._keys.idle()
         if found and self._repair:
-            self._queue._mend_keys()
+            self._keys.repair()
         for name in found:
-            mended = self._repair and not os.path.lexists(f"{self._root}keys/{name}")
+            mended = self._repair and not os.path.lexists(f"{self._files.root}keys/{name}")
             yield Finding("key without a task", f"keys/{name}", "nothing of it waits", mended)
 
     def _leftovers(self) -> Iterator[Finding]:
-        found = [f"checkpoints/{ident}" for ident in self._queue._lost_checkpoints()]
-        found += [f"creating/{name}" for name in self._queue._old_creations()]
+        """Old files in creating/ and checkpoints/."""
+        found = self._house.stale_files()
         if found and self._repair:
-            self._queue._sweep()
+            self._house.remove_stale_files()
         for path in found:
-            mended = not os.path.lexists(self._root + path)
+            mended = not os.path.lexists(self._files.root + path)
             yield Finding("leftover", path, "more than an hour old", mended)
 
 
-@dataclass
-class _Hint:
-    """Where the task of a key was last, and the name in keys/ of the payload behind it, if any."""
+# ==================================================================================================
+# 17. FemtoQueue: the public face. Its methods stand in the order of a task's life.
+#     Invariant: _lock is held while the backlog is used, while jobs run, and while a task moves into
+#     our lease directory or out of it; not while a task is read or written.
+# ==================================================================================================
 
-    path: str
-    newer: str = ""
 
+class FemtoQueue:
+    """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
-class _Bucket:
-    """The lock of the keys of one hash, and a hint of where the task of each is.
+    node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). A worker that
+    comes back under its old node_id takes back at once what it held. Objects that live at the
+    same time may share one: they don't steal from each other, but what one of them held when it
+    was killed then waits for its deadline, or until the last of them ends.
+    timeout_stale_ms is the lease (visibility timeout) that pop() takes, in milliseconds. None:
+    as long as the holder lives; after a reboot, and where there is no flock, only a restart of
+    its own node_id or release by hand brings such a task back.
+    sync_after_write: True makes what returned survive power loss (push, push_many, schedule,
+    done, fail, release, retry); False survives the death of processes.
+    max_attempts: a task that was delivered so often without done() or fail() goes to failed/ by
+    itself. None: no limit.
+    keep_done: False deletes what is done instead of keeping it in done/. A number: what is done is
+    kept for that many seconds; then pop() deletes it, some at a time.
+    retry_delay_s: what processing() and work() wait, in seconds, before a second delivery; twice
+    as long before each further one, up to an hour, and up to half of it less, by chance.
+    poll_interval_s: the longest pause, in seconds, between two looks of a wait, where inotify
+    does not tell (not Linux, or a file system that other hosts write to).
+    detached: True makes leases that outlive this object and its process: only their deadlines end
+    them, and attach() finds them again.
 
-    The lock is locks/<last two digits of the hash>, shared with the other hashes that end so. It is
-    never removed: who waited for the lock of a file that was removed meanwhile would have to see
-    that its path leads elsewhere by now, and on NFS or GlusterFS may be shown an old answer.
+    Order and deadlines are by the queue clock: the monotonic clock plus an anchor that all
+    processes of one boot share, so that setting the date does not move it. Where there is no boot
+    id (not Linux) each process anchors itself to the wall clock or the newest task.
 
-    The hints stand in keys/<hash>, a line for each key: "<key> <path> <newer, or ->", then an empty
-    one; one write() makes the change, and what follows the empty line is of an older, longer one.
-    A task that was killed, or moved by a pop() or a person, is not where the hint says: it is
-    looked for then. A key without a hint has no task.
+    Threads may share an object. After fork() the child's copy is a worker of its own, and a
+    pickled object is made anew from its settings.
+
+    Raises TypeError or ValueError for an invalid argument, OSError when a directory cannot be
+    made.
     """
 
-    def __init__(self, root: str, tag: str, wait: bool, holds_lock: bool) -> None:
-        self.tag, self._path = tag, f"{root}keys/{tag}"
-        self._fd = None if holds_lock else _lock_of_keys(root, tag, wait)
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str],
+        node_id: str | None = None,
+        timeout_stale_ms: float | None = 30_000,
+        sync_after_write: bool = False,
+        *,
+        max_attempts: int | None = None,
+        keep_done: bool | float = True,
+        retry_delay_s: float = 1.0,
+        poll_interval_s: float = 0.05,
+        detached: bool = False,
+    ) -> None:
+        _check_places(data_dir, node_id)
+        if timeout_stale_ms is not None:
+            _positive("timeout_stale_ms", timeout_stale_ms)
+        _not_negative("retry_delay_s", retry_delay_s)
+        _positive("poll_interval_s", poll_interval_s)
+        if not isinstance(keep_done, bool):
+            _not_negative("keep_done", keep_done)
+        _check_max_attempts(max_attempts)
+        self.data_dir = data_dir
+        self.timeout_stale_ms = timeout_stale_ms
+        self.sync_after_write = bool(sync_after_write)
+        self.max_attempts = max_attempts
+        self.keep_done = keep_done
+        self.retry_delay_s = retry_delay_s
+        self.poll_interval_s = poll_interval_s
+        self.detached = bool(detached)
+        self._given_node_id = node_id
+        self._length_ns = _length_ns(timeout_stale_ms)
+        self._files = _Files(os.fspath(data_dir), self.sync_after_write)
+        self._files.make_dirs()
+        self._clock = _QueueClock(self._files)
+        self._init_worker()
+        _fork_hooks[self] = FemtoQueue._after_fork
+
+    def _init_worker(self) -> None:
+        """Create the state that belongs to one process: worker id, lock, cached listing. Called
+        again in a forked child, which must not share it."""
+        files, clock, lock = self._files, self._clock, threading.RLock()
+        self.node_id = self._given_node_id or f"{os.getpid()}-{clock.tag}"
+        backlog = _Backlog(files, lock)
+        lease_dir = _LeaseDir(files, clock, backlog, lock, self.node_id, detached=self.detached)
+        keys = _KeyIndex(files, clock, backlog, lease_dir)
+        parts: dict[str, Any] = {"files": files, "clock": clock, "backlog": backlog, "lock": lock}
+        parts |= {"lease_dir": lease_dir, "keys": keys}
+        self._lock, self._backlog, self._lease_dir, self._keys = lock, backlog, lease_dir, keys
+        self._transitions = _Transitions(**parts, max_attempts=self.max_attempts)
+        self._house = _Housekeeper(
+            **parts,
+            transitions=self._transitions,
+            timeout_stale_ms=self.timeout_stale_ms,
+            keep_done=self.keep_done,
+        )
+        self._waits = _Waits(
+            *(files.root, lease_dir, self._house, self._transitions, self.poll_interval_s)
+        )
+        self._renewer = _LeaseRenewer(self._transitions, lock)
+
+    def _after_fork(self) -> None:
+        """In a forked child: become a worker of its own."""
+        self._house.close()
+        self._clock.init_worker()
+        self._init_worker()
+
+    # Producing
+
+    def push(
+        self,
+        data: bytes | bytearray | memoryview,
+        *,
+        key: str | None = None,
+        if_in_flight: str = "buffer",
+    ) -> str:
+        """Add a task to the back of the queue and return its id.
+
+        When it returns, the task is in pending/. If it raises, nothing is. TypeError if data is
+        a str or not bytes-like; OSError, as it came, if the disk did not take it.
+
+        key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload,
+        and it keeps its place (and its time, in scheduled/) and its id, which is returned. Where
+        renameat2(2) can't exchange names (NFS, FUSE; not Linux) a pop() in that instant finds no
+        task of the key.
+        if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
+        delivery ends (a newer one replaces it), then joins the queue by its own id, or takes the
+        place of the task if that came back; "update": a redelivery carries data, and done() ends
+        it with the task; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without.
+        """
+        if key is not None or if_in_flight != "buffer":
+            return self._push_keyed(data, key, if_in_flight, None)
+        ident = self._clock.new_id()
+        self._files.publish(ident, data, f"pending/{ident}")
+        return ident
+
+    def push_many(self, iterable: Iterable[bytes | bytearray | memoryview]) -> list[str]:
+        """Add tasks in order and return their ids; with sync_after_write, sync once for all.
+
+        An error on the way is raised as it came, with the number of tasks that were pushed added
+        to its message, and their ids as its attribute pushed_ids: the first ones of the iterable,
+        each whole.
+        """
+        if isinstance(iterable, (bytes, bytearray, memoryview, str)):
+            raise TypeError("push_many takes an iterable of payloads; for one payload use push")
+        ids: list[str] = []
+        pending = f"{self._files.root}pending"
+        sync = _BatchSync(pending, self.sync_after_write)
         try:
-            self.hints = _read_hints(root, tag)
-        except BaseException:
-            self._unlock()
+            with sync:
+                for data in iterable:
+                    ident, each = self._clock.new_id(), sync.each_file
+                    self._files.publish(ident, data, f"pending/{ident}", sync=each, sync_dir=False)
+                    ids.append(ident)
+        except Exception as error:
+            if sync.failed:
+                ids = [it for it in ids if not _unlink_if_exists(f"{pending}/{it}", or_fail=False)]
+            _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
+            error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
-        self._saved = self._text()
+        return ids
 
-    def _text(self) -> str:
-        lines = (f"{key} {hint.path} {hint.newer or '-'}\n" for key, hint in self.hints.items())
-        return "".join(lines) + "\n"
+    def schedule(
+        self,
+        data: bytes | bytearray | memoryview,
+        time_us: float,
+        *,
+        key: str | None = None,
+        if_in_flight: str = "buffer",
+    ) -> str:
+        """Add a task that joins the back of the queue at a wall-clock time, and return its id.
 
-    def save(self, sync: bool) -> None:
-        """Write the hints if they have changed."""
-        text = self._text()
-        if text == self._saved:
-            return
-        flags = os.O_WRONLY | os.O_CREAT | _WARY
+        time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
+        Raises as push() does, and ValueError for a time after the year 2254. A task of the key
+        that is waiting, due or not, gets the new time with the new payload ("update" does not).
+        """
+        due_ns = max(0, int(_finite("time_us", time_us) * 1000))
+        if due_ns >= _NEVER_NS:
+            raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
+        if key is not None or if_in_flight != "buffer":
+            return self._push_keyed(data, key, if_in_flight, due_ns)
+        ident = self._clock.new_id()
+        path = f"scheduled/{_task_name(due_ns, 0, ident)}"
+        self._files.publish(ident, data, path)
+        self._backlog.note_enqueued(path)
+        return ident
+
+    def _push_keyed(
+        self,
+        data: bytes | bytearray | memoryview,
+        key: str | None,
+        if_in_flight: str,
+        due_ns: int | None,
+    ) -> str:
+        """Check the arguments, and push until no pop() or person is quicker at the waiting task."""
+        if if_in_flight not in _IF_IN_FLIGHT:
+            wanted = " or ".join(_IF_IN_FLIGHT)
+            raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
+        name = _encode_key(key)
+        payload = data if type(data) is bytes else _as_bytes(data)
+        while True:
+            with self._lease_dir.waiting_since(None):
+                self._transitions.open_lease_dir()
+                ident = self._keys.push(name, payload, if_in_flight, due_ns)
+            if ident:
+                return ident  # RACE: else a pop() took it, and we see it in flight now
+
+    # Consuming
+
+    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
+        """Lease the oldest task, or return None when there is none to be had.
+
+        timeout: seconds to wait for one; 0: don't; None: for ever. inotify ends the wait, or else
+        a look every poll_interval_s does; so does a task that comes due, a lease that ends and,
+        within half a second, a worker that died. Signals get through at once. close() in another
+        thread ends the wait: None.
+        lease_ms: this delivery's own lease in milliseconds, for extend() and processing() too;
+        None: timeout_stale_ms.
+
+        The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
+        ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
+        for disk trouble: a task that could not be read is at the back of pending/ then; trouble
+        with other workers' directories, scheduled/ or creating/ surfaces when nothing is waiting.
+        """
+        length_ns = self._length_of(lease_ms)
+        if timeout == 0:
+            return self._take_oldest(length_ns)
+        return self._waits.wait_for(lambda: self._take_oldest(length_ns), _end_s(timeout))
+
+    async def pop_async(
+        self, timeout: float | None = None, *, lease_ms: float | None = None
+    ) -> FemtoTask | None:
+        """Do as pop() does, without blocking the event loop. First come, first served.
+
+        Cancelling it leaves no task leased: one that it had just got is back at its place, and
+        that delivery is not counted.
+        """
+        length_ns = self._length_of(lease_ms)
+        return await self._waits.wait_for_async(
+            lambda: self._take_oldest(length_ns), _end_s(timeout), ""
+        )
+
+    def take(
+        self,
+        key: str | None = None,
+        timeout: float | None = 0,
+        *,
+        id: str | None = None,
+        lease_ms: float | None = None,
+    ) -> FemtoTask | None:
+        """Lease one task out of turn: that of a key, or that of an id.
+
+        key: None is returned if its task is absent, in flight or not yet due. What it costs does
+        not depend on how many tasks wait, but for pop()'s jobs, which it does too.
+        id: the task may wait in pending/, or in scheduled/, due or not; else None is returned.
+        done() then cancels it. pending/ is listed if the task was delivered before.
+        timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
+        id, TypeError unless one of the two is given.
+        """
+        look, _ = self._look_for(key, id, lease_ms, wait=True)
+        return self._waits.wait_for(look, _end_s(timeout))
+
+    async def take_async(
+        self,
+        key: str | None = None,
+        timeout: float | None = None,
+        *,
+        id: str | None = None,
+        lease_ms: float | None = None,
+    ) -> FemtoTask | None:
+        """Do as take() does, without blocking the event loop; see pop_async()."""
+        look, line = self._look_for(key, id, lease_ms, wait=False)
+        return await self._waits.wait_for_async(look, _end_s(timeout), line)
+
+    def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
+        """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
+
+        Unlike a loop over pop() it goes on while others hold work that may come back. So does
+        what it yielded: end each task before asking for the next. timeout: seconds to wait for a
+        task before it ends all the same; None: no limit.
+        """
+        _end_s(timeout)  # an invalid one is an error now, not at the first task
+
+        def look() -> FemtoTask | None:
+            task = self._take_oldest(self._length_ns)
+            return task if task is not None or self._files.has_work() else _NO_TASK
+
+        def tasks() -> Iterator[FemtoTask]:
+            while (task := self._waits.wait_for(look, _end_s(timeout), False)) is not None:
+                if task is _NO_TASK:
+                    return
+                yield task
+
+        return tasks()
+
+    def join(self, timeout: float | None = None) -> bool:
+        """Wait until no task is pending, scheduled or in flight anywhere; take none.
+
+        timeout: seconds to wait; None: no limit. Returns False when the time is over, or when
+        close() in another thread ends the wait.
+        """
+
+        def look() -> bool | None:
+            return None if self._files.has_work() else True
+
+        return self._waits.wait_for(look, _end_s(timeout), False) is True
+
+    def _length_of(self, lease_ms: float | None) -> int:
+        """Return the length of a delivery's lease in nanoseconds."""
+        return self._length_ns if lease_ms is None else _length_ns(_positive("lease_ms", lease_ms))
+
+    def _take_oldest(self, length_ns: int) -> FemtoTask | None:
+        """Run the jobs that are due, and claim the oldest task; None if there is none."""
+        listings = 0
+        while True:
+            if self._clock.now_ns() >= self._house.next_run_ns:
+                self._house.run_due()
+            name = self._backlog.next()
+            if not name:
+                listings += 1
+                if listings > _MAX_LISTINGS or not self._house.refill():
+                    return None
+                continue
+            task = self._transitions.claim(f"pending/{name}", length_ns)
+            if task is not None:
+                return task
+
+    def _look_for(
+        self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
+    ) -> tuple[Callable[[], FemtoTask | None], str]:
+        """Check the arguments of take(); return what looks once, and the line to wait in.
+
+        wait=False: a look finds nothing if another process, which may be stopped, has the lock of
+        the key.
+        """
+        length_ns = self._length_of(lease_ms)
+        if (key is None) == (id is None):
+            raise TypeError("take needs a key or an id")
+        if id is not None:
+            _check_id(id)
+            ident = id
+            find_id: Callable[[Any], str] = lambda lock: self._waiting_path(ident)  # noqa: E731
+            return lambda: self._take_one(ident, find_id, length_ns, wait), f"#{id}"
+        name = _encode_key(key)
+
+        def look() -> FemtoTask | None:
+            if not self._keys.may_have_task(name):
+                self._run_jobs()
+                return None
+            tagged = _new_name(0, _key_tag(name))
+            return self._take_one(
+                tagged, lambda lock: self._path_of_key(lock, name), length_ns, wait
+            )
+
+        return look, name
+
+    def _run_jobs(self) -> None:
+        """Run the jobs that are due, as pop() does."""
+        if self._clock.now_ns() >= self._house.next_run_ns:
+            self._house.run_due()
+
+    def _take_one(
+        self, ident: str, find: Callable[[Any], str], length_ns: int, wait: bool
+    ) -> FemtoTask | None:
+        """Claim the task that find() finds under the lock for an id; "": it is not to be had."""
+        self._run_jobs()
+        if self._files.is_paused:
+            return None
+        with self._lock:
+            self._house.run_overdue()
+        while True:
+            self._transitions.open_lease_dir()
+            try:
+                with self._keys.lock_of(ident, wait) as lock:
+                    path = find(lock)
+                    task = self._transitions.claim(path, length_ns) if path else None
+            except BlockingIOError:
+                return None
+            if task is not None or not path:
+                return task  # RACE: else a pop() was quicker, and we see it in flight now
+
+    def _path_of_key(self, lock: _KeyLock, name: str) -> str:
+        """Return where a key's task is to be had; one in scheduled/ that is due is moved."""
+        path = self._keys.find(lock, name) or ""
+        if _state_of(path) == "scheduled":
+            is_due = _stamp_of(path) <= _wall_ns()
+            return self._transitions.enqueue_scheduled(path) if is_due else ""
+        return path if _state_of(path) == "pending" else ""
+
+    def _waiting_path(self, ident: str) -> str:
+        """Return where a task of that id waits, "" if it does not."""
+        if self._files.exists(f"pending/{ident}"):  # never delivered
+            return f"pending/{ident}"
+        entry = self._files.find_id(ident, "scheduled", "pending")  # as it moves
+        return entry.path if entry else ""
+
+    # Ending a delivery
+
+    def done(self, task: FemtoTask) -> None:
+        """End the task's life: it moves to done/, or is deleted with keep_done=False.
+
+        Raises LeaseLost if the task is not this delivery's any more.
+        """
+        self._house.finished += 1
+        self._transitions.finish(task, bool(self.keep_done))
+
+    def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
+        """Set the task aside as a dead letter in failed/, where retry() finds it.
+
+        error is the reason, kept in failed/<id>.error: a text, or an exception with its
+        traceback. Raises LeaseLost if the task is not this delivery's any more.
+        """
+        if not isinstance(error, (str, BaseException, type(None))):
+            raise TypeError(f"error must be a text or an exception, not {error!r}")
+        _lease_of(task)
+        self._transitions.fail(task, error)
+
+    def release(
+        self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
+    ) -> None:
+        """Give the task back: to the back of the queue, to its front, or after a delay.
+
+        front: to the place of its push, before everything younger. delay_s: seconds to wait in
+        scheduled/ first, by the wall clock. counted: whether its attempts count this delivery.
+        Raises LeaseLost as done() does.
+        """
+        attempts = _attempts_of(_lease_of(task).path) - (not counted)
+        if _finite("delay_s", delay_s) < 0 or (front and delay_s):
+            raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
+        if delay_s:
+            due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
+            target = f"scheduled/{_task_name(due_ns, attempts, task.id)}"
+        else:
+            order = _order_of(task.id) if front else self._clock.next_order()
+            target = f"pending/{_task_name(order, attempts, task.id)}"
+        self._transitions.requeue(task, target)
+
+    def extend(self, task: FemtoTask, ms: float | None = None) -> None:
+        """Renew the lease: it ends `ms` milliseconds from now (None: as long as it was taken for).
+
+        The task object carries the new lease from then on. Raises LeaseLost as done() does.
+        """
+        lease = _lease_of(task)
+        length_ns = lease.length_ns if ms is None else _length_ns(_positive("ms", ms))
+        self._transitions.extend(task, length_ns)
+
+    def attach(self, lease: str) -> FemtoTask:
+        """Return the task of a lease that another process took, to settle or extend it here.
+
+        lease: the path that task.path had there, its last part, or the task's id. The payload is
+        not read: data is b"", and size_bytes None. A detached lease is renewed by what is left of
+        it if this object's leases have no end. Raises LeaseLost if there is no such lease (any
+        more).
+        """
+        name = lease.rpartition("/")[2]
+        for entry in self._files.find("inflight"):
+            if lease == entry.path or name in (entry.name, entry.id):
+                length_ns = self._length_ns
+                if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
+                    length_ns = max(entry.stamp_ns - self._clock.now_ns(), 10**9)
+                others: dict[str, Any] = {"_lease": _Lease(entry.path, length_ns)}
+                others |= {"_anchor_ns": self._clock.anchor_ns, "size_bytes": None}
+                # It may have a checkpoint, which has to go with it.
+                return FemtoTask(entry.id, b"", entry.attempts, None, b"", **others)
+        raise LeaseLost(_id_of(name), True, "it is not in flight by that name (any more)")
+
+    # Working
+
+    def processing(self, task: FemtoTask) -> _Processing:
+        """Return a context manager that holds the task's lease for its block, and then ends it.
+
+        The lease is renewed in the background, by one thread per queue object. A block that ends
+        well is done(task). An exception: the task waits in scheduled/ for another try (see
+        retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception).
+        KeyboardInterrupt, SystemExit and asyncio.CancelledError: back to the front, and the
+        delivery is not counted. The exception propagates. A task that the block itself ended, by
+        done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
+        the lease was lost.
+        """
+        return _Processing(self, task, self._transitions, self._renewer)
+
+    def checkpoint(self, task: FemtoTask, data: bytes | bytearray | memoryview) -> None:
+        """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
+
+        The next delivery, after release(), a retry or our death, finds it in task.checkpoint; but
+        not with a newer payload of its key. It is gone with done() and fail(). Atomic: there is
+        the old one or the new one; with sync_after_write it is on disk when this returns. Raises
+        LeaseLost, with nothing saved, if the task is not this delivery's any more; else as push()
+        does.
+        """
+        _lease_of(task)
+        self._transitions.save_checkpoint(task, bytes(_as_bytes(data)))
+
+    def work(
+        self,
+        handler: Callable[[FemtoTask], object],
+        *,
+        concurrency: int = 1,
+        drain: bool = False,
+        stop: threading.Event | None = None,
+    ) -> WorkCounts:
+        """Call handler(task) for each task, within processing(), until told to stop.
+
+        concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
+        pending, scheduled or in flight any more. stop: an Event; when it is set, what runs is
+        finished, and work() returns. In the main thread SIGTERM and SIGINT do the same, and a
+        second one gives back what runs and returns at once; threads that are at it then can
+        change nothing any more. A handler that fails is logged (logger "femtoqueue"), and the
+        loop goes on; one that raises SystemExit or the like ends it. Disk trouble of pop() ends
+        it too, as the OSError that it is, when what runs is finished.
+        """
+        if not callable(handler):
+            raise TypeError(f"handler must be callable, not {handler!r}")
+        if type(concurrency) is not int or concurrency < 1:
+            raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
+        if stop is not None and not callable(getattr(stop, "is_set", None)):
+            raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
+        lease_dir = self._lease_dir
+        closes = lease_dir.closes
+
+        def is_stopped() -> bool:
+            return lease_dir.closes != closes or (stop is not None and stop.is_set())
+
+        return _WorkerPool(self, handler, concurrency, drain, is_stopped).run()
+
+    def pause(self) -> None:
+        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED.
+
+        Other workers see it when they list pending/ next, within a second or so.
+        """
+        os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
+        with self._lock:
+            self._backlog.clear()
+
+    def resume(self) -> None:
+        """Undo pause(), or a person's `touch PAUSED`. Waits are woken."""
+        _unlink_if_exists(f"{self._files.root}PAUSED")
+
+    @property
+    def paused(self) -> bool:
+        """Whether data_dir/PAUSED is there."""
+        return self._files.is_paused
+
+    # Dead letters and upkeep
+
+    def retry(self, id: str) -> None:
+        """Put a failed task at the back of the queue, its attempts at 0 again.
+
+        Raises TaskNotFound if no such task is in failed/, KeyInFlight if its key has another task
+        by now, ValueError for an invalid id.
+        """
+        _check_id(id)
+        path = f"failed/{id}"
+        if not os.path.lexists(self._files.root + path):
+            entry = self._files.find_id(id, "failed")
+            path = entry.path if entry else ""
+        if not path or not self._transitions.requeue_failed(path):
+            raise TaskNotFound(f"no task {id} in failed/")
+
+    def retry_failed(self) -> int:
+        """Put every failed task at the back of the queue, oldest first; return how many.
+
+        Those whose key has another task by now stay.
+        """
+        count = 0
+        for entry in self._files.find("failed"):
+            with contextlib.suppress(KeyInFlight):
+                count += self._transitions.requeue_failed(entry.path)
+        return count
+
+    def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
+        """Delete tasks that were finished more than older_than_s seconds ago; return how many.
+
+        states: "done", "failed" or both. Age counts from the move there (st_ctime, which every
+        common file system sets on rename(); wall clock).
+        """
+        _not_negative("older_than_s", older_than_s)
+        wanted = {states} if isinstance(states, str) else set(states)
+        if not wanted <= {"done", "failed"}:
+            raise ValueError(f"states must be of 'done' and 'failed', not {wanted!r}")
+        root, before_s = self._files.root, time.time() - older_than_s
+        entries = self._files.find(*sorted(wanted))
+        count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
+        for entry in self._files.entries("failed", "reason") if "failed" in wanted else ():
+            if not os.path.lexists(f"{root}failed/{entry.id}"):
+                _unlink_if_older(root + entry.path, before_s)
+        return count
+
+    def check(self, repair: bool = False) -> list[Finding]:
+        """Look for what is odd in data_dir, and with repair=True mend what is safe to mend.
+
+        Found: directories on another file system or on a network file system; a queue clock ahead
+        of the wall clock; names that are not the queue's; records that are not whole, or can't be
+        read; an id in two places; dead workers and leases that have ended; keys without a task;
+        leftovers in creating/ and checkpoints/, more than an hour old. Mended: corrupt tasks that
+        wait go to failed/, what dead workers held back to pending/, keys and leftovers go. Reads
+        every task; while others work, what just moves may be found odd.
+        """
+        inspector = _Inspector(
+            *(self._files, self._clock, self._keys, self._transitions, self._house), repair=repair
+        )
+        return [*inspector.findings()]
+
+    # Looking
+
+    def stats(self) -> Stats:
+        """Count the tasks in each state. Reads names only; while others work, it is a snapshot
+        that no instant ever quite was."""
+        files = self._files
+        pending = files.entries("pending")
+        oldest_ns = min((entry.stamp_ns for entry in pending), default=None)
+        nodes = tuple(map(self._house.node_stats, files.node_dirs()))
+        return Stats(
+            pending=len(pending),
+            scheduled=len(files.entries("scheduled")),
+            inflight=sum(node.inflight for node in nodes),
+            buffered=len(files.entries("keys")),
+            done=len(files.entries("done")),
+            failed=len(files.entries("failed")),
+            oldest_pending_age_s=(
+                None if oldest_ns is None else max(0, self._clock.now_ns() - oldest_ns) / 1e9
+            ),
+            nodes=nodes,
+            expired=sum(node.expired for node in nodes),
+        )
+
+    def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
+        """Iterate over the tasks of a state in name order, without leasing them.
+
+        state: one of STATES. data: False reads headers only, so that large payloads cost
+        nothing: data is b"" then. A task that moves on meanwhile is left out. A corrupt one is
+        logged and left out, and peek() says what is wrong with it; with data=False it has
+        size_bytes None, if its header shows it.
+        """
+        _check_state(state)
+        return self._read_all(self._files.find(state), data)
+
+    def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
+        """Return the task of that id, in any state, or the one of that key that waits or is in
+        flight, without leasing it.
+
+        None if there is none (or if it moved just then). Looking for an id through pending/ and
+        scheduled/ lists them. Raises CorruptTask if its file is not a whole record, ValueError
+        for an invalid id or key, TypeError unless one of the two is given.
+        """
+        if (id is None) == (key is None):
+            raise TypeError("peek takes an id or a key")
+        if id is None:
+            path = self._keys.path_of(key)
+            return None if path is None else self._read(_entry_of(path))
+        _check_id(id)
+        for directory in ("done", "failed", "pending"):
+            task = self._read(_entry_of(f"{directory}/{id}"))
+            if task is not None:
+                return task
+        # As it moves.
+        states = ("keys", "scheduled", "pending", "inflight", "done", "failed")
+        entry = self._files.find_id(id, *states)
+        return None if entry is None else self._read(entry)
+
+    def contains(self, key: str) -> bool:
+        """Say whether a task of that key waits or is in flight."""
+        return self._keys.path_of(key) is not None
+
+    def keys(self, state: str) -> Iterator[str]:
+        """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
+        _check_state(state)
+        keyed = (entry for entry in self._files.find(state) if _is_keyed(entry.id))
+        return (task.key for task in self._read_all(keyed, True) if task.key is not None)
+
+    def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
+        """Yield the tasks of entries; those that moved on, or are corrupt, are left out."""
+        for entry in entries:
+            try:
+                task = self._read(entry, data)
+            except CorruptTask as error:
+                _log().warning("%s", error)
+                continue
+            if task is not None:
+                yield task
+
+    def _read(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
+        """Return the task of an entry, without a lease; None if it is not there.
+
+        data=False: by the first line of its file alone; size_bytes is None if that is not valid.
+        """
+        path = self._files.root + entry.path
+        attempts = entry.attempts
+        if attempts is None and not _is_end(entry.path):
+            attempts = 0
+        others: dict[str, Any] = {"_path": entry.path, "_anchor_ns": self._clock.anchor_ns}
         try:
-            fd = os.open(self._path, flags, 0o666)
+            if data:
+                payload, key = _read_record(path, entry.id)
+            else:
+                payload = b""
+                key, others["size_bytes"] = _read_head(path)
         except FileNotFoundError:
-            directory = os.path.dirname(self._path)
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(directory)  # the first key of all; if data_dir is gone, it says so
-            if sync:
-                _sync_dir(os.path.dirname(directory))
-            fd = os.open(self._path, flags, 0o666)
-        try:
-            os.pwrite(fd, text.encode("ascii"), 0)
-            self._saved = text
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        if sync:
-            _sync_dir(os.path.dirname(self._path))
+            return None  # RACE: it moved on
+        if entry.directory == "failed":
+            others["error"] = self._files.reason_of(entry.id)
+        return FemtoTask(entry.id, payload, attempts, key, **others)
+
+    # Closing
 
     def close(self) -> None:
-        """Unlock; the hints of no key go."""
-        try:
-            with contextlib.suppress(OSError):  # of a hint nothing depends on its being right
-                if self.hints:
-                    self.save(sync=False)
-                else:
-                    os.unlink(self._path)
-        finally:
-            with contextlib.suppress(OSError):  # what was done under the lock is done
-                self._unlock()
-
-    def _unlock(self) -> None:
-        if self._fd is not None:
-            _let_go(self._fd)
-
-
-def _lock_of_keys(root: str, tag: str, wait: bool) -> _LockFd:
-    """Open and take the lock of the keys of a hash; BlockingIOError as in _lock_file()."""
-    path = f"{root}locks/{tag[-2:]}"
-    try:
-        fd = _open_to_lock(path, _LOCK_FLAGS)
-    except FileNotFoundError:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{root}locks")  # the first key of all; if data_dir is gone, it says so
-        fd = _open_to_lock(path, _LOCK_FLAGS)
-    try:
-        _lock_file(fd, path, wait)
-    except BaseException:
-        _let_go(fd)
-        raise
-    return fd
-
-
-def _read_hints(root: str, tag: str) -> dict[str, _Hint]:
-    """Return what keys/<hash> says of each key: nothing, if it is not there."""
-    try:
-        fd = os.open(f"{root}keys/{tag}", _READ_FLAGS)
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return {}
-    try:
-        text = os.read(fd, os.fstat(fd).st_size).decode("ascii", "replace")
-    finally:
-        os.close(fd)
-    lines = text.partition("\n\n")[0].splitlines()
-    # One that leads to a task of no key, or of another hash, would have it overwritten.
-    ours = ("-", f"-{tag}")
-    return {
-        form[1]: _Hint(form[2], form[4].strip("-"))
-        for form in map(_parse_hint, lines)
-        if form and form[2][-9:] == ours[1] and form[4][-9:] in ours
-    }
-
-
-# Names
-
-
-def _stamped(ns: int, attempts: int, rest: str) -> str:
-    return f"{ns:020d}~{attempts}~{rest}"
-
-
-def _renewed(path: str, due_ns: int | None) -> str:
-    """Return the path of a waiting task for a new payload, which was never delivered: at its place,
-    or in scheduled/ for a time."""
-    state, _, name = path.partition("/")
-    if due_ns is not None:
-        return f"scheduled/{_stamped(due_ns, 0, _id_in(name))}"
-    return f"{state}/{name if len(name) == 29 else _stamped(int(name[:20]), 0, _id_in(name))}"
-
-
-def _may_be_renamed(name: str) -> bool:
-    """Whether a task of that name in pending/ gets another one there with a new payload."""
-    form = _parse_pending(name)
-    return form is not None and form[1] is not None and _is_keyed(form[2])
-
-
-def _is_keyed(ident: str) -> bool:
-    """Say whether an id's tag is the hash of a key: the name tells, so that others pay nothing."""
-    return ident[21] > "7"
-
-
-def _key_tag(name: str) -> str:
-    return f"{binascii.crc32(name.encode()) | 1 << 31:08x}"
-
-
-def _quoted(key: object) -> str:
-    """Return a key as it stands in a header and in keys/: percent-encoded, as in a URL."""
-    if not isinstance(key, str):
-        raise TypeError(f"key must be a str, not {key!r}")
-    raw = key.encode()
-    if not 1 <= len(raw) <= _KEY_BYTES:
-        raise ValueError(f"key must be 1 to {_KEY_BYTES} bytes in UTF-8, not {len(raw)}: {key!r}")
-    return "".join(chr(byte) if chr(byte) in _UNQUOTED else f"%{byte:02X}" for byte in raw)
-
-
-def _unquoted(name: str) -> str:
-    raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), name.encode())
-    return raw.decode("utf-8", "replace")
-
-
-def _is_end(target: str) -> bool:
-    return target.startswith(("done/", "failed/")) or not target
-
-
-def _id_in(path: str) -> str:
-    """Return the id of a task, with which each of its names ends."""
-    return path[-29:]
-
-
-def _due_ns_in(newer: str) -> int | None:
-    """Return the time for which a payload in keys/ is scheduled, None if it is for at once."""
-    return int(newer[:20]) if "~" in newer else None
-
-
-def _attempts_in(path: str) -> int:
-    """Return the attempts that stand in a task's name, 0 in one that is an id."""
-    parts = path.split("~")
-    return int(parts[1]) if len(parts) > 1 else 0
-
-
-def _is_node_id(node_id: object) -> bool:
-    return (
-        isinstance(node_id, str)
-        and node_id not in (".", "..")
-        and _parse_node_dir(f"inflight-{node_id}") is not None
-    )
-
-
-def _check_state(state: str) -> None:
-    if state not in STATES:
-        raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
-
-
-def _check_id(id: str) -> None:
-    if not isinstance(id, str):
-        raise TypeError(f"id must be a str, not {id!r}")
-    if not _parse_id(id):
-        raise ValueError(f"not the id of a task: {id!r}")
-
-
-def _oldest_names(
-    directory: str, seen_before: int, ours: Callable[[str], object] | None = None
-) -> tuple[list[str], int]:
-    """Return the first names of a directory, oldest last, and how many entries it has.
-
-    Keeps a sixteenth of a huge directory, so that a listing pays for as many pops as it reads
-    entries, times 1/16; below _BATCH names, all. Names are not checked here but by the claim,
-    unless nothing but others' were kept: then they are (ours), and it begins again.
-    """
-    keep = max(_BATCH, seen_before // 16)
-    names: list[str] = []
-    seen, youngest = 0, ""
-    with os.scandir(directory) as entries:
-        while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
-            seen += len(chunk)
-            names += filter(ours, chunk if not youngest else [n for n in chunk if n < youngest])
-            if len(names) > 2 * keep:
-                names = sorted(names, reverse=True)[-keep:]
-                youngest = names[0]
-    names.sort(reverse=True)
-    del names[:-keep]
-    if ours is None and not any(map(_parse_pending, names)):
-        if youngest:
-            return _oldest_names(directory, seen_before, _parse_pending)
-        names = []
-    return names, seen
-
-
-# Records
-
-
-def _as_bytes(data: object) -> memoryview:
-    if isinstance(data, str):
-        raise TypeError("data must be bytes, not str: encode it, as in text.encode()")
-    try:
-        return memoryview(data).cast("B")  # type: ignore[arg-type]
-    except TypeError as error:
-        raise TypeError(f"data must be bytes-like, not {type(data).__name__}: {error}") from None
-
-
-def _write_all(fd: int, header: bytes, payload: bytes | memoryview) -> None:
-    """Write a record without joining its parts; go on after a short write."""
-    written = os.writev(fd, (header, payload)) if hasattr(os, "writev") else 0
-    size = len(header) + len(payload)
-    while written < size:
-        part = header if written < len(header) else memoryview(payload)
-        done = written if part is header else written - len(header)
-        written += os.write(fd, part[done:])
-
-
-def _header(payload: bytes | memoryview, key: str = "") -> bytes:
-    if not key:
-        return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
-    name = key.encode()  # checked with the payload: it must not be taken for another key
-    return b"FQ1 %08x %d %b\n" % (
-        binascii.crc32(payload, binascii.crc32(name)),
-        len(payload),
-        name,
-    )
-
-
-def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
-    """Return a file's payload and key. Raises CorruptTask if it is not one whole record."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-        try:
-            head = os.read(fd, _READ_BYTES)
-            first, newline, payload = head.partition(b"\n")
-            if first + newline == _header(payload):
-                return payload, None
-            return _read_other(fd, head, ident)
-        finally:
-            os.close(fd)
-    except OSError:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CorruptTask(ident, "not a regular file") from None
-        raise
-
-
-def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
-    """Read on where the first read did not show a whole record, or say what is wrong with it."""
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        raise CorruptTask(ident, "not a regular file")
-    header = _match_header(head)
-    if header is None:
-        raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
-    length, start = int(header[2]), header.end()
-    if status.st_size - start != length:  # before a header that lies makes us allocate
-        raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
-    payload = _read_rest(fd, start, length)
-    name = header[3] or b""
-    if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
-        raise CorruptTask(ident, f"wrong checksum over {length} bytes")
-    if not name:
-        return payload, None
-    key = _unquoted(name.decode())
-    with contextlib.suppress(ValueError):
-        if _quoted(key) == name.decode() and _key_tag(name.decode()) == ident[-8:]:
-            return payload, key
-    raise CorruptTask(ident, "its key is none, or not quoted as push() does, or not of its id")
-
-
-def _read_rest(fd: int, start: int, length: int) -> bytes:
-    """Read a large payload, in one piece unless the system gives less at a time."""
-    os.lseek(fd, start, os.SEEK_SET)
-    parts = []
-    while length > 0 and (part := os.read(fd, length)):
-        parts.append(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _read_head(path: str) -> tuple[str | None, int | None]:
-    """Return a task's key and size by its first line; (None, None) if that is not valid."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-        try:
-            header = _match_header(os.read(fd, 1024))
-        finally:
-            os.close(fd)
-    except OSError:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            return None, None
-        raise
-    if header is None:
-        return None, None
-    return (_unquoted(header[3].decode()) if header[3] else None), int(header[2])
-
-
-# Files
-
-
-def _move(source: str, target: str, sync: bool = False) -> None:
-    """rename(2), by the name that overwrites on Windows too: a task that was run again by hand
-    ends where it ended before.
-
-    RACE: a target directory that was replaced just then (_shrink_pending) gives ENOENT as if the
-    source were gone; both are there, so again. sync: the file first reaches the disk.
-    """
-    if sync:
-        _sync_path(source)
-    for _ in range(_MAX_REPLACED):
-        try:
-            os.replace(source, target)
-            return
-        except FileNotFoundError:
-            if not os.path.lexists(source) or not os.path.isdir(os.path.dirname(target)):
-                raise
-    os.replace(source, target)
-
-
-def _is_there(path: str) -> bool:
-    """os.path.lexists() makes "no" of every error."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def _unlinked(path: str, or_fail: bool = True) -> bool:
-    """Remove a file and return whether it was there. or_fail=False: another error is on its way
-    to the caller already, and is the one to report."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        if or_fail:
-            raise
-        return False
-    return True
-
-
-def _write_aside(
-    path: str, head: bytes, payload: bytes | memoryview = b"", sync: bool = False
-) -> None:
-    fd = os.open(path, _CREATE_FLAGS, 0o666)
-    try:
-        try:
-            _write_all(fd, head, payload)
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        _unlinked(path, or_fail=False)
-        raise
-
-
-def _purged(path: str, before_s: float) -> bool:
-    try:
-        status = os.lstat(path)
-        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
-            return False
-        os.unlink(path)
-    except FileNotFoundError:
-        return False  # RACE: retried or removed by somebody else
-    return True
-
-
-def _remove_empty_dir(path: str) -> None:
-    try:
-        os.rmdir(path)
-    except OSError as error:
-        if error.errno not in (*_NOT_EMPTY, errno.ENOENT, errno.ENOTDIR):
-            raise
-
-
-def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
-    fd = os.open(path, flags)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_dir(path: str) -> None:
-    if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
-
-
-def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """mkdir -p, and with sync what was made reaches the disk with its parent."""
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        parent = os.path.dirname(path)
-        if parent == path or os.path.lexists(parent):  # a link to nowhere is none to be made
-            raise
-        _make_dir(parent, 0o777, sync)
-        _make_dir(path, mode, sync)
-        return
-    if sync:
-        _sync_dir(os.path.dirname(path))
-
-
-class _BatchSync:
-    """Makes what is renamed into a directory durable when the block ends, also by an error.
-
-    On Linux one syncfs() does it. It has to be opened first: from Linux 5.8 on it reports the write
-    errors since then. Elsewhere, and on file systems not known to take syncfs() to the disk (FUSE
-    does not), `each_file` tells the caller to sync its files, and the directory is synced here.
-    """
-
-    def __init__(self, directory: str, wanted: bool) -> None:
-        self.wanted = wanted
-        self.each_file = False
-        self.failed = False
-        self._directory = directory
-        self._fd = -1
-
-    def __enter__(self) -> None:
-        self._syncfs = _find_syncfs(self._directory) if self.wanted else None
-        if self._syncfs is not None:
-            self._fd = os.open(self._directory, _DIR_FLAGS)
-        self.each_file = self.wanted and self._syncfs is None
+        """Give up this worker's lease directory. What it still held is anybody's at once.
+
+        Where there is no flock, and while another object lives under the same node_id, that is
+        only so at the deadline. Other threads and coroutines that wait in a method of this object
+        return at once: pop() and take() None, drain() and work() as if stopped, join() False. The
+        object may be used again; its next pop() opens a directory again. Dropping the object, or
+        leaving its `with` block, does the same as close().
+        """
+        lease_dir = self._lease_dir
+        with self._lock:
+            lease_dir.closes += 1
+            self._renewer.stop.set()
+            self._waits.end_all()
+            self._house.close()
+            self._backlog.clear()
+            lease_dir.close(lambda: self._transitions.reclaim_all(lease_dir.directory, None))
+
+    def __enter__(self) -> FemtoQueue:
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if not self.wanted:
-            return
-        self.failed = True
-        try:
-            if self._syncfs is None:
-                _sync_dir(self._directory)
-            else:
-                self._syncfs(self._fd)
-        finally:
-            if self._fd >= 0:
-                os.close(self._fd)
-        self.failed = False
-
-
-def _find_syncfs(directory: str) -> Callable[[int], None] | None:
-    """Return syncfs(2) if there is one and the directory's file system is known to obey it."""
-    libc = _libc()
-    if libc is None or _fs_type(directory) not in _SYNCFS_TYPES:
-        return None
-
-    def call(fd: int) -> None:
-        if libc.syncfs(fd):
-            raise _libc_error(directory)
-
-    return call
-
-
-def _fs_type(directory: str) -> int:
-    """Return f_type of statfs(2); 0 where that is not to be had."""
-    libc = _libc()
-    if libc is None:
-        return 0
-    import ctypes
-
-    # struct statfs begins with the type; 256 bytes are enough for any of them.
-    status = (ctypes.c_long * 32)()
-    failed = libc.statfs(os.fsencode(directory), status)
-    return 0 if failed else status[0] & 0xFFFFFFFF
-
-
-@functools.lru_cache(maxsize=1)
-def _libc() -> Any:
-    """Return the C library if it is that of a Linux that has all we want of it, else None."""
-    try:
-        import ctypes
-
-        libc = ctypes.CDLL(None, use_errno=True)
-        has_all = libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch
-        return libc if has_all else None
-    except (ImportError, OSError, AttributeError, TypeError):
-        return None
-
-
-def _libc_error(path: str) -> OSError:
-    import ctypes
-
-    return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-
-
-def _exchange(first: str, second: str) -> None:
-    """Swap what two paths lead to, in one step: renameat2(2) with RENAME_EXCHANGE.
-
-    Raises FileNotFoundError if one is not there, ENOSYS where there is no such call, EINVAL where
-    the file system does not offer it, any other OSError as rename() does.
-    """
-    libc = _libc()
-    renameat2 = getattr(libc, "renameat2", None)
-    if renameat2 is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), second)
-    at_cwd = -100  # AT_FDCWD; both paths are absolute
-    if renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), _RENAME_EXCHANGE):
-        raise _libc_error(second)
-
-
-# Locks: who is alive
-
-
-def _flock(fd: int, how: str) -> bool | None:
-    """Take a lock: "shared" waits for it, "exclusive" doesn't, "exclusive, waiting" does.
-    None: there are no locks here."""
-    kinds = {"shared": fcntl.LOCK_SH, "exclusive": fcntl.LOCK_EX | fcntl.LOCK_NB}
-    try:
-        fcntl.flock(fd, kinds.get(how, fcntl.LOCK_EX))
-    except BlockingIOError:
-        return False  # somebody is alive
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
-            return None
-        raise
-    return True
-
-
-def _open_locked(path: str) -> _LockFd:
-    """Open a file, made if it is missing, and take the exclusive lock on it."""
-    while True:
-        fd = _open_to_lock(path, _LOCK_FLAGS)
-        try:
-            _lock_file(fd, path)
-            if _leads_to(path, fd):
-                return fd
-        except BaseException:
-            _let_go(fd)
-            raise
-        _let_go(fd)  # RACE: whoever had it removed the file; not this one, then
-
-
-def _lock_file(fd: _LockFd, path: str, wait: bool = True) -> None:
-    """Take the exclusive lock of an open file.
-
-    Raises BlockingIOError if somebody has it and wait is False, OSError where there is no flock.
-    """
-    locked = _flock(fd, "exclusive, waiting" if wait else "exclusive")
-    if locked is False:
-        raise BlockingIOError(errno.EWOULDBLOCK, "somebody has its lock", path)
-    if locked is None:
-        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
-
-
-class _LockFd(int):
-    """A descriptor to be locked. It is closed with its last reference at the latest: an exception
-    from a signal handler (Ctrl-C) may come between any two lines."""
-
-    pid = 0  # of the process that has to close it
-
-    def __init__(self, _: int) -> None:
-        self.pid = os.getpid()  # a forked child closes its copy itself, see _lock_fds
+        self.close()
 
     def __del__(self) -> None:
-        if self.pid and self.pid == os.getpid() and _let_go is not None:
-            with contextlib.suppress(OSError):  # somebody closed what he did not open
-                _let_go(self)
+        # The constructor may have raised. _FileLock is None when the interpreter ends.
+        lease_dir: _LeaseDir | None = self.__dict__.get("_lease_dir")
+        if lease_dir is not None and lease_dir.is_open and _FileLock is not None:
+            self.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "data_dir": os.path.dirname(self._files.root),
+            "node_id": self._given_node_id,
+            "timeout_stale_ms": self.timeout_stale_ms,
+            "sync_after_write": self.sync_after_write,
+            "max_attempts": self.max_attempts,
+            "keep_done": self.keep_done,
+            "retry_delay_s": self.retry_delay_s,
+            "poll_interval_s": self.poll_interval_s,
+            "detached": self.detached,
+        }
+
+    def __setstate__(self, settings: dict[str, Any]) -> None:
+        self.__init__(**settings)  # type: ignore[misc]
 
 
-def _open_to_lock(path: str, flags: int = _DIR_FLAGS) -> _LockFd:
-    if fcntl is None:
-        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
-    fd = _LockFd(os.open(path, flags, 0o666))
-    _lock_fds.add(int(fd))
-    return fd
+# ==================================================================================================
+# 18. Tickets: first come, first served, between processes.
+#     Invariant: a ticket's file appears locked, and in the order of the numbers: both under the
+#     lock of the file "last". A lock that ended never comes back, so that any process may remove
+#     the ticket of a dead member.
+# ==================================================================================================
 
 
-def _let_go(fd: _LockFd) -> None:
-    """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock, too."""
-    with contextlib.suppress(OSError):  # no locks here
-        fcntl.flock(fd, fcntl.LOCK_UN)
-    _lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
-    fd.pid = 0
-    os.close(fd)
+class TicketQueue:
+    """First come, first served, between processes: a line of tickets in a directory.
+
+        with TicketQueue("line").turn():
+            ...                         # one process at a time, in the order in which they came
+
+    A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. A dead member is
+    passed over at once on its own host, and a living one never is. On other hosts, and after a
+    reboot, a ticket is passed over when its file was not touched for stale_timeout seconds (wall
+    clock; None: never); is_head() touches it, and turn() does while it waits and while it is held.
+
+    queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
+    its parent's tickets. A lock by tickets is as good as flock is: on one host. Raises OSError
+    where there is no flock, ValueError or TypeError for an invalid stale_timeout.
+    """
+
+    def __init__(
+        self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
+    ) -> None:
+        self._held: dict[str, tuple[int, _FileLock]] = {}  # member -> its ticket and its lock
+        if stale_timeout is not None:
+            _positive("stale_timeout", stale_timeout)
+        self.queue_dir = queue_dir
+        self.stale_timeout = stale_timeout
+        self._root = os.path.join(os.path.abspath(os.fspath(queue_dir)), "")
+        _make_dir(os.path.dirname(self._root), 0o700, sync=False)
+        boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
+        self._boot = _boot_tag(boot_id, self._root)
+        _fork_hooks[self] = TicketQueue._after_fork
+
+    def register(self) -> tuple[int, str]:
+        """Draw the next ticket; return its number, from 1, and its member: its file's name in
+        queue_dir.
+
+        Blocks only for as long as others draw theirs.
+        """
+        with self._locked() as last:
+            ticket = max([int(os.read(last.fd, 20) or 0), *(t for t, _ in self._tickets())]) + 1
+            os.pwrite(last.fd, b"%020d" % ticket, 0)
+            name = _ticket_name(ticket, self._boot, os.urandom(8).hex())
+            lock = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
+            try:
+                os.rename(f"{self._root}.{name}", self._root + name)
+            except BaseException:
+                _unlink_if_exists(f"{self._root}.{name}", or_fail=False)
+                lock.close()
+                raise
+            self._held[name] = ticket, lock
+        return ticket, name
+
+    def is_head(self, ticket: int) -> bool:
+        """Say whether that ticket is the first of those whose members live."""
+        for held, lock in list(self._held.values()):
+            if held == ticket:
+                os.utime(lock.fd)
+        return ticket == next((t for t, name in self._tickets() if self._lives(name)), None)
+
+    def remove(self, member: str) -> bool:
+        """Give up a member's ticket; False if it had none (any more). It may be another's.
+
+        Raises ValueError for a name that register() does not return.
+        """
+        if not isinstance(member, str) or not _parse_ticket(member) or member[0] == ".":
+            raise ValueError(f"member must be a name that register() returned, not {member!r}")
+        removed = _unlink_if_exists(self._root + member)
+        _, lock = self._held.pop(member, (0, None))
+        if lock is not None:
+            lock.close()
+        return removed
+
+    def cleanup_stale(self) -> int:
+        """Remove the tickets of members that died or went stale; return how many."""
+        return sum(not self._lives(name) for _, name in self._tickets())
+
+    def is_empty(self) -> bool:
+        """Say whether no living member is in line."""
+        return not any(self._lives(name) for _, name in self._tickets())
+
+    def maybe_cleanup(self) -> bool:
+        """Remove queue_dir if no living member is in line; say whether it went.
+
+        A register() meanwhile waits, and makes it again. Tickets begin at 1 then.
+        """
+        if not os.path.isdir(self._root):
+            return False
+        with self._locked():
+            if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
+                return False
+            os.unlink(f"{self._root}last")
+            _remove_empty_dir(self._root)  # RACE: not if another process opens a new "last" now
+        return not os.path.isdir(self._root)
+
+    @contextlib.contextmanager
+    def turn(self, timeout: float | None = None) -> Iterator[int]:
+        """Wait for our turn, hold it for the block, and give it up. Yields the ticket.
+
+        timeout: seconds to wait, None: for ever. Raises TimeoutError, out of line then; and
+        FemtoQueueError if another host passed us over, or a person removed our ticket.
+        """
+        end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
+        ticket, member = self.register()
+        over = threading.Event()
+        try:
+            if self.stale_timeout is not None:
+                threading.Thread(target=self._touch, args=(member, over), daemon=True).start()
+            while not self.is_head(ticket):
+                line = [t for t, _ in self._tickets()]
+                if ticket not in line:
+                    raise FemtoQueueError(f"ticket {ticket} was passed over, or removed")
+                left_s = end_s - time.monotonic()
+                if left_s <= 0:
+                    raise TimeoutError(f"ticket {ticket}: no turn within {timeout} s")
+                # The next in line looks often, the others seldom.
+                time.sleep(min(0.002 * line.index(ticket), 0.05, left_s))
+            yield ticket
+        finally:
+            over.set()
+            self.remove(member)
+
+    def __del__(self) -> None:
+        if self._held and _FileLock is not None:  # None: the interpreter ends
+            for member in list(self._held):
+                self.remove(member)
+
+    def _touch(self, member: str, over: threading.Event) -> None:
+        """Touch a member's ticket now and then, until it is over."""
+        while not over.wait((self.stale_timeout or 0) / 4):
+            _, lock = self._held.get(member, (0, None))
+            with contextlib.suppress(OSError):  # RACE: given up just now
+                if lock is not None:
+                    os.utime(lock.fd)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[_FileLock]:
+        """Hold the lock of "last", in which the last number stands."""
+        while True:
+            _make_dir(os.path.dirname(self._root), 0o700, sync=False)
+            try:
+                lock = _open_locked(f"{self._root}last")
+            except FileNotFoundError:
+                continue  # RACE: maybe_cleanup() removed the directory
+            try:
+                for name in os.listdir(self._root):
+                    if name.startswith(".") and _parse_ticket(name):
+                        # CRASH: of a process that died with this lock
+                        _unlink_if_exists(self._root + name)
+                yield lock
+            finally:
+                lock.close()
+            return
+
+    def _tickets(self) -> list[tuple[int, str]]:
+        """Return number and file name, which is the member, of all tickets in line, in order."""
+        try:
+            names = sorted(os.listdir(self._root))
+        except FileNotFoundError:
+            return []
+        forms = [form for name in names if (form := _parse_ticket(name)) and name[0] != "."]
+        return [(int(form[1]), form[0]) for form in forms]
+
+    def _lives(self, name: str) -> bool:
+        """Say whether a ticket's member lives; remove the ticket if not."""
+        path = self._root + name
+        try:
+            if _boot_of_ticket(name) == self._boot:
+                lock = _FileLock(path, os.O_RDWR)
+                try:
+                    dead = lock.try_exclusive()
+                finally:
+                    lock.close()
+            else:
+                age_s = time.time() - os.stat(path).st_mtime
+                dead = self.stale_timeout is not None and age_s > self.stale_timeout
+        except FileNotFoundError:
+            return False  # RACE: given up just now
+        if dead:
+            _unlink_if_exists(path)
+        return not dead
+
+    def _after_fork(self) -> None:
+        """In a forked child: it holds none of its parent's tickets."""
+        self._held = {}
 
 
-def _open_if_there(path: str) -> _LockFd | None:
-    """Open a lease directory to lock it; None where there are no locks, or it is gone."""
-    if fcntl is None:
-        return None
-    try:
-        return _open_to_lock(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def _leads_to(path: str, fd: int | None) -> bool:
-    try:
-        return fd is not None and os.path.samestat(
-            os.stat(path, follow_symlinks=False), os.fstat(fd)
-        )
-    except OSError as error:
-        if error.errno not in _GONE:
-            raise
-        return False
-
-
-def _liveness(directory: str, has_leases_of_this_boot: bool) -> str:
-    fd = _open_if_there(directory)
-    if fd is None:
-        return "unknown"
-    try:
-        free = _flock(fd, "exclusive")
-    finally:
-        _let_go(fd)
-    if free is False:
-        return "alive"
-    return "dead" if free and has_leases_of_this_boot else "unknown"
-
-
-# Clocks
-
-
-def _utc(ns: int) -> datetime:
-    """Return nanoseconds since the epoch as a datetime."""
-    from datetime import datetime, timedelta, timezone
-
-    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=ns // 1000)
-
-
-def _wall_ns() -> int:
-    return int(time.time() * 1e9)
-
-
-def _monotonic_ns() -> int:
-    return int(time.monotonic() * 1e9)
-
-
-def _end_s(timeout: float | None) -> float:
-    """Return when a wait ends, on the monotonic clock."""
-    if timeout is None:
-        return float("inf")
-    return time.monotonic() + _not_negative("timeout", timeout)
-
-
-def _read_boot_id() -> str | None:
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            boot_id = file.read().strip()
-    except OSError:
-        return None  # not Linux, or no /proc
-    with contextlib.suppress(OSError):  # Linux 5.6: another one has a monotonic clock of its own
-        boot_id += os.readlink("/proc/self/ns/time")
-    return boot_id
-
-
-def _boot_tag(boot_id: str, directory: str) -> str:
-    """Return 8 hex digits for a kernel and a mount: among those who share them flock is sound."""
-    return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
-
-
-def _read_anchor(path: str) -> int | None:
-    """Return the anchor, None if there is none or it is not one (it is made again then)."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-    except FileNotFoundError:
-        return None
-    try:
-        content = os.read(fd, 40) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
-    if not re.fullmatch(rb"-?[0-9]{1,19}\n", content):
-        return None
-    anchor_ns = int(content)
-    return anchor_ns if 0 <= anchor_ns + _monotonic_ns() < _FARTHEST_NS else None
-
-
-def _put_first(aside: str, path: str) -> None:
-    """Put a clock file in place unless another process was first; then that one counts."""
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        if _read_anchor(path) is None:  # rubbish; looked at now, another may just have been first
-            os.replace(aside, path)
-    except (AttributeError, OSError):
-        # No hard links here. Two who come at once may disagree by the microseconds between them.
-        if _read_anchor(path) is None:
-            os.replace(aside, path)
-
-
-# Arguments and messages
-
-
-def _check_places(data_dir: object, node_id: object) -> None:
-    if not isinstance(os.fspath(data_dir), str):  # type: ignore[call-overload]
-        raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
-    if not os.fspath(data_dir):  # type: ignore[call-overload]
-        raise ValueError("data_dir must not be empty; for this directory say '.'")
-    if node_id is not None and not _is_node_id(node_id):
-        raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
-
-
-def _check_lease(task: object) -> None:
-    if not isinstance(task, FemtoTask):
-        kind = type(task).__name__
-        raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
-    if not task._lease_ns:
-        raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
-
-
-def _lease_ns(ms: float | None) -> int:
-    return _FOREVER_NS if ms is None or ms > _FOREVER_NS / 1e6 else int(ms * 1e6)
-
-
-def _finite(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, not {value!r}")
-    if not abs(value) < _MOST:  # NaN neither
-        given = value if isinstance(value, float) else "an int of so many digits"
-        raise ValueError(f"{name} must be finite, and less than {_MOST:g}, not {given}")
-    return value
-
-
-def _not_negative(name: str, value: float) -> float:
-    if _finite(name, value) < 0:
-        raise ValueError(f"{name} must be 0 or more, not {value!r}")
-    return value
-
-
-def _positive(name: str, value: float) -> float:
-    if _finite(name, value) <= 0:
-        raise ValueError(f"{name} must be greater than 0, not {value!r}")
-    return value
-
-
-def _reason(error: str | BaseException) -> str:
-    if isinstance(error, _CommandFailed):
-        error = str(error)
-    if isinstance(error, str):
-        return error if error.endswith("\n") else error + "\n"
-    import traceback
-
-    return "".join(traceback.format_exception(error))
-
-
-def _add_to_message(error: Exception, text: str) -> None:
-    """Add to what an exception says, and leave it the exception that it is."""
-    if isinstance(error, OSError) and error.strerror is not None:
-        error.strerror = f"{error.strerror}{text}"
-    else:
-        error.args = (f"{error}{text}",)
-
-
-def _log() -> logging.Logger:
-    import logging
-
-    return logging.getLogger("femtoqueue")
-
+# ==================================================================================================
+# 19. Command line.
+#     Invariant: it uses public names of the rooms above only, as any program could.
+# ==================================================================================================
 
 # Command line: a function for each command; its docstring is the help, and its end the example.
 # Invariant: it uses the public names of FemtoQueue and FemtoTask only, as any program could.
@@ -4344,7 +5117,7 @@ def _is_any(word: str) -> bool:
 
 def _is_task(word: str) -> bool:
     """Say whether a word is an id, or the path or name of a lease."""
-    return bool(_parse_id(word) or _PARSE["inflight"](word.rpartition("/")[2]))
+    return bool(_parse_id(word) or _FORMS["inflight"](word.rpartition("/")[2]))
 
 
 def _build_parser() -> tuple[Any, dict[str, Any]]:
@@ -4464,7 +5237,7 @@ def _add_push(commands: Any) -> None:
     add = parser.add_argument
     add("--key", metavar="TEXT", help="at most one task of a key waits: replace its payload")
     policies = "if the key's task is in flight: buffer (default), update or reject"
-    add("--if-in-flight", choices=_POLICIES, help=policies)
+    add("--if-in-flight", choices=_IF_IN_FLIGHT, help=policies)
     add("--sync", action="store_true", help=_SYNC_HELP)
 
 
@@ -4535,6 +5308,9 @@ def _add_maintenance(commands: Any) -> None:
     add = _add_command(commands, _purge_command).add_argument
     add("--older-than", **_TIME, help="since it was finished; must be given")
     add("--failed", action="store_true", help="dead letters too")
+
+
+_TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
 
 
 # Command line: what several commands use
@@ -4695,7 +5471,7 @@ def _check_push(options: Any, reads_pieces: bool) -> None:
     if words and reads_pieces:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
     if options.key is not None:
-        _quoted(options.key)  # raises for an invalid one, before anything is made
+        _encode_key(options.key)  # raises for an invalid one, before anything is made
         if len(words) > 1 or reads_pieces:
             options.error("--key goes with one payload: of a key, one task waits")
     if options.if_in_flight is not None and options.key is None:
@@ -5237,7 +6013,7 @@ def _cancel_command(options: Any) -> int:
     with _open_queue(options, keep_done=False) as q:
 
         def cancel(word: str) -> None:
-            ident = _id_in(word)
+            ident = _id_of(word)
             task = q.take(id=ident)
             if task is None:
                 raise TaskNotFound(_why_not_taken(q, ident))
@@ -5329,7 +6105,7 @@ def _show_command(options: Any) -> int:
     """
     if len(options.words) != 1:
         options.error(f"give one ID: femtoqueue show {options.dir} ID")
-    ident = _id_in(options.words[0])
+    ident = _id_of(options.words[0])
     with _open_queue(options) as q:
         task = q.peek(ident)
     if task is None:
@@ -5548,7 +6324,7 @@ def _retry_command(options: Any) -> int:
     with _open_queue(options) as q:
         if options.all:
             print(q.retry_failed())
-        return _for_each_id(options, lambda word: q.retry(_id_in(word)))
+        return _for_each_id(options, lambda word: q.retry(_id_of(word)))
 
 
 def _purge_command(options: Any) -> int:
