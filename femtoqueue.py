@@ -4790,6 +4790,8 @@ def _check_work(options: Any) -> None:
         options.error("argument -j/--jobs: it must be 1 or more, not 0")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found")
+    if not hasattr(os, "fork"):
+        options.error("there is no fork() here; use FemtoQueue.work() in a program of your own")
 
 
 def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, options: Any) -> int:

@@ -7140,6 +7140,20 @@ class CommandLine(QueueCase):
         status, _, err = self.run_it("work", "echo", "hi", env={"FEMTOQUEUE_DIR": self.path})
         self.assertEqual((status, "femtoqueue work -- echo hi\n" in err), (2, True))
 
+    def test_work_where_there_is_no_fork_says_what_to_use(self) -> None:
+        fake = types.ModuleType("os")
+        fake.__dict__.update({name: it for name, it in vars(os).items() if name != "fork"})
+        err = io.StringIO()
+        with (
+            mock.patch.object(femtoqueue, "os", fake),
+            contextlib.redirect_stderr(err),
+            self.assertRaises(SystemExit) as caught,
+        ):
+            femtoqueue.main(["work", self.path, "--", sys.executable])
+        self.assertEqual(caught.exception.code, 2)
+        self.assertIn("use FemtoQueue.work()", err.getvalue())
+        self.assertFalse(os.path.exists(self.path))
+
     def test_work_keeps_what_is_done_for_as_long_as_asked(self) -> None:
         q = self.queue()
         q.push(b"x")
