@@ -7327,6 +7327,12 @@ class CommandLine(QueueCase):
         self.assertEqual(done.returncode, 2)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
+    def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
+        self.queue().push(b"x")
+        with mock.patch("builtins.print", side_effect=KeyboardInterrupt):
+            self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
+        self.assertEqual(self.pop(self.queue()).attempts, 1)
+
     def test_push_goes_on_when_nobody_reads_its_ids(self) -> None:
         with self.start("push", "jobs", "--lines") as process:
             assert process.stdin is not None
