@@ -5246,11 +5246,18 @@ def _add_work(commands: Any) -> None:
     add = _add_command(commands, _work_command, "-- CMD [ARG ...]").add_argument
     add("-j", "--jobs", **_NUMBER, default=1, help="commands at a time; default 1")
     add("--drain", action="store_true", help="end when nothing waits or runs any more")
-    add("--max-attempts", **_NUMBER, default=3, help="default 3; 0: no limit")
-    add("--retry-delay", **_TIME, default=1.0, help="before the second try; doubles; default 1s")
+    add(
+        "--max-attempts",
+        **_NUMBER,
+        default=3,
+        help="tries before it is a dead letter; default 3; 0: no limit",
+    )
+    add(
+        "--retry-delay", **_TIME, default=1.0, help="before a second try, then doubling; default 1s"
+    )
     add("--timeout", **_LEASE, help="the lease, renewed while CMD runs; default 30s")
     add("--task-timeout", **_TIME, help="kill CMD after that")
-    add("--output-dir", metavar="DIR", help="CMD's output to ID.out and ID.err in there")
+    add("--output-dir", metavar="DIR", help="write CMD's output to ID.out and ID.err in there")
     keep = "delete what is done after that; default: keep it"
     add("--keep-done", **_TIME, default=True, help=keep)
     add("--node", metavar="TEXT", help="this worker's name; default: a fresh one")
@@ -5264,8 +5271,8 @@ def _add_leases(commands: Any) -> None:
     parser = _add_command(commands, _pop_command, hint="for a task by its id: --id ID")
     add = parser.add_argument
     add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
-    add("--wait", **_TIME, default=0.0, help="for a task; default 0")
-    add("--node", metavar="TEXT", default="cli", help="whose lease it is; default cli")
+    add("--wait", **_TIME, default=0.0, help="for a task, if none is there; default 0")
+    add("--node", metavar="TEXT", default="cli", help="the worker's name; default cli")
     add("--payload", action="store_true", help="print the payload")
     add = parser.add_mutually_exclusive_group().add_argument
     add("--key", metavar="TEXT", help="the task of that key, out of turn")
@@ -5275,7 +5282,7 @@ def _add_leases(commands: Any) -> None:
     _add_command(commands, _fail_command, *ids).add_argument("--reason", metavar="TEXT", help="why")
     add = _add_command(commands, _release_command, *ids).add_mutually_exclusive_group().add_argument
     add("--front", action="store_true", help="to the front, where it was")
-    add("--delay", **_TIME, default=0.0, help="after that")
+    add("--delay", **_TIME, default=0.0, help="to the back, after that time")
     add = _add_command(commands, _extend_command, *ids).add_argument
     add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
 
@@ -5290,11 +5297,11 @@ def _add_views(commands: Any) -> None:
     add("--payload", action="store_true", help="only the payload")
     add = _add_command(commands, _stat_command).add_argument
     add("--json", action="store_true", help="as an object")
-    add("--max-age", **_TIME, help="of the oldest pending task")
-    add("--max-pending", **_NUMBER, help="tasks")
+    add("--max-age", **_TIME, help="status 1 if the oldest pending task is older")
+    add("--max-pending", **_NUMBER, help="status 1 if more tasks are pending")
     add = _add_command(commands, _top_command).add_argument
     add("--interval", **_LEASE | {"default": 1.0}, help="between two looks; default 1s")
-    add("-n", "--count", **_NUMBER, help="looks; default: no limit")
+    add("-n", "--count", **_NUMBER, help="end after so many looks; default: no limit")
 
 
 def _add_maintenance(commands: Any) -> None:
@@ -5306,7 +5313,7 @@ def _add_maintenance(commands: Any) -> None:
     add = _add_command(commands, _retry_command, "[ID ...]", _is_task).add_argument
     add("--all", action="store_true", help="all that failed")
     add = _add_command(commands, _purge_command).add_argument
-    add("--older-than", **_TIME, help="since it was finished; must be given")
+    add("--older-than", **_TIME, help="finished longer ago than that; required")
     add("--failed", action="store_true", help="dead letters too")
 
 
@@ -5406,6 +5413,13 @@ def _table(rows: Iterable[dict[str, Any]], columns: dict[str, tuple[str, str]]) 
         yield " ".join(cells)
 
 
+def _fields(row: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each field of a row."""
+    width = max(12, *map(len, row))
+    for name, value in row.items():
+        yield f"{name:{width}} {_cell(name, value)}"
+
+
 def _print_rows(rows: Iterable[dict[str, Any]], form: str) -> None:
     """Print rows in a form: "table" or "tabs", a task a line; "json", an object a line; "fields",
     a field a line."""
@@ -5421,10 +5435,7 @@ def _print_rows(rows: Iterable[dict[str, Any]], form: str) -> None:
     elif form == "json":
         lines = map(json.dumps, rows)
     else:
-        fields = (
-            (name, value, max(12, *map(len, row))) for row in rows for name, value in row.items()
-        )
-        lines = (f"{name:{width}} {_cell(name, value)}" for name, value, width in fields)
+        lines = itertools.chain.from_iterable(map(_fields, rows))
     for line in lines:
         print(line)
 
@@ -5555,6 +5566,8 @@ def _check_work(options: Any) -> None:
         options.error("argument -j/--jobs: it must be 1 or more, not 0")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found")
+    if not hasattr(os, "fork"):
+        options.error("there is no fork() here; use FemtoQueue.work() in a program of your own")
 
 
 def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, options: Any) -> int:
@@ -5974,12 +5987,12 @@ def _as_stdin(data: bytes) -> Iterator[int]:
 
 
 def _pop_command(options: Any) -> int:
-    """Lease the oldest task, and print the path of its lease in DIR, whose end is the id.
+    """Lease the oldest task, and print the path of its file in DIR.
 
-    The lease belongs to a node and not to this process: it lasts until done, fail or release, or
-    for --timeout. These commands take the path, which stands for this delivery only, or the id.
-    With --payload, the payload is printed, and the path goes to standard error. Status 1: there
-    is no task to be had.
+    The path ends with the id. The lease outlives this process: it lasts until done, fail or
+    release, or for --timeout. These commands take the path, which stands for this delivery only,
+    or the id. With --payload, the payload is printed, and the path goes to standard error.
+    Status 1: there is no task to be had.
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
     """
     lease_ms = options.timeout * 1000
@@ -6004,9 +6017,10 @@ def _pop_command(options: Any) -> int:
 
 
 def _cancel_command(options: Any) -> int:
-    """Delete tasks that wait, due or not. A task in another state stays as it is.
+    """Delete tasks that wait, due or not.
 
-    Status 1: one of them did not wait, or the queue is paused.
+    A task in another state stays as it is. Status 1: one of them did not wait, or the queue is
+    paused.
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
     _check_ids(options)
@@ -6054,9 +6068,10 @@ def _fail_command(options: Any) -> int:
 
 
 def _release_command(options: Any) -> int:
-    """Give tasks that are in flight back: to the back of the queue, its front, or after a delay.
+    """Give back tasks that are in flight.
 
-    A worker that holds such a task loses it, and can change nothing any more.
+    They go to the back of the queue, to its front, or wait for a delay first. A worker that holds
+    such a task loses its lease, and can change nothing any more.
     Example: femtoqueue release jobs "$task" --delay 5m
     """
     front, delay_s = options.front, options.delay
@@ -6158,9 +6173,9 @@ def _disk_bytes(path: str) -> int:
 
 
 def _top_command(options: Any) -> int:
-    """Show the queue live: counts, rates, workers and what they hold. q leaves.
+    """Show the queue live: counts, rates, workers and what they hold.
 
-    Where it is not a terminal, it prints a block each --interval, --count times.
+    The key q ends it. Where it is not a terminal, it prints a block each --interval, --count times.
     Example: femtoqueue top jobs
     """
     with _open_queue(options) as q, _full_screen() as read_key:
@@ -6299,9 +6314,10 @@ def _resume_command(options: Any) -> int:
 
 
 def _check_command(options: Any) -> int:
-    """Look for what is odd in DIR: one line each; status 1 if something is, and stays.
+    """Look for what is odd in DIR, and print a line for each finding.
 
-    Reads every task. --repair mends what is safe to mend.
+    It reads every task. --repair mends what is safe to mend. Status 1: something is odd, and was
+    not mended.
     Example: femtoqueue check jobs --repair
     """
     status = 0
@@ -6328,8 +6344,9 @@ def _retry_command(options: Any) -> int:
 
 
 def _purge_command(options: Any) -> int:
-    """Delete tasks that were done long ago (--failed: those that failed, too); print how many.
+    """Delete tasks that were done long ago, and print how many.
 
+    With --failed, those that failed long ago, too.
     Example: femtoqueue purge jobs --older-than 7d
     """
     if options.older_than is None:

@@ -7159,6 +7159,20 @@ class CommandLine(QueueCase):
         status, _, err = self.run_it("work", "echo", "hi", env={"FEMTOQUEUE_DIR": self.path})
         self.assertEqual((status, "femtoqueue work -- echo hi\n" in err), (2, True))
 
+    def test_work_where_there_is_no_fork_says_what_to_use(self) -> None:
+        fake = types.ModuleType("os")
+        fake.__dict__.update({name: it for name, it in vars(os).items() if name != "fork"})
+        err = io.StringIO()
+        with (
+            mock.patch.object(femtoqueue, "os", fake),
+            contextlib.redirect_stderr(err),
+            self.assertRaises(SystemExit) as caught,
+        ):
+            femtoqueue.main(["work", self.path, "--", sys.executable])
+        self.assertEqual(caught.exception.code, 2)
+        self.assertIn("use FemtoQueue.work()", err.getvalue())
+        self.assertFalse(os.path.exists(self.path))
+
     def test_work_keeps_what_is_done_for_as_long_as_asked(self) -> None:
         q = self.queue()
         q.push(b"x")
@@ -7330,6 +7344,12 @@ class CommandLine(QueueCase):
         with open("/dev/full", "wb") as full:
             done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
         self.assertEqual(done.returncode, 2)
+        self.assertEqual(self.pop(self.queue()).attempts, 1)
+
+    def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
+        self.queue().push(b"x")
+        with mock.patch("builtins.print", side_effect=KeyboardInterrupt):
+            self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
     def test_push_goes_on_when_nobody_reads_its_ids(self) -> None:
