@@ -44,9 +44,9 @@ Every change of state is one system call, and the task has changed hands when it
     quarantine _Transitions.quarantine         inflight-<node>/  failed/<id>; its .error  rename
     retry      _Transitions.requeue_failed     failed/<id>       pending/<now>~0~<id>     rename
     purge      FemtoQueue.purge                done/, failed/    nowhere                  unlink
-    replace    _KeyIndex.push, _Files.swap     creating/<id>     for a waiting record     renameat2
-    update     _KeyIndex.push, _Files.swap     creating/<id>     for a leased record      renameat2
-    buffer     _KeyIndex.push                  creating/<id>     keys/<id>                rename
+    replace    _KeyPusher.push, _Files.swap    creating/<id>     for a waiting record     renameat2
+    update     _KeyPusher.push, _Files.swap    creating/<id>     for a leased record      renameat2
+    buffer     _KeyPusher.push                 creating/<id>     keys/<id>                rename
     promote    _KeyIndex.move                  keys/<id>         pending/, scheduled/     rename
     save       _Transitions.save_checkpoint    creating/         checkpoints/<id>         rename
 
@@ -91,16 +91,19 @@ Rooms of this file; each uses only those above it:
      7. Queue clock        orders and deadlines
      8. Backlog            the batch of names in pending/, and the next times
      9. Lease directory    claiming into it, and the lock that shows life
-    10. Keys               keyed tasks: locks, replacing, buffering
-    11. Transitions        each change of a task's state
-    12. Housekeeping       what pop() does besides taking
-    13. Waiting            inotify, threads, coroutines
-    14. Processing         renewal of leases
-    15. Worker pool        the loop of work()
-    16. Inspection         check()
-    17. FemtoQueue         the public face
-    18. Tickets            TicketQueue
-    19. Command line       `femtoqueue COMMAND`
+    10. Key states         what is known of the keys of one hash, and its lock
+    11. Keys               tasks with a key: finding and moving them
+    12. Keyed pushes       replacing, updating and buffering their payloads
+    13. Transitions        each change of a task's state
+    14. Housekeeping       what pop() does besides taking
+    15. Taking             one look for a task, with a lease or without
+    16. Waiting            inotify, threads, coroutines
+    17. Processing         renewal of leases
+    18. Worker pool        the loop of work()
+    19. Inspection         check()
+    20. FemtoQueue         the public face
+    21. Tickets            TicketQueue
+    22. Command line       `femtoqueue COMMAND`
 """
 
 from __future__ import annotations
@@ -281,7 +284,7 @@ def _read_boot_id() -> str | None:
 
 
 def _boot_tag(boot_id: str, directory: str) -> str:
-    """Return 8 hex digits for a kernel and a mount: flock is coherent among those who share both."""
+    """Return 8 hex digits for a kernel and a mount: flock is coherent where both are shared."""
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
@@ -537,9 +540,8 @@ def _encode_key(key: object) -> str:
         raise TypeError(f"key must be a str, not {key!r}")
     raw = key.encode()
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
-        raise ValueError(
-            f"key must be 1 to {_MAX_KEY_BYTES} bytes in UTF-8, not {len(raw)}: {key!r}"
-        )
+        wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
+        raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
     return "".join(chr(byte) if chr(byte) in _KEY_CHARACTERS else f"%{byte:02X}" for byte in raw)
 
 
@@ -1916,15 +1918,9 @@ class _LeaseDir:
 
 
 # ==================================================================================================
-# 10. Keys: keyed tasks, their locks and what is known of them.
-#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
-#     one newer payload in keys/, behind a task in flight. Only _KeyIndex moves a keyed task or its
-#     payload, under the lock of its key; but pop() and people may take one that waits at any time.
-#     Order of locks: that of a key first, then the queue's lock.
+# 10. Key states: what is known of the keys of one hash, while their lock is held.
+#     Invariant: a state is a hint, which is checked and mended; a key without one has no task.
 # ==================================================================================================
-
-_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
-_REPLACE_LEASE_NS = 30 * 10**9  # under which a payload is replaced where names can't be exchanged
 
 
 @dataclass
@@ -2029,6 +2025,18 @@ class _KeyLock:
                 self.save(sync=False)
             elif self._saved is not None and not self._files.is_shared:
                 os.unlink(self._path)
+
+
+# ==================================================================================================
+# 11. Keys: the only room that moves a task with a key, or a newer payload behind one.
+#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
+#     one newer payload in keys/, behind a task in flight. What moves does so under the lock of its
+#     key; but pop() and people may take a task that waits at any time.
+#     Order of locks: that of a key first, then the queue's lock.
+# ==================================================================================================
+
+_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
+_REPLACE_LEASE_NS = 30 * 10**9  # under which a payload is replaced where names can't be exchanged
 
 
 class _KeyIndex:
@@ -2136,13 +2144,13 @@ class _KeyIndex:
         if path is None:
             del lock.states[name]
             return None
-        state.path, state.buffered = path, self._buffered(state)
+        state.path, state.buffered = path, self.buffered(state)
         if state.buffered and _state_of(path) != "inflight":
             # CRASH: when it came back and before the newer one took its place. Or a person moved
             # it. If that fails now, a pop() has just taken it, or our directory is not open: then
             # the newer one comes after it.
             record = f"keys/{state.buffered}"
-            if self._replace_under_lease(state, record, _due_of(state.buffered)):
+            if self.replace_under_lease(state, record, _due_of(state.buffered)):
                 state.buffered = ""
             return self.locate(state.path)
         return path
@@ -2150,7 +2158,7 @@ class _KeyIndex:
     def _promote_lost(self, state: _KeyState) -> str | None:
         """CRASH: the process that ended a task died before it promoted the payload behind it, or
         after that. Or a person removed the task. Return where that payload is now."""
-        if self._buffered(state):
+        if self.buffered(state):
             return self._promote_buffered(state)
         return self.locate(f"pending/{_id_of(state.buffered)}")
 
@@ -2165,7 +2173,7 @@ class _KeyIndex:
         entry = self._files.find_id(_id_of(path), "inflight", *elsewhere)
         return entry.path if entry else None
 
-    def _buffered(self, state: _KeyState) -> str:
+    def buffered(self, state: _KeyState) -> str:
         """Return the name in keys/ of the newer payload behind a task, "" if there is none."""
         if not state.buffered or os.path.lexists(f"{self._files.root}keys/{state.buffered}"):
             return state.buffered
@@ -2230,109 +2238,55 @@ class _KeyIndex:
                 lock.states[name] = _KeyState(lease)
         return None
 
-    # Pushing
+    # Moving
 
-    def push(
-        self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
-    ) -> str:
-        """Push a payload for an encoded key; return its task's id.
+    def move(self, source: str, target: str, wait: bool = True) -> str:
+        """Move a task from one state to another; "": remove it. Return where it went.
 
-        Returns "" if a pop() or a person was quicker at the task that waited: again, then.
+        A keyed one moves under the lock of its key, and promotes the newer payload behind it.
+        Raises BlockingIOError if that lock is not free and wait is False.
         """
-        with self.lock(_key_tag(name)) as lock:
-            path = self.find(lock, name)
-            if path is None:
-                return self._push_first(lock, name, payload, due_ns)
-            if _state_of(path) != "inflight":
-                if lock.states[name].buffered:
-                    return ""  # RACE: it would come after this payload: its turn first
-                return self._replace(lock, name, payload, due_ns)
-            if if_in_flight == "reject":
-                raise KeyInFlight(_decode_key(name), _id_of(path))
-            if if_in_flight == "update":
-                return self._update(path, name, payload)
-            return self._buffer(lock, name, payload, due_ns)
+        ident = _id_of(source)
+        if not _is_keyed(ident):
+            self._files.move(source, target)
+            return target
+        with self.lock(_tag_of(ident), wait) as lock:
+            return self._move_keyed(lock, source, ident, target)
 
-    def _push_first(
-        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Push the only task of a key."""
-        ident = _new_name(self._clock.next_order(), lock.tag)
-        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
-        lock.states[name] = _KeyState(path)
+    def _move_keyed(self, lock: _KeyLock, source: str, ident: str, target: str) -> str:
+        """Move a keyed task under the lock of its key; see move()."""
+        states = lock.states
+        name = next((key for key, it in states.items() if _id_of(it.path) == ident), "")
+        state = states[name] if name else _KeyState(source)
+        ends, waits = _is_end(target), _state_of(source) == "pending"
+        comes_back = not ends and _state_of(target) != "inflight"
+        # In pending/ a pop() may take it at any time; find() mends it where it finds it there.
+        if comes_back and not waits and (buffered := self.buffered(state)):
+            return self._return_with_buffered(state, buffered, source, target)
         try:
-            # The state is there first: a task that it does not know would be one too many.
-            lock.save(self._files.is_durable)
-            self._files.publish(ident, payload, path, key=name)
+            self._files.move(source, target)
+            if not ends:
+                state.path = target
+            elif self.buffered(state):
+                self._promote_buffered(state)
+            elif name:
+                del states[name]
         except BaseException:
-            with contextlib.suppress(OSError):
-                self.find(lock, name)  # a consumer that was quicker keeps what it has
+            self.needs_repair = True  # the next pop() promotes what stands behind it
             raise
+        return target
+
+    def _promote_buffered(self, state: _KeyState) -> str:
+        """Move a newer payload into the queue: the task before it has come to its end."""
+        buffered = self.buffered(state)
+        path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
+        _move(f"{self._files.root}keys/{buffered}", self._files.root + path)
+        state.path, state.buffered = path, ""
         self._backlog.note_enqueued(path)
-        return ident
+        self._files.commit(path)
+        return path
 
-    @contextlib.contextmanager
-    def _replacement(self, name: str, payload: bytes | memoryview) -> Iterator[str]:
-        """Write a record aside; what is there after the block, the old record or this one, goes."""
-        header = _header(payload, name)
-        with self._files.replacement(self._clock.new_id(), header, payload) as aside:
-            yield aside
-            self._files.remove(aside)
-
-    def _replace(
-        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Replace the payload of a waiting task; return its id, "" if another was quicker."""
-        state = lock.states[name]
-        with self._replacement(name, payload) as aside:
-            target = _first_try_path(state.path, due_ns)
-            if _state_of(target) == "scheduled":
-                replaced = self._replace_scheduled(state, aside, target)
-            else:
-                replaced = self._replace_pending(state, aside, target)
-            if replaced:
-                self._files.commit(state.path)
-        return _id_of(state.path) if replaced else ""
-
-    def _replace_scheduled(self, state: _KeyState, aside: str, target: str) -> bool:
-        """Move a waiting task to scheduled/, or to another time there, and swap its record.
-
-        CRASH: after the rename the task has the new time and the old payload. The other order
-        could deliver the new payload before its time.
-        """
-        root, source = self._files.root, state.path
-        try:
-            _move(root + source, root + target)
-        except FileNotFoundError:
-            return False  # RACE: a pop() took it from pending/, or a person moved it
-        try:
-            replaced = self._files.swap_or_replace(aside, target)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                _move(root + target, root + source)  # a push that raised changed nothing
-            raise
-        state.path = target
-        self._backlog.note_enqueued(target)
-        return replaced
-
-    def _replace_pending(self, state: _KeyState, aside: str, target: str) -> bool:
-        """Swap the record of a task in pending/: pop() sees the old one or the new one there, at
-        each instant, and at its old place.
-
-        Its attempts begin anew, so its name may change; a worker that listed the old name tries
-        the new one too. CRASH: after the rename the old payload begins anew; after the swap the
-        old record is a leftover in creating/.
-        """
-        if target != state.path:
-            try:
-                _move(self._files.root + state.path, self._files.root + target)
-            except FileNotFoundError:
-                return False  # RACE: a pop() took it, or a person moved it
-            state.path = target
-        swapped = self._files.swap(aside, target)
-        return self._replace_under_lease(state, aside, None) if swapped is None else swapped
-
-    def _replace_under_lease(self, state: _KeyState, record: str, due_ns: int | None) -> bool:
+    def replace_under_lease(self, state: _KeyState, record: str, due_ns: int | None) -> bool:
         """Rename a record over that of a waiting task: where names can't be exchanged, or where
         the record must not be anywhere else afterwards.
 
@@ -2373,85 +2327,6 @@ class _KeyIndex:
             os.lstat(root + source)  # a person may have moved it: the rename would make two
             _move(root + record, root + source)
             _move(root + source, root + target)
-
-    def _update(self, path: str, name: str, payload: bytes | memoryview) -> str:
-        """Replace the payload of a task in flight; "" if a person moved the task meanwhile."""
-        with self._replacement(name, payload) as aside:
-            if not self._files.swap_or_replace(aside, path):
-                return ""
-        self._files.commit(path)
-        return _id_of(path)
-
-    def _buffer(
-        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Put a newer payload behind the task in flight, or in the place of the one behind it."""
-        state, before = lock.states[name], self._buffered(lock.states[name])
-        ident = _id_of(before) or _new_name(self._clock.next_order(), lock.tag)
-        state.buffered = ident if due_ns is None else _task_name(due_ns, 0, ident)
-        root, path = self._files.root, f"keys/{state.buffered}"
-        try:
-            lock.save(self._files.is_durable)
-            if not before:
-                self._files.publish(ident, payload, path, key=name)
-                return ident
-            with self._replacement(name, payload) as aside:
-                if before != state.buffered:  # CRASH: after it, the old payload at the new time
-                    _move(f"{root}keys/{before}", root + path)
-                _move(root + aside, root + path)
-        except BaseException:
-            state.buffered = before
-            raise
-        self._files.commit(path)
-        return ident
-
-    # Moving
-
-    def move(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task from one state to another; "": remove it. Return where it went.
-
-        A keyed one moves under the lock of its key, and promotes the newer payload behind it.
-        Raises BlockingIOError if that lock is not free and wait is False.
-        """
-        ident = _id_of(source)
-        if not _is_keyed(ident):
-            self._files.move(source, target)
-            return target
-        with self.lock(_tag_of(ident), wait) as lock:
-            return self._move_keyed(lock, source, ident, target)
-
-    def _move_keyed(self, lock: _KeyLock, source: str, ident: str, target: str) -> str:
-        """Move a keyed task under the lock of its key; see move()."""
-        states = lock.states
-        name = next((key for key, it in states.items() if _id_of(it.path) == ident), "")
-        state = states[name] if name else _KeyState(source)
-        ends, waits = _is_end(target), _state_of(source) == "pending"
-        comes_back = not ends and _state_of(target) != "inflight"
-        # In pending/ a pop() may take it at any time; find() mends it where it finds it there.
-        if comes_back and not waits and (buffered := self._buffered(state)):
-            return self._return_with_buffered(state, buffered, source, target)
-        try:
-            self._files.move(source, target)
-            if not ends:
-                state.path = target
-            elif self._buffered(state):
-                self._promote_buffered(state)
-            elif name:
-                del states[name]
-        except BaseException:
-            self.needs_repair = True  # the next pop() promotes what stands behind it
-            raise
-        return target
-
-    def _promote_buffered(self, state: _KeyState) -> str:
-        """Move a newer payload into the queue: the task before it has come to its end."""
-        buffered = self._buffered(state)
-        path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
-        _move(f"{self._files.root}keys/{buffered}", self._files.root + path)
-        state.path, state.buffered = path, ""
-        self._backlog.note_enqueued(path)
-        self._files.commit(path)
-        return path
 
     def _return_with_buffered(
         self, state: _KeyState, buffered: str, source: str, target: str
@@ -2544,7 +2419,153 @@ _NO_LOCK = contextlib.nullcontext()
 
 
 # ==================================================================================================
-# 11. Transitions: each change of a task's state, written once.
+# 12. Keyed pushes: a payload for a key comes first, replaces, updates or is buffered.
+#     Invariant: that of Keys; a task that waits stays in sight while its payload is replaced.
+# ==================================================================================================
+
+
+class _KeyPusher:
+    """Pushes payloads for keys."""
+
+    def __init__(
+        self, files: _Files, clock: _QueueClock, backlog: _Backlog, keys: _KeyIndex
+    ) -> None:
+        self._files, self._clock, self._backlog, self._keys = files, clock, backlog, keys
+
+    def push(
+        self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
+    ) -> str:
+        """Push a payload for an encoded key; return its task's id.
+
+        Returns "" if a pop() or a person was quicker at the task that waited: again, then.
+        """
+        with self._keys.lock(_key_tag(name)) as lock:
+            path = self._keys.find(lock, name)
+            if path is None:
+                return self._push_first(lock, name, payload, due_ns)
+            if _state_of(path) != "inflight":
+                if lock.states[name].buffered:
+                    return ""  # RACE: it would come after this payload: its turn first
+                return self._replace(lock, name, payload, due_ns)
+            if if_in_flight == "reject":
+                raise KeyInFlight(_decode_key(name), _id_of(path))
+            if if_in_flight == "update":
+                return self._update(path, name, payload)
+            return self._buffer(lock, name, payload, due_ns)
+
+    def _push_first(
+        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        """Push the only task of a key."""
+        ident = _new_name(self._clock.next_order(), lock.tag)
+        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
+        lock.states[name] = _KeyState(path)
+        try:
+            # The state is there first: a task that it does not know would be one too many.
+            lock.save(self._files.is_durable)
+            self._files.publish(ident, payload, path, key=name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._keys.find(lock, name)  # a consumer that was quicker keeps what it has
+            raise
+        self._backlog.note_enqueued(path)
+        return ident
+
+    @contextlib.contextmanager
+    def _replacement(self, name: str, payload: bytes | memoryview) -> Iterator[str]:
+        """Write a record aside; what is there after the block, the old record or this one, goes."""
+        header = _header(payload, name)
+        with self._files.replacement(self._clock.new_id(), header, payload) as aside:
+            yield aside
+            self._files.remove(aside)
+
+    def _replace(
+        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        """Replace the payload of a waiting task; return its id, "" if another was quicker."""
+        state = lock.states[name]
+        with self._replacement(name, payload) as aside:
+            target = _first_try_path(state.path, due_ns)
+            if _state_of(target) == "scheduled":
+                replaced = self._replace_scheduled(state, aside, target)
+            else:
+                replaced = self._replace_pending(state, aside, target)
+            if replaced:
+                self._files.commit(state.path)
+        return _id_of(state.path) if replaced else ""
+
+    def _replace_scheduled(self, state: _KeyState, aside: str, target: str) -> bool:
+        """Move a waiting task to scheduled/, or to another time there, and swap its record.
+
+        CRASH: after the rename the task has the new time and the old payload. The other order
+        could deliver the new payload before its time.
+        """
+        root, source = self._files.root, state.path
+        try:
+            _move(root + source, root + target)
+        except FileNotFoundError:
+            return False  # RACE: a pop() took it from pending/, or a person moved it
+        try:
+            replaced = self._files.swap_or_replace(aside, target)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _move(root + target, root + source)  # a push that raised changed nothing
+            raise
+        state.path = target
+        self._backlog.note_enqueued(target)
+        return replaced
+
+    def _replace_pending(self, state: _KeyState, aside: str, target: str) -> bool:
+        """Swap the record of a task in pending/: pop() sees the old one or the new one there, at
+        each instant, and at its old place.
+
+        Its attempts begin anew, so its name may change; a worker that listed the old name tries
+        the new one too. CRASH: after the rename the old payload begins anew; after the swap the
+        old record is a leftover in creating/.
+        """
+        if target != state.path:
+            try:
+                _move(self._files.root + state.path, self._files.root + target)
+            except FileNotFoundError:
+                return False  # RACE: a pop() took it, or a person moved it
+            state.path = target
+        swapped = self._files.swap(aside, target)
+        return self._keys.replace_under_lease(state, aside, None) if swapped is None else swapped
+
+    def _update(self, path: str, name: str, payload: bytes | memoryview) -> str:
+        """Replace the payload of a task in flight; "" if a person moved the task meanwhile."""
+        with self._replacement(name, payload) as aside:
+            if not self._files.swap_or_replace(aside, path):
+                return ""
+        self._files.commit(path)
+        return _id_of(path)
+
+    def _buffer(
+        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        """Put a newer payload behind the task in flight, or in the place of the one behind it."""
+        state, before = lock.states[name], self._keys.buffered(lock.states[name])
+        ident = _id_of(before) or _new_name(self._clock.next_order(), lock.tag)
+        state.buffered = ident if due_ns is None else _task_name(due_ns, 0, ident)
+        root, path = self._files.root, f"keys/{state.buffered}"
+        try:
+            lock.save(self._files.is_durable)
+            if not before:
+                self._files.publish(ident, payload, path, key=name)
+                return ident
+            with self._replacement(name, payload) as aside:
+                if before != state.buffered:  # CRASH: after it, the old payload at the new time
+                    _move(f"{root}keys/{before}", root + path)
+                _move(root + aside, root + path)
+        except BaseException:
+            state.buffered = before
+            raise
+        self._files.commit(path)
+        return ident
+
+
+# ==================================================================================================
+# 13. Transitions: each change of a task's state, written once.
 #     Invariant: the rename is the commit and the fence; what is written beside it comes after it.
 # ==================================================================================================
 
@@ -2613,7 +2634,7 @@ class _Transitions:
         return None
 
     def _read_claimed(self, entry: _Entry, lease: str, length_ns: int) -> FemtoTask | None:
-        """Read what we claimed; None, and undo the claim or quarantine the task, if it is no use."""
+        """Read what we claimed; None if it is no use: undo the claim, or quarantine the task."""
         checkpoint = None
         try:
             if _is_keyed(entry.id) and self._files.is_shared:
@@ -2906,7 +2927,7 @@ class _Transitions:
 
 
 # ==================================================================================================
-# 12. Housekeeping: what pop() does besides taking, now and then.
+# 14. Housekeeping: what pop() does besides taking, now and then.
 #     Invariant: an error in a job never stops deliveries; it is raised when there is nothing else.
 # ==================================================================================================
 
@@ -3215,7 +3236,148 @@ class _Housekeeper:
 
 
 # ==================================================================================================
-# 13. Waiting: for an event in the directories, in threads and in coroutines.
+# 15. Taking: one look for a task, the oldest or a certain one, with the jobs that are due; and
+#     reading a task without a lease.
+#     Invariant: a look that returns None has seen that there was nothing to be had.
+# ==================================================================================================
+
+
+def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) -> FemtoTask | None:
+    """Return the task of an entry, without a lease; None if it is not there.
+
+    data=False: by the first line of its file alone; size_bytes is None if that is not valid.
+    """
+    path, attempts = files.root + entry.path, entry.attempts
+    if attempts is None and not _is_end(entry.path):
+        attempts = 0
+    others: dict[str, Any] = {"_path": entry.path, "_anchor_ns": anchor_ns}
+    try:
+        if data:
+            payload, key = _read_record(path, entry.id)
+        else:
+            payload = b""
+            key, others["size_bytes"] = _read_head(path)
+    except FileNotFoundError:
+        return None  # RACE: it moved on
+    if entry.directory == "failed":
+        others["error"] = files.reason_of(entry.id)
+    return FemtoTask(entry.id, payload, attempts, key, **others)
+
+
+class _Taker:
+    """Looks for tasks to lease. `lock` is the queue's."""
+
+    def __init__(
+        self,
+        *,
+        files: _Files,
+        clock: _QueueClock,
+        backlog: _Backlog,
+        lease_dir: _LeaseDir,
+        keys: _KeyIndex,
+        transitions: _Transitions,
+        house: _Housekeeper,
+        lock: threading.RLock,
+        length_ns: int,
+    ) -> None:
+        self._files, self._clock, self._backlog, self._keys = files, clock, backlog, keys
+        self._lease_dir, self._transitions = lease_dir, transitions
+        self._house, self._lock, self._length_ns = house, lock, length_ns
+
+    def length_of(self, lease_ms: float | None) -> int:
+        """Return the length of a delivery's lease in nanoseconds; None: the queue's."""
+        return self._length_ns if lease_ms is None else _length_ns(_positive("lease_ms", lease_ms))
+
+    def take_oldest(self, length_ns: int) -> FemtoTask | None:
+        """Run the jobs that are due, and claim the oldest task; None if there is none."""
+        listings = 0
+        while True:
+            if self._clock.now_ns() >= self._house.next_run_ns:
+                self._house.run_due()
+            name = self._backlog.next()
+            if not name:
+                listings += 1
+                if listings > _MAX_LISTINGS or not self._house.refill():
+                    return None
+                continue
+            task = self._transitions.claim(f"pending/{name}", length_ns)
+            if task is not None:
+                return task
+
+    def look_for(
+        self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
+    ) -> tuple[Callable[[], FemtoTask | None], str]:
+        """Check the arguments of take(); return what looks once, and the line to wait in.
+
+        wait=False: a look finds nothing if another process, which may be stopped, has the lock of
+        the key.
+        """
+        length_ns = self.length_of(lease_ms)
+        if (key is None) == (id is None):
+            raise TypeError("take needs a key or an id")
+        if id is not None:
+            _check_id(id)
+            return functools.partial(self._take_id, id, length_ns, wait), f"#{id}"
+        name = _encode_key(key)
+        return functools.partial(self._take_key, name, length_ns, wait), name
+
+    def _take_key(self, name: str, length_ns: int, wait: bool) -> FemtoTask | None:
+        """Look once for the task of an encoded key."""
+        if not self._keys.may_have_task(name):
+            self._run_jobs()
+            return None
+        tag = _key_tag(name)
+        return self._take(
+            _new_name(0, tag), functools.partial(self._path_of_key, name, tag), length_ns, wait
+        )
+
+    def _take_id(self, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
+        """Look once for the task of an id."""
+        return self._take(ident, functools.partial(self._path_of_id, ident), length_ns, wait)
+
+    def _take(
+        self, ident: str, find: Callable[[], str], length_ns: int, wait: bool
+    ) -> FemtoTask | None:
+        """Claim the task that find() finds, under the lock of an id's key; "": not to be had."""
+        self._run_jobs()
+        if self._files.is_paused:
+            return None
+        with self._lock:
+            self._house.run_overdue()
+        while True:
+            self._transitions.open_lease_dir()
+            try:
+                with self._keys.lock_of(ident, wait):
+                    path = find()
+                    task = self._transitions.claim(path, length_ns) if path else None
+            except BlockingIOError:
+                return None
+            if task is not None or not path:
+                return task  # RACE: else a pop() was quicker, and we see it in flight now
+
+    def _run_jobs(self) -> None:
+        if self._clock.now_ns() >= self._house.next_run_ns:
+            self._house.run_due()
+
+    def _path_of_key(self, name: str, tag: str) -> str:
+        """Return where a key's task is to be had; one in scheduled/ that is due is moved."""
+        with self._keys.lock(tag) as lock:  # held already
+            path = self._keys.find(lock, name) or ""
+        if _state_of(path) == "scheduled":
+            is_due = _stamp_of(path) <= _wall_ns()
+            return self._transitions.enqueue_scheduled(path) if is_due else ""
+        return path if _state_of(path) == "pending" else ""
+
+    def _path_of_id(self, ident: str) -> str:
+        """Return where a task of that id waits, "" if it does not."""
+        if self._files.exists(f"pending/{ident}"):  # never delivered
+            return f"pending/{ident}"
+        entry = self._files.find_id(ident, "scheduled", "pending")  # as it moves
+        return entry.path if entry else ""
+
+
+# ==================================================================================================
+# 16. Waiting: for an event in the directories, in threads and in coroutines.
 #     Invariant: `events` grows before a waiter is notified. A caller reads it, tries to claim, and
 #     passes the value to wait(); if an event arrived in between, wait() returns at once.
 # ==================================================================================================
@@ -3423,11 +3585,11 @@ class _Waits:
         except _Closed:
             return None
         if isinstance(found, FemtoTask) and self._lease_dir.closes != closes:
-            self._give_back(found)  # RACE: closed as it was read
+            self._requeue(found)  # RACE: closed as it was read
             return None
         return found
 
-    def _give_back(self, task: FemtoTask) -> None:
+    def _requeue(self, task: FemtoTask) -> None:
         """Give back a task that was found for a wait that is over."""
         if task is _NO_TASK:
             return
@@ -3438,12 +3600,12 @@ class _Waits:
         except OSError as error:
             _log().warning("task %s waits for the end of its lease: %s", task.id, error)
 
-    def _give_back_found(self, looking: Future[FemtoTask | None]) -> None:
+    def _return_unwanted(self, looking: Future[FemtoTask | None]) -> None:
         """Give back the task that a look of another thread found, if it found one."""
         if not looking.cancelled() and looking.exception() is None:
             task = looking.result()
             if task is not None:
-                self._give_back(task)
+                self._requeue(task)
 
     def rests_s(self, watcher: _Watcher, end_s: float) -> Iterator[float]:
         """Yield how long to wait before each further look, until the time has come."""
@@ -3505,7 +3667,7 @@ class _Waits:
         try:
             return await asyncio.wrap_future(looking)
         except BaseException:  # cancelled: the thread may have, or may yet get, a task
-            looking.add_done_callback(self._give_back_found)
+            looking.add_done_callback(self._return_unwanted)
             raise
 
     def end_all(self) -> None:
@@ -3523,7 +3685,7 @@ class _Waits:
 
 
 # ==================================================================================================
-# 14. Processing: keeping a lease while its task is worked on, and ending it.
+# 17. Processing: keeping a lease while its task is worked on, and ending it.
 #     Invariant: one thread per queue object renews, while a block of processing() runs.
 # ==================================================================================================
 
@@ -3685,7 +3847,7 @@ class _Processing:
 
 
 # ==================================================================================================
-# 15. Worker pool: the loop behind work() and the command `work`.
+# 18. Worker pool: the loop behind work() and the command `work`.
 #     Invariant: each task that it takes is settled, given back or counted as lost, and no signal
 #     comes between two of its steps that would leave a task in flight.
 # ==================================================================================================
@@ -3911,7 +4073,7 @@ class _WorkerPool:
 
 
 # ==================================================================================================
-# 16. Inspection: check(), a method for each thing that may be odd.
+# 19. Inspection: check(), a method for each thing that may be odd.
 #     Invariant: without repair nothing is changed; with it, only what is safe while others work.
 # ==================================================================================================
 
@@ -3936,7 +4098,7 @@ class _Inspector:
         """Yield what is odd; a directory that can't be read is a finding too."""
         for look in (
             *(self._file_systems, self._queue_clock, self._foreign, self._records, self._twice),
-            *(self._workers, self._idle_keys, self._leftovers),
+            *(self._workers, self._idle_keys, self._stale_files),
         ):
             try:
                 yield from look()
@@ -4036,7 +4198,7 @@ class _Inspector:
             mended = self._repair and not os.path.lexists(f"{self._files.root}keys/{name}")
             yield Finding("key without a task", f"keys/{name}", "nothing of it waits", mended)
 
-    def _leftovers(self) -> Iterator[Finding]:
+    def _stale_files(self) -> Iterator[Finding]:
         """Old files in creating/ and checkpoints/."""
         found = self._house.stale_files()
         if found and self._repair:
@@ -4047,9 +4209,9 @@ class _Inspector:
 
 
 # ==================================================================================================
-# 17. FemtoQueue: the public face. Its methods stand in the order of a task's life.
-#     Invariant: _lock is held while the backlog is used, while jobs run, and while a task moves into
-#     our lease directory or out of it; not while a task is read or written.
+# 20. FemtoQueue: the public face. Its methods stand in the order of a task's life.
+#     Invariant: _lock is held while the backlog is used, while jobs run, and while a task moves
+#     into our lease directory or out of it; not while a task is read or written.
 # ==================================================================================================
 
 
@@ -4135,12 +4297,19 @@ class FemtoQueue:
         parts: dict[str, Any] = {"files": files, "clock": clock, "backlog": backlog, "lock": lock}
         parts |= {"lease_dir": lease_dir, "keys": keys}
         self._lock, self._backlog, self._lease_dir, self._keys = lock, backlog, lease_dir, keys
+        self._pusher = _KeyPusher(files, clock, backlog, keys)
         self._transitions = _Transitions(**parts, max_attempts=self.max_attempts)
         self._house = _Housekeeper(
             **parts,
             transitions=self._transitions,
             timeout_stale_ms=self.timeout_stale_ms,
             keep_done=self.keep_done,
+        )
+        self._taker = _Taker(
+            **parts,
+            transitions=self._transitions,
+            house=self._house,
+            length_ns=self._length_ns,
         )
         self._waits = _Waits(
             *(files.root, lease_dir, self._house, self._transitions, self.poll_interval_s)
@@ -4249,7 +4418,7 @@ class FemtoQueue:
         while True:
             with self._lease_dir.waiting_since(None):
                 self._transitions.open_lease_dir()
-                ident = self._keys.push(name, payload, if_in_flight, due_ns)
+                ident = self._pusher.push(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
 
@@ -4270,10 +4439,10 @@ class FemtoQueue:
         for disk trouble: a task that could not be read is at the back of pending/ then; trouble
         with other workers' directories, scheduled/ or creating/ surfaces when nothing is waiting.
         """
-        length_ns = self._length_of(lease_ms)
+        length_ns = self._taker.length_of(lease_ms)
         if timeout == 0:
-            return self._take_oldest(length_ns)
-        return self._waits.wait_for(lambda: self._take_oldest(length_ns), _end_s(timeout))
+            return self._taker.take_oldest(length_ns)
+        return self._waits.wait_for(lambda: self._taker.take_oldest(length_ns), _end_s(timeout))
 
     async def pop_async(
         self, timeout: float | None = None, *, lease_ms: float | None = None
@@ -4283,9 +4452,9 @@ class FemtoQueue:
         Cancelling it leaves no task leased: one that it had just got is back at its place, and
         that delivery is not counted.
         """
-        length_ns = self._length_of(lease_ms)
+        length_ns = self._taker.length_of(lease_ms)
         return await self._waits.wait_for_async(
-            lambda: self._take_oldest(length_ns), _end_s(timeout), ""
+            lambda: self._taker.take_oldest(length_ns), _end_s(timeout), ""
         )
 
     def take(
@@ -4305,7 +4474,7 @@ class FemtoQueue:
         timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
         id, TypeError unless one of the two is given.
         """
-        look, _ = self._look_for(key, id, lease_ms, wait=True)
+        look, _ = self._taker.look_for(key, id, lease_ms, wait=True)
         return self._waits.wait_for(look, _end_s(timeout))
 
     async def take_async(
@@ -4317,7 +4486,7 @@ class FemtoQueue:
         lease_ms: float | None = None,
     ) -> FemtoTask | None:
         """Do as take() does, without blocking the event loop; see pop_async()."""
-        look, line = self._look_for(key, id, lease_ms, wait=False)
+        look, line = self._taker.look_for(key, id, lease_ms, wait=False)
         return await self._waits.wait_for_async(look, _end_s(timeout), line)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
@@ -4330,7 +4499,7 @@ class FemtoQueue:
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
         def look() -> FemtoTask | None:
-            task = self._take_oldest(self._length_ns)
+            task = self._taker.take_oldest(self._length_ns)
             return task if task is not None or self._files.has_work() else _NO_TASK
 
         def tasks() -> Iterator[FemtoTask]:
@@ -4352,95 +4521,6 @@ class FemtoQueue:
             return None if self._files.has_work() else True
 
         return self._waits.wait_for(look, _end_s(timeout), False) is True
-
-    def _length_of(self, lease_ms: float | None) -> int:
-        """Return the length of a delivery's lease in nanoseconds."""
-        return self._length_ns if lease_ms is None else _length_ns(_positive("lease_ms", lease_ms))
-
-    def _take_oldest(self, length_ns: int) -> FemtoTask | None:
-        """Run the jobs that are due, and claim the oldest task; None if there is none."""
-        listings = 0
-        while True:
-            if self._clock.now_ns() >= self._house.next_run_ns:
-                self._house.run_due()
-            name = self._backlog.next()
-            if not name:
-                listings += 1
-                if listings > _MAX_LISTINGS or not self._house.refill():
-                    return None
-                continue
-            task = self._transitions.claim(f"pending/{name}", length_ns)
-            if task is not None:
-                return task
-
-    def _look_for(
-        self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
-    ) -> tuple[Callable[[], FemtoTask | None], str]:
-        """Check the arguments of take(); return what looks once, and the line to wait in.
-
-        wait=False: a look finds nothing if another process, which may be stopped, has the lock of
-        the key.
-        """
-        length_ns = self._length_of(lease_ms)
-        if (key is None) == (id is None):
-            raise TypeError("take needs a key or an id")
-        if id is not None:
-            _check_id(id)
-            ident = id
-            find_id: Callable[[Any], str] = lambda lock: self._waiting_path(ident)  # noqa: E731
-            return lambda: self._take_one(ident, find_id, length_ns, wait), f"#{id}"
-        name = _encode_key(key)
-
-        def look() -> FemtoTask | None:
-            if not self._keys.may_have_task(name):
-                self._run_jobs()
-                return None
-            tagged = _new_name(0, _key_tag(name))
-            return self._take_one(
-                tagged, lambda lock: self._path_of_key(lock, name), length_ns, wait
-            )
-
-        return look, name
-
-    def _run_jobs(self) -> None:
-        """Run the jobs that are due, as pop() does."""
-        if self._clock.now_ns() >= self._house.next_run_ns:
-            self._house.run_due()
-
-    def _take_one(
-        self, ident: str, find: Callable[[Any], str], length_ns: int, wait: bool
-    ) -> FemtoTask | None:
-        """Claim the task that find() finds under the lock for an id; "": it is not to be had."""
-        self._run_jobs()
-        if self._files.is_paused:
-            return None
-        with self._lock:
-            self._house.run_overdue()
-        while True:
-            self._transitions.open_lease_dir()
-            try:
-                with self._keys.lock_of(ident, wait) as lock:
-                    path = find(lock)
-                    task = self._transitions.claim(path, length_ns) if path else None
-            except BlockingIOError:
-                return None
-            if task is not None or not path:
-                return task  # RACE: else a pop() was quicker, and we see it in flight now
-
-    def _path_of_key(self, lock: _KeyLock, name: str) -> str:
-        """Return where a key's task is to be had; one in scheduled/ that is due is moved."""
-        path = self._keys.find(lock, name) or ""
-        if _state_of(path) == "scheduled":
-            is_due = _stamp_of(path) <= _wall_ns()
-            return self._transitions.enqueue_scheduled(path) if is_due else ""
-        return path if _state_of(path) == "pending" else ""
-
-    def _waiting_path(self, ident: str) -> str:
-        """Return where a task of that id waits, "" if it does not."""
-        if self._files.exists(f"pending/{ident}"):  # never delivered
-            return f"pending/{ident}"
-        entry = self._files.find_id(ident, "scheduled", "pending")  # as it moves
-        return entry.path if entry else ""
 
     # Ending a delivery
 
@@ -4676,9 +4756,9 @@ class FemtoQueue:
         """Iterate over the tasks of a state in name order, without leasing them.
 
         state: one of STATES. data: False reads headers only, so that large payloads cost
-        nothing: data is b"" then. A task that moves on meanwhile is left out. A corrupt one is
-        logged and left out, and peek() says what is wrong with it; with data=False it has
-        size_bytes None, if its header shows it.
+        nothing: data is b"" then. A task that moves on meanwhile is left out. A corrupt one, or
+        one that may not be read, is logged and left out, and peek() says what is wrong with it;
+        with data=False it has size_bytes None, if its header shows it.
         """
         _check_state(state)
         return self._read_all(self._files.find(state), data)
@@ -4695,16 +4775,16 @@ class FemtoQueue:
             raise TypeError("peek takes an id or a key")
         if id is None:
             path = self._keys.path_of(key)
-            return None if path is None else self._read(_entry_of(path))
+            return None if path is None else self._look_at(_entry_of(path))
         _check_id(id)
         for directory in ("done", "failed", "pending"):
-            task = self._read(_entry_of(f"{directory}/{id}"))
+            task = self._look_at(_entry_of(f"{directory}/{id}"))
             if task is not None:
                 return task
         # As it moves.
         states = ("keys", "scheduled", "pending", "inflight", "done", "failed")
         entry = self._files.find_id(id, *states)
-        return None if entry is None else self._read(entry)
+        return None if entry is None else self._look_at(entry)
 
     def contains(self, key: str) -> bool:
         """Say whether a task of that key waits or is in flight."""
@@ -4716,38 +4796,19 @@ class FemtoQueue:
         keyed = (entry for entry in self._files.find(state) if _is_keyed(entry.id))
         return (task.key for task in self._read_all(keyed, True) if task.key is not None)
 
+    def _look_at(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
+        return _read_task(self._files, entry, self._clock.anchor_ns, data)
+
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of entries; those that moved on, or are corrupt, are left out."""
+        """Yield the tasks of entries; those that moved on, or can't be read, are left out."""
         for entry in entries:
             try:
-                task = self._read(entry, data)
-            except CorruptTask as error:
+                task = self._look_at(entry, data)
+            except (CorruptTask, PermissionError) as error:
                 _log().warning("%s", error)
                 continue
             if task is not None:
                 yield task
-
-    def _read(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
-        """Return the task of an entry, without a lease; None if it is not there.
-
-        data=False: by the first line of its file alone; size_bytes is None if that is not valid.
-        """
-        path = self._files.root + entry.path
-        attempts = entry.attempts
-        if attempts is None and not _is_end(entry.path):
-            attempts = 0
-        others: dict[str, Any] = {"_path": entry.path, "_anchor_ns": self._clock.anchor_ns}
-        try:
-            if data:
-                payload, key = _read_record(path, entry.id)
-            else:
-                payload = b""
-                key, others["size_bytes"] = _read_head(path)
-        except FileNotFoundError:
-            return None  # RACE: it moved on
-        if entry.directory == "failed":
-            others["error"] = self._files.reason_of(entry.id)
-        return FemtoTask(entry.id, payload, attempts, key, **others)
 
     # Closing
 
@@ -4799,7 +4860,7 @@ class FemtoQueue:
 
 
 # ==================================================================================================
-# 18. Tickets: first come, first served, between processes.
+# 21. Tickets: first come, first served, between processes.
 #     Invariant: a ticket's file appears locked, and in the order of the numbers: both under the
 #     lock of the file "last". A lock that ended never comes back, so that any process may remove
 #     the ticket of a dead member.
@@ -4991,7 +5052,7 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 19. Command line.
+# 22. Command line.
 #     Invariant: it uses public names of the rooms above only, as any program could.
 # ==================================================================================================
 
