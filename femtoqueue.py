@@ -16,19 +16,19 @@ A queue is a directory, a task is a file, and the directory it is in is its stat
       scheduled/          waiting for a time  <due>~<attempts>~<id>
       inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
       done/  failed/      finished            <id>, and failed/<id>.error says why
-      keys/               of keyed tasks      <hash>, where they are; <id>, a newer payload
+      keys/               of keyed tasks      <hash>: states; <id>, <due>~0~<id>: buffered
       locks/              of keys             <last two digits of the hash>; these stay
       checkpoints/        how far work came   <id>
       spare/              empty: becomes inflight-<node>/ when the disk is full
       clock-<boot>        the anchor of this boot's queue clock
       PAUSED              `touch` it, and nothing is handed out while it is there
 
-An id is <order>-<tag>: 20 digits of nanoseconds on the queue clock, then 8 random hex digits of
-the process that pushed, or of a key's hash (8 to f in front). Names are fixed in width, so that
-sorting them is first in, first out. A file is one line, `FQ1 <crc32> <length>` and the key if it
-has one, and then the payload as given.
+An id is <order>-<tag>. <order>: 20 digits, nanoseconds on the queue clock. <tag>: 8 hex digits,
+random for each queue object (0 to 7 in front), or a key's hash (8 to f in front). Each name begins
+with 20 digits, so that sorting the names of a directory gives its order. A file is one line,
+`FQ1 <crc32> <length>` and the key if it has one, and then the payload as given.
 
-Every change of state is one system call, and the task has changed hands when it returns:
+Each move is one system call, and takes effect when that call returns:
 
     step       room and method                 from              to                       by
     publish    _Files.publish                  creating/<id>     pending/, scheduled/     rename
@@ -40,17 +40,20 @@ Every change of state is one system call, and the task has changed hands when it
     fail       _Transitions.fail               inflight-<node>/  failed/<id>; its .error  rename
     release    _Transitions.requeue            inflight-<node>/  pending/ or scheduled/   rename
     extend     _Transitions.extend             inflight-<node>/  the same, a new deadline rename
-    reclaim    _Transitions.reclaim            a dead's lease    pending/, its old place  rename
-    quarantine _Transitions.quarantine         inflight-<node>/  failed/<id>; its .error  rename
+    reclaim    _Transitions.reclaim            an ended lease    pending/, its old place  rename
+    quarantine _Transitions.quarantine         inflight, pending failed/<id>; its .error  rename
     retry      _Transitions.requeue_failed     failed/<id>       pending/<now>~0~<id>     rename
-    purge      FemtoQueue.purge                done/, failed/    nowhere                  unlink
+    purge      FemtoQueue.purge, _purge_done   done/, failed/    nowhere                  unlink
     replace    _KeyPusher.push, _Files.swap    creating/<id>     for a waiting record     renameat2
     update     _KeyPusher.push, _Files.swap    creating/<id>     for a leased record      renameat2
     buffer     _KeyPusher.push                 creating/<id>     keys/<id>                rename
-    promote    _KeyIndex.move                  keys/<id>         pending/, scheduled/     rename
+    promote    _KeyIndex._promote_buffered     keys/<id>         pending/, scheduled/     rename
     save       _Transitions.save_checkpoint    creating/         checkpoints/<id>         rename
 
-_KeyIndex.move does each move of a task with a key, _Files.move each of the others.
+_KeyIndex.move moves a task with a key, under the lock of the key; _Files.move moves any other.
+Three steps do more: replace may first rename the task to a new time; a release or reclaim with a
+payload buffered behind the task takes that payload along (_KeyIndex._return_with_buffered); a
+quarantine that can't write to failed/ moves the task to the back of pending/.
 
 Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
 task: the rename gives it a *lease*, which ends at its *deadline* or with the worker; the lease's
@@ -61,10 +64,10 @@ be delivered is *quarantined* there. *Housekeeping* is what pop() does besides. 
 a key is *buffered* while its task is in flight.
 
 Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
-the next. A living worker keeps a shared flock on its inflight-<node>/; the kernel drops it with
-the process; a process that gets the exclusive lock knows that no worker is left. There is no other
-process, and no thread but those that processing() renews leases by, work() works by, and
-coroutines look by.
+the next. A living worker holds a shared flock on its inflight-<node>/. The kernel drops it with
+the process, so a process that gets the exclusive lock knows that the worker is dead. There is no
+server. Threads are started only by processing(), work(), the async methods and
+TicketQueue.turn(); the command `work` forks one watchdog process.
 
 Guaranteed: at least once. A task whose push() returned is delivered until a done() or fail()
 returned, whatever is killed at whichever instant. Order is that of push() across the processes
@@ -78,11 +81,11 @@ deadline, or (without sync) when power was lost after done(): make handlers idem
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
 have wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a
 lease of another host ends by its deadline only, as do all without flock or boot id (not Linux).
-Names that are not of the forms above are foreign files: never delivered, moved, removed.
+Files whose names have none of these forms are foreign: never delivered, moved or removed.
 
 Rooms of this file; each uses only those above it:
 
-     1. System             what Python does not offer of it
+     1. System             system calls and constants that Python lacks
      2. Names              of tasks, directories and keys
      3. Errors and values  what the interface raises, returns and checks
      4. Records            the header line and the payload
@@ -91,11 +94,11 @@ Rooms of this file; each uses only those above it:
      7. Queue clock        orders and deadlines
      8. Backlog            the batch of names in pending/, and the next times
      9. Lease directory    claiming into it, and the lock that shows life
-    10. Key states         what is known of the keys of one hash, and its lock
-    11. Keys               tasks with a key: finding and moving them
+    10. Key states         keys/<hash>: where the task of each key is
+    11. Keys               their locks; finding and moving tasks with a key
     12. Keyed pushes       replacing, updating and buffering their payloads
     13. Transitions        each change of a task's state
-    14. Housekeeping       what pop() does besides taking
+    14. Housekeeping       the jobs of pop(): listing, due tasks, dead workers
     15. Taking             one look for a task, with a lease or without
     16. Waiting            inotify, threads, coroutines
     17. Processing         renewal of leases
@@ -153,8 +156,9 @@ __all__ = [
 __version__ = "1.0.0.dev0"
 
 # ==================================================================================================
-# 1. System: what Python does not offer of it, and what differs between platforms.
-#    Invariant: each clock is read in one place, and libc is loaded once.
+# 1. System: system calls and constants that Python lacks, and small helpers of all rooms.
+#    Invariant: libc is loaded once. Dates in names come from _wall_ns() or the queue clock only;
+#    time.monotonic() elsewhere measures pauses and timeouts.
 # ==================================================================================================
 
 # f_type of statfs(2): ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
@@ -322,8 +326,10 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 
 
 # ==================================================================================================
-# 2. Names: of tasks, directories and keys; the only place that takes a name apart or puts one
-#    together. Invariant: a name is of exactly one form, fixed in width, or it is not ours.
+# 2. Names: of tasks, directories and keys; parsers and formatters. Other rooms only join a
+#    directory and a name, or split them at "/".
+#    Invariant: a name matches a form of its directory (_FORMS), or it is foreign. The number in
+#    front has 20 digits, the id at the end 29 characters.
 # ==================================================================================================
 
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
@@ -360,6 +366,7 @@ _FORMS = {
         "reason": rf"()(){_ID}\.error",
     }.items()
 }
+_parse_waiting_path = re.compile(f"(?:pending|scheduled)/{_WAITING}").fullmatch
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
 _parse_lock = re.compile("[0-9a-f]{2}").fullmatch
 _parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
@@ -432,6 +439,10 @@ def _state_of(path: str) -> str:
     return "inflight" if directory.startswith("inflight-") else directory
 
 
+def _directory_of(path: str) -> str:
+    return path.partition("/")[0]
+
+
 def _node_of(path: str) -> str:
     """Return the node_id in the path of a lease or of its directory."""
     return path.partition("/")[0][len("inflight-") :]
@@ -461,6 +472,19 @@ def _attempts_of(path: str) -> int:
     return int(parts[1]) if len(parts) > 1 else 0
 
 
+def _is_first_lease(path: str) -> bool:
+    """Whether a path is that of a lease, and its task had not been delivered before."""
+    return path.startswith("inflight-") and "~1~" in path
+
+
+def _match_waiting(path: str) -> tuple[str, int | None] | None:
+    """Return id and attempts of a path in pending/ or scheduled/; None if its name is not ours."""
+    match = _parse_waiting_path(path)
+    if match is None:
+        return None
+    return match[3], int(match[1]) if match[1] else None
+
+
 def _due_of(buffered: str) -> int | None:
     """Return the time for which a payload in keys/ is scheduled, None if it is for at once."""
     return _stamp_of(buffered) if "~" in buffered else None
@@ -482,7 +506,7 @@ def _is_keyed(ident: str) -> bool:
 
 
 def _may_be_renamed(name: str) -> bool:
-    """Whether a task of that name in pending/ gets another name with a new payload."""
+    """Whether a new payload would rename the task of that name in pending/ (attempts back to 0)."""
     match = _FORMS["pending"](name)
     return match is not None and match[1] is not None and _is_keyed(match[3])
 
@@ -507,8 +531,8 @@ def _with_stamp(path: str, stamp_ns: int) -> str:
 
 
 def _first_try_path(path: str, due_ns: int | None) -> str:
-    """Return the path of a waiting task for a new payload, which was never delivered: at its
-    place, or in scheduled/ for a time."""
+    """Return the path of a waiting task with its attempts at 0: at its place in the queue, or in
+    scheduled/ if due_ns is given."""
     if due_ns is not None:
         return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
     if _is_bare(path):
@@ -552,7 +576,8 @@ def _decode_key(name: str) -> str:
 
 # ==================================================================================================
 # 3. Errors and values: what the interface raises and returns, and the checks of its arguments.
-#    Invariant: a value is a snapshot; only the lease of a task changes, and only by its own queue.
+#    Invariant: a value is a snapshot. Only `_lease` and `checkpoint` of a task change, by calls on
+#    the queue that leased it.
 # ==================================================================================================
 
 _MAX_NUMBER = 10**302  # of any argument
@@ -660,13 +685,18 @@ class FemtoTask:
         attempts: int | None = 0,
         key: str | None = None,
         checkpoint: bytes | None = None,
+        *,
+        _lease: _Lease | None = None,
+        _anchor_ns: int = 0,
         **others: Any,
     ) -> None:
         # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
         fields = self.__dict__
         fields["id"], fields["data"], fields["attempts"] = id, data, attempts
         fields["key"], fields["checkpoint"], fields["size_bytes"] = key, checkpoint, len(data)
-        fields.update(others)
+        fields["_lease"], fields["_anchor_ns"] = _lease, _anchor_ns
+        if others:
+            fields.update(others)
 
     @property
     def path(self) -> str:
@@ -852,7 +882,7 @@ def _add_to_message(error: Exception, text: str) -> None:
 
 # ==================================================================================================
 # 4. Records: one header line, `FQ1 <crc32> <length> [<key>]`, then the payload.
-#    Invariant: what does not match its header is never returned.
+#    Invariant: a payload that does not match its header is never returned.
 # ==================================================================================================
 
 _READ_BYTES = 4096  # a record of this size or less is read with one call
@@ -967,7 +997,7 @@ def _read_head(path: str) -> tuple[str | None, int | None]:
 #    first; a forked child never keeps one.
 # ==================================================================================================
 
-_NO_FLOCK = "keyed tasks and tickets need flock, which there is none of here"
+_NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
 _NO_FLOCK_ERRNOS = (
     *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
@@ -983,9 +1013,13 @@ def _flock(fd: int, how: str) -> bool | None:
 
     Returns False if another process has it, None if there are no locks here.
     """
-    kinds = {"shared": fcntl.LOCK_SH, "exclusive": fcntl.LOCK_EX | fcntl.LOCK_NB}
+    kinds = {
+        "shared": fcntl.LOCK_SH,
+        "exclusive": fcntl.LOCK_EX | fcntl.LOCK_NB,
+        "exclusive, waiting": fcntl.LOCK_EX,
+    }
     try:
-        fcntl.flock(fd, kinds.get(how, fcntl.LOCK_EX))
+        fcntl.flock(fd, kinds[how])
     except BlockingIOError:
         return False
     except OSError as error:
@@ -1036,12 +1070,9 @@ class _FileLock:
             return False
 
     def close(self) -> None:
-        """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock.
-
-        In a forked child the descriptor is closed already, and its number may be another's.
-        """
+        """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock."""
         fd, self.fd = self.fd, -1
-        if fd < 0 or self._pid != os.getpid():
+        if fd < 0:
             return
         with contextlib.suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_UN)
@@ -1049,7 +1080,9 @@ class _FileLock:
         os.close(fd)
 
     def __del__(self) -> None:
-        if self.fd >= 0 and os is not None:  # None: the interpreter ends
+        # os is None when the interpreter ends. In a forked child the descriptor is closed already
+        # (_after_fork_in_child), and its number may be another's.
+        if self.fd >= 0 and os is not None and self._pid == os.getpid():
             with contextlib.suppress(OSError):  # closed by code that did not open it
                 self.close()
 
@@ -1110,8 +1143,9 @@ if hasattr(os, "register_at_fork"):
 
 # ==================================================================================================
 # 6. Files: the steps on files of data_dir, and the one place where durability is decided.
-#    Invariant: a file appears whole under its name, or not at all; what is committed is on disk,
-#    the file first and then its directory, if the queue is durable.
+#    Invariant: a file appears whole under its name, or not at all; after power loss the checksum
+#    shows a torn one. commit() decides durability: if the queue is durable, it syncs the file, then
+#    its directory. publish() and _BatchSync do so for new tasks, _KeyLock.save() for key states.
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
@@ -1120,20 +1154,22 @@ _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is rep
 
 
 def _move(source: str, target: str) -> None:
-    """rename(2), by the name that overwrites on Windows too: a task that was run again by hand
-    ends where it ended before.
+    """Rename a file over the target, on Windows too (os.replace). A finished task that a person
+    ran again replaces its older file.
 
     RACE: a target directory that another process replaces just then (shrink_pending) gives ENOENT
     as if the source were gone; both are there, so the rename is done again.
     """
-    for _ in range(_MAX_REPLACED):
+    tries = 0
+    while True:
         try:
             os.replace(source, target)
             return
         except FileNotFoundError:
-            if not os.path.lexists(source) or not os.path.isdir(os.path.dirname(target)):
+            tries += 1
+            both = os.path.lexists(source) and os.path.isdir(os.path.dirname(target))
+            if not both or tries > _MAX_REPLACED:
                 raise
-    os.replace(source, target)
 
 
 def _exists(path: str) -> bool:
@@ -1146,8 +1182,8 @@ def _exists(path: str) -> bool:
 
 
 def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
-    """Remove a file and return whether it was there. or_fail=False: another error is on its way
-    to the caller already, and is the one to report."""
+    """Remove a file and return whether it was removed. or_fail=False: ignore an OSError, because
+    the caller already handles or reports another one."""
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -1160,7 +1196,7 @@ def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
 
 
 def _unlink_if_older(path: str, before_s: float) -> bool:
-    """Remove a file that came to its place before a time (st_ctime); return whether it went."""
+    """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
     try:
         status = os.lstat(path)
         if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
@@ -1181,6 +1217,7 @@ def _remove_empty_dir(path: str) -> None:
 
 
 def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
+    """fsync(2) the file or directory at a path."""
     fd = os.open(path, flags)
     try:
         os.fsync(fd)
@@ -1201,7 +1238,7 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
         return
     except FileNotFoundError:
         parent = os.path.dirname(path)
-        if parent == path or os.path.lexists(parent):  # a link to nowhere is none to be made
+        if parent == path or os.path.lexists(parent):  # a dangling link: mkdir can not help
             raise
         _make_dir(parent, 0o777, sync)
         _make_dir(path, mode, sync)
@@ -1213,7 +1250,7 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
 def _write_new(
     path: str, head: bytes, payload: bytes | memoryview = b"", sync: bool = False
 ) -> None:
-    """Write a file that was not there; if that fails, it is not there either."""
+    """Create a file and write it; remove it if that fails. Raises FileExistsError."""
     fd = os.open(path, _CREATE_FLAGS, 0o666)
     try:
         try:
@@ -1249,6 +1286,7 @@ class _BatchSync:
         self.each_file = self.wanted and self._syncfs is None
 
     def __exit__(self, *exc_info: object) -> None:
+        """Sync. `failed` stays True if that raises."""
         if not self.wanted:
             return
         self.failed = True
@@ -1443,27 +1481,29 @@ class _Files:
         _move(self.root + aside, self.root + path)
         return True
 
-    def move(self, source: str, target: str) -> None:
-        """Rename a task's file, over one that is there; target "": remove it."""
+    def move(self, source: str, target: str) -> str:
+        """Rename a task's file, over one that is there; target "": remove it. Return target."""
         if not target:
             os.unlink(self.root + source)
-            return
+            return target
         _move(self.root + source, self.root + target)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
         # finished task, whose lease came back when GlusterFS healed a host that had been cut off,
         # would be delivered for ever. A first delivery, as most are, does not pay for that.
-        is_first = _state_of(source) == "inflight" and _attempts_of(source) < 2
-        if _is_end(target) and not is_first:
+        if not _is_first_lease(source) and _is_end(target):
             _unlink_if_exists(self.root + source)
+        return target
 
     def remove(self, path: str) -> None:
-        """Remove a file if it is there. Errors are of no consequence."""
+        """Remove a file if it is there; ignore any OSError."""
         _unlink_if_exists(self.root + path, or_fail=False)
 
     def commit(self, path: str) -> None:
-        """If the queue is durable, make it so where a task's file is: the file first, then the
-        directory. The directory alone is not enough: after power loss btrfs had the task in the
-        directory that it came from as well, and what was done was delivered again."""
+        """If the queue is durable, sync a task's file, then its directory.
+
+        Syncing the directory alone is not enough. After power loss btrfs showed the task in its
+        old directory too, and a finished task was delivered again.
+        """
         if not self.is_durable:
             return
         with contextlib.suppress(FileNotFoundError):  # RACE: another process moved it on
@@ -1472,7 +1512,7 @@ class _Files:
         self.commit_dir(os.path.dirname(path))
 
     def commit_dir(self, directory: str) -> None:
-        """If the queue is durable, make it so which names a directory has."""
+        """If the queue is durable, sync a directory: its names survive power loss."""
         if self.is_durable:
             _sync_dir(self.root + directory)
 
@@ -1496,15 +1536,15 @@ class _Files:
             new = os.stat(fresh)
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
                 os.rename(fresh, pending)
-                _sync_dir(self.root)  # what is synced into it later must not hang in the air
+                _sync_dir(self.root)  # else files synced into it later could be lost with it
         with contextlib.suppress(OSError):
             os.rmdir(fresh)
 
 
 # ==================================================================================================
 # 7. Queue clock: orders and deadlines, by the monotonic clock and an anchor that all processes of
-#    one boot share. Invariant: orders of one object strictly increase; no one who sets the date
-#    moves them.
+#    one boot share. Invariant: orders of one object strictly increase; setting the date does not
+#    change them.
 # ==================================================================================================
 
 
@@ -1525,7 +1565,7 @@ def _read_anchor(path: str) -> int | None:
 
 
 def _create_once(aside: str, path: str) -> None:
-    """Put a clock file in place unless another process was first; then that one counts."""
+    """Put a clock file in place, unless another process has already put a valid one there."""
     try:
         os.link(aside, path)
     except FileExistsError:
@@ -1538,7 +1578,7 @@ def _create_once(aside: str, path: str) -> None:
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Start the clock at the wall clock, or after the newest task if that has gone back.
+    """Return the anchor that starts the clock at the wall clock, or after the newest task if later.
 
     The newest by id: what stands first in a name of pending/ may be a due time of next year,
     moved there by hand, and must not carry the clock along.
@@ -1569,7 +1609,7 @@ class _QueueClock:
         self.boot, self.anchor_ns = self._open()
 
     def init_worker(self) -> None:
-        """Draw what one process has for itself. Called again in a forked child."""
+        """Create the tag, the lock and the order of one process. Called again in a forked child."""
         self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
         self._lock = threading.RLock()  # of _order; a signal handler may push, too
         self._order = 0
@@ -1584,11 +1624,7 @@ class _QueueClock:
 
     def new_id(self) -> str:
         """Return an id, for a task or for a file in creating/."""
-        return f"{self.next_order():020d}-{self.tag}"
-
-    def is_over(self, path: str) -> bool:
-        """Whether the deadline of a lease has passed."""
-        return _stamp_of(path) <= self.now_ns()
+        return _new_name(self.next_order(), self.tag)
 
     def leave_boot(self) -> None:
         """Date leases by a boot that no observer shares: there are no locks, so no observer can
@@ -1629,8 +1665,8 @@ class _QueueClock:
 
 
 # ==================================================================================================
-# 8. Backlog: what this object knows to wait: a sorted batch of the names in pending/, and when the
-#    next task is due or the next lease ends.
+# 8. Backlog: what this object remembers of pending/: a sorted batch of its names; and the next
+#    times at which a task is due or a lease ends.
 #    Invariant: a name in it is a hint; only the claim tells whether its task still waits.
 # ==================================================================================================
 
@@ -1720,7 +1756,8 @@ class _Backlog:
 
 # ==================================================================================================
 # 9. Lease directory: this worker's inflight-<node>/, and the shared flock on it that shows that the
-#    worker lives. Invariant: a claim goes into the directory that is held locked, by descriptor.
+#    worker lives. Invariant: a claim goes into the locked directory, by its descriptor (without
+#    fcntl: by its path).
 # ==================================================================================================
 
 
@@ -1752,7 +1789,7 @@ class _LeaseDir:
         self.orphans: set[str] = set()  # names of leases in it that no living worker holds
         self.closes = 0
         self._held: _FileLock | None = None
-        self._first_open = True  # what stands in it is a former holder's, who is dead
+        self._first_open = True  # leases found in it belong to an earlier process
         self._wait = threading.local()  # .closes: what that was when this thread's wait began
 
     # Opening
@@ -1768,9 +1805,10 @@ class _LeaseDir:
         return self._held is not None and self._held.is_at_path()
 
     def ensure_open(self) -> list[_Entry]:
-        """Open and lock it unless it is; return the leases that a former holder left in it."""
+        """Open and lock it if it is not held; return the leases that an earlier process left."""
         with self._lock:
-            self.check_wait()
+            if self.closes:
+                self.check_wait()
             return [] if self.is_held() else self._open()
 
     def _open(self) -> list[_Entry]:
@@ -1842,7 +1880,8 @@ class _LeaseDir:
         Returns "" if another worker was first, or if the directory is not open (any more).
         """
         with self._lock:
-            self.check_wait()
+            if self.closes:
+                self.check_wait()
             deadline_ns = self._clock.now_ns() + length_ns  # now: we may have waited for the lock
             boot = _DETACHED if self._detached else self._clock.boot
             name = _lease_name(deadline_ns, attempts, boot, ident)
@@ -1877,7 +1916,7 @@ class _LeaseDir:
                     os.rename(self._files.root + lease, self._files.root + source)
 
     def boot_is_ours(self, entry: _Entry) -> bool:
-        """Whether a lease was taken on this boot, or only its deadline ends it anyway."""
+        """Whether our clock alone decides if a lease is over: taken on this boot, or detached."""
         return entry.boot in (self._clock.boot, _DETACHED)
 
     # Closing
@@ -1902,8 +1941,8 @@ class _LeaseDir:
 
     @contextlib.contextmanager
     def waiting_since(self, closes: int | None) -> Iterator[None]:
-        """In the block, this thread takes nothing if close() was called after that count; None:
-        it is no wait, though a signal handler may have interrupted one."""
+        """In the block, a claim of this thread raises _Closed if close() was called since `closes`
+        was read. None: not a wait, so it never does (a signal handler may run within a wait)."""
         outer = getattr(self._wait, "closes", None)
         self._wait.closes = closes
         try:
@@ -1918,8 +1957,9 @@ class _LeaseDir:
 
 
 # ==================================================================================================
-# 10. Key states: what is known of the keys of one hash, while their lock is held.
-#     Invariant: a state is a hint, which is checked and mended; a key without one has no task.
+# 10. Key states: the file keys/<hash>. The lock itself is taken in room 11, _KeyIndex.lock().
+#     Invariant: the path in a state is a hint, which find() checks and corrects. A key without a
+#     state has no task, except after power loss: then repair() finds what is in keys/.
 # ==================================================================================================
 
 
@@ -1934,28 +1974,31 @@ class _KeyState:
     buffered: str = ""
 
 
-def _read_key_states(root: str, tag: str) -> dict[str, _KeyState]:
-    """Return what keys/<hash> says of each key: nothing, if it is not there."""
-    try:
-        fd = os.open(f"{root}keys/{tag}", _READ_FLAGS)
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
-        return {}
-    try:
-        text = os.read(fd, os.fstat(fd).st_size).decode("ascii", "replace")
-    finally:
-        os.close(fd)
+def _parse_key_states(text: bytes, tag: str) -> dict[str, _KeyState]:
+    """Return what the contents of keys/<hash> say of each key."""
+    lines = text.decode("ascii", "replace").partition("\n\n")[0].splitlines()
     # One that leads to a task of no key, or of another hash, would have it overwritten.
     return {
         match[1]: _KeyState(match[2], match[4].strip("-"))
-        for match in map(_parse_key_state, text.partition("\n\n")[0].splitlines())
+        for match in map(_parse_key_state, lines)
         if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}")
     }
 
 
+def _read_key_states(root: str, tag: str) -> dict[str, _KeyState]:
+    """Return what keys/<hash> says of each key, without its lock: nothing, if it is not there."""
+    try:
+        fd = os.open(f"{root}keys/{tag}", _READ_FLAGS)
+    except FileNotFoundError:
+        return {}
+    try:
+        return _parse_key_states(os.read(fd, os.fstat(fd).st_size), tag)
+    finally:
+        os.close(fd)
+
+
 class _KeyLock:
-    """The keys of one hash, while this thread holds their lock: the state of each.
+    """The states of the keys of one hash, while this thread holds their lock (_KeyIndex.lock()).
 
     The lock is locks/<last two digits of the hash>, shared with the other hashes that end so. It is
     never removed: a process that waited for the lock of a removed file would have to see that its
@@ -1971,12 +2014,28 @@ class _KeyLock:
         self.tag, self._files, self._path = tag, files, f"{files.root}keys/{tag}"
         self.states: dict[str, _KeyState] = {}
         self._saved: str | None = None  # None: the states have not been read
+        self._fd = -1  # of keys/<hash>, if it is there
 
-    def read(self, states: Callable[[], dict[str, _KeyState]]) -> None:
-        """Read the states, unless a signal handler did it meanwhile. Call it with the lock held."""
-        if self._saved is None:
-            self.states = states()
-            self._saved = self._text()
+    def read(self, list_states: Callable[[str], dict[str, _KeyState]], create: bool) -> None:
+        """Read the states, unless a signal handler did it meanwhile. Call it with the lock held.
+
+        create: make keys/<hash>, for it will be written. list_states: used where other hosts write.
+        """
+        if self._saved is not None:
+            return
+        if self._files.is_shared:
+            self.states = list_states(self.tag)
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                self._open(create)
+                text = os.read(self._fd, os.fstat(self._fd).st_size)
+                self.states = _parse_key_states(text, self.tag)
+        self._saved = self._text()
+
+    def _open(self, create: bool) -> None:
+        """Open keys/<hash>. Raises FileNotFoundError if it, or keys/, is not there."""
+        flags = os.O_RDWR | _NO_FOLLOW_OR_BLOCK | (os.O_CREAT if create else 0)
+        self._fd = os.open(self._path, flags, 0o666)
 
     def _text(self) -> str:
         """Return what keys/<hash> is to say."""
@@ -1991,25 +2050,14 @@ class _KeyLock:
         if self._files.is_shared:
             self._make_dir(sync)
             return
-        fd = self._open_states(sync)
-        try:
-            os.pwrite(fd, text.encode("ascii"), 0)
-            self._saved = text
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        if sync:
-            _sync_dir(os.path.dirname(self._path))
-
-    def _open_states(self, sync: bool) -> int:
-        """Open keys/<hash> to write it; it is made if it is missing, and so is keys/."""
-        flags = os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-        try:
-            return os.open(self._path, flags, 0o666)
-        except FileNotFoundError:
+        if self._fd < 0:
             self._make_dir(sync)
-            return os.open(self._path, flags, 0o666)
+            self._open(create=True)
+        os.pwrite(self._fd, text.encode("ascii"), 0)
+        self._saved = text
+        if sync:
+            os.fsync(self._fd)
+            _sync_dir(os.path.dirname(self._path))
 
     def _make_dir(self, sync: bool) -> None:
         """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
@@ -2019,20 +2067,28 @@ class _KeyLock:
             _sync_dir(self._files.root)
 
     def close(self) -> None:
-        """Write the states; those of no key are removed."""
-        with contextlib.suppress(OSError):  # nothing depends on a hint
-            if self.states:
-                self.save(sync=False)
-            elif self._saved is not None and not self._files.is_shared:
-                os.unlink(self._path)
+        """Write the states; remove keys/<hash> if no key of the hash has one."""
+        try:
+            with contextlib.suppress(OSError):  # nothing depends on a hint
+                if self.states:
+                    self.save(sync=False)
+                elif self._fd >= 0 and self._saved is not None:
+                    os.unlink(self._path)
+        finally:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.close(fd)
 
 
 # ==================================================================================================
-# 11. Keys: the only room that moves a task with a key, or a newer payload behind one.
+# 11. Keys: takes the locks of keys; finds, moves and repairs tasks with a key. Besides it only
+#     room 9 (claim, undo_claim) and room 12 (a new time, a new payload) rename such a task.
 #     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
 #     one newer payload in keys/, behind a task in flight. What moves does so under the lock of its
 #     key; but pop() and people may take a task that waits at any time.
-#     Order of locks: that of a key first, then the queue's lock.
+#     Order of locks: that of a key first, then the queue's lock. With the queue's lock held, a
+#     key's lock is only tried (wait=False).
 # ==================================================================================================
 
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
@@ -2054,61 +2110,47 @@ class _KeyIndex:
     # Locks
 
     @contextlib.contextmanager
-    def lock(self, tag: str, wait: bool = True) -> Iterator[_KeyLock]:
+    def lock(self, tag: str, wait: bool = True, create: bool = False) -> Iterator[_KeyLock]:
         """Hold the lock of the keys of one hash. Inside, this thread may ask for it again.
 
         Blocks, so the queue's lock must not be held: a process, or another thread, may be stopped
-        while it has this one. wait=False: raises BlockingIOError if it is not free.
+        while it has this one. wait=False: raises BlockingIOError if it is not free. create: as in
+        _KeyLock.read().
         """
         outer: _KeyLock | None = getattr(self._held, "lock", None)
         if outer is not None and outer.tag == tag:
-            outer.read(lambda: self._read_states(tag))
+            outer.read(self._list_states, create)
             yield outer
             return
-        with self._file_lock(tag, wait):
+        # A signal handler that needs the same file, while this thread takes it or has it for
+        # another hash, shares the descriptor: it must not wait for itself.
+        name, files = _lock_of(tag), self._held.__dict__.setdefault("files", {})
+        shared: _FileLock | None = files.get(name)
+        file_lock = files[name] = shared or self._open_lock(name)
+        try:
+            file_lock.acquire_exclusive(wait)
             lock = self._held.lock = _KeyLock(self._files, tag)
             try:
-                lock.read(lambda: self._read_states(tag))
+                lock.read(self._list_states, create)
                 yield lock
             finally:
                 self._held.lock = outer
                 lock.close()
-
-    @contextlib.contextmanager
-    def _file_lock(self, tag: str, wait: bool) -> Iterator[None]:
-        """Hold the file lock for a hash. A signal handler that needs it while this thread takes
-        it, or has it for another hash, shares the descriptor: it must not wait for itself."""
-        name = _lock_of(tag)
-        held: dict[str, _FileLock] = self._held.__dict__.setdefault("files", {})
-        if name in held:
-            held[name].acquire_exclusive(wait)
-            yield
-            return
-        lock = held[name] = self._open_lock(name)
-        try:
-            lock.acquire_exclusive(wait)
-            yield
         finally:
-            with contextlib.suppress(OSError):  # what was done under the lock is done
-                lock.close()
-            del held[name]
+            if shared is None:
+                with contextlib.suppress(OSError):  # what was done under the lock is done
+                    file_lock.close()
+                del files[name]
 
     def _open_lock(self, name: str) -> _FileLock:
-        path = f"{self._files.root}locks/{name}"
+        """Open a file in locks/; make the directory for the first key."""
+        directory = f"{self._files.root}locks"
         try:
-            return _FileLock(path)
+            return _FileLock(f"{directory}/{name}")
         except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(
-                    f"{self._files.root}locks"
-                )  # the first key; if data_dir is gone, it says so
-            return _FileLock(path)
-
-    def _read_states(self, tag: str) -> dict[str, _KeyState]:
-        """Return the states of a hash, under its lock."""
-        if self._files.is_shared:
-            return self._list_states(tag)
-        return _read_key_states(self._files.root, tag)
+                os.mkdir(directory)  # FileNotFoundError if data_dir is gone
+            return _FileLock(f"{directory}/{name}")
 
     def lock_of(
         self, ident: str, wait: bool = True
@@ -2146,9 +2188,9 @@ class _KeyIndex:
             return None
         state.path, state.buffered = path, self.buffered(state)
         if state.buffered and _state_of(path) != "inflight":
-            # CRASH: when it came back and before the newer one took its place. Or a person moved
-            # it. If that fails now, a pop() has just taken it, or our directory is not open: then
-            # the newer one comes after it.
+            # CRASH: after the task returned to pending/ and before its newer payload replaced it;
+            # or a person moved it. If the replacement fails, another pop() has leased the task, or
+            # our directory is not open: the payload stays buffered behind it.
             record = f"keys/{state.buffered}"
             if self.replace_under_lease(state, record, _due_of(state.buffered)):
                 state.buffered = ""
@@ -2223,8 +2265,12 @@ class _KeyIndex:
         name, ident = _encode_key(key), _id_of(lease)
         tag = _key_tag(name)
         if not self._files.is_shared:
-            state = _read_key_states(self._files.root, tag).get(name)
-            if state is not None and _id_of(state.path) == ident:
+            held: _KeyLock | None = getattr(self._held, "lock", None)
+            if held is not None and held.tag == tag:
+                states = held.states
+            else:
+                states = _read_key_states(self._files.root, tag)
+            if name in states and _id_of(states[name].path) == ident:
                 return None
         with self.lock(tag) as lock:
             if self._files.is_shared:
@@ -2248,8 +2294,7 @@ class _KeyIndex:
         """
         ident = _id_of(source)
         if not _is_keyed(ident):
-            self._files.move(source, target)
-            return target
+            return self._files.move(source, target)
         with self.lock(_tag_of(ident), wait) as lock:
             return self._move_keyed(lock, source, ident, target)
 
@@ -2260,7 +2305,7 @@ class _KeyIndex:
         state = states[name] if name else _KeyState(source)
         ends, waits = _is_end(target), _state_of(source) == "pending"
         comes_back = not ends and _state_of(target) != "inflight"
-        # In pending/ a pop() may take it at any time; find() mends it where it finds it there.
+        # A task in pending/ is not merged here: a pop() may lease it at any time. find() does that.
         if comes_back and not waits and (buffered := self.buffered(state)):
             return self._return_with_buffered(state, buffered, source, target)
         try:
@@ -2439,7 +2484,7 @@ class _KeyPusher:
 
         Returns "" if a pop() or a person was quicker at the task that waited: again, then.
         """
-        with self._keys.lock(_key_tag(name)) as lock:
+        with self._keys.lock(_key_tag(name), create=True) as lock:
             path = self._keys.find(lock, name)
             if path is None:
                 return self._push_first(lock, name, payload, due_ns)
@@ -2565,7 +2610,7 @@ class _KeyPusher:
 
 
 # ==================================================================================================
-# 13. Transitions: each change of a task's state, written once.
+# 13. Transitions: each change of a task's state, except pushes (6, 12) and purges (14, 20).
 #     Invariant: the rename is the commit and the fence; what is written beside it comes after it.
 # ==================================================================================================
 
@@ -2613,68 +2658,66 @@ class _Transitions:
 
         Returns None if another worker was first, or the task can't be delivered.
         """
-        directory, _, name = waiting.partition("/")
-        entry = _parse(directory, name)
-        if entry is None:
+        found = _match_waiting(waiting)
+        if found is None:
             return None  # not ours
-        attempts = entry.attempts or 0
-        if fcntl is None and _is_keyed(entry.id):
+        ident, attempts = found[0], found[1] or 0
+        if fcntl is None and _is_keyed(ident):
             return None  # it could be leased, but never finished
         if self._max_attempts is not None and attempts >= self._max_attempts:
             self._dead_letter_exhausted(waiting, attempts)
         else:
             counted = min(attempts + 1, _MAX_ATTEMPTS)
-            lease = self._lease_dir.claim(waiting, counted, entry.id, length_ns)
+            lease = self._lease_dir.claim(waiting, counted, ident, length_ns)
             if lease:
-                return self._read_claimed(entry, lease, length_ns)
-        if attempts and _is_keyed(entry.id):
+                held = _Lease(lease, length_ns)
+                return self._read_claimed(waiting, ident, counted, held)
+        if attempts and _is_keyed(ident):
             # RACE: its payload was replaced after we listed it; its place is still this one.
             return self.claim(_first_try_path(waiting, None), length_ns)
         self._backlog.drop_taken()
         return None
 
-    def _read_claimed(self, entry: _Entry, lease: str, length_ns: int) -> FemtoTask | None:
-        """Read what we claimed; None if it is no use: undo the claim, or quarantine the task."""
-        checkpoint = None
+    def _read_claimed(
+        self, waiting: str, ident: str, attempts: int, held: _Lease
+    ) -> FemtoTask | None:
+        """Read a claimed task. None: it is gone (undo the claim) or corrupt (quarantine)."""
+        lease, checkpoint = held.path, None
         try:
-            if _is_keyed(entry.id) and self._files.is_shared:
+            if _is_keyed(ident) and self._files.is_shared:
                 # Its payload may have been replaced by another host: without a listing, the old
                 # one would be read for a second (GlusterFS).
                 os.listdir(self._lease_dir.path)
-            data, key = _read_record(self._files.root + lease, entry.id)
+            data, key = _read_record(self._files.root + lease, ident)
             other = None if key is None else self._keys.other_task(key, lease)
             if key is not None and other is not None:
                 self.quarantine(lease, str(KeyInFlight(key, other)))
                 return None
-            if entry.name != entry.id:  # else it was never delivered, and has none
-                checkpoint = self._read_checkpoint(entry.id, data)
+            if not _is_bare(waiting):  # else it was never delivered, and has none
+                checkpoint = self._read_checkpoint(ident, data)
         except CorruptTask as error:
             self.quarantine(lease, error.reason)
             return None
         except FileNotFoundError:
-            self._lease_dir.undo_claim(lease, entry.path)
+            self._lease_dir.undo_claim(lease, waiting)
             return None
         except BaseException as error:
-            self._return_unreadable(lease, entry, error)
+            self._return_unreadable(lease, waiting, error)
             raise
-        held, anchor_ns = _Lease(lease, length_ns), self._clock.anchor_ns
-        attempts = _attempts_of(lease)
-        return FemtoTask(
-            entry.id, data, attempts, key, checkpoint, _lease=held, _anchor_ns=anchor_ns
-        )
+        anchor_ns = self._clock.anchor_ns
+        return FemtoTask(ident, data, attempts, key, checkpoint, _lease=held, _anchor_ns=anchor_ns)
 
-    def _return_unreadable(self, lease: str, entry: _Entry, error: BaseException) -> None:
+    def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
         """Undo a claim that was interrupted, or whose file could not be read.
 
-        The task goes back to its place if that is no fault of the file's, else to the back: a file
-        that can't be read, or is too large for our memory, must not stop all workers that start
-        with the oldest task.
+        After an interrupt or a shortage the task returns to its place, else to the back: a file
+        that can't be read must not block each worker that takes the oldest task first.
         """
-        target = entry.path
+        target = waiting
         is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
-        if isinstance(error, Exception) and not is_transient and entry.directory == "pending":
-            name = _task_name(self._clock.next_order(), entry.attempts or 0, entry.id)
-            target = f"pending/{name}"
+        if isinstance(error, Exception) and not is_transient and _state_of(waiting) == "pending":
+            ident, attempts = _id_of(waiting), _attempts_of(waiting)
+            target = f"pending/{_task_name(self._clock.next_order(), attempts, ident)}"
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
             # CRASH: before it, a lease like any
             try:
@@ -2718,23 +2761,34 @@ class _Transitions:
     # From in flight
 
     def end_lease(self, task: FemtoTask, target: str) -> str:
-        """Move a leased task out of its lease: every end of a delivery is here. Return where to.
+        """Rename the task of a delivery from its lease to `target`; return the path it got.
 
-        Raises LeaseLost if the lease is gone.
+        Used by the holder to finish, fail, requeue and extend. Leases of other workers end in
+        reclaim() and quarantine(). Raises LeaseLost if the lease is gone.
         """
         lease = _lease_of(task)
-        with self._keys.lock_of(task.id), self._lock:
+        if _is_keyed(task.id):
+            with self._keys.lock_of(task.id):
+                gone_to = self._end(task, lease, target, self._keys.move)
+        else:
+            gone_to = self._end(task, lease, target, self._files.move)
+        if task.checkpoint is not None and _is_end(target):
+            self._files.remove(f"checkpoints/{task.id}")
+        return gone_to
+
+    def _end(
+        self, task: FemtoTask, lease: _Lease, target: str, move: Callable[[str, str], str]
+    ) -> str:
+        """Move a task out of its lease, with the lock of its key held if it has one."""
+        with self._lock:
             try:
-                gone_to = self._keys.move(lease.path, target)
+                gone_to = move(lease.path, target)
             except FileNotFoundError:
                 directory = os.path.dirname(target)
                 # A directory that is gone is disk trouble.
                 os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
                 raise self.lease_lost(task) from None
-            if _state_of(target) != "inflight":
-                lease.outcome = _OUTCOMES[_state_of(target)]
-        if task.checkpoint is not None and _is_end(target):
-            self._files.remove(f"checkpoints/{task.id}")
+            lease.outcome = _OUTCOMES.get(_directory_of(target), "")
         return gone_to
 
     def lease_lost(self, task: FemtoTask) -> LeaseLost:
@@ -2750,10 +2804,13 @@ class _Transitions:
         """Move a leased task to done/, or remove it."""
         path = _lease_of(task).path
         if keep:
-            self._files.commit(self.end_lease(task, f"done/{task.id}"))
+            gone_to = self.end_lease(task, f"done/{task.id}")
+            if self._files.is_durable:
+                self._files.commit(gone_to)
             return
-        with contextlib.suppress(FileNotFoundError):  # the lease was lost, and its directory
-            self._files.commit(path)  # where it goes from, or it is back where it was
+        # Sync the lease first: after power loss the task must not be in pending/ again.
+        with contextlib.suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
+            self._files.commit(path)
         directory = os.path.dirname(path)
         self.end_lease(task, "")
         self._files.commit_dir(directory)
@@ -2765,7 +2822,7 @@ class _Transitions:
         self._files.commit(gone_to)
 
     def requeue_uncounted(self, task: FemtoTask) -> None:
-        """End a delivery that does not count: the task is at its place again, the front."""
+        """Return a task to the front of pending/, and do not count this delivery."""
         name = _task_name(_order_of(task.id), _attempts_of(task.path) - 1, task.id)
         self.requeue(task, f"pending/{name}")
 
@@ -2778,7 +2835,7 @@ class _Transitions:
         """Rename a lease to another deadline: length_ns from now."""
         lease = _lease_of(task)
         with self._keys.lock_of(task.id), self._lock:
-            if lease.is_renewed:  # what renews it comes by no sooner
+            if lease.is_renewed:  # the next renewal is due only then
                 length_ns = max(length_ns, lease.length_ns)
             deadline_ns = self._clock.now_ns() + length_ns
             renewed, path = False, _with_stamp(lease.path, deadline_ns)
@@ -2807,12 +2864,13 @@ class _Transitions:
             self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 
     def orphan(self, lease: str) -> None:
-        """Have a lease reclaimed by the next look at leases: no one works under it any more."""
-        self._lease_dir.orphans.add(lease.partition("/")[2])
-        self._backlog.next_end_ns = 0
+        """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/."""
+        with self._lock:
+            self._lease_dir.orphans.add(lease.partition("/")[2])
+            self._backlog.next_end_ns = 0
 
     def reclaim(self, entry: _Entry) -> None:
-        """End another's lease, or an orphaned one: the task goes back to the place of its push."""
+        """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
         waiting = _task_name(_order_of(entry.id), entry.attempts or 0, entry.id)
         try:
             target = self._keys.move(entry.path, f"pending/{waiting}", wait=False)
@@ -2820,10 +2878,11 @@ class _Transitions:
             return  # RACE: its holder settled it, or another observer was first
         except OSError as error:
             if entry.directory == self._lease_dir.directory:
-                self._lease_dir.orphans.add(entry.name)  # it does not look like one: we live
+                self._lease_dir.orphans.add(entry.name)  # we are alive: only this mark ends it
             if isinstance(error, BlockingIOError):
                 return  # RACE: another process is at work on its key; next time
             raise
+        self._lease_dir.orphans.discard(entry.name)
         self._backlog.note_enqueued(target)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
@@ -2867,8 +2926,8 @@ class _Transitions:
     def quarantine(self, source: str, reason: str, wait: bool = True) -> None:
         """Make a dead letter of a task that can't be delivered, and say so in the log.
 
-        Without its reason if there is no room for that, or else it goes to the back: it must not
-        stand before tasks that can be worked on, and would make room.
+        If its reason can't be written, move it without one. If that fails too, move it to the back
+        of pending/: it must not block other tasks, whose work may free disk space.
         """
         ident = _id_of(source)
         back = _task_name(self._clock.next_order(), _attempts_of(source), ident)
@@ -2927,8 +2986,9 @@ class _Transitions:
 
 
 # ==================================================================================================
-# 14. Housekeeping: what pop() does besides taking, now and then.
-#     Invariant: an error in a job never stops deliveries; it is raised when there is nothing else.
+# 14. Housekeeping: the periodic jobs of pop(): list pending/, enqueue due tasks, reclaim leases of
+#     late and dead workers, repair keys, purge done/, remove stale files.
+#     Invariant: an OSError of a job never stops deliveries; pop() raises it when no task waits.
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
@@ -2940,8 +3000,8 @@ _PURGE_SLICE = 1000  # entries of done/ that one look at them takes, at least
 
 
 class _PeriodicJob:
-    """A thing that pop() does now and then: every_s seconds apart, or 20 times what it cost, up
-    to _LONGEST_PAUSE_S."""
+    """A job that pop() repeats: every_s seconds apart, or 20 times its last duration (at most
+    _LONGEST_PAUSE_S) if that is longer."""
 
     def __init__(self, run: Callable[[_Housekeeper], None], every_s: float) -> None:
         # A plain function: a bound method would make a cycle, which only the garbage collector
@@ -2956,7 +3016,7 @@ class _PeriodicJob:
         try:
             self._run(housekeeper)
             self.failed = False
-        finally:  # also when it failed: pop() has other things to do than to fail at it again
+        finally:  # a failed job waits too: it must not run at each pop()
             ended_s = time.monotonic()
             # It may only have hung once.
             pause_s = min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
@@ -3006,7 +3066,7 @@ class _Housekeeper:
     def run_due(self) -> None:
         """Run the jobs whose time has come: called when that of next_run_ns has."""
         if not self._lock.acquire(blocking=False):
-            return  # another thread is at it
+            return  # another thread runs them
         try:
             # What is nearly due too: a waiting worker is woken once for all of them.
             soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
@@ -3032,7 +3092,7 @@ class _Housekeeper:
             self._run_job(self._reclaiming)
 
     def refill(self) -> bool:
-        """List pending/ when the batch is used up, and what is known to be due by now.
+        """When the batch is used up, run overdue jobs and list pending/.
 
         Returns False if there is nothing to deliver. Raises the OSError of a job then.
         """
@@ -3063,7 +3123,7 @@ class _Housekeeper:
         return left_ns / 1e9
 
     def close(self) -> None:
-        """Let go what a job holds between two runs."""
+        """Close the listing of done/ that is kept open between two runs."""
         scan, self._done_scan = self._done_scan, None
         if scan is not None:
             scan.close()
@@ -3107,11 +3167,12 @@ class _Housekeeper:
 
         A directory that can't be read is no reason to leave the others: its error comes last.
         """
-        self._backlog.next_end_ns = _NEVER_NS
         first_error = _FirstError()
-        for directory in self._files.node_dirs():
-            with first_error:
-                self._reclaim_from(directory, first_error)
+        with self._lock:  # check(repair=True) calls this too
+            self._backlog.next_end_ns = _NEVER_NS
+            for directory in self._files.node_dirs():
+                with first_error:
+                    self._reclaim_from(directory, first_error)
         first_error.raise_if_any()
 
     def _reclaim_from(self, directory: str, first_error: _FirstError) -> None:
@@ -3126,15 +3187,15 @@ class _Housekeeper:
             is_over = entry.name in orphans or entry.stamp_ns <= now_ns
             (ended if is_over else running).append(entry)
         for entry in ended:
-            ours = self._lease_dir.boot_is_ours(entry) or entry.name in self._lease_dir.orphans
-            if ours or not self._renewed_recently(entry):
+            is_final = self._lease_dir.boot_is_ours(entry) or entry.name in orphans
+            if is_final or not self._renewed_recently(entry):
                 with first_error:
                     self._transitions.reclaim(entry)
         if running:
             self._backlog.next_end_ns = min(self._backlog.next_end_ns, running[0].stamp_ns)
-        ours = any(entry.boot == self._clock.boot for entry in leases)
-        if not is_own and (ours or not running):
-            self._reclaim_dead_worker(directory, ours)
+        has_ours = any(entry.boot == self._clock.boot for entry in leases)
+        if not is_own and (has_ours or not running):
+            self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Whether a lease was taken or renewed less than our own lease length ago.
@@ -3151,7 +3212,7 @@ class _Housekeeper:
             return False  # RACE: settled or reclaimed meanwhile
         return 0 <= age_ns < self._young_ns
 
-    def _reclaim_dead_worker(self, directory: str, ours: bool) -> None:
+    def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
         """Reclaim a dead worker's leases and remove its directory; leave a living one alone.
 
         RACE: where flock on a directory is a mount's own affair (FUSE: GlusterFS, sshfs), another
@@ -3167,7 +3228,7 @@ class _Housekeeper:
                 self._transitions.reclaim_all(directory, self._clock.boot)
                 self._keys.needs_repair = True  # it may have died before it promoted a payload
                 self.next_run_ns = 0
-                if ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
+                if has_ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     _remove_empty_dir(path)  # not with another boot's leases, foreign files
         finally:
             lock.close()
@@ -3208,9 +3269,8 @@ class _Housekeeper:
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
-            elif not os.path.isdir(
-                self._files.root + path
-            ):  # a folder is foreign, whatever its name
+            # A directory is foreign, whatever its name.
+            elif not os.path.isdir(self._files.root + path):
                 _unlink_if_exists(self._files.root + path)
 
     def stale_files(self) -> list[str]:
@@ -3238,7 +3298,8 @@ class _Housekeeper:
 # ==================================================================================================
 # 15. Taking: one look for a task, the oldest or a certain one, with the jobs that are due; and
 #     reading a task without a lease.
-#     Invariant: a look that returns None has seen that there was nothing to be had.
+#     Invariant: a look returns None only if it found no task to lease, the queue is paused, other
+#     workers won all claims of _MAX_LISTINGS listings, or (wait=False) a key's lock was not free.
 # ==================================================================================================
 
 
@@ -3338,7 +3399,7 @@ class _Taker:
     def _take(
         self, ident: str, find: Callable[[], str], length_ns: int, wait: bool
     ) -> FemtoTask | None:
-        """Claim the task that find() finds, under the lock of an id's key; "": not to be had."""
+        """Claim the task at the path that find() returns ("": none), under the lock of its key."""
         self._run_jobs()
         if self._files.is_paused:
             return None
@@ -3614,7 +3675,7 @@ class _Waits:
             if left_s <= 0:
                 return
             rest_s = self._house.rest_s()
-            if rest_s <= 0:  # something is stuck, or another thread is at it
+            if rest_s <= 0:  # a job failed, or another thread runs it
                 rest_s = pause_s
             yield min(left_s, rest_s if watcher.sees_all_writers else min(rest_s, pause_s))
 
@@ -3686,7 +3747,8 @@ class _Waits:
 
 # ==================================================================================================
 # 17. Processing: keeping a lease while its task is worked on, and ending it.
-#     Invariant: one thread per queue object renews, while a block of processing() runs.
+#     Invariant: while blocks of processing() run, at most one thread per queue object renews their
+#     leases; none does if their leases have no deadline.
 # ==================================================================================================
 
 _RENEWAL = 1 / 3  # of its length, after which a lease is renewed
@@ -3694,8 +3756,8 @@ _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
 
 
 def _retry_delay_s(first_s: float, attempts: int) -> float:
-    """Return how long a task waits after a failure: doubling, and up to half of it less, by
-    chance, so that tasks that failed together come apart."""
+    """Return how long a task waits after a failure. The delay doubles with each attempt; a random
+    part of up to half is subtracted, so that tasks that failed together spread out."""
     delay_s = min(first_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
     return delay_s * (1 - os.urandom(1)[0] / 512)
 
@@ -3713,10 +3775,10 @@ class _LeaseRenewer:
         self._blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         self.stop = threading.Event()  # set: no thread renews
         self.stop.set()
-        self.pause_s = 0.0  # how often the thread comes by
+        self.pause_s = 0.0  # seconds between two rounds of the thread
 
     def add(self, block: _Processing) -> None:
-        """Renew a lease from now on; start the thread if none runs, or it comes by too seldom."""
+        """Renew a lease from now on; start a thread if none runs, or if its rounds are too rare."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -3744,14 +3806,14 @@ class _LeaseRenewer:
         while not stop.wait(pause_s):
             try:
                 pause_s = self.renew_all(stop)
-            except BaseException:  # of what logs, say: no reason to lose all leases
+            except BaseException:  # e.g. of a log handler: the other leases must go on
                 pause_s = first_s / 10
             if not pause_s:
                 return
 
     def renew_all(self, stop: threading.Event) -> float:
-        """Renew the leases that need it. Return in how many seconds to do so again; 0, and `stop`
-        is set, if none is left."""
+        """Renew the leases that need it. Return the seconds until the next round. If no lease is
+        left, set `stop` and return 0."""
         with self._lock:
             tasks = [block.task for block in self._blocks.values()]
             lengths_ns = [_lease_of(it).length_ns for it in tasks]
@@ -3779,7 +3841,7 @@ class _LeaseRenewer:
         if not lease.is_renewed or lease.outcome:
             return
         if left_ns - self.pause_s * 1e9 >= lease.length_ns * (1 - _RENEWAL):
-            return  # shorter leases make us come by more often
+            return  # the thread runs more often than this lease needs
         # Not waiting for the lock of its key: a process may be stopped while it has it.
         self._transitions.renew(task, wait=False)
 
@@ -3803,6 +3865,7 @@ class _Processing:
         return self._lease.outcome
 
     def __enter__(self) -> FemtoTask:
+        """Check or renew the lease, and have it renewed. Raises LeaseLost."""
         task = self.task
         if self._transitions.left_ns(task) < self._lease.length_ns * 2 / 3:
             self._transitions.renew(task)
@@ -3814,9 +3877,10 @@ class _Processing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
+        """End the delivery by what the block raised, unless the block ended it itself."""
         task = self.task
         if os.getpid() != self._pid:
-            return  # a child that was forked in the block leaves it: the task is not its own
+            return  # a child that was forked in the block does not own the task
         try:
             if not self.outcome and not (isinstance(error, LeaseLost) and error.id == task.id):
                 self._end(error)
@@ -3833,7 +3897,7 @@ class _Processing:
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
         if error is None:
             queue.done(task)
-        elif not isinstance(error, Exception):  # we are told to exit
+        elif not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
             queue.release(task, front=True, counted=False)
         elif queue.max_attempts is not None and attempts >= queue.max_attempts:
             queue.fail(task, error)
@@ -3953,7 +4017,7 @@ class _WorkerPool:
             )
 
     def _submit(self, task: FemtoTask) -> None:
-        """Hand a task to a thread; start one more if all are at work."""
+        """Pass a task to a thread; start one more if all are busy."""
         with self._changed:
             self._running[id(task)] = task
             if self._threads < len(self._running):
@@ -4204,14 +4268,14 @@ class _Inspector:
         if found and self._repair:
             self._house.remove_stale_files()
         for path in found:
-            mended = not os.path.lexists(self._files.root + path)
+            mended = self._repair and not os.path.lexists(self._files.root + path)
             yield Finding("leftover", path, "more than an hour old", mended)
 
 
 # ==================================================================================================
 # 20. FemtoQueue: the public face. Its methods stand in the order of a task's life.
-#     Invariant: _lock is held while the backlog is used, while jobs run, and while a task moves
-#     into our lease directory or out of it; not while a task is read or written.
+#     Invariant: _lock is held while the backlog is changed, while pop() runs jobs, and while a task
+#     moves into our lease directory or out of it; not while a caller's payload is read or written.
 # ==================================================================================================
 
 
@@ -4437,9 +4501,9 @@ class FemtoQueue:
         The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
         ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
         for disk trouble: a task that could not be read is at the back of pending/ then; trouble
-        with other workers' directories, scheduled/ or creating/ surfaces when nothing is waiting.
+        with other workers' directories, scheduled/ or creating/ is raised when no task waits.
         """
-        length_ns = self._taker.length_of(lease_ms)
+        length_ns = self._length_ns if lease_ms is None else self._taker.length_of(lease_ms)
         if timeout == 0:
             return self._taker.take_oldest(length_ns)
         return self._waits.wait_for(lambda: self._taker.take_oldest(length_ns), _end_s(timeout))
@@ -4525,7 +4589,7 @@ class FemtoQueue:
     # Ending a delivery
 
     def done(self, task: FemtoTask) -> None:
-        """End the task's life: it moves to done/, or is deleted with keep_done=False.
+        """Finish the task: it moves to done/, or is deleted with keep_done=False.
 
         Raises LeaseLost if the task is not this delivery's any more.
         """
@@ -4533,7 +4597,7 @@ class FemtoQueue:
         self._transitions.finish(task, bool(self.keep_done))
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
-        """Set the task aside as a dead letter in failed/, where retry() finds it.
+        """Make the task a dead letter in failed/, where retry() finds it.
 
         error is the reason, kept in failed/<id>.error: a text, or an exception with its
         traceback. Raises LeaseLost if the task is not this delivery's any more.
@@ -4632,8 +4696,8 @@ class FemtoQueue:
         concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
         pending, scheduled or in flight any more. stop: an Event; when it is set, what runs is
         finished, and work() returns. In the main thread SIGTERM and SIGINT do the same, and a
-        second one gives back what runs and returns at once; threads that are at it then can
-        change nothing any more. A handler that fails is logged (logger "femtoqueue"), and the
+        second one gives back what runs and returns at once; threads that still handle
+        a task then get LeaseLost. A handler that fails is logged (logger "femtoqueue"), and the
         loop goes on; one that raises SystemExit or the like ends it. Disk trouble of pop() ends
         it too, as the OSError that it is, when what runs is finished.
         """
@@ -4661,7 +4725,7 @@ class FemtoQueue:
             self._backlog.clear()
 
     def resume(self) -> None:
-        """Undo pause(), or a person's `touch PAUSED`. Waits are woken."""
+        """Remove data_dir/PAUSED, by whomever it was made. Waiting calls look again."""
         _unlink_if_exists(f"{self._files.root}PAUSED")
 
     @property
@@ -4732,8 +4796,8 @@ class FemtoQueue:
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state. Reads names only; while others work, it is a snapshot
-        that no instant ever quite was."""
+        """Count the tasks in each state. Reads names only; tasks that
+        move while it counts may be missed or counted twice."""
         files = self._files
         pending = files.entries("pending")
         oldest_ns = min((entry.stamp_ns for entry in pending), default=None)
@@ -4813,7 +4877,7 @@ class FemtoQueue:
     # Closing
 
     def close(self) -> None:
-        """Give up this worker's lease directory. What it still held is anybody's at once.
+        """Give up this worker's lease directory; its tasks return to pending/ at once.
 
         Where there is no flock, and while another object lives under the same node_id, that is
         only so at the deadline. Other threads and coroutines that wait in a method of this object
@@ -4843,6 +4907,7 @@ class FemtoQueue:
             self.close()
 
     def __getstate__(self) -> dict[str, Any]:
+        """Return the arguments of the constructor, for pickle."""
         return {
             "data_dir": os.path.dirname(self._files.root),
             "node_id": self._given_node_id,
@@ -4898,10 +4963,10 @@ class TicketQueue:
         _fork_hooks[self] = TicketQueue._after_fork
 
     def register(self) -> tuple[int, str]:
-        """Draw the next ticket; return its number, from 1, and its member: its file's name in
+        """Take the next ticket; return its number, from 1, and its member: its file's name in
         queue_dir.
 
-        Blocks only for as long as others draw theirs.
+        Blocks only while other processes register.
         """
         with self._locked() as last:
             ticket = max([int(os.read(last.fd, 20) or 0), *(t for t, _ in self._tickets())]) + 1
@@ -5052,12 +5117,10 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 22. Command line.
-#     Invariant: it uses public names of the rooms above only, as any program could.
+# 22. Command line: a function for each command. Its docstring is the help and an example.
+#     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
+#     uses _WorkerPool (18), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
 # ==================================================================================================
-
-# Command line: a function for each command; its docstring is the help, and its end the example.
-# Invariant: it uses the public names of FemtoQueue and FemtoTask only, as any program could.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -5704,6 +5767,7 @@ class _Console:
             self.is_terminal = False
 
     def _write(self, lines: bytes, stream: Any) -> None:
+        """Write to a stream, with the progress line erased meanwhile."""
         with self._lock:
             self._redraw("")
             stream.write(lines)
@@ -5734,6 +5798,7 @@ class _Progress:
             threading.Thread(target=self._run, daemon=True).start()
 
     def __exit__(self, *exc_info: object) -> None:
+        """End the thread, and report what the pool has done."""
         self._is_over.set()
         # After two signals, a thread that is stuck in a write may hold the console.
         if not self._is_quiet and len(self._pool.signals) < 2:
@@ -5786,6 +5851,7 @@ class _CommandHandler:
         self._is_aborted = False
 
     def __call__(self, task: FemtoTask) -> None:
+        """Run CMD for a task. Raises _CommandFailed, or SystemExit if the worker can't run it."""
         try:
             with self._streams(task) as streams, self._start(task, streams) as process:
                 self._run(process, streams["stderr"])
@@ -6071,7 +6137,7 @@ def _pop_command(options: Any) -> int:
             else:
                 print(task.path)
             sys.stdout.flush()
-        except BaseException:  # a lease that was not printed is known to no one
+        except BaseException:  # a lease that was not printed can not be settled
             q.release(task, front=True, counted=False)
             raise
     return 0
@@ -6121,7 +6187,7 @@ def _done_command(options: Any) -> int:
 
 
 def _fail_command(options: Any) -> int:
-    """Set tasks that are in flight aside as dead letters, with a reason.
+    """Make dead letters of tasks that are in flight, with a reason.
 
     Example: femtoqueue fail jobs "$task" --reason 'no such image'
     """

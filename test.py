@@ -610,6 +610,27 @@ class Lifecycle(QueueCase):
             with self.assertRaisesRegex(ValueError, "lease_ms"):
                 q.pop(lease_ms=bad)
 
+    def test_a_task_taken_early_that_can_not_be_read_keeps_its_time(self) -> None:
+        q = self.queue()
+        ident = q.schedule(b"later", (time.time() + 1000) * 1e6)
+        with hooked(self.failing_read()):
+            self.assertRaises(OSError, q.take, id=ident)
+        self.assertEqual((q.pop(), self.states()), (None, {"scheduled": 1}))
+
+    def failing_read(self) -> Callable[[str, tuple[Any, ...]], None]:
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            if name == "read":
+                self.fail_with(errno.EIO)
+
+        return hook
+
+    def test_a_copy_of_a_task_may_be_made_with_other_values(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        copy = dataclasses.replace(self.pop(q), data=b"y")
+        self.assertEqual((copy.data, copy.attempts), (b"y", 1))
+        self.assertRaises(LeaseLost, q.done, copy)
+
     def test_release_may_leave_the_delivery_uncounted(self) -> None:
         q = self.queue()
         q.push(b"x")
@@ -1093,6 +1114,25 @@ class Leases(QueueCase):
         for gone in (ids[0], tasks[0].path, "", "rubbish"):
             self.assertRaises(LeaseLost, other.attach, gone)
         self.assertEqual(self.states(), {"done": 3})
+
+    def test_progress_is_kept_when_another_process_saves_it(self) -> None:
+        """The payload that a checkpoint belongs to is read, for attach() did not."""
+        q = self.queue()
+        q.push(b"payload")
+        q.checkpoint(self.pop(q), b"1")
+        other = self.queue("n2")
+        task = other.attach(self.names("inflight-n1")[0])
+        other.checkpoint(task, b"2")
+        other.release(task)
+        self.assertEqual(self.pop(q).checkpoint, b"2")
+
+    def test_a_detached_lease_gets_no_longer_by_a_queue_whose_leases_have_no_end(self) -> None:
+        """No death would ever end it."""
+        q, other = self.queue(detached=True), self.queue("n2", timeout_stale_ms=None)
+        q.push(b"x")
+        task = other.attach(self.pop(q).id)
+        other.extend(task)
+        self.assertLess(other._transitions.left_ns(task), 31 * 10**9)
 
     def test_detached_leases_end_by_their_deadline_only(self) -> None:
         """<boot> 00000000: neither a death nor a restart of the node ends it."""
@@ -1862,6 +1902,84 @@ class Keyed(QueueCase):
                 last = task.data
                 q.done(task)
             self.assertEqual(last, b"new")
+            q.close()
+            if not step.reached:
+                break
+        self.assertGreater(number, 8)
+
+    def test_a_new_payload_that_is_taken_at_once_is_not_charged_with_old_deliveries(self) -> None:
+        """Before each system call of its push a pop() takes the task, old or new, and gives it
+        back; the new payload still has all its attempts."""
+        self.needs_exchange()
+        for number in itertools.count():
+            q, other = self.queue(f"a{number}", max_attempts=3), self.queue(f"b{number}")
+            key = f"{number}"
+            q.push(b"old", key=key)
+            for _ in range(2):
+                q.release(q.take(key) or self.fail("it waits"), front=True)
+            taken: list[FemtoTask | None] = []
+            step = Meanwhile(number, lambda: taken.append(other.pop()))  # noqa: B023
+            with hooked(step):
+                q.push(b"new", key=key)
+            task = taken[0] if taken else None
+            if task is not None and task.data == b"new":
+                self.assertEqual(task.attempts, 1)
+            if task is not None:
+                other.done(task)
+            self.drain(q)
+            if not step.reached:
+                break
+        self.assertGreater(number, 8)
+
+    def test_a_push_or_schedule_that_raises_leaves_the_old_payload_at_its_time(self) -> None:
+        """Whichever call fails, also the exchange: it waits in pending/ as before."""
+        clock = self.clock()
+        for number in itertools.count():
+            q, key = self.queue(f"w{number}"), f"{number}"
+            q.push(b"old", key=key)
+            q.release(q.take(key) or self.fail("it waits"), front=True)
+            step, raised = Step(number, lambda: self.fail_with(errno.EIO)), False
+            try:
+                with hooked(step):
+                    q.schedule(b"new", (time.time() + 1e6) * 1e6, key=key)
+            except OSError:
+                raised = True
+            clock.advance(1)
+            task = q.take(key)
+            if raised:
+                self.assertEqual(task and task.data, b"old")
+            if task is not None:
+                q.done(task)
+            q.close()
+            if not step.reached:
+                break
+        self.assertGreater(number, 10)
+
+    def test_a_task_that_a_person_gave_back_gets_the_newer_payload_at_the_next_repair(self) -> None:
+        """`mv inflight-X/*ID pending/ID` with a newer payload behind it: one task, the newer."""
+        q = self.queue()
+        ident = q.push(b"old", key="k")
+        lease = self.pop(q).path
+        q.push(b"new", key="k")
+        os.rename(self.file(lease), self.file("pending", ident))
+        q._keys.repair()
+        self.assertEqual((self.drain(q), q.stats().failed), ([b"new"], 0))
+
+    def push_other(self, q: FemtoQueue, key: str) -> None:
+        q.push(b"handler", key=key)
+
+    def test_a_handler_that_pushes_while_a_lock_is_taken_does_not_wait_for_itself(self) -> None:
+        """Before each system call of a push, for another key with the same lock."""
+        slot = femtoqueue._key_tag("k")[-2:]
+        keys = (f"{n}" for n in itertools.count())
+        other = next(key for key in keys if femtoqueue._key_tag(key).endswith(slot))
+        for number in itertools.count():
+            q = self.queue(f"w{number}")
+            q.pop()
+            step = Meanwhile(number, functools.partial(self.push_other, q, other))
+            with hooked(step):
+                q.push(b"x", key="k")
+            self.assertEqual(sorted(self.drain(q)), [b"handler", b"x"][not step.reached :])
             q.close()
             if not step.reached:
                 break
@@ -5652,6 +5770,22 @@ class Waiting(QueueCase):
             if not step.reached:
                 break
         self.assertGreater(len(closed), 1)
+
+    def test_a_handler_that_closes_and_pushes_during_a_wait_pushes(self) -> None:
+        """The end of the wait is for the wait alone."""
+        q = self.queue()
+        q.pop()
+        done: list[str] = []
+
+        def handle(name: str, args: tuple[Any, ...]) -> None:
+            if name == "scandir" and not done:
+                done.append("")
+                q.close()
+                done[0] = q.push(b"state", key="k")
+
+        with hooked(handle):
+            self.assertIsNone(q.pop(60))
+        self.assertEqual(self.names("pending"), done)
 
     def close_elsewhere(self, q: FemtoQueue) -> None:
         """In another thread; later, if this one holds the object's lock now."""
