@@ -641,12 +641,13 @@ class _CommandFailed(Exception):
 class _Lease:
     """One delivery. `path` (inflight-<node>/<exact name>) is its fencing token; a renewal writes
     the new one here. `length_ns`: how long a renewal makes it last. `is_renewed`: whether a
-    thread renews it. `outcome`: how it ended, a field of WorkCounts; "" while it runs."""
+    thread renews it. `outcome`: how it ended, a field of WorkCounts; "" while it runs. `source`:
+    the path that it was claimed from; "" if that is not known."""
 
-    __slots__ = ("is_renewed", "length_ns", "outcome", "path")
+    __slots__ = ("is_renewed", "length_ns", "outcome", "path", "source")
 
-    def __init__(self, path: str, length_ns: int) -> None:
-        self.path, self.length_ns = path, length_ns
+    def __init__(self, path: str, length_ns: int, source: str = "") -> None:
+        self.path, self.length_ns, self.source = path, length_ns, source
         self.is_renewed, self.outcome = False, ""
 
 
@@ -686,17 +687,18 @@ class FemtoTask:
         key: str | None = None,
         checkpoint: bytes | None = None,
         *,
+        error: str | None = None,
+        size_bytes: int | None = -1,
+        _path: str = "",
         _lease: _Lease | None = None,
         _anchor_ns: int = 0,
-        **others: Any,
     ) -> None:
         # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
         fields = self.__dict__
         fields["id"], fields["data"], fields["attempts"] = id, data, attempts
-        fields["key"], fields["checkpoint"], fields["size_bytes"] = key, checkpoint, len(data)
-        fields["_lease"], fields["_anchor_ns"] = _lease, _anchor_ns
-        if others:
-            fields.update(others)
+        fields["key"], fields["checkpoint"], fields["error"] = key, checkpoint, error
+        fields["size_bytes"] = len(data) if size_bytes == -1 else size_bytes
+        fields["_path"], fields["_lease"], fields["_anchor_ns"] = _path, _lease, _anchor_ns
 
     @property
     def path(self) -> str:
@@ -1033,8 +1035,9 @@ class _FileLock:
     """An open file or directory that can be locked. It is closed with its last reference at the
     latest: an exception from a signal handler (Ctrl-C) may come between any two lines."""
 
+    fd = -1  # until it is open
+
     def __init__(self, path: str, flags: int = _LOCK_FLAGS) -> None:
-        self.fd = -1
         if fcntl is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
         self.path, self._pid = path, os.getpid()
@@ -1071,12 +1074,13 @@ class _FileLock:
 
     def close(self) -> None:
         """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock."""
-        fd, self.fd = self.fd, -1
+        fd = self.fd
         if fd < 0:
             return
         with contextlib.suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_UN)
         _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
+        self.fd = -1  # not sooner: what Ctrl-C leaves open is closed with the last reference
         os.close(fd)
 
     def __del__(self) -> None:
@@ -1850,6 +1854,8 @@ class _LeaseDir:
         if self._first_open and lock.try_exclusive() and lock.is_at_path():
             with contextlib.suppress(OSError):  # the next look at leases raises it
                 orphans = [it for it in self._files.entries(self.directory) if it.boot != _DETACHED]
+                # Also if Ctrl-C ends their reclaim: the next look at leases goes on.
+                self.orphans.update(entry.name for entry in orphans)
         lock.acquire_shared()
         return orphans
 
@@ -2023,14 +2029,17 @@ class _KeyLock:
         """
         if self._saved is not None:
             return
+        states: dict[str, _KeyState] = {}
         if self._files.is_shared:
-            self.states = list_states(self.tag)
+            states = list_states(self.tag)
         else:
             with contextlib.suppress(FileNotFoundError):
                 self._open(create)
                 text = os.read(self._fd, os.fstat(self._fd).st_size)
-                self.states = _parse_key_states(text, self.tag)
-        self._saved = self._text()
+                states = _parse_key_states(text, self.tag)
+        if self._saved is None:  # again: a handler may have come while we read
+            self.states = states
+            self._saved = self._text()
 
     def _open(self, create: bool) -> None:
         """Open keys/<hash>. Raises FileNotFoundError if it, or keys/, is not there."""
@@ -2043,21 +2052,19 @@ class _KeyLock:
         return "".join(lines) + "\n"
 
     def save(self, sync: bool) -> None:
-        """Write the states if they have changed."""
-        text = self._text()
-        if text == self._saved:
-            return
-        if self._files.is_shared:
-            self._make_dir(sync)
-            return
-        if self._fd < 0:
-            self._make_dir(sync)
-            self._open(create=True)
-        os.pwrite(self._fd, text.encode("ascii"), 0)
-        self._saved = text
-        if sync:
-            os.fsync(self._fd)
-            _sync_dir(os.path.dirname(self._path))
+        """Write the states if they have changed; again, if a signal handler does so meanwhile."""
+        while (text := self._text()) != self._saved:
+            if self._files.is_shared:
+                self._make_dir(sync)
+                return
+            if self._fd < 0:
+                self._make_dir(sync)
+                self._open(create=True)
+            os.pwrite(self._fd, text.encode("ascii"), 0)
+            self._saved = text
+            if sync:
+                os.fsync(self._fd)
+                _sync_dir(os.path.dirname(self._path))
 
     def _make_dir(self, sync: bool) -> None:
         """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
@@ -2070,15 +2077,20 @@ class _KeyLock:
         """Write the states; remove keys/<hash> if no key of the hash has one."""
         try:
             with contextlib.suppress(OSError):  # nothing depends on a hint
+                if not self.states and self._fd >= 0 and self._saved is not None:
+                    os.unlink(self._path)
+                    self._saved = ""  # what a signal handler wrote meanwhile is gone: again
+                    self._close_file()
                 if self.states:
                     self.save(sync=False)
-                elif self._fd >= 0 and self._saved is not None:
-                    os.unlink(self._path)
         finally:
-            fd, self._fd = self._fd, -1
-            if fd >= 0:
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+            with contextlib.suppress(OSError):
+                self._close_file()
+
+    def _close_file(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 # ==================================================================================================
@@ -2126,6 +2138,8 @@ class _KeyIndex:
         # another hash, shares the descriptor: it must not wait for itself.
         name, files = _lock_of(tag), self._held.__dict__.setdefault("files", {})
         shared: _FileLock | None = files.get(name)
+        if shared is not None and shared.fd < 0:
+            shared = None  # it is just being closed
         file_lock = files[name] = shared or self._open_lock(name)
         try:
             file_lock.acquire_exclusive(wait)
@@ -2134,13 +2148,18 @@ class _KeyIndex:
                 lock.read(self._list_states, create)
                 yield lock
             finally:
-                self._held.lock = outer
-                lock.close()
+                try:
+                    lock.close()
+                finally:  # after it: a handler must see the states that are being written
+                    self._held.lock = outer
         finally:
             if shared is None:
-                with contextlib.suppress(OSError):  # what was done under the lock is done
-                    file_lock.close()
-                del files[name]
+                try:
+                    with contextlib.suppress(OSError):  # what was done under the lock is done
+                        file_lock.close()
+                finally:  # also when Ctrl-C came in close()
+                    if files.get(name) is file_lock:
+                        del files[name]
 
     def _open_lock(self, name: str) -> _FileLock:
         """Open a file in locks/; make the directory for the first key."""
@@ -2324,6 +2343,8 @@ class _KeyIndex:
     def _promote_buffered(self, state: _KeyState) -> str:
         """Move a newer payload into the queue: the task before it has come to its end."""
         buffered = self.buffered(state)
+        if not buffered:  # RACE: a person removed it; keys/ itself must not be renamed
+            raise FileNotFoundError(errno.ENOENT, "it is gone", f"{self._files.root}keys/")
         path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
         _move(f"{self._files.root}keys/{buffered}", self._files.root + path)
         state.path, state.buffered = path, ""
@@ -2552,7 +2573,7 @@ class _KeyPusher:
             return False  # RACE: a pop() took it from pending/, or a person moved it
         try:
             replaced = self._files.swap_or_replace(aside, target)
-        except BaseException:
+        except OSError:
             with contextlib.suppress(OSError):
                 _move(root + target, root + source)  # a push that raised changed nothing
             raise
@@ -2568,13 +2589,20 @@ class _KeyPusher:
         the new one too. CRASH: after the rename the old payload begins anew; after the swap the
         old record is a leftover in creating/.
         """
-        if target != state.path:
+        root, source = self._files.root, state.path
+        if target != source:
             try:
-                _move(self._files.root + state.path, self._files.root + target)
+                _move(root + source, root + target)
             except FileNotFoundError:
                 return False  # RACE: a pop() took it, or a person moved it
             state.path = target
-        swapped = self._files.swap(aside, target)
+        try:
+            swapped = self._files.swap(aside, target)
+        except OSError:
+            with contextlib.suppress(OSError):
+                _move(root + target, root + source)  # a push that raised changed nothing
+                state.path = source
+            raise
         return self._keys.replace_under_lease(state, aside, None) if swapped is None else swapped
 
     def _update(self, path: str, name: str, payload: bytes | memoryview) -> str:
@@ -2670,7 +2698,7 @@ class _Transitions:
             counted = min(attempts + 1, _MAX_ATTEMPTS)
             lease = self._lease_dir.claim(waiting, counted, ident, length_ns)
             if lease:
-                held = _Lease(lease, length_ns)
+                held = _Lease(lease, length_ns, waiting)
                 return self._read_claimed(waiting, ident, counted, held)
         if attempts and _is_keyed(ident):
             # RACE: its payload was replaced after we listed it; its place is still this one.
@@ -2747,7 +2775,11 @@ class _Transitions:
         """Put a checkpoint in place, and renew the lease, which is the fence."""
         root, data = self._files.root, task.data
         if task.size_bytes is None:  # of attach(): the payload was not read
-            data, _ = _read_record(root + task.path, task.id)
+            try:
+                data, _ = _read_record(root + task.path, task.id)
+            except FileNotFoundError:
+                os.stat(root)  # gone: disk trouble
+                raise self.lease_lost(task) from None
         record = _header(data) + payload
         with self._files.replacement(self._clock.new_id(), _header(record), record) as aside:
             if not os.path.isdir(f"{root}checkpoints"):
@@ -2822,9 +2854,13 @@ class _Transitions:
         self._files.commit(gone_to)
 
     def requeue_uncounted(self, task: FemtoTask) -> None:
-        """Return a task to the front of pending/, and do not count this delivery."""
-        name = _task_name(_order_of(task.id), _attempts_of(task.path) - 1, task.id)
-        self.requeue(task, f"pending/{name}")
+        """Return a task to the front of pending/, and do not count this delivery. One that take()
+        leased before its time waits for that again."""
+        source = _lease_of(task).source
+        if _state_of(source) != "scheduled":
+            name = _task_name(_order_of(task.id), _attempts_of(task.path) - 1, task.id)
+            source = f"pending/{name}"
+        self.requeue(task, source)
 
     def fail(self, task: FemtoTask, error: str | BaseException | None) -> None:
         """Move a leased task to failed/ with its reason."""
@@ -4279,6 +4315,12 @@ class _Inspector:
 # ==================================================================================================
 
 
+_SETTINGS = frozenset(
+    {"data_dir", "timeout_stale_ms", "sync_after_write", "max_attempts", "keep_done"}
+    | {"retry_delay_s", "poll_interval_s", "detached"}
+)
+
+
 class FemtoQueue:
     """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
@@ -4349,6 +4391,11 @@ class FemtoQueue:
         self._clock = _QueueClock(self._files)
         self._init_worker()
         _fork_hooks[self] = FemtoQueue._after_fork
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _SETTINGS and name in self.__dict__:
+            raise AttributeError(f"{name} is fixed when the object is made; make another object")
+        object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
         """Create the state that belongs to one process: worker id, lock, cached listing. Called
@@ -4505,7 +4552,10 @@ class FemtoQueue:
         """
         length_ns = self._length_ns if lease_ms is None else self._taker.length_of(lease_ms)
         if timeout == 0:
-            return self._taker.take_oldest(length_ns)
+            try:
+                return self._taker.take_oldest(length_ns)
+            except _Closed:  # in a signal handler, during a wait that close() has ended
+                return None
         return self._waits.wait_for(lambda: self._taker.take_oldest(length_ns), _end_s(timeout))
 
     async def pop_async(
