@@ -641,13 +641,12 @@ class _CommandFailed(Exception):
 class _Lease:
     """One delivery. `path` (inflight-<node>/<exact name>) is its fencing token; a renewal writes
     the new one here. `length_ns`: how long a renewal makes it last. `is_renewed`: whether a
-    thread renews it. `outcome`: how it ended, a field of WorkCounts; "" while it runs. `source`:
-    the path that it was claimed from; "" if that is not known."""
+    thread renews it. `outcome`: how it ended, a field of WorkCounts; "" while it runs."""
 
-    __slots__ = ("is_renewed", "length_ns", "outcome", "path", "source")
+    __slots__ = ("is_renewed", "length_ns", "outcome", "path")
 
-    def __init__(self, path: str, length_ns: int, source: str = "") -> None:
-        self.path, self.length_ns, self.source = path, length_ns, source
+    def __init__(self, path: str, length_ns: int) -> None:
+        self.path, self.length_ns = path, length_ns
         self.is_renewed, self.outcome = False, ""
 
 
@@ -2698,7 +2697,7 @@ class _Transitions:
             counted = min(attempts + 1, _MAX_ATTEMPTS)
             lease = self._lease_dir.claim(waiting, counted, ident, length_ns)
             if lease:
-                held = _Lease(lease, length_ns, waiting)
+                held = _Lease(lease, length_ns)
                 return self._read_claimed(waiting, ident, counted, held)
         if attempts and _is_keyed(ident):
             # RACE: its payload was replaced after we listed it; its place is still this one.
@@ -2854,13 +2853,9 @@ class _Transitions:
         self._files.commit(gone_to)
 
     def requeue_uncounted(self, task: FemtoTask) -> None:
-        """Return a task to the front of pending/, and do not count this delivery. One that take()
-        leased before its time waits for that again."""
-        source = _lease_of(task).source
-        if _state_of(source) != "scheduled":
-            name = _task_name(_order_of(task.id), _attempts_of(task.path) - 1, task.id)
-            source = f"pending/{name}"
-        self.requeue(task, source)
+        """Return a task to the front of pending/, and do not count this delivery."""
+        name = _task_name(_order_of(task.id), _attempts_of(_lease_of(task).path) - 1, task.id)
+        self.requeue(task, f"pending/{name}")
 
     def fail(self, task: FemtoTask, error: str | BaseException | None) -> None:
         """Move a leased task to failed/ with its reason."""
@@ -4454,7 +4449,8 @@ class FemtoQueue:
         if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
         delivery ends (a newer one replaces it), then joins the queue by its own id, or takes the
         place of the task if that came back; "update": a redelivery carries data, and done() ends
-        it with the task; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without.
+        it with the task; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without. A
+        signal handler must not push a key that the interrupted thread is just pushing.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -4584,7 +4580,8 @@ class FemtoQueue:
         key: None is returned if its task is absent, in flight or not yet due. What it costs does
         not depend on how many tasks wait, but for pop()'s jobs, which it does too.
         id: the task may wait in pending/, or in scheduled/, due or not; else None is returned.
-        done() then cancels it. pending/ is listed if the task was delivered before.
+        done() then cancels it; if it comes back instead, it is due at once. pending/ is listed if
+        the task was delivered before.
         timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
         id, TypeError unless one of the two is given.
         """

@@ -1126,6 +1126,14 @@ class Leases(QueueCase):
         other.release(task)
         self.assertEqual(self.pop(q).checkpoint, b"2")
 
+    def test_progress_on_an_attached_lease_that_is_lost_is_refused(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        q.push(b"x")
+        task = self.pop(q)
+        attached = other.attach(task.id)
+        q.done(task)
+        self.assertRaises(LeaseLost, other.checkpoint, attached, b"1")
+
     def test_a_detached_lease_gets_no_longer_by_a_queue_whose_leases_have_no_end(self) -> None:
         """No death would ever end it."""
         q, other = self.queue(detached=True), self.queue("n2", timeout_stale_ms=None)
@@ -1347,6 +1355,27 @@ class Liveness(QueueCase):
             self.assertIsNone(starting.pop())
         quicker.done(taken[0])
         self.assertEqual(self.states(), {"done": 1})
+
+    def test_a_restart_that_ctrl_c_interrupts_takes_all_back_later(self) -> None:
+        """Its own leases look like those of a living worker by then."""
+        q = self.queue("same", timeout_stale_ms=None)
+        q.push_many([b"1", b"2", b"3"])
+        for _ in range(3):
+            self.pop(q)
+        q._lease_dir._held.close()  # type: ignore[union-attr]
+        q._lease_dir._held = None
+        again, clock, moves = self.queue("same", timeout_stale_ms=None), self.clock(), []
+
+        def interrupt(name: str, args: tuple[Any, ...]) -> None:
+            if name == "replace" and "/inflight-same/" in args[0]:
+                moves.append(name)
+                if len(moves) == 2:
+                    raise KeyboardInterrupt
+
+        with hooked(interrupt), self.assertRaises(KeyboardInterrupt):
+            again.pop()
+        clock.advance(1)
+        self.assertEqual(sorted(self.drain(again)), [b"1", b"2", b"3"])
 
     def test_a_restart_takes_back_even_while_an_observer_looks_at_its_directory(self) -> None:
         """The observer's lock is waited out; a lease of an earlier boot is nobody else's to end."""
@@ -1722,6 +1751,13 @@ class Sharing(QueueCase):
         copy.done(pickle.loads(pickle.dumps(task)))
         self.assertEqual(self.states(), {"done": 1})
 
+    def test_settings_are_fixed_when_the_object_is_made(self) -> None:
+        """A part of the object that took no notice would be a surprise."""
+        q = self.queue()
+        for name in ("sync_after_write", "max_attempts", "keep_done", "timeout_stale_ms"):
+            with self.assertRaisesRegex(AttributeError, name):
+                setattr(q, name, 1)
+
     def test_errors_survive_pickling(self) -> None:
         for error in (LeaseLost("i", True, "why"), CorruptTask("i", "why"), TaskNotFound("why")):
             copy = pickle.loads(pickle.dumps(error))
@@ -1930,6 +1966,37 @@ class Keyed(QueueCase):
             if not step.reached:
                 break
         self.assertGreater(number, 8)
+
+    def test_a_push_that_raises_leaves_the_attempts_of_the_old_payload(self) -> None:
+        q = self.queue()
+        q.push(b"old", key="k")
+        for _ in range(3):
+            q.release(self.pop(q), front=True)
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "exchange":
+                self.fail_with(errno.EIO)
+
+        self.needs_exchange()
+        with hooked(refuse), self.assertRaises(OSError):
+            q.push(b"new", key="k")
+        self.assertEqual(self.pop(q).attempts, 4)
+
+    def test_ctrl_c_after_the_exchange_delivers_nothing_before_its_time(self) -> None:
+        self.needs_exchange()
+        q, exchange = self.queue(), femtoqueue._exchange
+        q.push(b"now", key="k")
+
+        def interrupted(first: str, second: str) -> None:
+            exchange(first, second)
+            raise KeyboardInterrupt
+
+        with (
+            mock.patch.object(femtoqueue, "_exchange", interrupted),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            q.schedule(b"tomorrow", (time.time() + 86_400) * 1e6, key="k")
+        self.assertIsNone(q.pop())
 
     def test_a_push_or_schedule_that_raises_leaves_the_old_payload_at_its_time(self) -> None:
         """Whichever call fails, also the exchange: it waits in pending/ as before."""
@@ -2393,6 +2460,64 @@ class Keyed(QueueCase):
         assert task is not None
         q.done(task)
         self.assertEqual(self.drain(q), [b"3"])
+
+    def test_ctrl_c_as_a_lock_is_given_up_leaves_the_key_to_others_and_to_this_thread(self) -> None:
+        """Before and after each flock() and close() of a push."""
+        import fcntl
+
+        flock = fcntl.flock
+
+        def interrupted(fd: int, kind: int) -> None:
+            if kind == fcntl.LOCK_UN and armed:
+                armed.clear()
+                raise KeyboardInterrupt
+            flock(fd, kind)
+
+        q, armed = self.queue(), [True]
+        q.pop()
+        with mock.patch("fcntl.flock", interrupted), self.assertRaises(KeyboardInterrupt):
+            q.push(b"1", key="k")
+        gc.collect()
+        self.locked("k", wait=False).close()
+        q.push(b"2", key="k")
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_a_handler_that_pushes_the_key_whose_states_are_read_or_written_makes_no_second(
+        self,
+    ) -> None:
+        """Before each system call of a done()."""
+        for number in itertools.count():
+            q, key = self.queue(f"w{number}"), f"{number}"
+            q.push(b"0", key=key)
+            task = q.take(key)
+            assert task is not None
+            step = Meanwhile(number, functools.partial(self.push_other, q, key))
+            with hooked(step):
+                q.done(task)
+            if step.reached:
+                self.assertTrue(q.contains(key), number)
+                q.push(b"newest", key=key)
+                self.assertEqual((self.drain(q), q.stats().failed), ([b"newest"], 0), number)
+            q.close()
+            if not step.reached:
+                break
+        self.assertGreater(number, 6)
+
+    def test_a_payload_that_a_person_removed_is_no_reason_to_rename_the_directory(self) -> None:
+        """keys/ with an empty name would be renamed over an empty pending/."""
+        q = self.queue()
+        os.mkdir(self.file("keys"))
+        name = f"{1:020d}-80000000"
+        self.put(name, b"rubbish", "keys")
+        path = self.file("keys", name)
+
+        def remove(call: str, args: tuple[Any, ...]) -> None:
+            if call == "open" and args[0] == path:
+                os.unlink(path)
+
+        with hooked(remove), contextlib.suppress(FileNotFoundError):
+            q._keys.repair()
+        self.assertEqual((self.names("keys"), self.names("pending")), ([], []))
 
     def test_an_exception_from_a_signal_leaves_no_lock_behind(self) -> None:
         """It may come between any two lines, also before the one that closes."""
