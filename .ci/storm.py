@@ -55,6 +55,7 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
@@ -1065,12 +1066,17 @@ class DoneWithoutFence(FemtoQueue):
 
 
 class AcknowledgesFirst(FemtoQueue):
-    later: Callable[[], object] = staticmethod(lambda: None)
+    class Files(femtoqueue._Files):
+        later: Callable[[], object] = staticmethod(lambda: None)
 
-    def _publish(self, ident, data, path, **options):  # type: ignore[no-untyped-def]
-        before, publish = self.later, super()._publish
-        self.later = lambda: publish(ident, data, path, **options)
-        before()
+        def publish(self, aside, data, path, **options):  # type: ignore[no-untyped-def]
+            before, publish = self.later, super().publish
+            self.later = lambda: publish(aside, data, path, **options)
+            before()
+
+    def __init__(self, *places: Any, **settings: Any) -> None:
+        super().__init__(*places, **settings)
+        self._files.__class__ = AcknowledgesFirst.Files
 
 
 class PopWithoutLease(FemtoQueue):
@@ -1090,8 +1096,13 @@ class KeysAppend(FemtoQueue):
 
 
 class OrderByTheWallClock(FemtoQueue):
-    def _next_order(self) -> int:
-        return int(time.time() * 1e9)
+    class Clock(femtoqueue._QueueClock):
+        def next_order(self) -> int:
+            return int(time.time() * 1e9)
+
+    def __init__(self, *places: Any, **settings: Any) -> None:
+        super().__init__(*places, **settings)
+        self._clock.__class__ = OrderByTheWallClock.Clock
 
 
 class SchedulesAtOnce(FemtoQueue):
