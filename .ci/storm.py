@@ -550,7 +550,9 @@ class Storm:
 
     def litter(self) -> None:
         places = [os.path.join(self.queue_path, name) for name in os.listdir(self.queue_path)]
-        places = [place for place in places if place not in self.rubbish]
+        # What is in spare/ goes along when that becomes a worker's directory.
+        not_here = {*self.rubbish, os.path.join(self.queue_path, "spare")}
+        places = [place for place in places if place not in not_here]
         standing = [place for place in places if "inflight-" not in place]
         place = self.chance.choice((self.queue_path, *self.chance.choice((standing, places))))
         number = len(self.rubbish)
@@ -1029,6 +1031,8 @@ def check_left(storm: Storm) -> Iterator[str]:
             yield f"left over: {place}"
             continue
         names = [n for n in os.listdir(place) if os.path.join(place, n) not in storm.rubbish]
+        if name == "locks":  # they stay
+            names = [n for n in names if not re.fullmatch("[0-9a-f]{2}", n)]
         if name == "creating":
             creating = names
         elif names or (name.startswith("inflight-") and not os.listdir(place)):
