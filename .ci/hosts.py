@@ -515,7 +515,7 @@ def break_queue(how: str) -> None:
         deadline_ns = self._clock.now_ns() + length_ns
         name = femtoqueue._lease_name(deadline_ns, attempts, self._clock.boot, ident)
         lease, root = f"{self.directory}/{name}", self._files.root
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # ENOENT or ESTALE: another was first
             shutil.copyfile(root + source, root + lease)
             os.unlink(root + source)
         return lease
