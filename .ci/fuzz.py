@@ -268,7 +268,7 @@ class Names:
                 delivered[task.data] += 1
                 q.done(task)
             self.clock.advance(300)
-        now_ns = q._now_ns() - 300 * 10**9
+        now_ns = q._clock.now_ns() - 300 * 10**9
         for state in (*states, "inflight") if "pending" in states else states:
             for name, kind, payload in self.named(state):
                 timed = state in ("scheduled", "inflight") or (state == "keys" and "~" in name)
@@ -538,42 +538,49 @@ def listed_backwards(*args: Any) -> tuple[list[str], int]:
     return names[::-1], seen
 
 
-def seized_uncounted(q: FemtoQueue, waiting: str, attempts: int, *rest: Any) -> str:
-    return seize(q, waiting, attempts - 1, *rest)
+def claimed_uncounted(
+    lease_dir: femtoqueue._LeaseDir, source: str, attempts: int, *rest: Any
+) -> str:
+    return claim(lease_dir, source, attempts - 1, *rest)
 
 
-def appended(q: FemtoQueue, data: bytes, key: str, _: str, due_ns: int | None) -> str:
-    name = femtoqueue._quoted(key)
-    with q._bucket(femtoqueue._key_tag(name)) as bucket:
-        return q._push_first(bucket, name, data, due_ns)
+def appended(
+    pusher: femtoqueue._KeyPusher, name: str, payload: bytes, _: str, due_ns: int | None
+) -> str:
+    with pusher._keys.lock(femtoqueue._key_tag(name)) as lock:
+        return pusher._push_first(lock, name, payload, due_ns)
 
 
-def settled_late(q: FemtoQueue, task: FemtoTask, target: str) -> str:
+def ended_late(transitions: femtoqueue._Transitions, task: FemtoTask, target: str) -> str:
     with contextlib.suppress(femtoqueue.LeaseLost):
-        return settle(q, task, target)
+        return end_lease(transitions, task, target)
     return target
+
+
+def opened_only(transitions: femtoqueue._Transitions) -> None:
+    transitions._lease_dir.ensure_open()
 
 
 def read_unchecked(path: str, ident: str) -> tuple[bytes, str | None]:
     with open(path, "rb") as file:
         header, _, payload = file.read().partition(b"\n")
     name = header.split(b" ")[3:]
-    return payload, femtoqueue._unquoted(name[0].decode())[:50] if name else None
+    return payload, femtoqueue._decode_key(name[0].decode())[:50] if name else None
 
 
 def released_to_the_back(q: FemtoQueue, task: FemtoTask, **how: Any) -> None:
     release(q, task, **{**how, "front": False})
 
 
-def read_any_hint(root: str, tag: str) -> dict[str, femtoqueue._Hint]:
+def read_any_state(root: str, tag: str) -> dict[str, femtoqueue._KeyState]:
     """As it was once: a line that leads to another key's task is believed."""
     try:
         with open(f"{root}keys/{tag}", encoding="ascii", errors="replace") as file:
             text = file.read().partition("\n\n")[0]
     except FileNotFoundError:
         return {}
-    forms = [form for line in text.splitlines() if (form := femtoqueue._parse_hint(line))]
-    return {form[1]: femtoqueue._Hint(form[2], form[4].strip("-")) for form in forms}
+    forms = [form for line in text.splitlines() if (form := femtoqueue._parse_key_state(line))]
+    return {form[1]: femtoqueue._KeyState(form[2], form[4].strip("-")) for form in forms}
 
 
 def nothing(*args: Any) -> None:
@@ -584,28 +591,30 @@ def loose(parse: Any) -> Callable[[str], re.Match[str] | None]:
     return re.compile(parse.__self__.pattern.replace("{18}", "{17,18}")).fullmatch
 
 
-oldest_names, seize, settle = femtoqueue._oldest_names, FemtoQueue._seize, FemtoQueue._settle
-release, parsers = FemtoQueue.release, {state: loose(p) for state, p in femtoqueue._PARSE.items()}
+oldest_names, claim = femtoqueue._oldest_names, femtoqueue._LeaseDir.claim
+end_lease, release = femtoqueue._Transitions.end_lease, FemtoQueue.release
+forms = {state: loose(form) for state, form in femtoqueue._FORMS.items()}
+CLOCK, KEYS, PUSHER = femtoqueue._QueueClock, femtoqueue._KeyIndex, femtoqueue._KeyPusher
+LEASES, MOVES, HOUSE = femtoqueue._LeaseDir, femtoqueue._Transitions, femtoqueue._Housekeeper
 BROKEN: tuple[tuple[str, str, object, dict[str, Any]], ...] = (
     ("the last in is the first out", "lives", femtoqueue, {"_oldest_names": listed_backwards}),
-    ("attempts are not counted", "lives", FemtoQueue, {"_seize": seized_uncounted}),
-    ("max_attempts is no limit", "lives", FemtoQueue, {"_give_up": nothing}),
+    ("attempts are not counted", "lives", LEASES, {"claim": claimed_uncounted}),
+    ("max_attempts is no limit", "lives", MOVES, {"_dead_letter_exhausted": nothing}),
     ("extend() does not", "lives", FemtoQueue, {"extend": nothing}),
-    ("a keyed push appends", "lives", FemtoQueue, {"_push_keyed": appended}),
-    ("a newer payload is forgotten", "lives", FemtoQueue, {"_let_in": nothing}),
-    ("leases do not end", "lives", FemtoQueue, {"_reclaim_from": nothing}),
-    ("the dead keep what they had", "lives", FemtoQueue, {"_clear_out": nothing}),
-    ("who comes back finds nothing", "lives", FemtoQueue, {"_put_back_all": nothing}),
-    ("a late worker may finish", "lives", FemtoQueue, {"_settle": settled_late}),
-    ("what is due stays", "lives", FemtoQueue, {"_wake_due": nothing}),
+    ("a keyed push appends", "lives", PUSHER, {"push": appended}),
+    ("a newer payload is forgotten", "lives", KEYS, {"_promote_buffered": nothing}),
+    ("leases do not end", "lives", HOUSE, {"_reclaim_from": nothing}),
+    ("the dead keep what they had", "lives", HOUSE, {"_reclaim_dead_worker": nothing}),
+    ("who comes back finds nothing", "lives", MOVES, {"open_lease_dir": opened_only}),
+    ("who goes keeps what it had", "lives", MOVES, {"reclaim_all": nothing}),
+    ("a late worker may finish", "lives", MOVES, {"end_lease": ended_late}),
+    ("what is due stays", "lives", HOUSE, {"_enqueue_due": nothing}),
     ("front is the back", "lives", FemtoQueue, {"release": released_to_the_back}),
-    ("the clock is the wall's", "lives", FemtoQueue, {"_now_ns": lambda q: femtoqueue._wall_ns()}),
-    ("19 digits are a number", "names", femtoqueue, {
-        "_PARSE": parsers, "_parse_pending": parsers["pending"],
-    }),
+    ("the clock is the wall's", "lives", CLOCK, {"now_ns": lambda _: femtoqueue._wall_ns()}),
+    ("19 digits are a number", "names", femtoqueue, {"_FORMS": forms}),
     ("no checksum is checked", "contents", femtoqueue, {"_read_record": read_unchecked}),
-    ("hints are believed", "contents", femtoqueue, {"_read_hints": read_any_hint}),
-)  # fmt: skip
+    ("key states are believed", "contents", femtoqueue, {"_read_key_states": read_any_state}),
+)
 
 
 def fault_of(kind: str, seed: int) -> str:

@@ -422,7 +422,7 @@ class Actor:
 
     def deadline_s(self, task: FemtoTask) -> float:
         name = task.path.rpartition("/")[2]
-        return (int(name[:20]) - self.q._anchor_ns) / 1e9
+        return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9
 
     def work(self, task: FemtoTask) -> None:
         how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[0]
@@ -506,41 +506,26 @@ def check_payload(data: bytes) -> str:
     return head[:-1]
 
 
-def lock_to_remove(bucket: Any) -> Any:
-    """Return a lock of keys whose file is removed when it is released."""
-
-    @contextlib.contextmanager
-    def removed_lock(self: Any, tag: str, wait: bool = True) -> Iterator[Any]:
-        with bucket(self, tag, wait) as held:
-            yield held
-            if held._fd is not None:  # else a caller of ours holds the lock
-                with contextlib.suppress(FileNotFoundError):  # it was removed before
-                    os.unlink(os.readlink(f"/proc/self/fd/{held._fd:d}"))
-
-    return removed_lock
-
-
 def break_queue(how: str) -> None:
     """Make the mistakes that the proof must see."""
-    target: Any = FemtoQueue
-    transfer, publish = target._transfer, target._publish
-    removed_lock = lock_to_remove(target._bucket)
+    move, publish = femtoqueue._KeyIndex.move, femtoqueue._Files.publish
+    file_lock = femtoqueue._KeyIndex._file_lock
 
-    def copy_and_unlink(self: Any, waiting: str, attempts: int, ident: str, lasts_ns: int) -> str:
-        name = femtoqueue._stamped(self._now_ns() + lasts_ns, attempts, f"{self._boot}~{ident}")
-        try:
-            shutil.copyfile(self._root + waiting, self._root + self._node_dir + name)
-            os.unlink(self._root + waiting)
-        except FileNotFoundError:
-            pass
-        return name
+    def copy_and_unlink(self: Any, source: str, attempts: int, ident: str, length_ns: int) -> str:
+        deadline_ns = self._clock.now_ns() + length_ns
+        name = femtoqueue._lease_name(deadline_ns, attempts, self._clock.boot, ident)
+        lease, root = f"{self.directory}/{name}", self._files.root
+        with contextlib.suppress(OSError):  # ENOENT or ESTALE: another was first
+            shutil.copyfile(root + source, root + lease)
+            os.unlink(root + source)
+        return lease
 
-    def no_fence(self: Any, source: str, ident: str, goal: str, wait: bool = True) -> str:
+    def no_fence(self: Any, source: str, target: str, wait: bool = True) -> str:
         try:
-            return str(transfer(self, source, ident, goal, wait))
+            return move(self, source, target, wait)
         except FileNotFoundError:
-            if goal.startswith("done/"):
-                return goal
+            if target.startswith("done/"):
+                return target
             raise
 
     def careless(self: Any, *args: Any, **settings: Any) -> None:
@@ -548,20 +533,28 @@ def break_queue(how: str) -> None:
             publish(self, *args, **settings)
 
     def youngest_first(self: Any) -> None:
-        self._be_in_place()
-        self._batch = sorted(os.listdir(f"{self._root}pending"))
+        self._transitions.open_lease_dir()
+        self._backlog.names = sorted(os.listdir(f"{self._files.root}pending"))
+
+    @contextlib.contextmanager
+    def removed_lock(self: Any, tag: str, wait: bool = True) -> Iterator[None]:
+        """The file of a lock is removed when it is released."""
+        with file_lock(self, tag, wait):
+            yield
+            with contextlib.suppress(FileNotFoundError):  # it was removed before
+                os.unlink(f"{self._files.root}locks/{tag[-2:]}")
 
     if how:
-        _, name = BROKEN[how]
-        setattr(target, name, locals()[how])
+        _, room, name = BROKEN[how]
+        setattr(room, name, locals()[how])
 
 
-BROKEN = {  # the phase that must catch it, and the method that it replaces
-    "copy_and_unlink": ("calm", "_seize"),
-    "no_fence": ("storms", "_transfer"),
-    "careless": ("storms", "_publish"),
-    "youngest_first": ("calm", "_list_pending"),
-    "removed_lock": ("keys", "_bucket"),
+BROKEN: dict[str, tuple[str, type, str]] = {  # the phase that must catch it, what it replaces
+    "copy_and_unlink": ("calm", femtoqueue._LeaseDir, "claim"),
+    "no_fence": ("storms", femtoqueue._KeyIndex, "move"),
+    "careless": ("storms", femtoqueue._Files, "publish"),
+    "youngest_first": ("calm", femtoqueue._Housekeeper, "_list_pending"),
+    "removed_lock": ("keys", femtoqueue._KeyIndex, "_file_lock"),
 }
 
 
@@ -1137,7 +1130,7 @@ def measure(hosts: Cluster, work: str) -> None:
 
 
 def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
-    for broken, (phase, _) in BROKEN.items():
+    for broken, (phase, *_) in BROKEN.items():
         if phase not in phases:
             continue
         try:
