@@ -530,7 +530,7 @@ def _with_stamp(path: str, stamp_ns: int) -> str:
     return f"{directory}/{stamp_ns:020d}{name[20:]}"
 
 
-def _first_try_path(path: str, due_ns: int | None) -> str:
+def _reset_path(path: str, due_ns: int | None) -> str:
     """Return the path of a waiting task with its attempts at 0: at its place in the queue, or in
     scheduled/ if due_ns is given."""
     if due_ns is not None:
@@ -553,7 +553,7 @@ def _key_tag(name: str) -> str:
     return f"{binascii.crc32(name.encode()) | 1 << 31:08x}"
 
 
-def _lock_of(tag: str) -> str:
+def _lock_name(tag: str) -> str:
     """Return the name in locks/ of the lock for the keys of a hash."""
     return tag[-2:]
 
@@ -825,7 +825,7 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _length_ns(ms: float | None) -> int:
+def _lease_length_ns(ms: float | None) -> int:
     """Return the length of a lease in nanoseconds; None: as long as the holder lives."""
     return _FOREVER_NS if ms is None or ms > _FOREVER_NS / 1e6 else int(ms * 1e6)
 
@@ -1148,7 +1148,7 @@ if hasattr(os, "register_at_fork"):
 # 6. Files: the steps on files of data_dir, and the one place where durability is decided.
 #    Invariant: a file appears whole under its name, or not at all; after power loss the checksum
 #    shows a torn one. commit() decides durability: if the queue is durable, it syncs the file, then
-#    its directory. publish() and _BatchSync do so for new tasks, _KeyLock.save() for key states.
+#    its directory. publish() and _BatchSync do so for new tasks, _KeyStates.save() for key states.
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
@@ -1729,7 +1729,7 @@ class _Backlog:
         """Forget the batch, so that the next pop() lists pending/."""
         self.names = []
 
-    def look_again(self) -> None:
+    def forget_times(self) -> None:
         """Forget the known times, so that the next listing looks for due tasks and ended leases."""
         self.next_due_ns = self.next_end_ns = 0
 
@@ -1827,7 +1827,7 @@ class _LeaseDir:
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
-                orphans = self._lock_it(lock)
+                orphans = self._lock_shared(lock)
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if lock.is_at_path():
                     # The old one goes last: it may come back, with what we hold in it.
@@ -1838,7 +1838,7 @@ class _LeaseDir:
                 if to_close is not None:
                     to_close.close()
 
-    def _lock_it(self, lock: _FileLock) -> list[_Entry]:
+    def _lock_shared(self, lock: _FileLock) -> list[_Entry]:
         """Take the shared lock; return what a former holder left, if it is dead.
 
         RACE: with the exclusive lock no namesake is at work in the directory that we opened; but
@@ -1920,7 +1920,7 @@ class _LeaseDir:
                 elif fcntl is None:
                     os.rename(self._files.root + lease, self._files.root + source)
 
-    def boot_is_ours(self, entry: _Entry) -> bool:
+    def deadline_is_final(self, entry: _Entry) -> bool:
         """Whether our clock alone decides if a lease is over: taken on this boot, or detached."""
         return entry.boot in (self._clock.boot, _DETACHED)
 
@@ -2002,7 +2002,7 @@ def _read_key_states(root: str, tag: str) -> dict[str, _KeyState]:
         os.close(fd)
 
 
-class _KeyLock:
+class _KeyStates:
     """The states of the keys of one hash, while this thread holds their lock (_KeyIndex.lock()).
 
     The lock is locks/<last two digits of the hash>, shared with the other hashes that end so. It is
@@ -2121,34 +2121,34 @@ class _KeyIndex:
     # Locks
 
     @contextlib.contextmanager
-    def lock(self, tag: str, wait: bool = True, create: bool = False) -> Iterator[_KeyLock]:
+    def lock(self, tag: str, wait: bool = True, create: bool = False) -> Iterator[_KeyStates]:
         """Hold the lock of the keys of one hash. Inside, this thread may ask for it again.
 
         Blocks, so the queue's lock must not be held: a process, or another thread, may be stopped
         while it has this one. wait=False: raises BlockingIOError if it is not free. create: as in
-        _KeyLock.read().
+        _KeyStates.read().
         """
-        outer: _KeyLock | None = getattr(self._held, "lock", None)
+        outer: _KeyStates | None = getattr(self._held, "lock", None)
         if outer is not None and outer.tag == tag:
             outer.read(self._list_states, create)
             yield outer
             return
         # A signal handler that needs the same file, while this thread takes it or has it for
         # another hash, shares the descriptor: it must not wait for itself.
-        name, files = _lock_of(tag), self._held.__dict__.setdefault("files", {})
+        name, files = _lock_name(tag), self._held.__dict__.setdefault("files", {})
         shared: _FileLock | None = files.get(name)
         if shared is not None and shared.fd < 0:
             shared = None  # it is just being closed
         file_lock = files[name] = shared or self._open_lock(name)
         try:
             file_lock.acquire_exclusive(wait)
-            lock = self._held.lock = _KeyLock(self._files, tag)
+            held = self._held.lock = _KeyStates(self._files, tag)
             try:
-                lock.read(self._list_states, create)
-                yield lock
+                held.read(self._list_states, create)
+                yield held
             finally:
                 try:
-                    lock.close()
+                    held.close()
                 finally:  # after it: a handler must see the states that are being written
                     self._held.lock = outer
         finally:
@@ -2172,7 +2172,7 @@ class _KeyIndex:
 
     def lock_of(
         self, ident: str, wait: bool = True
-    ) -> contextlib.AbstractContextManager[_KeyLock | None]:
+    ) -> contextlib.AbstractContextManager[_KeyStates | None]:
         """Hold the lock of a task's key, if it has one; see lock()."""
         return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else _NO_LOCK
 
@@ -2187,24 +2187,24 @@ class _KeyIndex:
         name = _encode_key(key)
         if not self.may_have_task(name):
             return None
-        with self.lock(_key_tag(name)) as lock:
-            return self.find(lock, name)
+        with self.lock(_key_tag(name)) as held:
+            return self.find(held, name)
 
-    def find(self, lock: _KeyLock, name: str, thorough: bool = True) -> str | None:
+    def find(self, held: _KeyStates, name: str, thorough: bool = True) -> str | None:
         """Return where the task of an encoded key is, None if it has none; mend its state.
 
         thorough=False: the caller has listed all that waits, and it was not there.
         """
-        state = lock.states.get(name)
+        state = held.states.get(name)
         if state is None:
             return None
         path = self.locate(state.path, thorough) if state.path else None
         if path is None and state.buffered:
             path = self._promote_lost(state)
         if path is None:
-            del lock.states[name]
+            del held.states[name]
             return None
-        state.path, state.buffered = path, self.buffered(state)
+        state.path, state.buffered = path, self.buffered_name(state)
         if state.buffered and _state_of(path) != "inflight":
             # CRASH: after the task returned to pending/ and before its newer payload replaced it;
             # or a person moved it. If the replacement fails, another pop() has leased the task, or
@@ -2218,7 +2218,7 @@ class _KeyIndex:
     def _promote_lost(self, state: _KeyState) -> str | None:
         """CRASH: the process that ended a task died before it promoted the payload behind it, or
         after that. Or a person removed the task. Return where that payload is now."""
-        if self.buffered(state):
+        if self.buffered_name(state):
             return self._promote_buffered(state)
         return self.locate(f"pending/{_id_of(state.buffered)}")
 
@@ -2233,7 +2233,7 @@ class _KeyIndex:
         entry = self._files.find_id(_id_of(path), "inflight", *elsewhere)
         return entry.path if entry else None
 
-    def buffered(self, state: _KeyState) -> str:
+    def buffered_name(self, state: _KeyState) -> str:
         """Return the name in keys/ of the newer payload behind a task, "" if there is none."""
         if not state.buffered or os.path.lexists(f"{self._files.root}keys/{state.buffered}"):
             return state.buffered
@@ -2283,23 +2283,23 @@ class _KeyIndex:
         name, ident = _encode_key(key), _id_of(lease)
         tag = _key_tag(name)
         if not self._files.is_shared:
-            held: _KeyLock | None = getattr(self._held, "lock", None)
+            held: _KeyStates | None = getattr(self._held, "lock", None)
             if held is not None and held.tag == tag:
                 states = held.states
             else:
                 states = _read_key_states(self._files.root, tag)
             if name in states and _id_of(states[name].path) == ident:
                 return None
-        with self.lock(tag) as lock:
+        with self.lock(tag) as held:
             if self._files.is_shared:
                 state = self._list_states(tag, but=lease).get(name)
                 path = state.path if state is not None else None
             else:
-                path = self.find(lock, name)
+                path = self.find(held, name)
             if path and _id_of(path) != ident:
                 return _id_of(path)
-            if not path and name not in lock.states:
-                lock.states[name] = _KeyState(lease)
+            if not path and name not in held.states:
+                held.states[name] = _KeyState(lease)
         return None
 
     # Moving
@@ -2313,24 +2313,24 @@ class _KeyIndex:
         ident = _id_of(source)
         if not _is_keyed(ident):
             return self._files.move(source, target)
-        with self.lock(_tag_of(ident), wait) as lock:
-            return self._move_keyed(lock, source, ident, target)
+        with self.lock(_tag_of(ident), wait) as held:
+            return self._move_keyed(held, source, ident, target)
 
-    def _move_keyed(self, lock: _KeyLock, source: str, ident: str, target: str) -> str:
+    def _move_keyed(self, held: _KeyStates, source: str, ident: str, target: str) -> str:
         """Move a keyed task under the lock of its key; see move()."""
-        states = lock.states
+        states = held.states
         name = next((key for key, it in states.items() if _id_of(it.path) == ident), "")
         state = states[name] if name else _KeyState(source)
         ends, waits = _is_end(target), _state_of(source) == "pending"
         comes_back = not ends and _state_of(target) != "inflight"
         # A task in pending/ is not merged here: a pop() may lease it at any time. find() does that.
-        if comes_back and not waits and (buffered := self.buffered(state)):
+        if comes_back and not waits and (buffered := self.buffered_name(state)):
             return self._return_with_buffered(state, buffered, source, target)
         try:
             self._files.move(source, target)
             if not ends:
                 state.path = target
-            elif self.buffered(state):
+            elif self.buffered_name(state):
                 self._promote_buffered(state)
             elif name:
                 del states[name]
@@ -2341,7 +2341,7 @@ class _KeyIndex:
 
     def _promote_buffered(self, state: _KeyState) -> str:
         """Move a newer payload into the queue: the task before it has come to its end."""
-        buffered = self.buffered(state)
+        buffered = self.buffered_name(state)
         if not buffered:  # RACE: a person removed it; keys/ itself must not be renamed
             raise FileNotFoundError(errno.ENOENT, "it is gone", f"{self._files.root}keys/")
         path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
@@ -2359,7 +2359,7 @@ class _KeyIndex:
         task then. False if a pop() was quicker, or a person moved the lease. CRASH: the lease ends
         and the task is back at its place, with the old payload or the new one.
         """
-        source, target = state.path, _first_try_path(state.path, due_ns)
+        source, target = state.path, _reset_path(state.path, due_ns)
         if _state_of(source) == "scheduled":  # no pop() takes it from there
             self._replace_and_move(record, source, target)
         else:
@@ -2411,12 +2411,12 @@ class _KeyIndex:
             # RACE: another worker enqueued it before we had the lock, and it may be in flight by
             # now: then the rename over it would make a second one.
             os.lstat(root + source)
-        target = _first_try_path(target, _due_of(buffered))
+        target = _reset_path(target, _due_of(buffered))
         self._replace_and_move(f"keys/{buffered}", source, target)
         state.path, state.buffered = target, ""
         return target
 
-    def reserve(self, lock: _KeyLock, source: str, target: str) -> None:
+    def reserve(self, held: _KeyStates, source: str, target: str) -> None:
         """Make sure that the key of a failed task has no other, and say that it will be there.
 
         Raises KeyInFlight if it has.
@@ -2427,11 +2427,11 @@ class _KeyIndex:
             return  # a corrupt one has no key, and pop() will quarantine it
         if key is None:
             return
-        path = self.find(lock, _encode_key(key))
+        path = self.find(held, _encode_key(key))
         if path is not None:
             raise KeyInFlight(key, _id_of(path))
-        lock.states[_encode_key(key)] = _KeyState(target)
-        lock.save(self._files.is_durable)
+        held.states[_encode_key(key)] = _KeyState(target)
+        held.save(self._files.is_durable)
 
     # Repair
 
@@ -2441,11 +2441,11 @@ class _KeyIndex:
         buffered = {_tag_of(name) for name in self._names(_FORMS["keys"])}
         idle = {*map(_tag_of, self.idle())}
         for tag in sorted(buffered | idle):
-            with contextlib.suppress(BlockingIOError), self.lock(tag, wait=False) as lock:
-                for name in [*lock.states]:
-                    self.find(lock, name, thorough=tag not in idle)
+            with contextlib.suppress(BlockingIOError), self.lock(tag, wait=False) as held:
+                for name in [*held.states]:
+                    self.find(held, name, thorough=tag not in idle)
                 if tag in buffered:
-                    self._index_unlisted(lock)
+                    self._index_unlisted(held)
 
     def idle(self) -> list[str]:
         """Return the names in keys/, states and newer payloads, of keys that have no task."""
@@ -2464,19 +2464,19 @@ class _KeyIndex:
             return []  # none yet
         return sorted(filter(parse, names))
 
-    def _index_unlisted(self, lock: _KeyLock) -> None:
+    def _index_unlisted(self, held: _KeyStates) -> None:
         """Promote newer payloads that no state knows: power loss, or a person, took the state."""
-        known = {state.buffered for state in lock.states.values()}
+        known = {state.buffered for state in held.states.values()}
         for entry in self._files.entries("keys"):
-            if _tag_of(entry.id) != lock.tag or entry.name in known:
+            if _tag_of(entry.id) != held.tag or entry.name in known:
                 continue
             state, name = _KeyState("", entry.name), ""
             with contextlib.suppress(FileNotFoundError):
                 name = self._key_at(entry)
-            if name in lock.states:
+            if name in held.states:
                 continue  # when that one has ended
             if name:
-                lock.states[name] = state
+                held.states[name] = state
             self._promote_buffered(state)  # a corrupt one too: pop() quarantines it
 
 
@@ -2504,34 +2504,34 @@ class _KeyPusher:
 
         Returns "" if a pop() or a person was quicker at the task that waited: again, then.
         """
-        with self._keys.lock(_key_tag(name), create=True) as lock:
-            path = self._keys.find(lock, name)
+        with self._keys.lock(_key_tag(name), create=True) as held:
+            path = self._keys.find(held, name)
             if path is None:
-                return self._push_first(lock, name, payload, due_ns)
+                return self._push_first(held, name, payload, due_ns)
             if _state_of(path) != "inflight":
-                if lock.states[name].buffered:
+                if held.states[name].buffered:
                     return ""  # RACE: it would come after this payload: its turn first
-                return self._replace(lock, name, payload, due_ns)
+                return self._replace(held, name, payload, due_ns)
             if if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
             if if_in_flight == "update":
                 return self._update(path, name, payload)
-            return self._buffer(lock, name, payload, due_ns)
+            return self._buffer(held, name, payload, due_ns)
 
     def _push_first(
-        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+        self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
     ) -> str:
         """Push the only task of a key."""
-        ident = _new_name(self._clock.next_order(), lock.tag)
+        ident = _new_name(self._clock.next_order(), held.tag)
         path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
-        lock.states[name] = _KeyState(path)
+        held.states[name] = _KeyState(path)
         try:
             # The state is there first: a task that it does not know would be one too many.
-            lock.save(self._files.is_durable)
+            held.save(self._files.is_durable)
             self._files.publish(ident, payload, path, key=name)
         except BaseException:
             with contextlib.suppress(OSError):
-                self._keys.find(lock, name)  # a consumer that was quicker keeps what it has
+                self._keys.find(held, name)  # a consumer that was quicker keeps what it has
             raise
         self._backlog.note_enqueued(path)
         return ident
@@ -2545,12 +2545,12 @@ class _KeyPusher:
             self._files.remove(aside)
 
     def _replace(
-        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+        self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
     ) -> str:
         """Replace the payload of a waiting task; return its id, "" if another was quicker."""
-        state = lock.states[name]
+        state = held.states[name]
         with self._replacement(name, payload) as aside:
-            target = _first_try_path(state.path, due_ns)
+            target = _reset_path(state.path, due_ns)
             if _state_of(target) == "scheduled":
                 replaced = self._replace_scheduled(state, aside, target)
             else:
@@ -2613,15 +2613,15 @@ class _KeyPusher:
         return _id_of(path)
 
     def _buffer(
-        self, lock: _KeyLock, name: str, payload: bytes | memoryview, due_ns: int | None
+        self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
     ) -> str:
         """Put a newer payload behind the task in flight, or in the place of the one behind it."""
-        state, before = lock.states[name], self._keys.buffered(lock.states[name])
-        ident = _id_of(before) or _new_name(self._clock.next_order(), lock.tag)
+        state, before = held.states[name], self._keys.buffered_name(held.states[name])
+        ident = _id_of(before) or _new_name(self._clock.next_order(), held.tag)
         state.buffered = ident if due_ns is None else _task_name(due_ns, 0, ident)
         root, path = self._files.root, f"keys/{state.buffered}"
         try:
-            lock.save(self._files.is_durable)
+            held.save(self._files.is_durable)
             if not before:
                 self._files.publish(ident, payload, path, key=name)
                 return ident
@@ -2701,7 +2701,7 @@ class _Transitions:
                 return self._read_claimed(waiting, ident, counted, held)
         if attempts and _is_keyed(ident):
             # RACE: its payload was replaced after we listed it; its place is still this one.
-            return self.claim(_first_try_path(waiting, None), length_ns)
+            return self.claim(_reset_path(waiting, None), length_ns)
         self._backlog.drop_taken()
         return None
 
@@ -2995,9 +2995,9 @@ class _Transitions:
         ident = _id_of(source)
         target = f"pending/{_task_name(self._clock.next_order(), 0, ident)}"
         try:
-            with self._keys.lock_of(ident) as lock:
-                if lock is not None:
-                    self._keys.reserve(lock, source, target)
+            with self._keys.lock_of(ident) as held:
+                if held is not None:
+                    self._keys.reserve(held, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
                 _unlink_if_exists(f"{self._files.root}failed/{ident}.error")
                 self._keys.move(source, target)
@@ -3075,12 +3075,12 @@ class _Housekeeper:
         self._files, self._clock, self._backlog = files, clock, backlog
         self._lease_dir, self._keys, self._transitions = lease_dir, keys, transitions
         self._lock, self._keep_done = lock, keep_done
-        self._young_ns = None if timeout_stale_ms is None else _length_ns(timeout_stale_ms)
+        self._young_ns = None if timeout_stale_ms is None else _lease_length_ns(timeout_stale_ms)
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self.finished = 0  # tasks that this object finished since done/ was purged last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.next_run_ns = 0  # queue clock
-        interval_s = min(_BASE_INTERVAL_S, _length_ns(timeout_stale_ms) / 4e9)
+        interval_s = min(_BASE_INTERVAL_S, _lease_length_ns(timeout_stale_ms) / 4e9)
         self.listing = _PeriodicJob(_Housekeeper._list_pending, every_s=1.0)
         self._enqueuing = _PeriodicJob(_Housekeeper._enqueue_due, _BASE_INTERVAL_S)
         self._reclaiming = _PeriodicJob(_Housekeeper.reclaim, interval_s)
@@ -3145,7 +3145,7 @@ class _Housekeeper:
         try:
             job.run(self)
         except OSError:
-            self._backlog.look_again()
+            self._backlog.forget_times()
 
     def rest_s(self) -> float:
         """Return the time until a task comes due, a lease ends or a job is to run."""
@@ -3218,7 +3218,7 @@ class _Housekeeper:
             is_over = entry.name in orphans or entry.stamp_ns <= now_ns
             (ended if is_over else running).append(entry)
         for entry in ended:
-            is_final = self._lease_dir.boot_is_ours(entry) or entry.name in orphans
+            is_final = self._lease_dir.deadline_is_final(entry) or entry.name in orphans
             if is_final or not self._renewed_recently(entry):
                 with first_error:
                     self._transitions.reclaim(entry)
@@ -3378,7 +3378,11 @@ class _Taker:
 
     def length_of(self, lease_ms: float | None) -> int:
         """Return the length of a delivery's lease in nanoseconds; None: the queue's."""
-        return self._length_ns if lease_ms is None else _length_ns(_positive("lease_ms", lease_ms))
+        return (
+            self._length_ns
+            if lease_ms is None
+            else _lease_length_ns(_positive("lease_ms", lease_ms))
+        )
 
     def take_oldest(self, length_ns: int) -> FemtoTask | None:
         """Run the jobs that are due, and claim the oldest task; None if there is none."""
@@ -3396,7 +3400,7 @@ class _Taker:
             if task is not None:
                 return task
 
-    def look_for(
+    def finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
     ) -> tuple[Callable[[], FemtoTask | None], str]:
         """Check the arguments of take(); return what looks once, and the line to wait in.
@@ -3453,8 +3457,8 @@ class _Taker:
 
     def _path_of_key(self, name: str, tag: str) -> str:
         """Return where a key's task is to be had; one in scheduled/ that is due is moved."""
-        with self._keys.lock(tag) as lock:  # held already
-            path = self._keys.find(lock, name) or ""
+        with self._keys.lock(tag) as held:  # again: the caller has it
+            path = self._keys.find(held, name) or ""
         if _state_of(path) == "scheduled":
             is_due = _stamp_of(path) <= _wall_ns()
             return self._transitions.enqueue_scheduled(path) if is_due else ""
@@ -3646,11 +3650,11 @@ class _Waits:
         self.executor: ThreadPoolExecutor | None = None  # looks for coroutines
 
     def wait_for(
-        self, look: Callable[[], _Found | None], end_s: float, hears_all: bool = True
+        self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
     ) -> _Found | None:
         """Look until something is found, the time has come, or the queue is closed: None.
 
-        hears_all=False: it may be found without an event, as when other workers finish a task.
+        has_events=False: it may be found without an event, as when other workers finish a task.
         """
         closes = self._lease_dir.closes
         found = self._look(look, closes)
@@ -3658,16 +3662,16 @@ class _Waits:
             return found
         with self._lock:
             watcher = self.watcher = self.watcher or _Watcher(self._root)
-        rests_s = self.rests_s(watcher, end_s)
+        pauses_s = self.pauses_s(watcher, end_s)
         while True:
             events = watcher.events  # what comes from now on is either seen or heard
             found = self._look(look, closes)
             if found is not None or self._lease_dir.closes != closes:
                 return found
-            rest_s = next(rests_s, None)
+            rest_s = next(pauses_s, None)
             if rest_s is None:
                 return None
-            watcher.wait(events, rest_s if hears_all else min(rest_s, self._longest_poll_s))
+            watcher.wait(events, rest_s if has_events else min(rest_s, self._longest_poll_s))
 
     def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
         """Look once, for a wait that began when the queue had been closed `closes` times."""
@@ -3699,7 +3703,7 @@ class _Waits:
             if task is not None:
                 self._requeue(task)
 
-    def rests_s(self, watcher: _Watcher, end_s: float) -> Iterator[float]:
+    def pauses_s(self, watcher: _Watcher, end_s: float) -> Iterator[float]:
         """Yield how long to wait before each further look, until the time has come."""
         for pause_s in _backoff_s(self._longest_poll_s):
             left_s = end_s - time.monotonic()
@@ -3725,7 +3729,7 @@ class _Waits:
             waiters = self.loops.get(loop)
             if waiters is None:
                 waiters = self.loops[loop] = _AsyncWaiters(self._root)
-        rests_s = self.rests_s(waiters.watcher, end_s)
+        pauses_s = self.pauses_s(waiters.watcher, end_s)
         closes = self._lease_dir.closes
         async with waiters.fair_turn(line, end_s):
             while self._lease_dir.closes == closes:
@@ -3733,7 +3737,7 @@ class _Waits:
                 task = await self._look_async(look, closes)
                 if task is not None:
                     return task
-                rest_s = next(rests_s, None)
+                rest_s = next(pauses_s, None)
                 if rest_s is None:
                     return None
                 await waiters.wait(events, rest_s)
@@ -4380,7 +4384,7 @@ class FemtoQueue:
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
         self._given_node_id = node_id
-        self._length_ns = _length_ns(timeout_stale_ms)
+        self._length_ns = _lease_length_ns(timeout_stale_ms)
         self._files = _Files(os.fspath(data_dir), self.sync_after_write)
         self._files.make_dirs()
         self._clock = _QueueClock(self._files)
@@ -4585,7 +4589,7 @@ class FemtoQueue:
         timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
         id, TypeError unless one of the two is given.
         """
-        look, _ = self._taker.look_for(key, id, lease_ms, wait=True)
+        look, _ = self._taker.finder_of(key, id, lease_ms, wait=True)
         return self._waits.wait_for(look, _end_s(timeout))
 
     async def take_async(
@@ -4597,7 +4601,7 @@ class FemtoQueue:
         lease_ms: float | None = None,
     ) -> FemtoTask | None:
         """Do as take() does, without blocking the event loop; see pop_async()."""
-        look, line = self._taker.look_for(key, id, lease_ms, wait=False)
+        look, line = self._taker.finder_of(key, id, lease_ms, wait=False)
         return await self._waits.wait_for_async(look, _end_s(timeout), line)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
@@ -4680,7 +4684,7 @@ class FemtoQueue:
         The task object carries the new lease from then on. Raises LeaseLost as done() does.
         """
         lease = _lease_of(task)
-        length_ns = lease.length_ns if ms is None else _length_ns(_positive("ms", ms))
+        length_ns = lease.length_ns if ms is None else _lease_length_ns(_positive("ms", ms))
         self._transitions.extend(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
@@ -4886,16 +4890,16 @@ class FemtoQueue:
             raise TypeError("peek takes an id or a key")
         if id is None:
             path = self._keys.path_of(key)
-            return None if path is None else self._look_at(_entry_of(path))
+            return None if path is None else self._read_entry(_entry_of(path))
         _check_id(id)
         for directory in ("done", "failed", "pending"):
-            task = self._look_at(_entry_of(f"{directory}/{id}"))
+            task = self._read_entry(_entry_of(f"{directory}/{id}"))
             if task is not None:
                 return task
         # As it moves.
         states = ("keys", "scheduled", "pending", "inflight", "done", "failed")
         entry = self._files.find_id(id, *states)
-        return None if entry is None else self._look_at(entry)
+        return None if entry is None else self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
         """Say whether a task of that key waits or is in flight."""
@@ -4907,14 +4911,14 @@ class FemtoQueue:
         keyed = (entry for entry in self._files.find(state) if _is_keyed(entry.id))
         return (task.key for task in self._read_all(keyed, True) if task.key is not None)
 
-    def _look_at(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
+    def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
         return _read_task(self._files, entry, self._clock.anchor_ns, data)
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
         """Yield the tasks of entries; those that moved on, or can't be read, are left out."""
         for entry in entries:
             try:
-                task = self._look_at(entry, data)
+                task = self._read_entry(entry, data)
             except (CorruptTask, PermissionError) as error:
                 _log().warning("%s", error)
                 continue

@@ -2524,7 +2524,7 @@ class Keyed(QueueCase):
         import fcntl
 
         q = self.queue()
-        interrupt = mock.patch.object(femtoqueue._KeyLock, "close", side_effect=KeyboardInterrupt)
+        interrupt = mock.patch.object(femtoqueue._KeyStates, "close", side_effect=KeyboardInterrupt)
         with interrupt, self.assertRaises(KeyboardInterrupt):
             q.push(b"1", key="k")
         fd = self.lock_of("k")
@@ -6017,8 +6017,8 @@ class Hearing(QueueCase):
         with mock.patch.object(femtoqueue, "_fs_type", return_value=0x6969):
             bell = femtoqueue._Watcher(self.queue()._files.root)
             self.assertFalse(bell.sees_all_writers)
-            rests_s = itertools.islice(self.queue()._waits.rests_s(bell, float("inf")), 8)
-            self.assertLessEqual(max(rests_s), 0.05)
+            pauses_s = itertools.islice(self.queue()._waits.pauses_s(bell, float("inf")), 8)
+            self.assertLessEqual(max(pauses_s), 0.05)
         with mock.patch.object(femtoqueue, "_libc", return_value=None):
             self.assertFalse(femtoqueue._Watcher(self.queue()._files.root).sees_all_writers)
 
@@ -8058,7 +8058,7 @@ class Documents(unittest.TestCase):
             *("_Files.move", "_Files.replacement", "_Files.remove", "_Files.swap_or_replace"),
             *("_Files.shrink_pending", "_Housekeeper.remove_stale_files", "FemtoQueue.resume"),
             *("FemtoQueue.push_many", "TicketQueue.register", "TicketQueue.remove"),
-            *("TicketQueue.maybe_cleanup", "_KeyLock.close", "_KeyIndex.replace_under_lease"),
+            *("TicketQueue.maybe_cleanup", "_KeyStates.close", "_KeyIndex.replace_under_lease"),
         }
         self.assertLessEqual(moves - helpers, named)
 

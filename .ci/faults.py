@@ -926,12 +926,12 @@ class LinksFirst(FemtoQueue):
     """A task moves by link() and unlink(): killed between them, it is in two states."""
 
     class Files(femtoqueue._Files):
-        def move(self, source: str, target: str) -> None:
+        def move(self, source: str, target: str) -> str:
             if not target:
-                super().move(source, target)
-            else:
-                os.link(self.root + source, self.root + target)
-                os.unlink(self.root + source)
+                return super().move(source, target)
+            os.link(self.root + source, self.root + target)
+            os.unlink(self.root + source)
+            return target
 
     def __init__(self, *places: Any, **settings: Any) -> None:
         super().__init__(*places, **settings)
@@ -942,12 +942,13 @@ class UnlinksFirst(FemtoQueue):
     """A task moves by unlink() and write: killed between them, it is in none."""
 
     class Files(femtoqueue._Files):
-        def move(self, source: str, target: str) -> None:
+        def move(self, source: str, target: str) -> str:
             with open(self.root + source, "rb") as file:
                 record = file.read()
             os.unlink(self.root + source)
             if target:
                 femtoqueue._write_new(self.root + target, record)
+            return target
 
     def __init__(self, *places: Any, **settings: Any) -> None:
         super().__init__(*places, **settings)

@@ -509,7 +509,7 @@ def check_payload(data: bytes) -> str:
 def break_queue(how: str) -> None:
     """Make the mistakes that the proof must see."""
     move, publish = femtoqueue._KeyIndex.move, femtoqueue._Files.publish
-    file_lock = femtoqueue._KeyIndex._file_lock
+    close = femtoqueue._KeyStates.close
 
     def copy_and_unlink(self: Any, source: str, attempts: int, ident: str, length_ns: int) -> str:
         deadline_ns = self._clock.now_ns() + length_ns
@@ -536,13 +536,11 @@ def break_queue(how: str) -> None:
         self._transitions.open_lease_dir()
         self._backlog.names = sorted(os.listdir(f"{self._files.root}pending"))
 
-    @contextlib.contextmanager
-    def removed_lock(self: Any, tag: str, wait: bool = True) -> Iterator[None]:
+    def removed_lock(self: Any) -> None:
         """The file of a lock is removed when it is released."""
-        with file_lock(self, tag, wait):
-            yield
-            with contextlib.suppress(FileNotFoundError):  # it was removed before
-                os.unlink(f"{self._files.root}locks/{tag[-2:]}")
+        close(self)
+        with contextlib.suppress(FileNotFoundError):  # it was removed before
+            os.unlink(f"{self._files.root}locks/{self.tag[-2:]}")
 
     if how:
         _, room, name = BROKEN[how]
@@ -554,7 +552,7 @@ BROKEN: dict[str, tuple[str, type, str]] = {  # the phase that must catch it, wh
     "no_fence": ("storms", femtoqueue._KeyIndex, "move"),
     "careless": ("storms", femtoqueue._Files, "publish"),
     "youngest_first": ("calm", femtoqueue._Housekeeper, "_list_pending"),
-    "removed_lock": ("keys", femtoqueue._KeyIndex, "_file_lock"),
+    "removed_lock": ("keys", femtoqueue._KeyStates, "close"),
 }
 
 
