@@ -915,12 +915,12 @@ def _header(payload: bytes | memoryview, key: str = "") -> bytes:
 
 def _write_all(fd: int, header: bytes, payload: bytes | memoryview) -> None:
     """Write a record without joining its parts; go on after a short write."""
-    written = os.writev(fd, (header, payload)) if hasattr(os, "writev") else 0
+    count = os.writev(fd, (header, payload)) if hasattr(os, "writev") else 0
     size = len(header) + len(payload)
-    while written < size:
-        part = header if written < len(header) else memoryview(payload)
-        offset = written if part is header else written - len(header)
-        written += os.write(fd, part[offset:])
+    while count < size:
+        part = header if count < len(header) else memoryview(payload)
+        offset = count if part is header else count - len(header)
+        count += os.write(fd, part[offset:])
 
 
 def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
@@ -1870,12 +1870,20 @@ class _LeaseDir:
         except OSError as error:
             if error.errno not in _OUT_OF_SPACE_ERRNOS:
                 raise
-            spare = f"{self._files.root}spare"
-            try:
-                os.utime(spare)  # an observer removes what is empty and old
-                os.rename(spare, self.path)
-            except OSError:
-                raise error from None
+            if not self._take_spare():
+                raise
+
+    def _take_spare(self) -> bool:
+        """Rename the spare directory to ours; False if it is gone, or not empty."""
+        spare = f"{self._files.root}spare"
+        try:
+            if os.listdir(spare):
+                return False  # foreign files stay where they are
+            os.utime(spare)  # an observer removes what is empty and old
+            os.rename(spare, self.path)
+        except OSError:
+            return False  # the caller reports why it needed one
+        return True
 
     # Claiming
 
@@ -3352,7 +3360,8 @@ def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) 
     except FileNotFoundError:
         return None  # RACE: it moved on
     if entry.directory == "failed":
-        others["error"] = files.reason_of(entry.id)
+        with contextlib.suppress(PermissionError):  # another user's: the task is shown all the same
+            others["error"] = files.reason_of(entry.id)
     return FemtoTask(entry.id, payload, attempts, key, **others)
 
 
@@ -4000,17 +4009,25 @@ class _WorkerPool:
         self._error: BaseException | None = None  # of a handler that ends the pool
 
     def run(self) -> WorkCounts:
-        """Work until told to stop. Raises what a handler raised to end the pool."""
+        """Work until told to stop. Raises what a handler raised to end the pool, and the OSError
+        of a pop(), unless a signal came before what ran had finished: that is answered first."""
         with self._signals_handled():
+            trouble: OSError | None = None
             try:
                 self._take_all()
             except KeyboardInterrupt:
                 if len(self.signals) < 2:
                     raise  # the handler's own
+            except OSError as error:
+                trouble = error
             finally:
                 self._wait_until_idle()
                 for _ in range(self._threads):
                     self._inbox.put(None)
+            if trouble is not None and not self.signals:
+                raise trouble
+            if trouble is not None:
+                _log().error("work ends by a signal; before it: %s", trouble)
             if len(self.signals) > 1:
                 self._abort()
             elif self._error is not None:
@@ -5325,12 +5342,12 @@ def _add_command(
     run: Callable[[Any], int],
     words: str = "",
     is_word: Callable[[str], bool] = lambda word: False,
-    hint: str = "",
+    advice: str = "",
 ) -> Any:
     """Add a command, named and documented as its function, and return its parser.
 
     words: its arguments after DIR, for the usage. is_word: tells whether an argument can be one of
-    them; another one in front is DIR. hint: what to type instead of one that cannot.
+    them; another one in front is DIR. advice: what to type instead of one that cannot.
     """
     import argparse
 
@@ -5348,7 +5365,7 @@ def _add_command(
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
     parser.set_defaults(run=run, error=parser.error, usage=usage, is_word=is_word)
-    parser.set_defaults(word_hint=hint or usage, option_hint=f"see femtoqueue {name} --help")
+    parser.set_defaults(word_hint=advice or usage, option_hint=f"see femtoqueue {name} --help")
     return parser
 
 
@@ -5443,7 +5460,7 @@ def _add_work(commands: Any) -> None:
 def _add_leases(commands: Any) -> None:
     """Add the commands that take tasks, and end or renew what `pop` leased."""
     ids = ("ID ...", _is_task, "an ID is an id, or the path that `pop` printed")
-    parser = _add_command(commands, _pop_command, hint="for a task by its id: --id ID")
+    parser = _add_command(commands, _pop_command, advice="for a task by its id: --id ID")
     add = parser.add_argument
     add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
     add("--wait", **_TIME, default=0.0, help="for a task, if none is there; default 0")
@@ -6222,11 +6239,11 @@ def _why_not_taken(q: FemtoQueue, ident: str) -> str:
     return f"task {ident} is not waiting: {'no such task' if task is None else task.state}"
 
 
-def _settle_each(options: Any, settle: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
+def _settle_each(options: Any, end: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
     """Settle the lease of each ID, and return the exit status."""
     _check_ids(options)
     with _open_queue(options) as q:
-        return _for_each_id(options, lambda word: settle(q, q.attach(word)))
+        return _for_each_id(options, lambda word: end(q, q.attach(word)))
 
 
 def _done_command(options: Any) -> int:

@@ -3303,7 +3303,10 @@ class Faults(Interrupted):
             with self.assertRaisesRegex(OSError, "No space"):
                 self.queue("n3").pop()
         self.assertEqual(self.drain(self.queue("n3")), [b"3"])
-        self.assertIn("spare", self.names("."))
+        self.put("notes.txt", b"", "spare")
+        with hooked(full):
+            self.assertRaises(OSError, self.queue("n4").pop)
+        self.assertEqual(self.names("spare"), ["notes.txt"])
 
     def test_running_out_of_descriptors_surfaces_and_passes(self) -> None:
         resource = __import__("resource")  # not on Windows, where the hooks above have to do
@@ -6757,6 +6760,26 @@ class Work(QueueCase):
         with mock.patch.object(q._taker, "take_oldest", look), self.assertRaises(OSError):
             q.work(handle, concurrency=2)
         self.assertEqual((finished, self.states()), ([b"x"], {"done": 1}))
+
+    def test_a_signal_that_comes_after_disk_trouble_still_ends_work(self) -> None:
+        """As it waits for what runs: a caller that goes on after an OSError would never hear it."""
+        q, broken = self.queue(), threading.Event()
+        q.push(b"x")
+        take_oldest = q._taker.take_oldest
+
+        def handle(task: FemtoTask) -> None:
+            broken.wait(60)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        def look(lasts_ns: int) -> FemtoTask | None:
+            task = take_oldest(lasts_ns)
+            if task is None:
+                broken.set()
+                self.fail_with(errno.ENOSPC)
+            return task
+
+        with mock.patch.object(q._taker, "take_oldest", look):
+            self.assertEqual(q.work(handle, concurrency=2).done, 1)
 
     def test_work_whose_threads_can_not_be_started_gives_the_task_back(self) -> None:
         q = self.queue()
