@@ -1519,7 +1519,7 @@ class _Files:
         if self.is_durable:
             _sync_dir(self.root + directory)
 
-    def shrink_pending(self, aside: str) -> None:
+    def shrink_pending(self, new_id: Callable[[], str]) -> None:
         """Replace an empty pending/ that was large once by a new directory: ext4 never shrinks one.
 
         rename() succeeds only on an empty directory, so nothing can be lost; a push that comes
@@ -1531,7 +1531,7 @@ class _Files:
             return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
             return  # rights that we don't know how to copy
-        fresh = f"{self.root}creating/{aside}.pending"
+        fresh = f"{self.root}creating/{new_id()}.pending"
         # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
         with contextlib.suppress(OSError):
             os.mkdir(fresh)
@@ -2257,8 +2257,12 @@ class _KeyIndex:
         answered by the server, and so is what is opened right after its directory was listed.
         """
         for _ in range(_MAX_LISTINGS):
-            with contextlib.suppress(OSError):  # RACE: a task moved after its directory was listed
+            try:
                 return self._list_states_once(tag, but)
+            except OSError as error:
+                if error.errno not in _MISSING_ERRNOS:
+                    raise
+                # RACE: a task moved after its directory was listed
         return self._list_states_once(tag, but)
 
     def _list_states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
@@ -3179,7 +3183,7 @@ class _Housekeeper:
         if self._files.is_paused:
             self._backlog.clear()
         elif not self._backlog.refill():
-            self._files.shrink_pending(self._clock.new_id())
+            self._files.shrink_pending(self._clock.new_id)
 
     def _enqueue_due(self) -> None:
         """Move what is due to the back of pending/, in the order in which it came due."""
