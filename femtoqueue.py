@@ -520,6 +520,11 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
     return f"{stamp_ns:020d}~{attempts}~{ident}"
 
 
+def _front_path(ident: str, attempts: int) -> str:
+    """Return the path in pending/ of a task at the place of its push: the front."""
+    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
+
+
 def _lease_name(deadline_ns: int, attempts: int, boot: str, ident: str) -> str:
     return f"{deadline_ns:020d}~{attempts}~{boot}~{ident}"
 
@@ -2866,8 +2871,7 @@ class _Transitions:
 
     def requeue_uncounted(self, task: FemtoTask) -> None:
         """Return a task to the front of pending/, and do not count this delivery."""
-        name = _task_name(_order_of(task.id), _attempts_of(_lease_of(task).path) - 1, task.id)
-        self.requeue(task, f"pending/{name}")
+        self.requeue(task, _front_path(task.id, _attempts_of(_lease_of(task).path) - 1))
 
     def fail(self, task: FemtoTask, error: str | BaseException | None) -> None:
         """Move a leased task to failed/ with its reason."""
@@ -2914,9 +2918,9 @@ class _Transitions:
 
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
-        waiting = _task_name(_order_of(entry.id), entry.attempts or 0, entry.id)
+        front = _front_path(entry.id, entry.attempts or 0)
         try:
-            target = self._keys.move(entry.path, f"pending/{waiting}", wait=False)
+            target = self._keys.move(entry.path, front, wait=False)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
         except OSError as error:
@@ -4694,9 +4698,10 @@ class FemtoQueue:
         if delay_s:
             due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
             target = f"scheduled/{_task_name(due_ns, attempts, task.id)}"
+        elif front:
+            target = _front_path(task.id, attempts)
         else:
-            order = _order_of(task.id) if front else self._clock.next_order()
-            target = f"pending/{_task_name(order, attempts, task.id)}"
+            target = f"pending/{_task_name(self._clock.next_order(), attempts, task.id)}"
         self._transitions.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
