@@ -3027,9 +3027,15 @@ class _Transitions:
     # From scheduled/
 
     def enqueue_scheduled(self, source: str, wait: bool = True) -> str:
-        """Move one task that is due to the back of pending/; return its path there."""
+        """Move one task that is due to the back of pending/; return its path there.
+
+        It is synced: on btrfs, a later push's sync of pending/ alone left the task in scheduled/
+        as well after power loss.
+        """
         name = _task_name(self._clock.next_order(), _attempts_of(source), _id_of(source))
-        return self._keys.move(source, f"pending/{name}", wait)
+        path = self._keys.move(source, f"pending/{name}", wait)
+        self._files.commit(path)
+        return path
 
 
 # ==================================================================================================

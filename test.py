@@ -2852,6 +2852,14 @@ class Durability(QueueCase):
             ["fsync file", "rename", "rename", "fsync file", "fsync directory"],
         )
 
+    def test_a_task_that_comes_due_is_synced_where_it_is_then(self) -> None:
+        """Or btrfs has it in both directories after power loss."""
+        q = self.queue(sync_after_write=True)
+        q.pop()
+        q.schedule(b"x", 1)
+        moved = self.calls(q.pop)
+        self.assertEqual(moved[:3], ["rename", "fsync file", "fsync directory"])
+
     def test_a_done_that_deletes_is_synced_in_the_directory_it_left(self) -> None:
         """And the file is there before: or its older place is all that the disk knows of it."""
         q = self.queue(sync_after_write=True, keep_done=False)
