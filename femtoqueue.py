@@ -2166,12 +2166,16 @@ class _KeyIndex:
                     self._held.lock = outer
         finally:
             if shared is None:
-                try:
-                    with contextlib.suppress(OSError):  # what was done under the lock is done
-                        file_lock.close()
-                finally:  # also when Ctrl-C came in close()
-                    if files.get(name) is file_lock:
-                        del files[name]
+                self._give_up_file(files, name, file_lock)
+
+    def _give_up_file(self, files: dict[str, _FileLock], name: str, file_lock: _FileLock) -> None:
+        """Unlock a file that this thread took, and forget it, also when Ctrl-C comes meanwhile."""
+        try:
+            with contextlib.suppress(OSError):  # what was done under the lock is done
+                file_lock.close()
+        finally:
+            if files.get(name) is file_lock:
+                del files[name]
 
     def _open_lock(self, name: str) -> _FileLock:
         """Open a file in locks/; make the directory for the first key."""
@@ -2231,8 +2235,8 @@ class _KeyIndex:
     def _promote_lost(self, state: _KeyState) -> str | None:
         """CRASH: the process that ended a task died before it promoted the payload behind it, or
         after that. Or a person removed the task. Return where that payload is now."""
-        if self.buffered_name(state):
-            return self._promote_buffered(state)
+        if buffered := self.buffered_name(state):
+            return self._promote_buffered(state, buffered)
         return self.locate(f"pending/{_id_of(state.buffered)}")
 
     def locate(self, path: str, thorough: bool = True) -> str | None:
@@ -2347,8 +2351,8 @@ class _KeyIndex:
             self._files.move(source, target)
             if not ends:
                 state.path = target
-            elif self.buffered_name(state):
-                self._promote_buffered(state)
+            elif buffered := self.buffered_name(state):
+                self._promote_buffered(state, buffered)
             elif name:
                 del states[name]
         except BaseException:
@@ -2356,11 +2360,9 @@ class _KeyIndex:
             raise
         return target
 
-    def _promote_buffered(self, state: _KeyState) -> str:
-        """Move a newer payload into the queue: the task before it has come to its end."""
-        buffered = self.buffered_name(state)
-        if not buffered:  # RACE: a person removed it; keys/ itself must not be renamed
-            raise FileNotFoundError(errno.ENOENT, "it is gone", f"{self._files.root}keys/")
+    def _promote_buffered(self, state: _KeyState, buffered: str) -> str:
+        """Move a newer payload, by its name in keys/, into the queue: the task before it has come
+        to its end. Raises FileNotFoundError if a person removed it meanwhile."""
         path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
         _move(f"{self._files.root}keys/{buffered}", self._files.root + path)
         state.path, state.buffered = path, ""
@@ -2494,7 +2496,8 @@ class _KeyIndex:
                 continue  # when that one has ended
             if name:
                 held.states[name] = state
-            self._promote_buffered(state)  # a corrupt one too: pop() quarantines it
+            # A corrupt one too: pop() quarantines it.
+            self._promote_buffered(state, entry.name)
 
 
 _NO_LOCK = contextlib.nullcontext()

@@ -5858,24 +5858,7 @@ class Waiting(QueueCase):
             ),
             *(lambda: [*q.drain()], q.join, lambda: q.work(self.fail)),
         ]
-        entered, wait = set(), femtoqueue._Watcher.wait
-
-        def noted(bell: femtoqueue._Watcher, rings: int, seconds: float) -> None:
-            entered.add(threading.get_ident())
-            wait(bell, rings, seconds)
-
-        def run(wait: Callable[[], object]) -> None:
-            got.append(wait())
-
-        with mock.patch.object(femtoqueue._Watcher, "wait", noted):
-            threads = [threading.Thread(target=run, args=(it,), daemon=True) for it in waits]
-            for thread in threads:
-                thread.start()
-            while len(entered) < len(threads):
-                time.sleep(0.001)
-            q.close()
-            for thread in threads:
-                thread.join(60)
+        self.close_while_all_wait(q, [lambda it=it: got.append(it()) for it in waits])  # type: ignore[misc]
         self.assertEqual(
             sorted(map(str, got)),
             sorted(map(str, [None, None, None, [], False, femtoqueue.WorkCounts()])),
@@ -5883,6 +5866,24 @@ class Waiting(QueueCase):
         self.assertFalse(os.path.exists(self.file("inflight-n1")))
         q.push(b"again")
         self.assertEqual(self.pop(q).data, b"again")
+
+    def close_while_all_wait(self, q: FemtoQueue, waits: list[Callable[[], object]]) -> None:
+        """Run each in a thread of its own, and close the queue when all of them wait."""
+        entered, wait = set(), femtoqueue._Watcher.wait
+
+        def noted(watcher: femtoqueue._Watcher, events: int, seconds: float) -> None:
+            entered.add(threading.get_ident())
+            wait(watcher, events, seconds)
+
+        with mock.patch.object(femtoqueue._Watcher, "wait", noted):
+            threads = [threading.Thread(target=it, daemon=True) for it in waits]
+            for thread in threads:
+                thread.start()
+            while len(entered) < len(threads):
+                time.sleep(0.001)
+            q.close()
+            for thread in threads:
+                thread.join(60)
 
     def test_a_wait_that_close_ends_as_it_looks_takes_nothing(self) -> None:
         """Before each system call of the look."""
