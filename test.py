@@ -4004,7 +4004,8 @@ class Twin:
         """Return the tasks of these states in the order of their names. Not of their directories:
         the node_ids that are drawn must not make a seed another one."""
         known = [task for task in self.tasks.values() if task.state in states]
-        return sorted(known, key=lambda task: (task.at_ns, task.attempts, task.id))
+        # Of one instant, a name that is an id comes before one that begins with another number.
+        return sorted(known, key=lambda it: (it.at_ns, it.at_ns != it.order_ns, it.attempts, it.id))
 
     # Moves
 
