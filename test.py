@@ -1338,14 +1338,16 @@ class Liveness(QueueCase):
     def test_a_starting_worker_leaves_the_lease_of_one_that_was_quicker(self) -> None:
         """Its predecessor's directory is removed as it opens it; a namesake makes it anew, and
         claims there. The lock that the starting worker gets is on the removed one."""
+        import fcntl
+
         producer, quicker = self.queue("producer"), self.queue("same")
         producer.push(b"x")
         taken: list[FemtoTask] = []
         os.mkdir(self.file("inflight-same"))
         flock, starting = femtoqueue._flock, self.queue("same")
 
-        def remove_then(fd: int, how: str) -> bool | None:
-            if how == "shared" and not quicker._lease_dir.is_open and not taken:
+        def remove_then(fd: int, how: int) -> bool | None:
+            if how == fcntl.LOCK_SH and not quicker._lease_dir.is_open and not taken:
                 os.rmdir(self.file("inflight-same"))
                 taken.append(femtoqueue._NO_TASK)
                 taken[0] = _taken(quicker)
@@ -1473,7 +1475,7 @@ class Liveness(QueueCase):
             take = femtoqueue._flock
             forked: list[bool] = []
 
-            def fork_then(fd: int, how: str) -> bool | None:
+            def fork_then(fd: int, how: int) -> bool | None:
                 if not forked:
                     forked.append(True)
                     self.fork(child)
@@ -1491,7 +1493,7 @@ class Liveness(QueueCase):
         q, take = self.queue(), femtoqueue._flock
         os.mkdir(self.file("inflight-n2"))
 
-        def fork_then(fd: int, how: str) -> bool | None:
+        def fork_then(fd: int, how: int) -> bool | None:
             taken = take(fd, how)
             self.child(lambda child: child.wait_for_go())
             return taken
@@ -1598,9 +1600,10 @@ class PlaceLost(QueueCase):
         other.done(task)
 
     def test_close_leaves_a_directory_that_is_not_its_own(self) -> None:
-        one, other = self.queue(), self.queue()
+        one, other, clock = self.queue(), self.queue(), self.clock()
         self.assertEqual((one.pop(), other.pop()), (None, None))
         os.rmdir(one._lease_dir.path)
+        clock.advance(1)
         self.assertIsNone(other.pop())
         one.close()
         self.assertTrue(other._lease_dir.is_held())
@@ -2441,7 +2444,7 @@ class Keyed(QueueCase):
         task = q.take("k")
         flock, waits = femtoqueue._flock, threading.Event()
 
-        def noted(lock: int, how: str) -> bool | None:
+        def noted(lock: int, how: int) -> bool | None:
             waits.set()
             return flock(lock, how)
 
@@ -5836,9 +5839,8 @@ class Waiting(QueueCase):
         """Each push of others to scheduled/ would cost every pop() a listing of it."""
         q, other, calls = self.queue(), self.queue("n2"), []
         q.pop()
-        q._house._enqueuing.rested_s = q._house._enqueuing.at_s = q._house.next_run_ns = float(
-            "inf"
-        )  # type: ignore[assignment]
+        q._house._enqueuing.rested_s = q._house._enqueuing.at_s = float("inf")
+        q._house.next_run_s = float("inf")
         with hooked(lambda name, args: calls.append((name, *args))):
             for _ in range(5):
                 other.schedule(b"x", 1e15)
