@@ -7952,10 +7952,10 @@ class Terminal(QueueCase):
         """Under what the commands print; in the end it makes room for the counts."""
         self.queue().push_many([b"x", b"y"])
         self.work("--drain")
-        lines = self.see("done 0, failed 0, waiting 1, 0.0/s")
+        lines = self.see("begun\ndone 0, failed 0, waiting 1, 0.0/s")
         self.assertEqual(lines, ["begun", "done 0, failed 0, waiting 1, 0.0/s"])
         self.let_one_go_on()
-        lines = self.see("done 1, failed 0, waiting 0, ")
+        lines = self.see("begun\nbegun\ndone 1, failed 0, waiting 0, ")
         self.assertEqual(lines[:2], ["begun", "begun"])
         self.assertEqual(len(lines), 3)
         self.let_one_go_on()
