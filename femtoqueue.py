@@ -126,7 +126,6 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -658,9 +657,9 @@ class _Lease:
         self.is_renewed, self.outcome = False, ""
 
 
-@dataclass(frozen=True, init=False)
 class FemtoTask:
-    """One task, as it was when it was read.
+    """One task, as it was when it was read. Its attributes can't be assigned; two tasks are equal
+    if id, data, attempts and key are.
 
     id: for life, through retries and delays.
     data: the payload as pushed.
@@ -676,15 +675,15 @@ class FemtoTask:
 
     id: str
     data: bytes
-    attempts: int | None = 0
-    key: str | None = None
-    checkpoint: bytes | None = field(default=None, repr=False, compare=False)
-    error: str | None = field(default=None, init=False, repr=False, compare=False)
-    size_bytes: int | None = field(default=None, init=False, repr=False, compare=False)
+    attempts: int | None
+    key: str | None
+    checkpoint: bytes | None
+    error: str | None
+    size_bytes: int | None
     # Of a task that was looked at, or the lease of one that was popped; and the queue clock's.
-    _path: str = field(default="", init=False, repr=False, compare=False)
-    _lease: _Lease | None = field(default=None, init=False, repr=False, compare=False)
-    _anchor_ns: int = field(default=0, init=False, repr=False, compare=False)
+    _path: str
+    _lease: _Lease | None
+    _anchor_ns: int
 
     def __init__(
         self,
@@ -700,12 +699,29 @@ class FemtoTask:
         _lease: _Lease | None = None,
         _anchor_ns: int = 0,
     ) -> None:
-        # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
-        fields = self.__dict__
+        fields = self.__dict__  # past __setattr__
         fields["id"], fields["data"], fields["attempts"] = id, data, attempts
         fields["key"], fields["checkpoint"], fields["error"] = key, checkpoint, error
         fields["size_bytes"] = len(data) if size_bytes == -1 else size_bytes
         fields["_path"], fields["_lease"], fields["_anchor_ns"] = _path, _lease, _anchor_ns
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a FemtoTask can't be changed: {name}")
+
+    def _compared(self) -> tuple[object, ...]:
+        return self.id, self.data, self.attempts, self.key
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FemtoTask):
+            return NotImplemented
+        return self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
+
+    def __repr__(self) -> str:
+        values = f"id={self.id!r}, data={self.data!r}, attempts={self.attempts}, key={self.key!r}"
+        return f"FemtoTask({values})"
 
     @property
     def path(self) -> str:
@@ -749,14 +765,13 @@ def _lease_of(task: object) -> _Lease:
 
 def _set_checkpoint(task: FemtoTask, data: bytes) -> None:
     """Note in a task what was saved for it."""
-    object.__setattr__(task, "checkpoint", data)
+    task.__dict__["checkpoint"] = data
 
 
 _NO_TASK = FemtoTask("", b"")
 
 
-@dataclass(frozen=True)
-class NodeStats:
+class NodeStats(NamedTuple):
     """One worker's leases: how many, how many of them past their deadline, and its liveness.
 
     liveness: "alive" (its lock is held), "dead" (it is not, on this host), or "unknown" (another
@@ -769,8 +784,7 @@ class NodeStats:
     liveness: str
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(NamedTuple):
     """How many tasks stand in which state; see FemtoQueue.stats()."""
 
     pending: int
@@ -784,8 +798,7 @@ class Stats:
     expired: int = 0  # of those in flight: the lease has ended, and is not yet taken back
 
 
-@dataclass(frozen=True)
-class WorkCounts:
+class WorkCounts(NamedTuple):
     """What became of the deliveries that one work() took.
 
     retried: the handler raised, and the task waits for another try. released: given back at the
@@ -800,8 +813,7 @@ class WorkCounts:
     lost: int = 0
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that check() found: its kind, the path relative to data_dir, what is odd about
     it, and whether it was mended."""
 
@@ -1992,15 +2004,16 @@ class _LeaseDir:
 # ==================================================================================================
 
 
-@dataclass
 class _KeyState:
     """Where the task of a key was last, and the name in keys/ of the payload behind it, if any.
 
     A hint: a task that was killed, or moved by a pop() or a person, is looked for.
     """
 
-    path: str
-    buffered: str = ""
+    __slots__ = ("buffered", "path")
+
+    def __init__(self, path: str, buffered: str = "") -> None:
+        self.path, self.buffered = path, buffered
 
 
 def _parse_key_states(text: bytes, tag: str) -> dict[str, _KeyState]:
@@ -6532,7 +6545,7 @@ class _Top:
             f"   buffered {stats.buffered}   done {stats.done}   failed {stats.failed}",
             f"in {rate_in}   out {rate_out}   oldest {_time_text(stats.oldest_pending_age_s)}",
             "",
-            *_table(map(vars, stats.nodes), _NODE_COLUMNS),
+            *_table((node._asdict() for node in stats.nodes), _NODE_COLUMNS),
             "",
             *_table(map(_task_row, leases), _TASK_COLUMNS),
         ]

@@ -624,12 +624,19 @@ class Lifecycle(QueueCase):
 
         return hook
 
-    def test_a_copy_of_a_task_may_be_made_with_other_values(self) -> None:
+    def test_a_task_is_a_value(self) -> None:
+        """It can't be changed, and what was leased is equal to what is looked at; but only the
+        delivery itself ends it."""
         q = self.queue()
-        q.push(b"x")
-        copy = dataclasses.replace(self.pop(q), data=b"y")
-        self.assertEqual((copy.data, copy.attempts), (b"y", 1))
+        ident = q.push(b"x")
+        task = self.pop(q)
+        seen, copy = q.peek(ident), FemtoTask(ident, b"x", 1)
+        self.assertEqual(({task, seen, copy}, task == ident), ({task}, False))
+        self.assertEqual(repr(task), f"FemtoTask(id='{ident}', data=b'x', attempts=1, key=None)")
+        with self.assertRaisesRegex(AttributeError, "can't be changed: id"):
+            task.id = "../x"
         self.assertRaises(LeaseLost, q.done, copy)
+        q.done(pickle.loads(pickle.dumps(task)))
 
     def test_release_may_leave_the_delivery_uncounted(self) -> None:
         q = self.queue()
@@ -809,7 +816,7 @@ class Looking(QueueCase):
         q.push(b"x")
         task = self.pop(q)
         with self.assertRaises(AttributeError):
-            task.data = b"y"  # type: ignore[misc]
+            task.data = b"y"
         self.assertEqual(repr(task), f"FemtoTask(id='{task.id}', data=b'x', attempts=1, key=None)")
         self.assertAlmostEqual(task.created.timestamp(), time.time(), delta=60)
         self.assertEqual(str(task.created.tzinfo), "UTC")
