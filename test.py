@@ -1649,6 +1649,78 @@ class PlaceLost(QueueCase):
         self.assertRaises(LeaseLost, q.extend, task)
 
 
+class Cost(QueueCase):
+    """What a step asks of the system: nothing beside what its promise needs. How long that takes
+    is the benchmark's to show."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.clock().stand_still()  # no job comes due
+        self.calls: list[str] = []
+
+    def calls_of(self, step: Callable[[], object]) -> str:
+        """Run a step and return the names of its system calls."""
+        self.calls.clear()
+        with hooked(lambda name, args: self.calls.append(name)):
+            step()
+        return " ".join(self.calls)
+
+    def test_a_task_that_alone_passes_through_the_queue_costs_one_listing(self) -> None:
+        q = self.queue()
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.calls_of(lambda: q.push(b"x")), "open writev close replace")
+        tasks: list[FemtoTask] = []
+        pop = self.calls_of(lambda: tasks.append(self.pop_only(q)))
+        self.assertEqual(pop, "scandir rename open read close")
+        self.assertEqual(self.calls_of(lambda: q.done(tasks[0])), "replace")
+
+    def pop_only(self, q: FemtoQueue) -> FemtoTask:
+        task = q.pop()
+        assert task is not None
+        return task
+
+    def test_a_redelivery_asks_once_for_a_checkpoint(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        q.release(self.pop(q))
+        self.assertEqual(self.calls_of(q.pop), "scandir rename open read close open")
+
+    def test_a_keyed_push_that_replaces_is_one_exchange_under_a_lock(self) -> None:
+        q = self.queue()
+        q.push(b"x", key="k")
+        q.push(b"x", key="k")  # it opens the lease directory, for file systems without exchange
+        lock, state, record = "open", "open fstat read", "open writev close"
+        self.assertEqual(
+            self.calls_of(lambda: q.push(b"y", key="k")),
+            f"{lock} {state} {record} exchange unlink close close",
+        )
+
+    def test_pausing_by_another_is_seen_within_a_second(self) -> None:
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        q.push(b"1")
+        q.done(self.pop(q))
+        other.pause()
+        q.push(b"2")
+        clock.advance(1)
+        self.assertIsNone(q.pop())
+        other.resume()
+        self.assertEqual(self.pop(q).data, b"2")
+
+    def test_what_another_schedules_is_seen_at_once_if_nothing_waits(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop())
+        other.schedule(b"1", 0)
+        self.assertEqual(self.pop(q).data, b"1")
+
+    def test_a_lost_claim_makes_sure_of_the_lease_directory(self) -> None:
+        """It may have been lost because the directory is gone, and not to another worker."""
+        q = self.queue()
+        self.assertIsNone(q.pop())
+        os.rmdir(q._lease_dir.path)
+        q.push(b"1")
+        self.assertEqual(self.pop(q).data, b"1")
+
+
 class Sharing(QueueCase):
     def consume(self, q: FemtoQueue, got: list[bytes], finished: threading.Event) -> None:
         while True:
