@@ -6545,7 +6545,9 @@ class _Top:
             f"   buffered {stats.buffered}   done {stats.done}   failed {stats.failed}",
             f"in {rate_in}   out {rate_out}   oldest {_time_text(stats.oldest_pending_age_s)}",
             "",
-            *_table((node._asdict() for node in stats.nodes), _NODE_COLUMNS),
+            *_table(
+                ({it: getattr(n, it) for it in _NODE_COLUMNS} for n in stats.nodes), _NODE_COLUMNS
+            ),
             "",
             *_table(map(_task_row, leases), _TASK_COLUMNS),
         ]
