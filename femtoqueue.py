@@ -292,6 +292,81 @@ def _boot_tag(boot_id: str, directory: str) -> str:
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
+def _refresh(directory: str) -> None:
+    """Make this host ask the server what is in a directory, if there is a server.
+
+    An NFS client remembers for up to a minute that a name was not there, unless it sees, as it
+    opens the directory, that that has changed (nfs(5): close-to-open consistency).
+    """
+    if os.name == "posix":
+        with contextlib.suppress(OSError):  # who looks next gets it too
+            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _exists_afresh(path: str) -> bool:
+    """Whether a file is there, also if another host made it just now."""
+    _refresh(os.path.dirname(path))
+    return _exists(path)
+
+
+def _exists(path: str) -> bool:
+    """Whether a file is there. os.path.lexists() takes every error for "no"."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
+    """Remove a file and return whether it was removed. or_fail=False: ignore an OSError, because
+    the caller already handles or reports another one."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        if or_fail:
+            raise
+        return False
+    return True
+
+
+def _unlink_if_older(path: str, before_s: float) -> bool:
+    """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
+    try:
+        status = os.lstat(path)
+        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
+            return False
+        os.unlink(path)
+    except FileNotFoundError:
+        return False  # RACE: another process retried or removed it
+    return True
+
+
+def _remove_empty_dir(path: str) -> None:
+    """Remove a directory unless something is in it, or it is gone."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (*_NOT_EMPTY_ERRNOS, errno.ENOENT, errno.ENOTDIR):
+            raise
+
+
+def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
+    """fsync(2) the file or directory at a path."""
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_dir(path: str) -> None:
+    if os.name == "posix":  # elsewhere directories can be neither opened nor synced
+        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
+
+
 class _FirstError:
     """Keeps the first OSError of the `with` blocks that it guards, which end there, until
     raise_if_any(): one task or directory with an error must not keep the others waiting."""
@@ -1128,7 +1203,11 @@ def _open_lease_lock(path: str) -> _FileLock | None:
         return None
     try:
         return _FileLock(path, _DIR_FLAGS)
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        if error.errno not in _MISSING_ERRNOS:
+            raise
         return None
 
 
@@ -1174,12 +1253,13 @@ _RENAMES_OPEN_FILES = os.name == "posix"
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
-def _move(source: str, target: str) -> None:
+def _move(source: str, target: str, is_ours: bool = True) -> None:
     """Rename a file over the target, on Windows too (os.replace). A finished task that a person
     ran again replaces its older file.
 
     RACE: a target directory that another process replaces just then (shrink_pending) gives ENOENT
-    as if the source were gone; both are there, so the rename is done again.
+    as if the source were gone; both are there, so the rename is done again. is_ours: only we move
+    that file, so that it was our rename if the file is at its target; see _was_moved().
     """
     tries = 0
     while True:
@@ -1187,68 +1267,24 @@ def _move(source: str, target: str) -> None:
             os.replace(source, target)
             return
         except FileNotFoundError:
+            if is_ours and _was_moved(source, target):
+                return
             tries += 1
             both = os.path.lexists(source) and os.path.isdir(os.path.dirname(target))
             if not both or tries > _MAX_REPLACED:
                 raise
 
 
-def _exists(path: str) -> bool:
-    """Whether a file is there. os.path.lexists() takes every error for "no"."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+def _was_moved(source: str, target: str) -> bool:
+    """Whether a rename that raised FileNotFoundError was carried out all the same.
 
-
-def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
-    """Remove a file and return whether it was removed. or_fail=False: ignore an OSError, because
-    the caller already handles or reports another one."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        if or_fail:
-            raise
-        return False
-    return True
-
-
-def _unlink_if_older(path: str, before_s: float) -> bool:
-    """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
-    try:
-        status = os.lstat(path)
-        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
-            return False
-        os.unlink(path)
-    except FileNotFoundError:
-        return False  # RACE: another process retried or removed it
-    return True
-
-
-def _remove_empty_dir(path: str) -> None:
-    """Remove a directory unless something is in it, or it is gone."""
-    try:
-        os.rmdir(path)
-    except OSError as error:
-        if error.errno not in (*_NOT_EMPTY_ERRNOS, errno.ENOENT, errno.ENOTDIR):
-            raise
-
-
-def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
-    """fsync(2) the file or directory at a path."""
-    fd = os.open(path, flags)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_dir(path: str) -> None:
-    if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
+    On NFS: the server rebooted before it answered, and was asked again, when the source was gone.
+    """
+    return (
+        _fs_type(os.path.dirname(target)) not in (0, *_LOCAL_TYPES)
+        and _exists_afresh(target)
+        and not _exists_afresh(source)
+    )
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
@@ -1366,17 +1402,29 @@ class _Files:
     @property
     def is_paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
-        return _exists(f"{self.root}PAUSED")
+        return _exists_afresh(f"{self.root}PAUSED")
 
     def entries(self, directory: str, form: str = "") -> list[_Entry]:
         """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
         try:
-            names = os.listdir(self.root + directory)
-        except (FileNotFoundError, NotADirectoryError):
+            names = self.names(directory)
+        except NotADirectoryError:
             if directory in _STATE_DIRS:
                 raise
-            return []  # removed with its worker just now, a foreign file of such a name; none yet
+            return []  # a foreign file of such a name
         return [entry for name in sorted(names) if (entry := _parse(directory, name, form))]
+
+    def names(self, directory: str) -> list[str]:
+        """Return all names in a directory; none if it was removed with its worker just now, or is
+        not there yet. Raises FileNotFoundError for one that must be there."""
+        for is_last in (False, True):
+            try:
+                return os.listdir(self.root + directory)
+            except OSError as error:
+                if error.errno not in _MISSING_ERRNOS or (is_last and directory in _STATE_DIRS):
+                    raise
+            _refresh(self.root)
+        return []
 
     def node_dirs(self) -> list[str]:
         """Return the lease directories of all workers, sorted."""
@@ -1407,6 +1455,7 @@ class _Files:
     def has_work(self) -> bool:
         """Whether a task waits or is leased. Looked at four times: tasks move both ways meanwhile,
         and one that moves against the look each time is not plausible."""
+        _refresh(self.root)  # keys/ may be new
         return any(
             self.has_entries(directory)
             for _ in range(4)
@@ -1507,13 +1556,17 @@ class _Files:
         if not target:
             os.unlink(self.root + source)
             return target
-        _move(self.root + source, self.root + target)
+        _move(self.root + source, self.root + target, is_ours=False)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
         # finished task, whose lease came back when GlusterFS healed a host that had been cut off,
         # would be delivered for ever. A first delivery, as most are, does not pay for that.
         if not _is_first_lease(source) and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
+
+    def was_moved(self, source: str, target: str) -> bool:
+        """Whether a rename that raised FileNotFoundError was carried out; see _was_moved()."""
+        return _was_moved(self.root + source, self.root + target)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there; ignore any OSError."""
@@ -1848,7 +1901,9 @@ class _LeaseDir:
                 return []
             try:
                 lock = _FileLock(self.path, _DIR_FLAGS)
-            except FileNotFoundError:
+            except OSError as error:
+                if error.errno not in _MISSING_ERRNOS:
+                    raise
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
@@ -1933,7 +1988,8 @@ class _LeaseDir:
                     os.rename(self._files.root + source, name, dst_dir_fd=self._held.fd)
             except FileNotFoundError:
                 self.is_suspect = True
-                return ""  # RACE: another worker won; or our directory was removed
+                # RACE: another worker won; or our directory was removed
+                return lease if self._was_claimed(name) else ""
             except BaseException as error:
                 if getattr(error, "errno", None) not in _MISSING_ERRNOS:
                     self.undo_claim(lease, source)  # Ctrl-C may come when it is done
@@ -1942,6 +1998,10 @@ class _LeaseDir:
                 self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
                 return ""
             return lease
+
+    def _was_claimed(self, name: str) -> bool:
+        """Whether a claim that raised FileNotFoundError was carried out; see _was_moved()."""
+        return self._files.is_shared and name in self._files.names(self.directory)
 
     def undo_claim(self, lease: str, source: str) -> None:
         """Undo a claim that was interrupted, or whose file is not at its path: a person took it
@@ -2207,7 +2267,9 @@ class _KeyIndex:
         directory = f"{self._files.root}locks"
         try:
             return _FileLock(f"{directory}/{name}")
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)  # FileNotFoundError if data_dir is gone
             return _FileLock(f"{directory}/{name}")
@@ -2501,12 +2563,12 @@ class _KeyIndex:
 
     def _names(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
-        try:
+        _refresh(self._files.root)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # none yet
             with os.scandir(f"{self._files.root}keys") as entries:
                 names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []  # none yet
-        return sorted(filter(parse, names))
+            return sorted(filter(parse, names))
+        return []
 
     def _index_unlisted(self, held: _KeyStates) -> None:
         """Promote newer payloads that no state knows: power loss, or a person, took the state."""
@@ -2800,6 +2862,8 @@ class _Transitions:
 
     def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
         """Return how far the work on that payload had come: of a key, another may be here now."""
+        if self._files.is_shared:
+            _refresh(f"{self._files.root}checkpoints")
         try:
             saved, _ = _read_record(f"{self._files.root}checkpoints/{ident}", ident)
         except FileNotFoundError:
@@ -2858,10 +2922,14 @@ class _Transitions:
             try:
                 gone_to = move(lease.path, target)
             except FileNotFoundError:
-                directory = os.path.dirname(target)
-                # A directory that is gone is disk trouble.
-                os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
-                raise self.lease_lost(task) from None
+                # Only while the lease runs it was certainly ours.
+                is_ours = target and self.left_ns(task) > 0
+                if not (is_ours and self._files.was_moved(lease.path, target)):
+                    directory = os.path.dirname(target)
+                    # A directory that is gone is disk trouble.
+                    os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
+                    raise self.lease_lost(task) from None
+                gone_to = target
             lease.outcome = _OUTCOMES.get(_directory_of(target), "")
         return gone_to
 
@@ -3044,8 +3112,9 @@ class _Transitions:
                 _unlink_if_exists(f"{self._files.root}failed/{ident}.error")
                 self._keys.move(source, target)
         except FileNotFoundError:
-            os.stat(f"{self._files.root}pending")  # gone: disk trouble
-            return False  # RACE: another process retried or removed it
+            if not self._files.was_moved(source, target):
+                os.stat(f"{self._files.root}pending")  # gone: disk trouble
+                return False  # RACE: another process retried or removed it
         self._backlog.note_enqueued(target)
         self._files.commit(target)
         return True

@@ -1721,6 +1721,128 @@ class Cost(QueueCase):
         self.assertEqual(self.pop(q).data, b"1")
 
 
+class LostReply(QueueCase):
+    """A server of NFS that reboots after a rename, and before it has answered, is asked again, and
+    answers that there is no such file. The step was taken: it must not look as if it were not."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        patch = mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0x6969))
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    @contextlib.contextmanager
+    def lost(self, number: int = 1) -> Iterator[None]:
+        """The answer to that rename of the block is lost."""
+        fake, renames = types.ModuleType("os"), itertools.count(1)
+        fake.__dict__.update(os.__dict__)
+
+        def losing(rename: Callable[..., None]) -> Callable[..., None]:
+            def call(*args: Any, **kwargs: Any) -> None:
+                rename(*args, **kwargs)
+                if next(renames) == number:
+                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), args[0])
+
+            return call
+
+        for name in ("rename", "replace"):
+            setattr(fake, name, losing(getattr(os, name)))
+        with mock.patch.object(femtoqueue, "os", fake):
+            yield
+        self.assertGreater(next(renames), number, "it was not renamed so often")
+        self.check_invariants()
+
+    def test_a_push_is_acknowledged(self) -> None:
+        q = self.queue()
+        with self.lost():
+            ident = q.push(b"1")
+        with self.lost():
+            q.schedule(b"2", 0)
+        with self.lost():
+            q.push(b"3", key="k")
+        self.assertEqual(self.names("pending")[0], ident)
+        self.assertEqual(sorted(self.drain(q)), [b"1", b"2", b"3"])
+
+    def test_a_keyed_payload_is_replaced_at_each_of_its_renames(self) -> None:
+        refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        q = self.queue()
+        q.push(b"0", key="k")
+        with mock.patch.object(femtoqueue, "_exchange", mock.Mock(side_effect=refused)):
+            for number in (1, 2, 3):
+                with self.lost(number):
+                    q.push(b"%d" % number, key="k")
+                self.assertEqual([task.data for task in q.tasks("pending")], [b"%d" % number])
+
+    def test_a_claim_is_a_delivery(self) -> None:
+        q = self.queue()
+        q.push(b"1")
+        with self.lost():
+            task = self.pop(q)
+        q.done(task)
+        self.assertEqual(self.states(), {"done": 1})
+
+    def test_each_end_of_a_delivery_is_acknowledged(self) -> None:
+        q = self.queue()
+        for end, state in (
+            (q.done, "done"),
+            (lambda task: q.fail(task, "why"), "failed"),
+            (q.release, "pending"),
+        ):
+            q.push(b"1")
+            task = self.pop(q)
+            with self.lost():
+                end(task)
+            self.assertEqual(self.states(), {state: 1})
+            shutil.rmtree(self.file(state))
+            os.mkdir(self.file(state))
+
+    def test_a_reason_and_a_checkpoint_are_written(self) -> None:
+        q = self.queue()
+        ident = q.push(b"1")
+        task = self.pop(q)
+        with self.lost(2):
+            q.checkpoint(task, b"half")
+        q.release(task)
+        task = self.pop(q)
+        self.assertEqual(task.checkpoint, b"half")
+        with self.lost(2):
+            q.fail(task, "why")
+        failed = q.peek(ident)
+        self.assertEqual(failed and failed.error, "why")
+
+    def test_a_lease_is_extended_and_a_dead_letter_retried(self) -> None:
+        q = self.queue()
+        ident = q.push(b"1")
+        task = self.pop(q)
+        with self.lost():
+            q.extend(task, 60_000)
+        q.fail(task)
+        with self.lost():
+            q.retry(ident)
+        self.assertEqual(self.states(), {"pending": 1})
+
+    def test_a_late_worker_is_not_taken_for_the_one_that_finished(self) -> None:
+        """done/<id> is there, but by another's delivery."""
+        q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
+        q.push(b"1")
+        late = self.pop(q)
+        clock.advance(3)
+        with mock.patch.object(other._house, "_young_ns", 0):
+            other.done(self.pop(other))
+        self.assertRaises(LeaseLost, q.done, late)
+
+    def test_on_a_local_file_system_a_file_that_is_gone_is_gone(self) -> None:
+        """There the answer is never lost: an error, as it came."""
+        q = self.queue()
+        with (
+            mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0xEF53)),
+            self.lost(),
+            self.assertRaises(FileNotFoundError),
+        ):
+            q.push(b"1")
+        self.assertEqual(self.states(), {})
+
+
 class Sharing(QueueCase):
     def consume(self, q: FemtoQueue, got: list[bytes], finished: threading.Event) -> None:
         while True:
