@@ -248,6 +248,11 @@ def _fs_type(directory: str) -> int:
     return 0 if failed else status[0] & 0xFFFFFFFF
 
 
+def _is_shared(directory: str) -> bool:
+    """Whether other hosts may write to its file system. Where statfs(2) is missing: no."""
+    return _fs_type(directory) not in (0, *_LOCAL_TYPES)
+
+
 def _find_syncfs(directory: str) -> Callable[[int], None] | None:
     """Return syncfs(2) if it exists and the directory's file system is known to obey it."""
     libc = _libc()
@@ -1280,11 +1285,8 @@ def _was_moved(source: str, target: str) -> bool:
 
     On NFS: the server rebooted before it answered, and was asked again, when the source was gone.
     """
-    return (
-        _fs_type(os.path.dirname(target)) not in (0, *_LOCAL_TYPES)
-        and _exists_afresh(target)
-        and not _exists_afresh(source)
-    )
+    is_shared = _is_shared(os.path.dirname(target))
+    return is_shared and _exists_afresh(target) and not _exists_afresh(source)
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
@@ -1388,10 +1390,9 @@ class _Files:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other hosts may write to the file system, so that what one host reads of a file
-        or a name may be old. Linux knows; elsewhere it is taken to be local."""
+        """Whether what this host reads of a file or a name may be old: another host changed it."""
         if self._is_shared is None:
-            self._is_shared = _fs_type(self.root) not in (0, *_LOCAL_TYPES)
+            self._is_shared = _is_shared(self.root)
         return self._is_shared
 
     # Looking
@@ -5228,9 +5229,10 @@ class TicketQueue:
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if no living member is in line; say whether it went.
 
-        A register() meanwhile waits, and makes it again. Tickets begin at 1 then.
+        A register() meanwhile waits, and makes it again. Tickets begin at 1 then. On a file system
+        of several hosts it stays: another host may take a lock that was removed for the one there.
         """
-        if not os.path.isdir(self._root):
+        if not os.path.isdir(self._root) or _is_shared(self._root):
             return False
         with self._locked():
             if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
@@ -5286,7 +5288,9 @@ class TicketQueue:
             _make_dir(os.path.dirname(self._root), 0o700, sync=False)
             try:
                 lock = _open_locked(f"{self._root}last")
-            except FileNotFoundError:
+            except OSError as error:
+                if error.errno not in _MISSING_ERRNOS:
+                    raise
                 continue  # RACE: maybe_cleanup() removed the directory
             try:
                 for name in os.listdir(self._root):
@@ -5311,16 +5315,18 @@ class TicketQueue:
         """Say whether a ticket's member lives; remove the ticket if not."""
         path = self._root + name
         try:
-            if _boot_of_ticket(name) == self._boot:
-                lock = _FileLock(path, os.O_RDWR)
-                try:
+            lock = _FileLock(path, os.O_RDWR)
+            try:
+                if _boot_of_ticket(name) == self._boot:
                     dead = lock.try_exclusive()
-                finally:
-                    lock.close()
-            else:
-                age_s = time.time() - os.stat(path).st_mtime
-                dead = self.stale_timeout is not None and age_s > self.stale_timeout
-        except FileNotFoundError:
+                else:  # by its open file: what stat() tells may be a minute old (NFS)
+                    age_s = time.time() - os.fstat(lock.fd).st_mtime
+                    dead = self.stale_timeout is not None and age_s > self.stale_timeout
+            finally:
+                lock.close()
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
             return False  # RACE: given up just now
         if dead:
             _unlink_if_exists(path)
