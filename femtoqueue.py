@@ -5251,12 +5251,20 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
+def _program() -> str:
+    """Return what a person types to run this: the installed command, or the copied file."""
+    if os.path.basename(sys.argv[0]) != "femtoqueue.py":
+        return "femtoqueue"
+    return f"{os.path.basename(sys.executable) or 'python'} -m femtoqueue"
+
+
 def _run_command(argv: list[str]) -> int:
     """Parse a command line, run its command, and return the exit status."""
     parser, commands = _build_parser()
     name = argv[0] if argv else ""
     if name not in commands:
-        _check_command_name([*argv], parser, commands)
+        if name not in ("-h", "--help", "--version"):
+            parser.error(_advise_command(argv, [*commands]))
         parser.parse_args(argv)  # exits
     dashes = argv.index("--") if "--" in argv else len(argv)
     options, unknown = commands[name].parse_known_intermixed_args(argv[1:dashes])
@@ -5264,25 +5272,41 @@ def _run_command(argv: list[str]) -> int:
     if name == "work" and dashes == len(argv):
         _check_dashes(argv, options)
     if unknown:
-        options.error(f"unknown option {unknown[0]!r}; {options.option_hint}")
+        known = re.findall("(?<=[ ,])--[a-z-]+", commands[name].format_help())
+        near = _nearest(unknown[0].partition("=")[0], known)
+        hint = f"did you mean {near}?" if near else options.option_hint
+        options.error(f"unknown option {unknown[0]!r}; {hint}")
     _find_directory(options)
     status: int = options.run(options)
     return status
 
 
-def _check_command_name(argv: list[str], parser: Any, commands: dict[str, Any]) -> None:
-    """Exit with an error unless --help or --version is in the place of the command."""
+def _nearest(word: str, known: list[str]) -> str:
+    """Return the known word that is most like a mistyped one; "" if none is."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, known, 1)), "")
+
+
+def _advise_command(argv: list[str], commands: list[str]) -> str:
+    """Say what to type instead of a command line that does not begin with a command."""
     import shlex
 
-    found = [word for word in argv if word in commands]
     if not argv:
-        parser.error(f"COMMAND is missing: {', '.join(commands)}")
-    elif found and argv[0] not in ("-h", "--help", "--version"):
-        argv.remove(found[0])
-        line = shlex.join([found[0], *argv])
-        parser.error(f"the command comes first: femtoqueue {line}")
-    elif not argv[0].startswith("-"):
-        parser.error(f"unknown command {argv[0]!r}; there are {', '.join(commands)}")
+        return f"COMMAND is missing: {', '.join(commands)}"
+    name, *rest = argv
+    if name == "help":
+        return f"unknown command 'help'; type: {' '.join([_program(), *rest[:1]])} --help"
+    found = next((word for word in rest if word in commands), None)
+    if found:
+        argv.remove(found)
+        return f"the command comes first: {_program()} {shlex.join([found, *argv])}"
+    if name.startswith("-"):
+        return f"unknown option {name!r}; see {_program()} --help"
+    near = _nearest(name, commands)
+    if near:
+        return f"unknown command {name!r}; did you mean: {_program()} {shlex.join([near, *rest])}"
+    return f"unknown command {name!r}; there are {', '.join(commands)}"
 
 
 def _check_dashes(argv: list[str], options: Any) -> None:
@@ -5295,7 +5319,7 @@ def _check_dashes(argv: list[str], options: Any) -> None:
     if len(words) > skipped:
         at = argv.index(words[skipped], argv.index(words[0]) + skipped)
         line = f"{shlex.join(argv[:at])} -- {shlex.join(argv[at:])}"
-        options.error(f"put the command after --: femtoqueue {line}")
+        options.error(f"put the command after --: {_program()} {line}")
 
 
 def _find_directory(options: Any) -> None:
@@ -5336,13 +5360,16 @@ def _build_parser() -> tuple[Any, dict[str, Any]]:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
+            if message.endswith("expected one argument"):
+                message += f"; see {self.prog} --help"
             self.exit(2, f"{self.prog}: {message}\n")  # one line, without the usage
 
     parser = Parser(
-        prog="femtoqueue",
-        description="A durable task queue: a directory. `femtoqueue COMMAND --help` says more.",
-        epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or\n"
-        "seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble.",
+        prog=_program(),
+        description=f"A durable task queue: a directory. `{_program()} COMMAND --help` says more.",
+        epilog="DIR may come from $FEMTOQUEUE_DIR instead.\n"
+        "A TIME is 500ms, 30s, 5m, 2h, 7d, or a number of seconds.\n"
+        "Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
@@ -5372,18 +5399,19 @@ def _add_command(
     name = run.__name__[1:].removesuffix("_command")
     text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").partition("Example: ")
     summary = text.partition("\n")[0].rstrip(".")
-    usage = f"femtoqueue {name} [options] DIR {words}".rstrip()
+    command = f"{_program()} {name}"
+    usage = f"{command} [options] DIR {words}".rstrip()
     parser = commands.add_parser(
         name,
         help=summary[0].lower() + summary[1:],
         usage=usage,
         description=text,
-        epilog=f"example:\n  {example}",
+        epilog="example:\n  " + example.replace("\n", "\n  ").replace("femtoqueue", _program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run, error=parser.error, usage=usage, is_word=is_word)
-    parser.set_defaults(word_hint=advice or usage, option_hint=f"see femtoqueue {name} --help")
+    parser.set_defaults(run=run, error=parser.error, command=command, usage=usage, is_word=is_word)
+    parser.set_defaults(word_hint=advice or usage, option_hint=f"see {command} --help")
     return parser
 
 
@@ -5428,6 +5456,15 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _id_text(text: str) -> str:
+    """Return an id as it is."""
+    if not _parse_id(text):
+        raise _invalid(text, _ID_FORM)
+    return text
+
+
+_ID_FORM = "an ID is the last 29 characters of a task's name, as `ls` prints it"
+_LEASE_FORM = "an ID is an id, or the path that `pop` printed"
 _TIME: dict[str, Any] = {"metavar": "TIME", "type": _seconds}
 _LEASE: dict[str, Any] = {"metavar": "TIME", "type": _positive_seconds, "default": 30.0}
 _NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
@@ -5439,14 +5476,14 @@ def _add_push(commands: Any) -> None:
     parser = _add_command(commands, _push_command, "[PAYLOAD ...]", _is_any)
     parser.set_defaults(option_hint="put a PAYLOAD that begins with - after --")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--lines", action="store_true", help="a task for each line of standard input")
-    add("-0", "--null", action="store_true", help="a task for each piece that a zero byte ends")
+    add("--lines", action="store_true", help="push each line of standard input")
+    add("-0", "--null", action="store_true", help="push each piece that a zero byte ends")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--delay", **_TIME, help="not before that much time has gone by")
-    add("--at", metavar="WHEN", type=_timestamp, help="not before that time, as 2026-12-01T08:00")
+    add("--delay", **_TIME, help="wait for TIME before it joins the queue")
+    add("--at", metavar="WHEN", type=_timestamp, help="wait until WHEN, as 2026-12-01T08:00")
     add = parser.add_argument
-    add("--key", metavar="TEXT", help="at most one task of a key waits: replace its payload")
-    policies = "if the key's task is in flight: buffer (default), update or reject"
+    add("--key", metavar="TEXT", help="replace the payload of this key's task, if one waits")
+    policies = "if that task is in flight (default: buffer)"
     add("--if-in-flight", choices=_IF_IN_FLIGHT, help=policies)
     add("--sync", action="store_true", help=_SYNC_HELP)
 
@@ -5454,64 +5491,62 @@ def _add_push(commands: Any) -> None:
 def _add_work(commands: Any) -> None:
     """Add work and its options."""
     add = _add_command(commands, _work_command, "-- CMD [ARG ...]").add_argument
-    add("-j", "--jobs", **_NUMBER, default=1, help="commands at a time; default 1")
-    add("--drain", action="store_true", help="end when nothing waits or runs any more")
-    add(
-        "--max-attempts",
-        **_NUMBER,
-        default=3,
-        help="tries before it is a dead letter; default 3; 0: no limit",
-    )
-    add(
-        "--retry-delay", **_TIME, default=1.0, help="before a second try, then doubling; default 1s"
-    )
-    add("--timeout", **_LEASE, help="the lease, renewed while CMD runs; default 30s")
-    add("--task-timeout", **_TIME, help="kill CMD after that")
-    add("--output-dir", metavar="DIR", help="write CMD's output to ID.out and ID.err in there")
-    keep = "delete what is done after that; default: keep it"
+    add("-j", "--jobs", **_NUMBER, default=1, help="run N commands at a time (default: 1)")
+    add("--drain", action="store_true", help="exit when no task waits or is in flight")
+    tries = "give up a task after N tries; 0: no limit (default: 3)"
+    add("--max-attempts", **_NUMBER, default=3, help=tries)
+    pause = "wait for TIME before a second try, then double it (default: 1s)"
+    add("--retry-delay", **_TIME, default=1.0, help=pause)
+    add("--timeout", **_LEASE, help="length of the lease, renewed while CMD runs (default: 30s)")
+    add("--task-timeout", **_TIME, help="kill CMD after TIME (default: never)")
+    add("--output-dir", metavar="DIR", help="write CMD's output to DIR/ID.out and DIR/ID.err")
+    keep = "delete what is done after TIME (default: never)"
     add("--keep-done", **_TIME, default=True, help=keep)
-    add("--node", metavar="TEXT", help="this worker's name; default: a fresh one")
+    add("--node", metavar="TEXT", help="name of this worker (default: a fresh one)")
     add("--sync", action="store_true", help=_SYNC_HELP)
-    add("-q", "--quiet", action="store_true", help="no progress")
+    add("-q", "--quiet", action="store_true", help="report no progress")
 
 
 def _add_leases(commands: Any) -> None:
     """Add the commands that take tasks, and end or renew what `pop` leased."""
-    ids = ("ID ...", _is_task, "an ID is an id, or the path that `pop` printed")
     parser = _add_command(commands, _pop_command, advice="for a task by its id: --id ID")
     add = parser.add_argument
-    add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
-    add("--wait", **_TIME, default=0.0, help="for a task, if none is there; default 0")
-    add("--node", metavar="TEXT", default="cli", help="the worker's name; default cli")
+    add("--timeout", **_LEASE, help="length of the lease (default: 30s)")
+    add("--wait", **_TIME, default=0.0, help="wait for TIME if there is no task (default: 0s)")
+    add("--node", metavar="TEXT", default="cli", help="name of the worker (default: cli)")
     add("--payload", action="store_true", help="print the payload")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--key", metavar="TEXT", help="the task of that key, out of turn")
-    add("--id", metavar="ID", help="the task of that id, out of turn, due or not")
-    _add_command(commands, _cancel_command, *ids)
+    add("--key", metavar="TEXT", help="lease the task of this key, out of turn")
+    add("--id", metavar="ID", type=_id_text, help="lease this task, out of turn, due or not")
+    _add_command(commands, _cancel_command, "ID ...", _is_task, _ID_FORM)
+    ids = ("ID ...", _is_task, _LEASE_FORM)
     _add_command(commands, _done_command, *ids)
-    _add_command(commands, _fail_command, *ids).add_argument("--reason", metavar="TEXT", help="why")
+    add = _add_command(commands, _fail_command, *ids[:2], f"{_LEASE_FORM}; why: --reason TEXT")
+    add.add_argument("--reason", metavar="TEXT", help="why it failed")
+    ids = (*ids[:2], f"{_LEASE_FORM}; how long: --delay TIME")
     add = _add_command(commands, _release_command, *ids).add_mutually_exclusive_group().add_argument
-    add("--front", action="store_true", help="to the front, where it was")
-    add("--delay", **_TIME, default=0.0, help="to the back, after that time")
+    add("--front", action="store_true", help="to the front of the queue")
+    add("--delay", **_TIME, default=0.0, help="to the back, after TIME (default: 0s)")
+    ids = (*ids[:2], f"{_LEASE_FORM}; how long: --timeout TIME")
     add = _add_command(commands, _extend_command, *ids).add_argument
-    add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
+    add("--timeout", **_LEASE, help="length of the lease from now on (default: 30s)")
 
 
 def _add_views(commands: Any) -> None:
     """Add the commands that only look."""
     states = ("[STATE ...]", STATES.__contains__, f"a STATE is one of {', '.join(STATES)}")
     add = _add_command(commands, _ls_command, *states).add_argument
-    add("--all", action="store_true", help="every state, done too")
-    add("--json", action="store_true", help="an object a line")
-    add = _add_command(commands, _show_command, "ID", _is_task).add_argument
-    add("--payload", action="store_true", help="only the payload")
+    add("--all", action="store_true", help="list every state, done too")
+    add("--json", action="store_true", help="print a JSON object on each line")
+    add = _add_command(commands, _show_command, "ID", _is_task, _ID_FORM).add_argument
+    add("--payload", action="store_true", help="print the payload only")
     add = _add_command(commands, _stat_command).add_argument
-    add("--json", action="store_true", help="as an object")
-    add("--max-age", **_TIME, help="status 1 if the oldest pending task is older")
-    add("--max-pending", **_NUMBER, help="status 1 if more tasks are pending")
+    add("--json", action="store_true", help="print a JSON object")
+    add("--max-age", **_TIME, help="exit with 1 if the oldest pending task is older")
+    add("--max-pending", **_NUMBER, help="exit with 1 if more than N tasks are pending")
     add = _add_command(commands, _top_command).add_argument
-    add("--interval", **_LEASE | {"default": 1.0}, help="between two looks; default 1s")
-    add("-n", "--count", **_NUMBER, help="end after so many looks; default: no limit")
+    add("--interval", **_LEASE | {"default": 1.0}, help="time between two looks (default: 1s)")
+    add("-n", "--count", **_NUMBER, help="exit after N looks (default: no limit)")
 
 
 def _add_maintenance(commands: Any) -> None:
@@ -5519,12 +5554,12 @@ def _add_maintenance(commands: Any) -> None:
     _add_command(commands, _pause_command)
     _add_command(commands, _resume_command)
     add = _add_command(commands, _check_command).add_argument
-    add("--repair", action="store_true", help="mend what is safe to mend")
-    add = _add_command(commands, _retry_command, "[ID ...]", _is_task).add_argument
-    add("--all", action="store_true", help="all that failed")
-    add = _add_command(commands, _purge_command).add_argument
-    add("--older-than", **_TIME, help="finished longer ago than that; required")
-    add("--failed", action="store_true", help="dead letters too")
+    add("--repair", action="store_true", help="repair what is safe to repair")
+    add = _add_command(commands, _retry_command, "[ID ...]", _is_task, _ID_FORM).add_argument
+    add("--all", action="store_true", help="retry all that failed")
+    add = _add_command(commands, _purge_command, advice="how old: --older-than TIME").add_argument
+    add("--older-than", **_TIME, help="delete what ended more than TIME ago (required)")
+    add("--failed", action="store_true", help="delete dead letters, too")
 
 
 _TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
@@ -5535,8 +5570,10 @@ _TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its f
 
 def _open_queue(options: Any, create: bool = False, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises FileNotFoundError if there is none, unless create."""
+    if os.path.exists(options.dir) and not os.path.isdir(options.dir):
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file; give a directory", options.dir)
     if not create and not os.path.isdir(os.path.join(options.dir, "pending")):
-        text = "there is no queue; `femtoqueue push` makes one"
+        text = f"there is no queue; `{_program()} push {options.dir} PAYLOAD` makes one"
         raise FileNotFoundError(errno.ENOENT, text, options.dir)
     return FemtoQueue(options.dir, **settings)
 
@@ -5656,8 +5693,9 @@ def _print_rows(rows: Iterable[dict[str, Any]], form: str) -> None:
 def _push_command(options: Any) -> int:
     """Add tasks, and print their ids.
 
-    Each PAYLOAD is a task. Without one, standard input is read: all of it is one task, or each
-    line is (--lines), or each piece that ends with a zero byte (--null).
+    Each PAYLOAD is a task. Without one, standard input is read: all of it is one
+    task, or each line is (--lines), or each piece that ends with a zero byte
+    (--null).
     Example: femtoqueue push jobs 'resize 42.png'
     """
     reads_pieces = options.lines or options.null
@@ -5718,7 +5756,10 @@ def _read_payloads(options: Any) -> Iterator[bytes]:
     elif whole := stream.read():
         yield whole
     else:
-        options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
+        options.error(
+            f"standard input is empty: {options.command} {options.dir} PAYLOAD; "
+            "for an empty task, give '' as PAYLOAD"
+        )
 
 
 # Command line: work
@@ -5727,16 +5768,20 @@ def _read_payloads(options: Any) -> Iterator[bytes]:
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    {} in an ARG is replaced by the payload. Give it to `sh -c` as an argument of its own: within
-    the script, the payload would be run as code. A payload that cannot be an argument (it has a
-    zero byte, or is too long) is a dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
-    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
-    Exit status 0 means that the task is done. After another one it is tried again later; in the
-    end it is a dead letter, with the end of CMD's standard error as the reason.
-    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is passed to their
-    process groups, and their tasks are given back. If this worker is killed, its commands are
-    killed, too. But a lease that is lost (after a stop for longer than --timeout, or by
-    `release`) does not end CMD.
+    {} in an ARG is replaced by the payload. Give it to `sh -c` as an argument of
+    its own: within the script, the payload would be run as code. A payload that
+    cannot be an argument (it has a zero byte, or is too long) is a dead letter at
+    once. The environment of CMD has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and
+    FEMTOQUEUE_KEY.
+
+    If CMD exits with 0, the task is done. Else it is tried again later; in the end
+    it is a dead letter, with the end of CMD's standard error as the reason.
+
+    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is
+    passed to their process groups, and their tasks are given back. If this worker
+    is killed, its commands are killed, too. But a lease that is lost (after a stop
+    for longer than --timeout, or by `release`) does not end CMD.
+
     Status 1: with --drain, a task failed for good, or a signal came before the end.
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
@@ -5771,7 +5816,7 @@ def _check_work(options: Any) -> None:
 
     command = options.after_dashes
     if not command:
-        options.error(f"the command is missing: femtoqueue work {options.dir} -- CMD ARGS")
+        options.error(f"the command is missing: {options.command} {options.dir} -- CMD ARGS")
     if options.jobs < 1:
         options.error("argument -j/--jobs: it must be 1 or more, not 0")
     if shutil.which(command[0]) is None:
@@ -6202,11 +6247,13 @@ def _as_stdin(data: bytes) -> Iterator[int]:
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
-    The path ends with the id. The lease outlives this process: it lasts until done, fail or
-    release, or for --timeout. These commands take the path, which stands for this delivery only,
-    or the id. With --payload, the payload is printed, and the path goes to standard error.
-    Status 1: there is no task to be had.
-    Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
+    The path ends with the id. The lease outlives this process: it lasts until
+    done, fail or release, or for --timeout. These commands take the path, which
+    stands for this delivery only, or the id. With --payload, the payload is
+    printed, and the path goes to standard error.
+    Status 1: there is no task to lease.
+    Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
+    femtoqueue done jobs "$task"
     """
     lease_ms = options.timeout * 1000
     with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
@@ -6232,8 +6279,8 @@ def _pop_command(options: Any) -> int:
 def _cancel_command(options: Any) -> int:
     """Delete tasks that wait, due or not.
 
-    A task in another state stays as it is. Status 1: one of them did not wait, or the queue is
-    paused.
+    A task in another state stays as it is.
+    Status 1: one of them did not wait, or the queue is paused.
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
     _check_ids(options)
@@ -6252,7 +6299,7 @@ def _cancel_command(options: Any) -> int:
 def _why_not_taken(q: FemtoQueue, ident: str) -> str:
     """Say why take(id=) returned None. Raises CorruptTask if the file is not a whole record."""
     if q.paused:
-        return f"task {ident} can't be taken: the queue is paused; `femtoqueue resume` it first"
+        return f"task {ident} can't be taken: the queue is paused; `{_program()} resume` it first"
     task = q.peek(ident)
     return f"task {ident} is not waiting: {'no such task' if task is None else task.state}"
 
@@ -6283,8 +6330,8 @@ def _fail_command(options: Any) -> int:
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
 
-    They go to the back of the queue, to its front, or wait for a delay first. A worker that holds
-    such a task loses its lease, and can change nothing any more.
+    They go to the back of the queue, to its front, or wait for a delay first. A
+    worker that holds such a task loses its lease, and can change nothing any more.
     Example: femtoqueue release jobs "$task" --delay 5m
     """
     front, delay_s = options.front, options.delay
@@ -6310,10 +6357,10 @@ def _extend_command(options: Any) -> int:
 def _ls_command(options: Any) -> int:
     """List the tasks that are alive or failed, or those of each STATE.
 
-    A STATE is pending, scheduled, inflight, done or failed; --all means all of them. Columns:
-    state, id, age, attempts (-: not known), size in bytes (-: corrupt), time until the lease ends
-    or the task is due, key, node. Where it is not a terminal, they are separated by tabs, and
-    times are in seconds.
+    A STATE is pending, scheduled, inflight, done or failed; --all means all of
+    them. Columns: state, id, age, attempts (-: not known), size in bytes (-:
+    corrupt), time until the lease ends or the task is due, key, node. If standard
+    output is not a terminal, tabs separate them, and times are in seconds.
     Example: femtoqueue ls jobs failed
     """
     if options.words and options.all:
@@ -6327,12 +6374,12 @@ def _ls_command(options: Any) -> int:
 
 
 def _show_command(options: Any) -> int:
-    """Print what there is to know of a task, and its payload.
+    """Print the fields of a task, and its payload.
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
     """
     if len(options.words) != 1:
-        options.error(f"give one ID: femtoqueue show {options.dir} ID")
+        options.error(f"give one ID: {options.command} {options.dir} ID")
     ident = _id_of(options.words[0])
     with _open_queue(options) as q:
         task = q.peek(ident)
@@ -6349,7 +6396,8 @@ def _show_command(options: Any) -> int:
 def _stat_command(options: Any) -> int:
     """Count the tasks in each state; for monitors, too.
 
-    Status 1: more than --max-pending tasks wait, or the oldest waits for longer than --max-age.
+    Status 1: more than --max-pending tasks wait, or the oldest waits for longer
+    than --max-age.
     Example: femtoqueue stat jobs --max-age 10m
     """
     with _open_queue(options) as q:
@@ -6386,9 +6434,10 @@ def _disk_bytes(path: str) -> int:
 
 
 def _top_command(options: Any) -> int:
-    """Show the queue live: counts, rates, workers and what they hold.
+    """Show the queue live: counts, rates, workers and their leases.
 
-    The key q ends it. Where it is not a terminal, it prints a block each --interval, --count times.
+    The key q ends it. If standard output is not a terminal, it prints a block each
+    --interval, --count times.
     Example: femtoqueue top jobs
     """
     with _open_queue(options) as q, _full_screen() as read_key:
@@ -6507,7 +6556,7 @@ class _Top:
 
 
 def _pause_command(options: Any) -> int:
-    """Hand nothing out until resume, in any process.
+    """Hand out no task in any process, until resume.
 
     Example: femtoqueue pause jobs
     """
@@ -6529,8 +6578,8 @@ def _resume_command(options: Any) -> int:
 def _check_command(options: Any) -> int:
     """Look for what is odd in DIR, and print a line for each finding.
 
-    It reads every task. --repair mends what is safe to mend. Status 1: something is odd, and was
-    not mended.
+    It reads every task. --repair repairs what is safe to repair.
+    Status 1: something is odd, and was not repaired.
     Example: femtoqueue check jobs --repair
     """
     status = 0
@@ -6543,12 +6592,12 @@ def _check_command(options: Any) -> int:
 
 
 def _retry_command(options: Any) -> int:
-    """Put failed tasks to the back of the queue, their attempts at 0.
+    """Put failed tasks at the back of the queue, with no attempts counted.
 
     Example: femtoqueue retry jobs --all
     """
     if bool(options.words) == options.all:
-        given = f"femtoqueue retry {options.dir}"
+        given = f"{options.command} {options.dir}"
         options.error(f"which tasks? {given} ID ..., or all: {given} --all")
     with _open_queue(options) as q:
         if options.all:
@@ -6559,11 +6608,11 @@ def _retry_command(options: Any) -> int:
 def _purge_command(options: Any) -> int:
     """Delete tasks that were done long ago, and print how many.
 
-    With --failed, those that failed long ago, too.
+    With --failed, tasks that failed long ago, too.
     Example: femtoqueue purge jobs --older-than 7d
     """
     if options.older_than is None:
-        options.error(f"how old? femtoqueue purge {options.dir} --older-than 7d")
+        options.error(f"how old? {options.command} {options.dir} --older-than 7d")
     with _open_queue(options) as q:
         print(q.purge(options.older_than, ("done", "failed") if options.failed else ("done",)))
     return 0

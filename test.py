@@ -7118,6 +7118,11 @@ class CommandLine(QueueCase):
         for line, text in (
             ("", "COMMAND is missing: push, work, pop"),
             ("nonsense", "unknown command 'nonsense'; there are push, work, pop"),
+            ("psuh jobs x", "unknown command 'psuh'; did you mean: femtoqueue push jobs x"),
+            ("help", "type: femtoqueue --help"),
+            ("help push", "type: femtoqueue push --help"),
+            ("--halp", "unknown option '--halp'; see femtoqueue --help"),
+            ("-v", "unknown option '-v'; see femtoqueue --help"),
             ("jobs push x", "femtoqueue push jobs x"),
             ("--wait 1s pop jobs", "femtoqueue pop --wait 1s jobs"),
             ("push", "DIR is missing: femtoqueue push [options] DIR [PAYLOAD ...]"),
@@ -7146,14 +7151,25 @@ class CommandLine(QueueCase):
 
     def test_wrong_use_of_a_queue_is_one_line_that_says_what_to_type(self) -> None:
         task = self.queue().push(b"x")
+        self.put("file", b"", "")
         for line, text in (
             ("pop jobs x", "--id ID"),
-            ("pop jobs --id 7", "'7'"),
+            ("pop jobs --id 7", "argument --id: invalid '7'; an ID is the last 29 characters"),
             (f"pop jobs --id {task} --key k", "not allowed with"),
             ("pop jobs --timeout 0s", "more than 0"),
-            ("pop jobs --wait", "--wait"),
-            ("pop jobs --waite 1s", "see femtoqueue pop --help"),
+            ("pop jobs --waite 1s", "unknown option '--waite'; did you mean --wait?"),
+            ("pop jobs --until=1s", "unknown option '--until=1s'; see femtoqueue pop --help"),
+            ("pop jobs --wait", "expected one argument; see femtoqueue pop --help"),
             ("cancel jobs", "femtoqueue cancel [options] DIR ID ..."),
+            (f"cancel jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"show jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"retry jobs failed/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"fail jobs {task} why", "why: --reason TEXT"),
+            (f"release jobs {task} 5m", "how long: --delay TIME"),
+            (f"extend jobs {task} 5m", "how long: --timeout TIME"),
+            ("purge jobs 7d", "unexpected argument '7d'; how old: --older-than TIME"),
+            ("ls jobs/file", "jobs/file: it is a file; give a directory"),
+            ("push jobs/file x", "jobs/file: it is a file; give a directory"),
             ("done jobs", "an ID is an id, or the path that `pop` printed"),
             ("fail jobs --reason x", "femtoqueue fail [options] DIR ID ..."),
             ("release jobs", "femtoqueue release [options] DIR ID ..."),
@@ -7179,6 +7195,26 @@ class CommandLine(QueueCase):
         self.assertEqual((status, out), (2, ""), line)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertIn(text, err)
+
+    def test_advice_is_what_a_person_who_copied_the_file_can_type(self) -> None:
+        """In each message and in --help, `femtoqueue` is `python -m femtoqueue` then."""
+        copied = os.path.join(HERE, "femtoqueue.py")
+        python = f"{os.path.basename(sys.executable)} -m femtoqueue"
+        for argv0, program in ((copied, python), ("/usr/local/bin/femtoqueue", "femtoqueue")):
+            with mock.patch.object(sys, "argv", [argv0]):
+                self.check_wrong("jobs push x", f"first: {program} push jobs x\n")
+                self.check_wrong("ls jobs", f"`{program} push jobs PAYLOAD` makes one")
+                self.assertIn(f"usage: {program} ls [options]", self.ok("ls", "--help"))
+                self.assertIn(f"example:\n  {program} ls jobs", self.ok("ls", "--help"))
+
+    def test_help_fits_a_terminal_of_80_columns(self) -> None:
+        """Each line of each --help; so does the summary of each command in the overview."""
+        for words in ([], *([name] for name in femtoqueue._build_parser()[1])):
+            text = self.ok(*words, "--help")
+            for line in text.splitlines():
+                self.assertLessEqual(len(line), 80, line)
+        for name, summary in re.findall(r"(?m)^    (\w+) +(.*)", self.ok("--help")):
+            self.assertRegex(summary, r"^[a-z].*[^.]$", name)
 
     def test_help_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
