@@ -5244,10 +5244,7 @@ def _open_closed_streams() -> None:
     file that is opened, a task's, would get its descriptor and what is printed to it."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != fd:
-                os.dup2(null, fd)
-                os.close(null)
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)  # open() returns fd, the lowest free one
             setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
@@ -5285,7 +5282,7 @@ def _nearest(word: str, known: list[str]) -> str:
     """Return the known word that is most like a mistyped one; "" if none is."""
     import difflib
 
-    return next(iter(difflib.get_close_matches(word, known, 1)), "")
+    return next(iter(difflib.get_close_matches(word, known, 1, 0.65)), "")
 
 
 def _advise_command(argv: list[str], commands: list[str]) -> str:
@@ -5295,18 +5292,17 @@ def _advise_command(argv: list[str], commands: list[str]) -> str:
     if not argv:
         return f"COMMAND is missing: {', '.join(commands)}"
     name, *rest = argv
+    found = [word for word in rest if word in commands]
     if name == "help":
-        return f"unknown command 'help'; type: {' '.join([_program(), *rest[:1]])} --help"
-    found = next((word for word in rest if word in commands), None)
+        return f"type: {' '.join([_program(), *found[:1]])} --help"
     if found:
-        argv.remove(found)
-        return f"the command comes first: {_program()} {shlex.join([found, *argv])}"
+        argv.remove(found[0])
+        return f"the command comes first: {_program()} {shlex.join([found[0], *argv])}"
     if name.startswith("-"):
         return f"unknown option {name!r}; see {_program()} --help"
     near = _nearest(name, commands)
-    if near:
-        return f"unknown command {name!r}; did you mean: {_program()} {shlex.join([near, *rest])}"
-    return f"unknown command {name!r}; there are {', '.join(commands)}"
+    line = f"did you mean: {_program()} {shlex.join([near, *rest])}"
+    return f"unknown command {name!r}; {line if near else 'there are ' + ', '.join(commands)}"
 
 
 def _check_dashes(argv: list[str], options: Any) -> None:
@@ -5366,11 +5362,9 @@ def _build_parser() -> tuple[Any, dict[str, Any]]:
 
     parser = Parser(
         prog=_program(),
-        description=f"A durable task queue: a directory. `{_program()} COMMAND --help` says more.",
-        epilog="DIR may come from $FEMTOQUEUE_DIR instead.\n"
-        "A TIME is 500ms, 30s, 5m, 2h, 7d, or a number of seconds.\n"
-        "Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description="A durable task queue in a directory, DIR. COMMAND --help says more.",
+        epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or "
+        "seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble.",
     )
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
@@ -5395,9 +5389,10 @@ def _add_command(
     them; another one in front is DIR. advice: what to type instead of one that cannot.
     """
     import argparse
+    import textwrap
 
     name = run.__name__[1:].removesuffix("_command")
-    text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").partition("Example: ")
+    text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").strip().partition("Example: ")
     summary = text.partition("\n")[0].rstrip(".")
     command = f"{_program()} {name}"
     usage = f"{command} [options] DIR {words}".rstrip()
@@ -5405,7 +5400,7 @@ def _add_command(
         name,
         help=summary[0].lower() + summary[1:],
         usage=usage,
-        description=text,
+        description="\n\n".join(textwrap.fill(it, 79) for it in text.split("\n\n")),
         epilog="example:\n  " + example.replace("\n", "\n  ").replace("femtoqueue", _program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -5580,6 +5575,8 @@ def _open_queue(options: Any, create: bool = False, **settings: Any) -> FemtoQue
 
 def _for_each_id(options: Any, act: Callable[[str], Any]) -> int:
     """Act on each ID. Report those that are in another state, go on, and return status 1 then."""
+    if not options.words:
+        options.error(f"an ID is missing: {options.usage}; {options.word_hint}")
     status = 0
     for word in options.words:
         try:
@@ -5590,24 +5587,15 @@ def _for_each_id(options: Any, act: Callable[[str], Any]) -> int:
     return status
 
 
-def _check_ids(options: Any) -> None:
-    """Exit with an error if no ID is given."""
-    if not options.words:
-        options.error(f"an ID is missing: {options.usage}; {options.word_hint}")
-
-
 def _time_text(seconds: float | None) -> str:
     """Return a span of time in about six characters: 7s, 3m07s, 2h05m, 4d03h."""
     if seconds is None:
         return "-"
     sign, whole = "-" if seconds <= -1 else "", int(abs(seconds))
-    if whole < 60:
-        return f"{sign}{whole}s"
-    if whole < 3600:
-        return f"{sign}{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{sign}{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{sign}{whole // 86400}d{whole % 86400 // 3600:02}h"
+    for form, unit, part in (("d{:02}h", 86400, 3600), ("h{:02}m", 3600, 60), ("m{:02}s", 60, 1)):
+        if whole >= unit:
+            return f"{sign}{whole // unit}{form.format(whole % unit // part)}"
+    return f"{sign}{whole}s"
 
 
 # Command line: rows. A row is a dictionary: a task, a worker, or the figures of a queue.
@@ -5693,9 +5681,8 @@ def _print_rows(rows: Iterable[dict[str, Any]], form: str) -> None:
 def _push_command(options: Any) -> int:
     """Add tasks, and print their ids.
 
-    Each PAYLOAD is a task. Without one, standard input is read: all of it is one
-    task, or each line is (--lines), or each piece that ends with a zero byte
-    (--null).
+    Each PAYLOAD is a task. Without one, standard input is read: all of it is one task, or each
+    line is (--lines), or each piece that ends with a zero byte (--null).
     Example: femtoqueue push jobs 'resize 42.png'
     """
     reads_pieces = options.lines or options.null
@@ -5708,11 +5695,9 @@ def _push_command(options: Any) -> int:
     if not reads_pieces:
         payloads = iter([*payloads])  # an invalid one is an error before anything is made
     with _open_queue(options, create=True, sync_after_write=options.sync) as q:
+        push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         for payload in payloads:
-            if due_s is None:
-                ident = q.push(payload, **keyed)
-            else:
-                ident = q.schedule(payload, due_s * 1e6, **keyed)
+            ident = push(payload, **keyed)
             with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
                 print(ident, flush=True)
     return 0
@@ -5768,19 +5753,18 @@ def _read_payloads(options: Any) -> Iterator[bytes]:
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    {} in an ARG is replaced by the payload. Give it to `sh -c` as an argument of
-    its own: within the script, the payload would be run as code. A payload that
-    cannot be an argument (it has a zero byte, or is too long) is a dead letter at
-    once. The environment of CMD has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and
-    FEMTOQUEUE_KEY.
+    {} in an ARG is replaced by the payload. Give it to `sh -c` as an argument of its own: within
+    the script, the payload would be run as code. A payload that cannot be an argument (it has a
+    zero byte, or is too long) is a dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
+    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
 
-    If CMD exits with 0, the task is done. Else it is tried again later; in the end
-    it is a dead letter, with the end of CMD's standard error as the reason.
+    If CMD exits with 0, the task is done. Else it is tried again later; in the end it is a dead
+    letter, with the end of CMD's standard error as the reason.
 
-    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is
-    passed to their process groups, and their tasks are given back. If this worker
-    is killed, its commands are killed, too. But a lease that is lost (after a stop
-    for longer than --timeout, or by `release`) does not end CMD.
+    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is passed to their
+    process groups, and their tasks are given back. If this worker is killed, its commands are
+    killed, too. But a lease that is lost (after a stop for longer than --timeout, or by
+    `release`) does not end CMD.
 
     Status 1: with --drain, a task failed for good, or a signal came before the end.
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
@@ -6247,10 +6231,9 @@ def _as_stdin(data: bytes) -> Iterator[int]:
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
-    The path ends with the id. The lease outlives this process: it lasts until
-    done, fail or release, or for --timeout. These commands take the path, which
-    stands for this delivery only, or the id. With --payload, the payload is
-    printed, and the path goes to standard error.
+    The path ends with the id. The lease outlives this process: it lasts until done, fail or
+    release, or for --timeout. These commands take the path, which stands for this delivery only,
+    or the id. With --payload, the payload is printed, and the path goes to standard error.
     Status 1: there is no task to lease.
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
     femtoqueue done jobs "$task"
@@ -6279,11 +6262,10 @@ def _pop_command(options: Any) -> int:
 def _cancel_command(options: Any) -> int:
     """Delete tasks that wait, due or not.
 
-    A task in another state stays as it is.
-    Status 1: one of them did not wait, or the queue is paused.
+    A task in another state stays as it is. Status 1: one of them did not wait, or the queue is
+    paused.
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
-    _check_ids(options)
     with _open_queue(options, keep_done=False) as q:
 
         def cancel(word: str) -> None:
@@ -6306,7 +6288,6 @@ def _why_not_taken(q: FemtoQueue, ident: str) -> str:
 
 def _settle_each(options: Any, end: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
     """Settle the lease of each ID, and return the exit status."""
-    _check_ids(options)
     with _open_queue(options) as q:
         return _for_each_id(options, lambda word: end(q, q.attach(word)))
 
@@ -6330,8 +6311,8 @@ def _fail_command(options: Any) -> int:
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
 
-    They go to the back of the queue, to its front, or wait for a delay first. A
-    worker that holds such a task loses its lease, and can change nothing any more.
+    They go to the back of the queue, to its front, or wait for a delay first. A worker that holds
+    such a task loses its lease, and can change nothing any more.
     Example: femtoqueue release jobs "$task" --delay 5m
     """
     front, delay_s = options.front, options.delay
@@ -6357,10 +6338,10 @@ def _extend_command(options: Any) -> int:
 def _ls_command(options: Any) -> int:
     """List the tasks that are alive or failed, or those of each STATE.
 
-    A STATE is pending, scheduled, inflight, done or failed; --all means all of
-    them. Columns: state, id, age, attempts (-: not known), size in bytes (-:
-    corrupt), time until the lease ends or the task is due, key, node. If standard
-    output is not a terminal, tabs separate them, and times are in seconds.
+    A STATE is pending, scheduled, inflight, done or failed; --all means all of them. Columns:
+    state, id, age, attempts (-: not known), size in bytes (-: corrupt), time until the lease ends
+    or the task is due, key, node. If standard output is not a terminal, tabs separate them, and
+    times are in seconds.
     Example: femtoqueue ls jobs failed
     """
     if options.words and options.all:
@@ -6396,8 +6377,7 @@ def _show_command(options: Any) -> int:
 def _stat_command(options: Any) -> int:
     """Count the tasks in each state; for monitors, too.
 
-    Status 1: more than --max-pending tasks wait, or the oldest waits for longer
-    than --max-age.
+    Status 1: more than --max-pending tasks wait, or the oldest waits for longer than --max-age.
     Example: femtoqueue stat jobs --max-age 10m
     """
     with _open_queue(options) as q:
@@ -6412,14 +6392,14 @@ def _stat_command(options: Any) -> int:
         "paused": paused,
     }
     _print_rows([figures], "json" if options.json else "fields")
-    status, age_s = 0, stats.oldest_pending_age_s or 0
+    age_s, troubles = stats.oldest_pending_age_s or 0, []
     if options.max_pending is not None and stats.pending > options.max_pending:
-        _write_error(f"femtoqueue: {stats.pending} tasks are pending")
-        status = 1
+        troubles.append(f"femtoqueue: {stats.pending} tasks are pending")
     if options.max_age is not None and age_s > options.max_age:
-        _write_error(f"femtoqueue: the oldest task waits for {_time_text(age_s)}")
-        status = 1
-    return status
+        troubles.append(f"femtoqueue: the oldest task waits for {_time_text(age_s)}")
+    for text in troubles:
+        _write_error(text)
+    return int(bool(troubles))
 
 
 def _disk_bytes(path: str) -> int:
@@ -6436,8 +6416,7 @@ def _disk_bytes(path: str) -> int:
 def _top_command(options: Any) -> int:
     """Show the queue live: counts, rates, workers and their leases.
 
-    The key q ends it. If standard output is not a terminal, it prints a block each
-    --interval, --count times.
+    The key q ends it. Without a terminal, it prints a block each --interval, --count times.
     Example: femtoqueue top jobs
     """
     with _open_queue(options) as q, _full_screen() as read_key:
@@ -6578,8 +6557,7 @@ def _resume_command(options: Any) -> int:
 def _check_command(options: Any) -> int:
     """Look for what is odd in DIR, and print a line for each finding.
 
-    It reads every task. --repair repairs what is safe to repair.
-    Status 1: something is odd, and was not repaired.
+    It reads every task. Status 1: something is odd, and was not repaired.
     Example: femtoqueue check jobs --repair
     """
     status = 0
@@ -6592,7 +6570,7 @@ def _check_command(options: Any) -> int:
 
 
 def _retry_command(options: Any) -> int:
-    """Put failed tasks at the back of the queue, with no attempts counted.
+    """Put failed tasks at the back of the queue, as if they were new.
 
     Example: femtoqueue retry jobs --all
     """
@@ -6602,6 +6580,7 @@ def _retry_command(options: Any) -> int:
     with _open_queue(options) as q:
         if options.all:
             print(q.retry_failed())
+            return 0
         return _for_each_id(options, lambda word: q.retry(_id_of(word)))
 
 

@@ -7121,6 +7121,7 @@ class CommandLine(QueueCase):
             ("psuh jobs x", "unknown command 'psuh'; did you mean: femtoqueue push jobs x"),
             ("help", "type: femtoqueue --help"),
             ("help push", "type: femtoqueue push --help"),
+            ("delete jobs", "unknown command 'delete'; there are push, work, pop"),
             ("--halp", "unknown option '--halp'; see femtoqueue --help"),
             ("-v", "unknown option '-v'; see femtoqueue --help"),
             ("jobs push x", "femtoqueue push jobs x"),
@@ -7213,8 +7214,11 @@ class CommandLine(QueueCase):
             text = self.ok(*words, "--help")
             for line in text.splitlines():
                 self.assertLessEqual(len(line), 80, line)
-        for name, summary in re.findall(r"(?m)^    (\w+) +(.*)", self.ok("--help")):
-            self.assertRegex(summary, r"^[a-z].*[^.]$", name)
+        overview = self.ok("--help")
+        for name in femtoqueue._build_parser()[1]:
+            summary = self.ok(name, "--help").split("\n\n")[1].splitlines()[0].rstrip(".")
+            summary = summary[0].lower() + summary[1:]
+            self.assertIn(f"\n    {name:9} {summary}\n", overview)
 
     def test_help_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
