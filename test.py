@@ -7118,12 +7118,6 @@ class CommandLine(QueueCase):
         for line, text in (
             ("", "COMMAND is missing: push, work, pop"),
             ("nonsense", "unknown command 'nonsense'; there are push, work, pop"),
-            ("psuh jobs x", "unknown command 'psuh'; did you mean: femtoqueue push jobs x"),
-            ("help", "type: femtoqueue --help"),
-            ("help push", "type: femtoqueue push --help"),
-            ("delete jobs", "unknown command 'delete'; there are push, work, pop"),
-            ("--halp", "unknown option '--halp'; see femtoqueue --help"),
-            ("-v", "unknown option '-v'; see femtoqueue --help"),
             ("jobs push x", "femtoqueue push jobs x"),
             ("--wait 1s pop jobs", "femtoqueue pop --wait 1s jobs"),
             ("push", "DIR is missing: femtoqueue push [options] DIR [PAYLOAD ...]"),
@@ -7158,19 +7152,9 @@ class CommandLine(QueueCase):
             ("pop jobs --id 7", "argument --id: invalid '7'; an ID is the last 29 characters"),
             (f"pop jobs --id {task} --key k", "not allowed with"),
             ("pop jobs --timeout 0s", "more than 0"),
-            ("pop jobs --waite 1s", "unknown option '--waite'; did you mean --wait?"),
             ("pop jobs --until=1s", "unknown option '--until=1s'; see femtoqueue pop --help"),
             ("pop jobs --wait", "expected one argument; see femtoqueue pop --help"),
             ("cancel jobs", "femtoqueue cancel [options] DIR ID ..."),
-            (f"cancel jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
-            (f"show jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
-            (f"retry jobs failed/{task}", "an ID is the last 29 characters of a task's name"),
-            (f"fail jobs {task} why", "why: --reason TEXT"),
-            (f"release jobs {task} 5m", "how long: --delay TIME"),
-            (f"extend jobs {task} 5m", "how long: --timeout TIME"),
-            ("purge jobs 7d", "unexpected argument '7d'; how old: --older-than TIME"),
-            ("ls jobs/file", "jobs/file: it is a file; give a directory"),
-            ("push jobs/file x", "jobs/file: it is a file; give a directory"),
             ("done jobs", "an ID is an id, or the path that `pop` printed"),
             ("fail jobs --reason x", "femtoqueue fail [options] DIR ID ..."),
             ("release jobs", "femtoqueue release [options] DIR ID ..."),
@@ -7190,6 +7174,36 @@ class CommandLine(QueueCase):
         ):
             self.check_wrong(line, text)
         self.assertEqual(self.states(), {"pending": 1})
+
+    def test_a_mistyped_word_gets_the_nearest_one_unless_that_is_far_off(self) -> None:
+        for line, text in (
+            ("psuh jobs 'a b'", "command 'psuh'; did you mean: femtoqueue push jobs"),
+            ("list jobs", "command 'list'; did you mean: femtoqueue ls jobs"),
+            ("delete jobs", "command 'delete'; there are push, work, pop"),
+            ("help", "femtoqueue: type: femtoqueue --help"),
+            ("help push", "femtoqueue: type: femtoqueue push --help"),
+            ("-v", "unknown option '-v'; see femtoqueue --help"),
+            ("pop jobs --waite=1s", "unknown option '--waite=1s'; did you mean --wait?"),
+        ):
+            self.check_wrong(line, text)
+
+    def test_an_argument_in_a_wrong_place_or_form_is_told_the_right_one(self) -> None:
+        task = self.queue().push(b"x")
+        self.put("file", b"x", "")
+        for line, text in (
+            (f"cancel jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"show jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"retry jobs failed/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"done jobs pending/{task}", "an ID is an id, or the path that `pop` printed"),
+            (f"fail jobs {task} why", "why: --reason TEXT"),
+            (f"release jobs {task} 5m", "how long: --delay TIME"),
+            (f"extend jobs {task} 5m", "how long: --timeout TIME"),
+            ("purge jobs 7d", "unexpected argument '7d'; how old: --older-than TIME"),
+            ("ls jobs/file", "jobs/file: it is a file; give a directory"),
+            ("push jobs/file x", "jobs/file: it is a file; give a directory"),
+            ("push other", "femtoqueue push other PAYLOAD; for an empty task, give ''"),
+        ):
+            self.check_wrong(line, text)
 
     def check_wrong(self, line: str, text: str) -> None:
         status, out, err = self.run_it(*line.split())
