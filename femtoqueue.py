@@ -5377,16 +5377,12 @@ def _build_parser() -> tuple[Any, dict[str, Any]]:
 
 
 def _add_command(
-    commands: Any,
-    run: Callable[[Any], int],
-    words: str = "",
-    is_word: Callable[[str], bool] = lambda word: False,
-    advice: str = "",
+    commands: Any, run: Callable[[Any], int], words: str = "", is_word: Any = None, advice: str = ""
 ) -> Any:
     """Add a command, named and documented as its function, and return its parser.
 
     words: its arguments after DIR, for the usage. is_word: tells whether an argument can be one of
-    them; another one in front is DIR. advice: what to type instead of one that cannot.
+    them (None: no); another one in front is DIR. advice: what to type instead of one that cannot.
     """
     import argparse
     import textwrap
@@ -5405,7 +5401,8 @@ def _add_command(
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run, error=parser.error, command=command, usage=usage, is_word=is_word)
+    parser.set_defaults(run=run, error=parser.error, command=command, usage=usage)
+    parser.set_defaults(is_word=is_word or (lambda word: False))
     parser.set_defaults(word_hint=advice or usage, option_hint=f"see {command} --help")
     return parser
 
@@ -5440,8 +5437,7 @@ def _timestamp(text: str) -> float:
     try:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
     except ValueError:
-        wanted = "a time is 2026-12-01T08:00, or 2026-12-01T08:00+01:00"
-        raise _invalid(text, wanted) from None
+        raise _invalid(text, "WHEN is 2026-12-01T08:00, or 2026-12-01T08:00+01:00") from None
 
 
 def _count(text: str) -> int:
@@ -5463,6 +5459,7 @@ _LEASE_FORM = "an ID is an id, or the path that `pop` printed"
 _TIME: dict[str, Any] = {"metavar": "TIME", "type": _seconds}
 _LEASE: dict[str, Any] = {"metavar": "TIME", "type": _positive_seconds, "default": 30.0}
 _NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
+_TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
 _SYNC_HELP = "survive power loss, not only the death of processes"
 
 
@@ -5478,8 +5475,7 @@ def _add_push(commands: Any) -> None:
     add("--at", metavar="WHEN", type=_timestamp, help="wait until WHEN, as 2026-12-01T08:00")
     add = parser.add_argument
     add("--key", metavar="TEXT", help="replace the payload of this key's task, if one waits")
-    policies = "if that task is in flight (default: buffer)"
-    add("--if-in-flight", choices=_IF_IN_FLIGHT, help=policies)
+    add("--if-in-flight", choices=_IF_IN_FLIGHT, help="if that task is leased (default: buffer)")
     add("--sync", action="store_true", help=_SYNC_HELP)
 
 
@@ -5488,15 +5484,14 @@ def _add_work(commands: Any) -> None:
     add = _add_command(commands, _work_command, "-- CMD [ARG ...]").add_argument
     add("-j", "--jobs", **_NUMBER, default=1, help="run N commands at a time (default: 1)")
     add("--drain", action="store_true", help="exit when no task waits or is in flight")
-    tries = "give up a task after N tries; 0: no limit (default: 3)"
-    add("--max-attempts", **_NUMBER, default=3, help=tries)
-    pause = "wait for TIME before a second try, then double it (default: 1s)"
-    add("--retry-delay", **_TIME, default=1.0, help=pause)
+    add("--max-attempts", **_NUMBER, default=3, help="give up after N tries; 0: never (default: 3)")
+    add("--retry-delay", **_TIME, default=1.0, help="before a second try; doubles (default: 1s)")
     add("--timeout", **_LEASE, help="length of the lease, renewed while CMD runs (default: 30s)")
     add("--task-timeout", **_TIME, help="kill CMD after TIME (default: never)")
     add("--output-dir", metavar="DIR", help="write CMD's output to DIR/ID.out and DIR/ID.err")
-    keep = "delete what is done after TIME (default: never)"
-    add("--keep-done", **_TIME, default=True, help=keep)
+    add(
+        "--keep-done", **_TIME, default=True, help="delete what is done after TIME (default: never)"
+    )
     add("--node", metavar="TEXT", help="name of this worker (default: a fresh one)")
     add("--sync", action="store_true", help=_SYNC_HELP)
     add("-q", "--quiet", action="store_true", help="report no progress")
@@ -5555,9 +5550,6 @@ def _add_maintenance(commands: Any) -> None:
     add = _add_command(commands, _purge_command, advice="how old: --older-than TIME").add_argument
     add("--older-than", **_TIME, help="delete what ended more than TIME ago (required)")
     add("--failed", action="store_true", help="delete dead letters, too")
-
-
-_TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
 
 
 # Command line: what several commands use
