@@ -5414,18 +5414,13 @@ def _invalid(text: str, wanted: str) -> Exception:
     return argparse.ArgumentTypeError(f"invalid {text!r}; {wanted}")
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, positive: bool = False) -> float:
     """Return the seconds of a TIME."""
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
         raise _invalid(text, "a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds")
-    return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
-
-
-def _positive_seconds(text: str) -> float:
-    """Return the seconds of a TIME that is not 0."""
-    seconds = _seconds(text)
-    if not seconds:
+    seconds = float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
+    if positive and not seconds:
         raise _invalid(text, "it must be more than 0")
     return seconds
 
@@ -5457,7 +5452,7 @@ def _id_text(text: str) -> str:
 _ID_FORM = "an ID is the last 29 characters of a task's name, as `ls` prints it"
 _LEASE_FORM = "an ID is an id, or the path that `pop` printed"
 _TIME: dict[str, Any] = {"metavar": "TIME", "type": _seconds}
-_LEASE: dict[str, Any] = {"metavar": "TIME", "type": _positive_seconds, "default": 30.0}
+_LEASE = {**_TIME, "type": functools.partial(_seconds, positive=True), "default": 30.0}
 _NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
 _TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
 _SYNC_HELP = "survive power loss, not only the death of processes"
