@@ -5712,6 +5712,8 @@ def _check_push(options: Any, reads_pieces: bool) -> None:
 def _read_payloads(options: Any) -> Iterator[bytes]:
     """Yield the payloads on standard input, each as soon as it is complete."""
     stream: Any = sys.stdin.buffer
+    if sys.stdin.isatty():
+        _write_error(f"reading the payload of a task for {options.dir}; end it with Ctrl-D")
     if options.null:
         parts: list[bytes] = []
         while chunk := stream.read1(1 << 16):

@@ -8048,6 +8048,14 @@ class Terminal(QueueCase):
             console.write("end\n")
             self.assertEqual(self.see("end"), ["end"])
 
+    def test_push_says_that_it_reads_the_terminal(self) -> None:
+        """Who forgot DIR or PAYLOAD would wait for nothing otherwise."""
+        self.start("push", self.path, size=(24, 200))
+        self.see(f"reading the payload of a task for {self.path}; end it with Ctrl-D")
+        self.type("resize 42.png\n\x04")
+        self.assertEqual(self.end(), 0)
+        self.assertEqual(self.queue().pop().data, b"resize 42.png\n")  # type: ignore[union-attr]
+
     def test_ctrl_c_finishes_what_runs(self) -> None:
         """The terminal signals the worker only: commands are in sessions of their own."""
         self.queue().push_many([b"x", b"y"])
