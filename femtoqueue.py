@@ -5379,11 +5379,15 @@ def _open_closed_streams() -> None:
     file that is opened, a task's, would get its descriptor and what is printed to it."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != fd:
-                os.dup2(null, fd)
-                os.close(null)
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)  # open() returns fd, the lowest free one
             setattr(sys, name, os.fdopen(fd, mode, closefd=False))
+
+
+def _program() -> str:
+    """Return what a person types to run this: the installed command, or the copied file."""
+    if os.path.basename(sys.argv[0]) != "femtoqueue.py":
+        return "femtoqueue"
+    return f"{os.path.basename(sys.executable) or 'python'} -m femtoqueue"
 
 
 def _run_command(argv: list[str]) -> int:
@@ -5391,7 +5395,8 @@ def _run_command(argv: list[str]) -> int:
     parser, commands = _build_parser()
     name = argv[0] if argv else ""
     if name not in commands:
-        _check_command_name([*argv], parser, commands)
+        if name not in ("-h", "--help", "--version"):
+            parser.error(_advise_command(argv, [*commands]))
         parser.parse_args(argv)  # exits
     dashes = argv.index("--") if "--" in argv else len(argv)
     options, unknown = commands[name].parse_known_intermixed_args(argv[1:dashes])
@@ -5399,25 +5404,40 @@ def _run_command(argv: list[str]) -> int:
     if name == "work" and dashes == len(argv):
         _check_dashes(argv, options)
     if unknown:
-        options.error(f"unknown option {unknown[0]!r}; {options.option_hint}")
+        known = re.findall("(?<=[ ,])--[a-z-]+", commands[name].format_help())
+        near = _nearest(unknown[0].partition("=")[0], known)
+        hint = f"did you mean {near}?" if near else options.option_hint
+        options.error(f"unknown option {unknown[0]!r}; {hint}")
     _find_directory(options)
     status: int = options.run(options)
     return status
 
 
-def _check_command_name(argv: list[str], parser: Any, commands: dict[str, Any]) -> None:
-    """Exit with an error unless --help or --version is in the place of the command."""
+def _nearest(word: str, known: list[str]) -> str:
+    """Return the known word that is most like a mistyped one; "" if none is."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, known, 1, 0.65)), "")
+
+
+def _advise_command(argv: list[str], commands: list[str]) -> str:
+    """Say what to type instead of a command line that does not begin with a command."""
     import shlex
 
-    found = [word for word in argv if word in commands]
     if not argv:
-        parser.error(f"COMMAND is missing: {', '.join(commands)}")
-    elif found and argv[0] not in ("-h", "--help", "--version"):
+        return f"COMMAND is missing: {', '.join(commands)}"
+    name, *rest = argv
+    found = [word for word in rest if word in commands]
+    if name == "help":
+        return f"type: {' '.join([_program(), *found[:1]])} --help"
+    if found:
         argv.remove(found[0])
-        line = shlex.join([found[0], *argv])
-        parser.error(f"the command comes first: femtoqueue {line}")
-    elif not argv[0].startswith("-"):
-        parser.error(f"unknown command {argv[0]!r}; there are {', '.join(commands)}")
+        return f"the command comes first: {_program()} {shlex.join([found[0], *argv])}"
+    if name.startswith("-"):
+        return f"unknown option {name!r}; see {_program()} --help"
+    near = _nearest(name, commands)
+    line = f"did you mean: {_program()} {shlex.join([near, *rest])}"
+    return f"unknown command {name!r}; {line if near else 'there are ' + ', '.join(commands)}"
 
 
 def _check_dashes(argv: list[str], options: Any) -> None:
@@ -5430,7 +5450,7 @@ def _check_dashes(argv: list[str], options: Any) -> None:
     if len(words) > skipped:
         at = argv.index(words[skipped], argv.index(words[0]) + skipped)
         line = f"{shlex.join(argv[:at])} -- {shlex.join(argv[at:])}"
-        options.error(f"put the command after --: femtoqueue {line}")
+        options.error(f"put the command after --: {_program()} {line}")
 
 
 def _find_directory(options: Any) -> None:
@@ -5471,14 +5491,15 @@ def _build_parser() -> tuple[Any, dict[str, Any]]:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
+            if message.endswith("expected one argument"):
+                message += f"; see {self.prog} --help"
             self.exit(2, f"{self.prog}: {message}\n")  # one line, without the usage
 
     parser = Parser(
-        prog="femtoqueue",
-        description="A durable task queue: a directory. `femtoqueue COMMAND --help` says more.",
-        epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or\n"
+        prog=_program(),
+        description="A durable task queue in a directory, DIR. COMMAND --help says more.",
+        epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or "
         "seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
@@ -5491,34 +5512,33 @@ def _build_parser() -> tuple[Any, dict[str, Any]]:
 
 
 def _add_command(
-    commands: Any,
-    run: Callable[[Any], int],
-    words: str = "",
-    is_word: Callable[[str], bool] = lambda word: False,
-    advice: str = "",
+    commands: Any, run: Callable[[Any], int], words: str = "", is_word: Any = None, advice: str = ""
 ) -> Any:
     """Add a command, named and documented as its function, and return its parser.
 
     words: its arguments after DIR, for the usage. is_word: tells whether an argument can be one of
-    them; another one in front is DIR. advice: what to type instead of one that cannot.
+    them (None: no); another one in front is DIR. advice: what to type instead of one that cannot.
     """
     import argparse
+    import textwrap
 
     name = run.__name__[1:].removesuffix("_command")
-    text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").partition("Example: ")
+    text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").strip().partition("Example: ")
     summary = text.partition("\n")[0].rstrip(".")
-    usage = f"femtoqueue {name} [options] DIR {words}".rstrip()
+    command = f"{_program()} {name}"
+    usage = f"{command} [options] DIR {words}".rstrip()
     parser = commands.add_parser(
         name,
         help=summary[0].lower() + summary[1:],
         usage=usage,
-        description=text,
-        epilog=f"example:\n  {example}",
+        description="\n\n".join(textwrap.fill(it, 79) for it in text.split("\n\n")),
+        epilog="example:\n  " + example.replace("\n", "\n  ").replace("femtoqueue", _program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run, error=parser.error, usage=usage, is_word=is_word)
-    parser.set_defaults(word_hint=advice or usage, option_hint=f"see femtoqueue {name} --help")
+    parser.set_defaults(run=run, error=parser.error, command=command, usage=usage)
+    parser.set_defaults(is_word=is_word or (lambda word: False))
+    parser.set_defaults(word_hint=advice or usage, option_hint=f"see {command} --help")
     return parser
 
 
@@ -5529,18 +5549,13 @@ def _invalid(text: str, wanted: str) -> Exception:
     return argparse.ArgumentTypeError(f"invalid {text!r}; {wanted}")
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, positive: bool = False) -> float:
     """Return the seconds of a TIME."""
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
         raise _invalid(text, "a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds")
-    return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
-
-
-def _positive_seconds(text: str) -> float:
-    """Return the seconds of a TIME that is not 0."""
-    seconds = _seconds(text)
-    if not seconds:
+    seconds = float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
+    if positive and not seconds:
         raise _invalid(text, "it must be more than 0")
     return seconds
 
@@ -5552,8 +5567,7 @@ def _timestamp(text: str) -> float:
     try:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
     except ValueError:
-        wanted = "a time is 2026-12-01T08:00, or 2026-12-01T08:00+01:00"
-        raise _invalid(text, wanted) from None
+        raise _invalid(text, "WHEN is 2026-12-01T08:00, or 2026-12-01T08:00+01:00") from None
 
 
 def _count(text: str) -> int:
@@ -5563,9 +5577,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _id_text(text: str) -> str:
+    """Return an id as it is."""
+    if not _parse_id(text):
+        raise _invalid(text, _ID_FORM)
+    return text
+
+
+_ID_FORM = "an ID is the last 29 characters of a task's name, as `ls` prints it"
+_LEASE_FORM = "an ID is an id, or the path that `pop` printed"
 _TIME: dict[str, Any] = {"metavar": "TIME", "type": _seconds}
-_LEASE: dict[str, Any] = {"metavar": "TIME", "type": _positive_seconds, "default": 30.0}
+_LEASE = {**_TIME, "type": functools.partial(_seconds, positive=True), "default": 30.0}
 _NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
+_TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
 _SYNC_HELP = "survive power loss, not only the death of processes"
 
 
@@ -5574,79 +5598,75 @@ def _add_push(commands: Any) -> None:
     parser = _add_command(commands, _push_command, "[PAYLOAD ...]", _is_any)
     parser.set_defaults(option_hint="put a PAYLOAD that begins with - after --")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--lines", action="store_true", help="a task for each line of standard input")
-    add("-0", "--null", action="store_true", help="a task for each piece that a zero byte ends")
+    add("--lines", action="store_true", help="push each line of standard input")
+    add("-0", "--null", action="store_true", help="push each piece that a zero byte ends")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--delay", **_TIME, help="not before that much time has gone by")
-    add("--at", metavar="WHEN", type=_timestamp, help="not before that time, as 2026-12-01T08:00")
+    add("--delay", **_TIME, help="wait for TIME before it joins the queue")
+    add("--at", metavar="WHEN", type=_timestamp, help="wait until WHEN, as 2026-12-01T08:00")
     add = parser.add_argument
-    add("--key", metavar="TEXT", help="at most one task of a key waits: replace its payload")
-    policies = "if the key's task is in flight: buffer (default), update or reject"
-    add("--if-in-flight", choices=_IF_IN_FLIGHT, help=policies)
+    add("--key", metavar="TEXT", help="replace the payload of this key's task, if one waits")
+    add("--if-in-flight", choices=_IF_IN_FLIGHT, help="if that task is leased (default: buffer)")
     add("--sync", action="store_true", help=_SYNC_HELP)
 
 
 def _add_work(commands: Any) -> None:
     """Add work and its options."""
     add = _add_command(commands, _work_command, "-- CMD [ARG ...]").add_argument
-    add("-j", "--jobs", **_NUMBER, default=1, help="commands at a time; default 1")
-    add("--drain", action="store_true", help="end when nothing waits or runs any more")
+    add("-j", "--jobs", **_NUMBER, default=1, help="run N commands at a time (default: 1)")
+    add("--drain", action="store_true", help="exit when no task waits or is in flight")
+    add("--max-attempts", **_NUMBER, default=3, help="give up after N tries; 0: never (default: 3)")
+    add("--retry-delay", **_TIME, default=1.0, help="before a second try; doubles (default: 1s)")
+    add("--timeout", **_LEASE, help="length of the lease, renewed while CMD runs (default: 30s)")
+    add("--task-timeout", **_TIME, help="kill CMD after TIME (default: never)")
+    add("--output-dir", metavar="DIR", help="write CMD's output to DIR/ID.out and DIR/ID.err")
     add(
-        "--max-attempts",
-        **_NUMBER,
-        default=3,
-        help="tries before it is a dead letter; default 3; 0: no limit",
+        "--keep-done", **_TIME, default=True, help="delete what is done after TIME (default: never)"
     )
-    add(
-        "--retry-delay", **_TIME, default=1.0, help="before a second try, then doubling; default 1s"
-    )
-    add("--timeout", **_LEASE, help="the lease, renewed while CMD runs; default 30s")
-    add("--task-timeout", **_TIME, help="kill CMD after that")
-    add("--output-dir", metavar="DIR", help="write CMD's output to ID.out and ID.err in there")
-    keep = "delete what is done after that; default: keep it"
-    add("--keep-done", **_TIME, default=True, help=keep)
-    add("--node", metavar="TEXT", help="this worker's name; default: a fresh one")
+    add("--node", metavar="TEXT", help="name of this worker (default: a fresh one)")
     add("--sync", action="store_true", help=_SYNC_HELP)
-    add("-q", "--quiet", action="store_true", help="no progress")
+    add("-q", "--quiet", action="store_true", help="report no progress")
 
 
 def _add_leases(commands: Any) -> None:
     """Add the commands that take tasks, and end or renew what `pop` leased."""
-    ids = ("ID ...", _is_task, "an ID is an id, or the path that `pop` printed")
     parser = _add_command(commands, _pop_command, advice="for a task by its id: --id ID")
     add = parser.add_argument
-    add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
-    add("--wait", **_TIME, default=0.0, help="for a task, if none is there; default 0")
-    add("--node", metavar="TEXT", default="cli", help="the worker's name; default cli")
+    add("--timeout", **_LEASE, help="length of the lease (default: 30s)")
+    add("--wait", **_TIME, default=0.0, help="wait for TIME if there is no task (default: 0s)")
+    add("--node", metavar="TEXT", default="cli", help="name of the worker (default: cli)")
     add("--payload", action="store_true", help="print the payload")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--key", metavar="TEXT", help="the task of that key, out of turn")
-    add("--id", metavar="ID", help="the task of that id, out of turn, due or not")
-    _add_command(commands, _cancel_command, *ids)
+    add("--key", metavar="TEXT", help="lease the task of this key, out of turn")
+    add("--id", metavar="ID", type=_id_text, help="lease this task, out of turn, due or not")
+    _add_command(commands, _cancel_command, "ID ...", _is_task, _ID_FORM)
+    ids = ("ID ...", _is_task, _LEASE_FORM)
     _add_command(commands, _done_command, *ids)
-    _add_command(commands, _fail_command, *ids).add_argument("--reason", metavar="TEXT", help="why")
+    add = _add_command(commands, _fail_command, *ids[:2], f"{_LEASE_FORM}; why: --reason TEXT")
+    add.add_argument("--reason", metavar="TEXT", help="why it failed")
+    ids = (*ids[:2], f"{_LEASE_FORM}; how long: --delay TIME")
     add = _add_command(commands, _release_command, *ids).add_mutually_exclusive_group().add_argument
-    add("--front", action="store_true", help="to the front, where it was")
-    add("--delay", **_TIME, default=0.0, help="to the back, after that time")
+    add("--front", action="store_true", help="to the front of the queue")
+    add("--delay", **_TIME, default=0.0, help="to the back, after TIME (default: 0s)")
+    ids = (*ids[:2], f"{_LEASE_FORM}; how long: --timeout TIME")
     add = _add_command(commands, _extend_command, *ids).add_argument
-    add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
+    add("--timeout", **_LEASE, help="length of the lease from now on (default: 30s)")
 
 
 def _add_views(commands: Any) -> None:
     """Add the commands that only look."""
     states = ("[STATE ...]", STATES.__contains__, f"a STATE is one of {', '.join(STATES)}")
     add = _add_command(commands, _ls_command, *states).add_argument
-    add("--all", action="store_true", help="every state, done too")
-    add("--json", action="store_true", help="an object a line")
-    add = _add_command(commands, _show_command, "ID", _is_task).add_argument
-    add("--payload", action="store_true", help="only the payload")
+    add("--all", action="store_true", help="list every state, done too")
+    add("--json", action="store_true", help="print a JSON object on each line")
+    add = _add_command(commands, _show_command, "ID", _is_task, _ID_FORM).add_argument
+    add("--payload", action="store_true", help="print the payload only")
     add = _add_command(commands, _stat_command).add_argument
-    add("--json", action="store_true", help="as an object")
-    add("--max-age", **_TIME, help="status 1 if the oldest pending task is older")
-    add("--max-pending", **_NUMBER, help="status 1 if more tasks are pending")
+    add("--json", action="store_true", help="print a JSON object")
+    add("--max-age", **_TIME, help="exit with 1 if the oldest pending task is older")
+    add("--max-pending", **_NUMBER, help="exit with 1 if more than N tasks are pending")
     add = _add_command(commands, _top_command).add_argument
-    add("--interval", **_LEASE | {"default": 1.0}, help="between two looks; default 1s")
-    add("-n", "--count", **_NUMBER, help="end after so many looks; default: no limit")
+    add("--interval", **_LEASE | {"default": 1.0}, help="time between two looks (default: 1s)")
+    add("-n", "--count", **_NUMBER, help="exit after N looks (default: no limit)")
 
 
 def _add_maintenance(commands: Any) -> None:
@@ -5654,15 +5674,12 @@ def _add_maintenance(commands: Any) -> None:
     _add_command(commands, _pause_command)
     _add_command(commands, _resume_command)
     add = _add_command(commands, _check_command).add_argument
-    add("--repair", action="store_true", help="mend what is safe to mend")
-    add = _add_command(commands, _retry_command, "[ID ...]", _is_task).add_argument
-    add("--all", action="store_true", help="all that failed")
-    add = _add_command(commands, _purge_command).add_argument
-    add("--older-than", **_TIME, help="finished longer ago than that; required")
-    add("--failed", action="store_true", help="dead letters too")
-
-
-_TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
+    add("--repair", action="store_true", help="repair what is safe to repair")
+    add = _add_command(commands, _retry_command, "[ID ...]", _is_task, _ID_FORM).add_argument
+    add("--all", action="store_true", help="retry all that failed")
+    add = _add_command(commands, _purge_command, advice="how old: --older-than TIME").add_argument
+    add("--older-than", **_TIME, help="delete what ended more than TIME ago (required)")
+    add("--failed", action="store_true", help="delete dead letters, too")
 
 
 # Command line: what several commands use
@@ -5670,14 +5687,18 @@ _TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its f
 
 def _open_queue(options: Any, create: bool = False, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises FileNotFoundError if there is none, unless create."""
+    if os.path.exists(options.dir) and not os.path.isdir(options.dir):
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file; give a directory", options.dir)
     if not create and not os.path.isdir(os.path.join(options.dir, "pending")):
-        text = "there is no queue; `femtoqueue push` makes one"
+        text = f"there is no queue; `{_program()} push {options.dir} PAYLOAD` makes one"
         raise FileNotFoundError(errno.ENOENT, text, options.dir)
     return FemtoQueue(options.dir, **settings)
 
 
 def _for_each_id(options: Any, act: Callable[[str], Any]) -> int:
     """Act on each ID. Report those that are in another state, go on, and return status 1 then."""
+    if not options.words:
+        options.error(f"an ID is missing: {options.usage}; {options.word_hint}")
     status = 0
     for word in options.words:
         try:
@@ -5688,24 +5709,15 @@ def _for_each_id(options: Any, act: Callable[[str], Any]) -> int:
     return status
 
 
-def _check_ids(options: Any) -> None:
-    """Exit with an error if no ID is given."""
-    if not options.words:
-        options.error(f"an ID is missing: {options.usage}; {options.word_hint}")
-
-
 def _time_text(seconds: float | None) -> str:
     """Return a span of time in about six characters: 7s, 3m07s, 2h05m, 4d03h."""
     if seconds is None:
         return "-"
     sign, whole = "-" if seconds <= -1 else "", int(abs(seconds))
-    if whole < 60:
-        return f"{sign}{whole}s"
-    if whole < 3600:
-        return f"{sign}{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{sign}{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{sign}{whole // 86400}d{whole % 86400 // 3600:02}h"
+    for form, unit, part in (("d{:02}h", 86400, 3600), ("h{:02}m", 3600, 60), ("m{:02}s", 60, 1)):
+        if whole >= unit:
+            return f"{sign}{whole // unit}{form.format(whole % unit // part)}"
+    return f"{sign}{whole}s"
 
 
 # Command line: rows. A row is a dictionary: a task, a worker, or the figures of a queue.
@@ -5805,11 +5817,9 @@ def _push_command(options: Any) -> int:
     if not reads_pieces:
         payloads = iter([*payloads])  # an invalid one is an error before anything is made
     with _open_queue(options, create=True, sync_after_write=options.sync) as q:
+        push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         for payload in payloads:
-            if due_s is None:
-                ident = q.push(payload, **keyed)
-            else:
-                ident = q.schedule(payload, due_s * 1e6, **keyed)
+            ident = push(payload, **keyed)
             with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
                 print(ident, flush=True)
     return 0
@@ -5837,6 +5847,8 @@ def _check_push(options: Any, reads_pieces: bool) -> None:
 def _read_payloads(options: Any) -> Iterator[bytes]:
     """Yield the payloads on standard input, each as soon as it is complete."""
     stream: Any = sys.stdin.buffer
+    if sys.stdin.isatty():
+        _write_error(f"reading the payload of a task for {options.dir}; end it with Ctrl-D")
     if options.null:
         parts: list[bytes] = []
         while chunk := stream.read1(1 << 16):
@@ -5853,7 +5865,10 @@ def _read_payloads(options: Any) -> Iterator[bytes]:
     elif whole := stream.read():
         yield whole
     else:
-        options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
+        options.error(
+            f"standard input is empty: {options.command} {options.dir} PAYLOAD; "
+            "for an empty task, give '' as PAYLOAD"
+        )
 
 
 # Command line: work
@@ -5866,12 +5881,15 @@ def _work_command(options: Any) -> int:
     the script, the payload would be run as code. A payload that cannot be an argument (it has a
     zero byte, or is too long) is a dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
     FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
-    Exit status 0 means that the task is done. After another one it is tried again later; in the
-    end it is a dead letter, with the end of CMD's standard error as the reason.
+
+    If CMD exits with 0, the task is done. Else it is tried again later; in the end it is a dead
+    letter, with the end of CMD's standard error as the reason.
+
     SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is passed to their
     process groups, and their tasks are given back. If this worker is killed, its commands are
     killed, too. But a lease that is lost (after a stop for longer than --timeout, or by
     `release`) does not end CMD.
+
     Status 1: with --drain, a task failed for good, or a signal came before the end.
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
@@ -5906,7 +5924,7 @@ def _check_work(options: Any) -> None:
 
     command = options.after_dashes
     if not command:
-        options.error(f"the command is missing: femtoqueue work {options.dir} -- CMD ARGS")
+        options.error(f"the command is missing: {options.command} {options.dir} -- CMD ARGS")
     if options.jobs < 1:
         options.error("argument -j/--jobs: it must be 1 or more, not 0")
     if shutil.which(command[0]) is None:
@@ -6340,8 +6358,9 @@ def _pop_command(options: Any) -> int:
     The path ends with the id. The lease outlives this process: it lasts until done, fail or
     release, or for --timeout. These commands take the path, which stands for this delivery only,
     or the id. With --payload, the payload is printed, and the path goes to standard error.
-    Status 1: there is no task to be had.
-    Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
+    Status 1: there is no task to lease.
+    Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
+    femtoqueue done jobs "$task"
     """
     lease_ms = options.timeout * 1000
     with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
@@ -6371,7 +6390,6 @@ def _cancel_command(options: Any) -> int:
     paused.
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
-    _check_ids(options)
     with _open_queue(options, keep_done=False) as q:
 
         def cancel(word: str) -> None:
@@ -6387,14 +6405,13 @@ def _cancel_command(options: Any) -> int:
 def _why_not_taken(q: FemtoQueue, ident: str) -> str:
     """Say why take(id=) returned None. Raises CorruptTask if the file is not a whole record."""
     if q.paused:
-        return f"task {ident} can't be taken: the queue is paused; `femtoqueue resume` it first"
+        return f"task {ident} can't be taken: the queue is paused; `{_program()} resume` it first"
     task = q.peek(ident)
     return f"task {ident} is not waiting: {'no such task' if task is None else task.state}"
 
 
 def _settle_each(options: Any, end: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
     """Settle the lease of each ID, and return the exit status."""
-    _check_ids(options)
     with _open_queue(options) as q:
         return _for_each_id(options, lambda word: end(q, q.attach(word)))
 
@@ -6447,7 +6464,7 @@ def _ls_command(options: Any) -> int:
 
     A STATE is pending, scheduled, inflight, done or failed; --all means all of them. Columns:
     state, id, age, attempts (-: not known), size in bytes (-: corrupt), time until the lease ends
-    or the task is due, key, node. Where it is not a terminal, they are separated by tabs, and
+    or the task is due, key, node. If standard output is not a terminal, tabs separate them, and
     times are in seconds.
     Example: femtoqueue ls jobs failed
     """
@@ -6462,12 +6479,12 @@ def _ls_command(options: Any) -> int:
 
 
 def _show_command(options: Any) -> int:
-    """Print what there is to know of a task, and its payload.
+    """Print the fields of a task, and its payload.
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
     """
     if len(options.words) != 1:
-        options.error(f"give one ID: femtoqueue show {options.dir} ID")
+        options.error(f"give one ID: {options.command} {options.dir} ID")
     ident = _id_of(options.words[0])
     with _open_queue(options) as q:
         task = q.peek(ident)
@@ -6499,14 +6516,14 @@ def _stat_command(options: Any) -> int:
         "paused": paused,
     }
     _print_rows([figures], "json" if options.json else "fields")
-    status, age_s = 0, stats.oldest_pending_age_s or 0
+    age_s, troubles = stats.oldest_pending_age_s or 0, []
     if options.max_pending is not None and stats.pending > options.max_pending:
-        _write_error(f"femtoqueue: {stats.pending} tasks are pending")
-        status = 1
+        troubles.append(f"femtoqueue: {stats.pending} tasks are pending")
     if options.max_age is not None and age_s > options.max_age:
-        _write_error(f"femtoqueue: the oldest task waits for {_time_text(age_s)}")
-        status = 1
-    return status
+        troubles.append(f"femtoqueue: the oldest task waits for {_time_text(age_s)}")
+    for text in troubles:
+        _write_error(text)
+    return int(bool(troubles))
 
 
 def _disk_bytes(path: str) -> int:
@@ -6521,9 +6538,9 @@ def _disk_bytes(path: str) -> int:
 
 
 def _top_command(options: Any) -> int:
-    """Show the queue live: counts, rates, workers and what they hold.
+    """Show the queue live: counts, rates, workers and their leases.
 
-    The key q ends it. Where it is not a terminal, it prints a block each --interval, --count times.
+    The key q ends it. Without a terminal, it prints a block each --interval, --count times.
     Example: femtoqueue top jobs
     """
     with _open_queue(options) as q, _full_screen() as read_key:
@@ -6644,7 +6661,7 @@ class _Top:
 
 
 def _pause_command(options: Any) -> int:
-    """Hand nothing out until resume, in any process.
+    """Hand out no task in any process, until resume.
 
     Example: femtoqueue pause jobs
     """
@@ -6666,8 +6683,7 @@ def _resume_command(options: Any) -> int:
 def _check_command(options: Any) -> int:
     """Look for what is odd in DIR, and print a line for each finding.
 
-    It reads every task. --repair mends what is safe to mend. Status 1: something is odd, and was
-    not mended.
+    It reads every task. Status 1: something is odd, and was not repaired.
     Example: femtoqueue check jobs --repair
     """
     status = 0
@@ -6680,27 +6696,28 @@ def _check_command(options: Any) -> int:
 
 
 def _retry_command(options: Any) -> int:
-    """Put failed tasks to the back of the queue, their attempts at 0.
+    """Put failed tasks at the back of the queue, as if they were new.
 
     Example: femtoqueue retry jobs --all
     """
     if bool(options.words) == options.all:
-        given = f"femtoqueue retry {options.dir}"
+        given = f"{options.command} {options.dir}"
         options.error(f"which tasks? {given} ID ..., or all: {given} --all")
     with _open_queue(options) as q:
         if options.all:
             print(q.retry_failed())
+            return 0
         return _for_each_id(options, lambda word: q.retry(_id_of(word)))
 
 
 def _purge_command(options: Any) -> int:
     """Delete tasks that were done long ago, and print how many.
 
-    With --failed, those that failed long ago, too.
+    With --failed, tasks that failed long ago, too.
     Example: femtoqueue purge jobs --older-than 7d
     """
     if options.older_than is None:
-        options.error(f"how old? femtoqueue purge {options.dir} --older-than 7d")
+        options.error(f"how old? {options.command} {options.dir} --older-than 7d")
     with _open_queue(options) as q:
         print(q.purge(options.older_than, ("done", "failed") if options.failed else ("done",)))
     return 0

@@ -7349,13 +7349,14 @@ class CommandLine(QueueCase):
 
     def test_wrong_use_of_a_queue_is_one_line_that_says_what_to_type(self) -> None:
         task = self.queue().push(b"x")
+        self.put("file", b"", "")
         for line, text in (
             ("pop jobs x", "--id ID"),
-            ("pop jobs --id 7", "'7'"),
+            ("pop jobs --id 7", "argument --id: invalid '7'; an ID is the last 29 characters"),
             (f"pop jobs --id {task} --key k", "not allowed with"),
             ("pop jobs --timeout 0s", "more than 0"),
-            ("pop jobs --wait", "--wait"),
-            ("pop jobs --waite 1s", "see femtoqueue pop --help"),
+            ("pop jobs --until=1s", "unknown option '--until=1s'; see femtoqueue pop --help"),
+            ("pop jobs --wait", "expected one argument; see femtoqueue pop --help"),
             ("cancel jobs", "femtoqueue cancel [options] DIR ID ..."),
             ("done jobs", "an ID is an id, or the path that `pop` printed"),
             ("fail jobs --reason x", "femtoqueue fail [options] DIR ID ..."),
@@ -7377,11 +7378,64 @@ class CommandLine(QueueCase):
             self.check_wrong(line, text)
         self.assertEqual(self.states(), {"pending": 1})
 
+    def test_a_mistyped_word_gets_the_nearest_one_unless_that_is_far_off(self) -> None:
+        for line, text in (
+            ("psuh jobs 'a b'", "command 'psuh'; did you mean: femtoqueue push jobs"),
+            ("list jobs", "command 'list'; did you mean: femtoqueue ls jobs"),
+            ("delete jobs", "command 'delete'; there are push, work, pop"),
+            ("help", "femtoqueue: type: femtoqueue --help"),
+            ("help push", "femtoqueue: type: femtoqueue push --help"),
+            ("-v", "unknown option '-v'; see femtoqueue --help"),
+            ("pop jobs --waite=1s", "unknown option '--waite=1s'; did you mean --wait?"),
+        ):
+            self.check_wrong(line, text)
+
+    def test_an_argument_in_a_wrong_place_or_form_is_told_the_right_one(self) -> None:
+        task = self.queue().push(b"x")
+        self.put("file", b"x", "")
+        for line, text in (
+            (f"cancel jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"show jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"retry jobs failed/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"done jobs pending/{task}", "an ID is an id, or the path that `pop` printed"),
+            (f"fail jobs {task} why", "why: --reason TEXT"),
+            (f"release jobs {task} 5m", "how long: --delay TIME"),
+            (f"extend jobs {task} 5m", "how long: --timeout TIME"),
+            ("purge jobs 7d", "unexpected argument '7d'; how old: --older-than TIME"),
+            ("ls jobs/file", "jobs/file: it is a file; give a directory"),
+            ("push jobs/file x", "jobs/file: it is a file; give a directory"),
+            ("push other", "femtoqueue push other PAYLOAD; for an empty task, give ''"),
+        ):
+            self.check_wrong(line, text)
+
     def check_wrong(self, line: str, text: str) -> None:
         status, out, err = self.run_it(*line.split())
         self.assertEqual((status, out), (2, ""), line)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertIn(text, err)
+
+    def test_advice_is_what_a_person_who_copied_the_file_can_type(self) -> None:
+        """In each message and in --help, `femtoqueue` is `python -m femtoqueue` then."""
+        copied = os.path.join(HERE, "femtoqueue.py")
+        python = f"{os.path.basename(sys.executable)} -m femtoqueue"
+        for argv0, program in ((copied, python), ("/usr/local/bin/femtoqueue", "femtoqueue")):
+            with mock.patch.object(sys, "argv", [argv0]):
+                self.check_wrong("jobs push x", f"first: {program} push jobs x\n")
+                self.check_wrong("ls jobs", f"`{program} push jobs PAYLOAD` makes one")
+                self.assertIn(f"usage: {program} ls [options]", self.ok("ls", "--help"))
+                self.assertIn(f"example:\n  {program} ls jobs", self.ok("ls", "--help"))
+
+    def test_help_fits_a_terminal_of_80_columns(self) -> None:
+        """Each line of each --help; so does the summary of each command in the overview."""
+        for words in ([], *([name] for name in femtoqueue._build_parser()[1])):
+            text = self.ok(*words, "--help")
+            for line in text.splitlines():
+                self.assertLessEqual(len(line), 80, line)
+        overview = self.ok("--help")
+        for name in femtoqueue._build_parser()[1]:
+            summary = self.ok(name, "--help").split("\n\n")[1].splitlines()[0].rstrip(".")
+            summary = summary[0].lower() + summary[1:]
+            self.assertIn(f"\n    {name:9} {summary}\n", overview)
 
     def test_help_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
@@ -8197,6 +8251,14 @@ class Terminal(QueueCase):
             console.write("end\n")
             self.assertEqual(self.see("end"), ["end"])
 
+    def test_push_says_that_it_reads_the_terminal(self) -> None:
+        """Who forgot DIR or PAYLOAD would wait for nothing otherwise."""
+        self.start("push", self.path, size=(24, 200))
+        self.see(f"reading the payload of a task for {self.path}; end it with Ctrl-D")
+        self.type("resize 42.png\n\x04")
+        self.assertEqual(self.end(), 0)
+        self.assertEqual(self.queue().pop().data, b"resize 42.png\n")  # type: ignore[union-attr]
+
     def test_ctrl_c_finishes_what_runs(self) -> None:
         """The terminal signals the worker only: commands are in sessions of their own."""
         self.queue().push_many([b"x", b"y"])
@@ -8237,45 +8299,38 @@ def without_annotations(node: Any) -> Any:
     return node
 
 
-class Documents(unittest.TestCase):
+class DocumentCase(unittest.TestCase):
+    """A test that reads a document, and runs what it says in an empty directory."""
+
     def read(self, name: str) -> str:
         with open(os.path.join(HERE, name), encoding="utf-8") as file:
             return file.read()
 
-    def run_in_empty_dir(self, code: str) -> str:
-        with tempfile.TemporaryDirectory() as empty:
-            shutil.copy(os.path.join(HERE, "femtoqueue.py"), empty)
-            command = [sys.executable, "-S", "-W", "error", "-c", code]
-            done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
-        self.assertEqual((done.returncode, done.stderr), (0, ""), code)
+    def empty_dir(self) -> str:
+        """Make a directory that holds femtoqueue.py and nothing else; it goes with the test."""
+        path = tempfile.mkdtemp(prefix="femtoqueue-test-", dir=memory_dir())
+        self.addCleanup(shutil.rmtree, path, ignore_errors=True)
+        shutil.copy(os.path.join(HERE, "femtoqueue.py"), path)
+        return path
+
+    def run_in(self, path: str, *command: str) -> str:
+        """Run a command in a directory, and return what it prints: nothing goes wrong."""
+        done = subprocess.run(command, cwd=path, capture_output=True, text=True, check=False)
+        self.assertEqual((done.returncode, done.stderr), (0, ""), command[-1])
         return done.stdout
 
-    def test_the_examples_of_the_readme_run_as_they_stand(self) -> None:
-        """In an empty directory that holds femtoqueue.py and nothing else."""
-        blocks = re.findall(r"```python\n(.*?)```", self.read("README.md"), re.DOTALL)
-        self.assertGreaterEqual(len(blocks), 1)
-        for block in blocks:
-            self.run_in_empty_dir(block)
+    def run_python(self, path: str, code: str) -> str:
+        return self.run_in(path, sys.executable, "-S", "-W", "error", "-c", code)
 
-    @unittest.skipUnless(os.name == "posix", "they are for sh")
-    def test_the_commands_of_the_readme_run_one_after_the_other(self) -> None:
-        """In an empty directory that holds femtoqueue.py and nothing else."""
-        script = "\n".join(re.findall(r"```sh\n(.*?)```", self.read("README.md"), re.DOTALL))
-        self.assertGreater(script.count("python femtoqueue.py"), 4)
-        with tempfile.TemporaryDirectory() as empty:
-            shutil.copy(os.path.join(HERE, "femtoqueue.py"), empty)
-            script = script.replace("python ", f"{sys.executable} -W error ")
-            command = ["sh", "-euc", script]
-            done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("working on resize 43.png", done.stdout)
-        self.assertIn("resize 44.png", done.stdout)
+
+class Documents(DocumentCase):
+    """The docstring, the rooms, and the weight of the import."""
 
     def test_the_example_of_the_docstring_runs(self) -> None:
         match = re.search(r"\n\n((?:    .*\n|\n)+)", femtoqueue.__doc__ or "")
         assert match is not None
         code = "\n".join(line[4:] for line in match[1].splitlines())
-        self.assertIn("resize 42.png", self.run_in_empty_dir(code))
+        self.assertIn("resize 42.png", self.run_python(self.empty_dir(), code))
 
     def test_the_docstring_is_short_and_its_table_names_what_is_there(self) -> None:
         """Its table has each method of a room by which a task, or a payload, moves."""
@@ -8392,13 +8447,6 @@ class Documents(unittest.TestCase):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 self.assertLessEqual(lines, 700 if node.name == "FemtoQueue" else 400, node.name)
 
-    def test_the_tests_that_the_readme_names_are_there(self) -> None:
-        named = re.findall(r"`([A-Z]\w+)\.(test_\w+)`", self.read("README.md"))
-        for class_name, test_name in named:
-            self.assertTrue(
-                hasattr(globals().get(class_name), test_name), f"{class_name}.{test_name}"
-            )
-
     def test_the_import_brings_no_heavy_modules(self) -> None:
         heavy = [
             "argparse",
@@ -8418,11 +8466,266 @@ class Documents(unittest.TestCase):
             "traceback",
         ]
         code = f"import femtoqueue, sys; print([m for m in {heavy} if m in sys.modules])"
-        self.assertEqual(self.run_in_empty_dir(code).strip(), "[]")
+        self.assertEqual(self.run_python(self.empty_dir(), code).strip(), "[]")
 
     def test_all_names_are_there(self) -> None:
         for name in femtoqueue.__all__:
             self.assertTrue(hasattr(femtoqueue, name), name)
+
+
+class ReadmeCase(DocumentCase):
+    """A test of the README, by its sections, tables and blocks of code."""
+
+    def section(self, title: str) -> str:
+        """Return the text of a section; of what stands before the first one, for ""."""
+        parts = re.split(r"(?m)^## (.*)\n", self.read("README.md"))
+        titles = ["", *parts[1::2]]
+        return next(
+            text for name, text in zip(titles, parts[::2], strict=True) if name.startswith(title)
+        )
+
+    def blocks(self, language: str, text: str) -> list[str]:
+        return re.findall(rf"(?ms)^```{language}\n(.*?)^```", text)
+
+    def column(self, number: int, text: str) -> list[str]:
+        """Return the cells of a column of a section's tables, without headings."""
+        tables = re.findall(r"(?m)(?:^\|.*\n)+", text)
+        rows = [row.strip("|").split("|") for it in tables for row in it.splitlines()[2:]]
+        return [row[number].strip() for row in rows if len(row) > number]
+
+
+class Readme(ReadmeCase):
+    """What the README says of itself and of this repository is so."""
+
+    def test_it_is_short_and_no_line_or_paragraph_is_long(self) -> None:
+        """220 lines of 100 characters; a paragraph, or an item of a list, has 6 lines at most."""
+        text = self.read("README.md")
+        self.assertLessEqual(len(text.splitlines()), 220)
+        for line in text.splitlines():
+            self.assertLessEqual(len(line), 100, line)
+        prose = re.sub(r"(?ms)^```.*?^```$|^[|#<].*?$", "", text)
+        for paragraph in re.split(r"\n\s*\n|\n- ", prose):
+            self.assertLessEqual(len(paragraph.strip().splitlines()), 6, paragraph)
+
+    def test_its_sections_come_in_their_order(self) -> None:
+        found = re.findall(r"(?m)^## (\w+)", self.read("README.md"))
+        wanted = ["Install", "Interface", "Recipes", "Guarantees", "Operating", "More", "Speed"]
+        self.assertEqual(found, [*wanted, "Compared", "How", "Develop", "Changes"])
+
+    def test_the_moves_of_its_diagram_are_methods_and_states(self) -> None:
+        (diagram,) = self.blocks("mermaid", self.section(""))
+        edges = re.findall(r"(?m)^    (\S+) --> (\S+): (\w+)", diagram)
+        self.assertEqual({*sum(((a, b) for a, b, _ in edges), ())}, {*femtoqueue.STATES, "[*]"})
+        for _, to, move in edges:
+            if to != "pending" or move != "its":
+                self.assertTrue(callable(getattr(FemtoQueue, move)), move)
+
+    def test_its_interface_has_every_parameter_method_and_field(self) -> None:
+        import inspect
+
+        text = self.section("Interface")
+        parameters = [*inspect.signature(FemtoQueue).parameters]
+        self.assertEqual(
+            [it.strip("`") for it in self.column(0, text)[: len(parameters)]], parameters
+        )
+        names = [name for name in vars(FemtoQueue) if name[0] != "_" and name != "paused"]
+        names += [it.name for it in dataclasses.fields(FemtoTask) if it.name[0] != "_"]
+        names += [it for it in femtoqueue.__all__ if issubclass(getattr(femtoqueue, it), Exception)]
+        for name in names:
+            self.assertRegex(text, rf"`(with |await )?{name}\b")
+
+    def test_what_it_names_as_proof_is_there(self) -> None:
+        """Tests and classes of tests by name, and programs in .ci/."""
+        for cell in self.column(1, self.section("Guarantees")):
+            for name in re.findall(r"`(.*?)`", cell):
+                if name.endswith(".py"):
+                    self.assertTrue(os.path.exists(os.path.join(HERE, ".ci", name)), name)
+                else:
+                    owner, _, test = name.partition(".")
+                    self.assertTrue(issubclass(globals()[owner], unittest.TestCase), name)
+                    self.assertTrue(hasattr(globals()[owner], test or "setUp"), name)
+            self.assertEqual(re.sub(r"`.*?`|, ", "", cell), "")
+
+    def test_the_rooms_that_it_names_are_rooms(self) -> None:
+        rooms = re.findall(r"(?m)^# (\d+)\. ", self.read("femtoqueue.py"))
+        cells = self.column(2, self.section("How it works"))
+        self.assertGreaterEqual(len(cells), 5)
+        for number in re.findall(r"\d+", " ".join(cells)):
+            self.assertIn(number, rooms)
+
+
+class ReadmeExamples(ReadmeCase):
+    """Each example of the README runs as it stands, in a directory that has femtoqueue.py only."""
+
+    def recipe(self, start: str) -> str:
+        """Return a recipe in Python by its start, with the lines that each of them goes on from."""
+        text = self.section("Recipes")
+        match = re.search(r"(?m)^After `(.*?)`, `(.*?)` and `(.*?)`:$", text)
+        assert match is not None
+        blocks = "\n\n".join(self.blocks("python", text))
+        (found,) = (
+            it for it in re.split(r"(?<!\n)\n\n+(?!\n|asyncio)", blocks) if it.startswith(start)
+        )
+        return "\n".join([*match.groups(), found])
+
+    def test_the_first_example_works_on_its_task(self) -> None:
+        (code,) = self.blocks("python", self.section(""))
+        self.assertRegex(
+            self.run_python(self.empty_dir(), code), r"^working on .* b'resize 42.png'"
+        )
+
+    @FORK
+    def test_the_commands_run_one_after_the_other(self) -> None:
+        path = self.empty_dir()
+        os.mkdir(os.path.join(path, "photos"))
+        for name in ("a b.jpg", "c.jpg"):
+            with open(os.path.join(path, "photos", name), "wb") as file:
+                file.write(b"x" * 7)
+        blocks = self.blocks("sh", self.section("") + self.section("Recipes"))
+        self.assertEqual(len(blocks), 2)
+        script = "\n".join(blocks).replace("python ", f"{sys.executable} -W error ")
+        script = script.replace(" work ", " work -q ")  # what it reports is not an error
+        said = self.run_in(path, "sh", "-euc", script)
+        for text in ("working on resize 43.png", "7 photos/a b.jpg", '"pending": 0, '):
+            self.assertIn(text, said)
+        self.assertNotIn("waits too long", said)
+
+    def test_no_recipe_has_more_than_twelve_lines(self) -> None:
+        text = self.section("Recipes")
+        for block in [it for kind in ("python", "sh", "ini") for it in self.blocks(kind, text)]:
+            for recipe in block.split("\n\n"):
+                self.assertLessEqual(len(recipe.splitlines()), 12, recipe)
+
+    def test_the_asyncio_service_handles_what_it_pushed(self) -> None:
+        path = self.empty_dir()
+        said = self.run_python(path, self.recipe("async def"))
+        self.assertEqual(said, "handling b'hello'\n")
+        self.assertEqual(len(os.listdir(os.path.join(path, "jobs", "done"))), 1)
+
+    @FORK
+    def test_the_inbox_hands_out_the_latest_value_only(self) -> None:
+        path = self.empty_dir()
+        said = self.run_python(path, self.recipe('q.push(b"balance') + "\nprint(q.pop())")
+        self.assertEqual(said, "b'balance 20'\nNone\n")
+
+    @FORK
+    def test_the_nightly_job_is_there_once_after_two_starts(self) -> None:
+        path = self.empty_dir()
+        for _ in range(2):
+            self.run_python(path, self.recipe("if not q.contains"))
+        with FemtoQueue(os.path.join(path, "jobs")) as q:
+            (task,) = q.tasks("scheduled")
+        assert task.until is not None
+        self.assertEqual((task.key, task.until.timestamp() % 86400), ("backup", 0))
+        self.assertTrue(0 < task.until.timestamp() - time.time() <= 86400)
+
+    @FORK
+    def test_the_turn_comes(self) -> None:
+        self.assertEqual(self.run_python(self.empty_dir(), self.recipe("with Ticket")), "my turn\n")
+
+    def test_the_long_work_resumes_where_a_killed_worker_stopped(self) -> None:
+        """Its worker is killed after seven rows; the next one saves the last three only."""
+        path, work = self.empty_dir(), self.recipe('q.push(b"10 rows")')
+        dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
+        died = subprocess.run([sys.executable, "-c", dying], cwd=path, check=False)
+        self.assertEqual(died.returncode, -signal.SIGKILL)
+        again = work.replace('q.push(b"10 rows")\n', "") + "\n            print(row, end=' ')"
+        self.assertEqual(self.run_python(path, again), "7 8 9 ")
+
+    def test_a_second_delivery_changes_nothing(self) -> None:
+        """As after a death between the commit of the database and done()."""
+        path = self.empty_dir()
+        for _ in range(2):
+            self.run_python(path, self.recipe("db = "))
+            for name in os.listdir(os.path.join(path, "jobs", "done")):
+                os.rename(f"{path}/jobs/done/{name}", f"{path}/jobs/pending/{name}")
+        import sqlite3
+
+        with contextlib.closing(sqlite3.connect(os.path.join(path, "app.db"))) as db:
+            rows = db.execute("SELECT data FROM invoices").fetchall()
+        self.assertEqual(rows, [(b"invoice 7",)] * 2)  # of three deliveries
+
+    @FORK
+    def test_the_pool_of_the_unit_file_works_and_stops_when_systemd_says_so(self) -> None:
+        path = self.empty_dir()
+        (unit,) = self.blocks("ini", self.section("Recipes"))
+        settings = dict(line.split("=", 1) for line in unit.splitlines()[1:])
+        command = settings["ExecStart"].replace("/srv/jobs", "jobs")
+        command = command.replace("/usr/local/bin/femtoqueue", f"{sys.executable} -m femtoqueue")
+        command = command.replace("/usr/local/bin/resize", "cat")
+        with FemtoQueue(os.path.join(path, "jobs")) as q:
+            q.push_many([b"a\n", b"b\n"])
+            pipe = subprocess.PIPE
+            with subprocess.Popen(command.split(), cwd=path, stdout=pipe, stderr=pipe) as process:
+                self.addCleanup(process.kill)
+                self.assertTrue(q.join(120))
+                process.send_signal(signal.Signals[settings["KillSignal"]])
+                out, err = process.communicate(timeout=120)
+        self.assertEqual((process.returncode, sorted(out.split())), (0, [b"a", b"b"]), err)
+        self.assertEqual(settings["Restart"], "always")
+
+    def test_the_idea_of_it_works_on_bare_system_calls(self) -> None:
+        """In at most 25 lines, and from a second process as from the first."""
+        (code,) = self.blocks("python", self.section("How it works"))
+        self.assertLessEqual(len(code.splitlines()), 25)
+        path = self.empty_dir()
+        for state in ("creating", "pending", "inflight", "done"):
+            os.mkdir(os.path.join(path, state))
+        for number in (1, 2):
+            self.assertRegex(self.run_python(path, code), r"\Aworking on \d{20}-[0-9a-f]{8}\n\Z")
+            self.assertEqual(len(os.listdir(os.path.join(path, "done"))), number)
+
+
+class Migration(ReadmeCase):
+    """The program of the README that drains a queue of femtoqueue 0.4.2 into a new one."""
+
+    def setUp(self) -> None:
+        self.path = self.empty_dir()
+        for state in ("creating", "pending", "scheduled", "done", "failed", "node1", "node2"):
+            os.makedirs(os.path.join(self.path, "old", state))
+
+    def write(self, state: str, time_us: int, payload: bytes, digest: bytes | None = None) -> str:
+        """Write a task as 0.4.2 does: a version, 7 zero bytes, the md5 of the payload, and it. Its
+        name is the time in microseconds, and the text of a method that it forgets to call."""
+        import hashlib
+
+        name = f"{time_us}_<built-in method hex of bytes object at 0x7f{time_us % 997:010x}>"
+        path = os.path.join(self.path, "old", state, name)
+        with open(path, "wb") as file:
+            file.write(b"\1" + bytes(7) + (digest or hashlib.md5(payload).digest()) + payload)
+        return path
+
+    def drain(self) -> FemtoQueue:
+        (code,) = self.blocks("python", self.section("Changes"))
+        self.assertEqual(self.run_python(self.path, code), "")
+        q = FemtoQueue(os.path.join(self.path, "new"))
+        self.addCleanup(q.close)
+        return q
+
+    def test_what_waits_or_was_in_progress_comes_over_in_its_order(self) -> None:
+        now_us = int(time.time() * 1e6)
+        for number, state in enumerate(("node2", "node1", "pending", "pending")):
+            self.write(state, now_us - 9000 + number, b"%d" % number)
+        self.write("pending", now_us - 8000, b"")
+        q = self.drain()
+        self.assertEqual([task.data for task in q.tasks("pending")], [b"0", b"1", b"2", b"3", b""])
+        self.assertEqual(len(os.listdir(os.path.join(self.path, "old", "done"))), 5)
+
+    def test_a_scheduled_task_keeps_its_time(self) -> None:
+        due_us = int(time.time() * 1e6) + 3600 * 10**6
+        self.write("scheduled", due_us, b"later")
+        (task,) = self.drain().tasks("scheduled")
+        assert task.until is not None
+        self.assertEqual((task.data, round(task.until.timestamp() * 1e6)), (b"later", due_us))
+
+    def test_what_is_corrupt_or_finished_stays_and_a_second_run_adds_nothing(self) -> None:
+        stay = [self.write("pending", 10**15, b"torn", bytes(16))]
+        stay += [self.write(state, 10**15, b"x") for state in ("creating", "done", "failed")]
+        self.write("pending", 10**15 + 1, b"whole")
+        for _ in range(2):
+            q = self.drain()
+            self.assertEqual([task.data for task in q.tasks("pending")], [b"whole"])
+        self.assertTrue(all(map(os.path.exists, stay)))
 
 
 # Classes side by side
