@@ -5552,6 +5552,24 @@ class Tickets(QueueCase):
         self.assertFalse(os.path.exists(self.file("line")))
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
+    def test_on_a_file_system_of_several_hosts_the_directory_stays(self) -> None:
+        """Another host may hold the lock of a "last" that was removed."""
+        line = self.line()
+        line.remove(line.register()[1])
+        with mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0x6969)):
+            self.assertFalse(line.maybe_cleanup())
+        self.assertEqual(self.names("line"), ["last"])
+
+    def test_the_age_of_another_hosts_ticket_is_that_of_its_open_file(self) -> None:
+        """A host may remember for a minute when a path was last touched."""
+        line, name = self.line(stale_timeout=60), f"{1:020d}~00000000~{'0' * 16}"
+        self.put(name, b"", "line")
+        calls: list[tuple[Any, ...]] = []
+        with hooked(lambda call, args: calls.append((call, *args))):
+            self.assertFalse(line.is_empty())
+        self.assertNotIn(("stat", self.file("line", name)), calls)
+        self.assertIn("fstat", [call for call, *_ in calls])
+
     def count(self, child: Child) -> None:
         """Take turns; in each, read a number from a plain file, add one, and write it back."""
         line, chance = self.line(), random.Random(os.getpid())
@@ -8529,7 +8547,7 @@ class Readme(ReadmeCase):
             [it.strip("`") for it in self.column(0, text)[: len(parameters)]], parameters
         )
         names = [name for name in vars(FemtoQueue) if name[0] != "_" and name != "paused"]
-        names += [it.name for it in dataclasses.fields(FemtoTask) if it.name[0] != "_"]
+        names += [it for it in FemtoTask.__annotations__ if it[0] != "_"]
         names += [it for it in femtoqueue.__all__ if issubclass(getattr(femtoqueue, it), Exception)]
         for name in names:
             self.assertRegex(text, rf"`(with |await )?{name}\b")
