@@ -519,10 +519,6 @@ def _state_of(path: str) -> str:
     return "inflight" if directory.startswith("inflight-") else directory
 
 
-def _directory_of(path: str) -> str:
-    return path.partition("/")[0]
-
-
 def _node_of(path: str) -> str:
     """Return the node_id in the path of a lease or of its directory."""
     return path.partition("/")[0][len("inflight-") :]
@@ -2931,7 +2927,7 @@ class _Transitions:
                     os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
                     raise self.lease_lost(task) from None
                 gone_to = target
-            lease.outcome = _OUTCOMES.get(_directory_of(target), "")
+            lease.outcome = _OUTCOMES.get(target.partition("/")[0], "")
         return gone_to
 
     def lease_lost(self, task: FemtoTask) -> LeaseLost:
