@@ -1032,9 +1032,9 @@ def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
             return _read_other(fd, head, ident)
         finally:
             os.close(fd)
-    except FileNotFoundError:
-        raise
     except OSError:
+        # GlusterFS opens for a second what the name led to before another host renamed a file
+        # over it, and finds nothing. This asks for it anew: who tries again gets the new one.
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CorruptTask(ident, "not a regular file") from None
         raise
@@ -1184,6 +1184,16 @@ class _FileLock:
                 self.close()
 
 
+def _open_if_there(path: str, flags: int = _LOCK_FLAGS) -> _FileLock | None:
+    """Open a file or directory to lock it; None if it, or the directory that it is in, is gone."""
+    try:
+        return _FileLock(path, flags)
+    except OSError as error:
+        if error.errno not in _MISSING_ERRNOS:
+            raise
+        return None
+
+
 def _open_locked(path: str) -> _FileLock:
     """Open a file, made if it is missing, and wait for the exclusive lock on it."""
     while True:
@@ -1203,12 +1213,8 @@ def _open_lease_lock(path: str) -> _FileLock | None:
     if fcntl is None:
         return None
     try:
-        return _FileLock(path, _DIR_FLAGS)
+        return _open_if_there(path, _DIR_FLAGS)
     except NotADirectoryError:
-        return None
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
         return None
 
 
@@ -1896,11 +1902,8 @@ class _LeaseDir:
             self._make()
             if fcntl is None:
                 return []
-            try:
-                lock = _FileLock(self.path, _DIR_FLAGS)
-            except OSError as error:
-                if error.errno not in _MISSING_ERRNOS:
-                    raise
+            lock = _open_if_there(self.path, _DIR_FLAGS)
+            if lock is None:
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
@@ -2261,15 +2264,13 @@ class _KeyIndex:
 
     def _open_lock(self, name: str) -> _FileLock:
         """Open a file in locks/; make the directory for the first key."""
-        directory = f"{self._files.root}locks"
-        try:
-            return _FileLock(f"{directory}/{name}")
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
+        path = f"{self._files.root}locks/{name}"
+        lock = _open_if_there(path)
+        if lock is None:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(directory)  # FileNotFoundError if data_dir is gone
-            return _FileLock(f"{directory}/{name}")
+                os.mkdir(os.path.dirname(path))  # FileNotFoundError if data_dir is gone
+            lock = _FileLock(path)
+        return lock
 
     def lock_of(
         self, ident: str, wait: bool = True
@@ -2300,8 +2301,7 @@ class _KeyIndex:
         if state is None:
             return None
         path = self.locate(state.path, thorough) if state.path else None
-        if path is None and state.buffered:
-            path = self._promote_lost(state)
+        path = self._promote_lost(state) if path is None and state.buffered else path
         if path is None:
             del held.states[name]
             return None
@@ -2361,15 +2361,16 @@ class _KeyIndex:
     def _list_states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
         """Do as _list_states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
         states: dict[str, _KeyState] = {}
-        # In this order a pop(), which moves from pending/ to in flight, is not missed.
-        for entry in self._files.find("keys", "scheduled", "pending", "inflight"):
+        # Only a claim and its undoing move a task without the lock: neither is missed like this.
+        for entry in self._files.find("inflight", "keys", "scheduled", "pending", "inflight"):
             if _tag_of(entry.id) != tag or entry.path == but:
                 continue
             name = self._key_at(entry)
-            if name and entry.directory == "keys":
-                states[name] = _KeyState("", entry.name)
-            elif name:
-                states.setdefault(name, _KeyState("")).path = entry.path
+            state = states.setdefault(name, _KeyState("")) if name else _KeyState("")
+            if entry.directory == "keys":
+                state.buffered = entry.name
+            else:
+                state.path = entry.path
         return states
 
     def _key_at(self, entry: _Entry) -> str:
@@ -2555,17 +2556,18 @@ class _KeyIndex:
         names = self._names(_parse_tag) + self._names(_FORMS["keys"])
         if not names:
             return []
-        busy = {_tag_of(entry.id) for entry in self._files.find("scheduled", "pending", "inflight")}
+        found = self._files.find("inflight", "scheduled", "pending", "inflight")
+        busy = {_tag_of(entry.id) for entry in found}  # as in _list_states_once()
         return [name for name in names if _tag_of(name) not in busy]
 
     def _names(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
         _refresh(self._files.root)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # none yet
-            with os.scandir(f"{self._files.root}keys") as entries:
-                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-            return sorted(filter(parse, names))
-        return []
+        names: list[str] = []
+        none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with none_yet, os.scandir(f"{self._files.root}keys") as entries:
+            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        return sorted(filter(parse, names))
 
     def _index_unlisted(self, held: _KeyStates) -> None:
         """Promote newer payloads that no state knows: power loss, or a person, took the state."""
@@ -2859,12 +2861,13 @@ class _Transitions:
 
     def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
         """Return how far the work on that payload had come: of a key, another may be here now."""
-        if self._files.is_shared:
-            _refresh(f"{self._files.root}checkpoints")
-        try:
-            saved, _ = _read_record(f"{self._files.root}checkpoints/{ident}", ident)
-        except FileNotFoundError:
+        path = f"{self._files.root}checkpoints/{ident}"
+        if not (_exists_afresh(path) if self._files.is_shared else _exists(path)):
             return None
+        try:
+            saved, _ = _read_record(path, ident)
+        except FileNotFoundError:
+            return None  # RACE: a person removed it
         except CorruptTask as error:  # power loss: the work begins anew
             _log().warning("checkpoints/%s: %s", ident, error.reason)
             return None

@@ -1683,7 +1683,7 @@ class Cost(QueueCase):
         q = self.queue()
         q.push(b"x")
         q.release(self.pop(q))
-        self.assertEqual(self.calls_of(q.pop), "scandir rename open read close open")
+        self.assertEqual(self.calls_of(q.pop), "scandir rename open read close lstat")
 
     def test_a_keyed_push_that_replaces_is_one_exchange_under_a_lock(self) -> None:
         q = self.queue()
@@ -2989,6 +2989,25 @@ class KeyedOnSharedFileSystem(Keyed):
             patch.start()
             self.addCleanup(patch.stop)
         super().setUp()
+
+    def test_a_claim_that_is_undone_while_the_directories_are_listed_is_seen(self) -> None:
+        """It moves the task against the order in which they are listed, without the key's lock."""
+        q, other = self.queue(), self.queue("n2")
+        ident = q.push(b"1", key="k")
+        other._transitions.open_lease_dir()
+        lease = other._lease_dir.claim(f"pending/{ident}", 1, ident, 10**10)
+        listed: list[str] = []
+
+        def undo(name: str, args: tuple[Any, ...]) -> None:
+            if name == "listdir":
+                listed.append(os.path.basename(args[0]))
+                if listed.count("pending") == 1 and listed[-1] == "inflight-n2":
+                    other._lease_dir.undo_claim(lease, f"pending/{ident}")
+
+        q.push(b"2", key="k")  # buffered
+        with hooked(undo):
+            q.push(b"3", key="k")
+        self.assertEqual([task.data for task in q.tasks("pending")], [b"3"])
 
     def needs_exchange(self) -> None:
         self.skipTest("needs what this class is without")
