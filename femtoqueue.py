@@ -75,8 +75,9 @@ of a host, restarts, reboots and steps of the wall clock. What is torn or corrup
 delivered; it ends in failed/ with the reason. With sync_after_write=True what returned also
 survives power loss; without, a task not yet on disk may be missing after one.
 
-Not guaranteed: exactly once. A task runs twice when its worker died, or was later than its
-deadline, or (without sync) when power was lost after done(): make handlers idempotent.
+Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without
+sync) when power was lost after done(): make handlers idempotent. A process stopped (SIGSTOP) at
+work on a key holds up that key and one in 256 others.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
 have wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a
@@ -648,7 +649,7 @@ def _encode_key(key: object) -> str:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
     if _KEY_CHARACTERS.issuperset(key):
-        return key
+        return raw.decode()  # not the key itself: that may be an Enum, whose text is another
     return "".join(chr(byte) if chr(byte) in _KEY_CHARACTERS else f"%{byte:02X}" for byte in raw)
 
 
@@ -723,13 +724,14 @@ class _CommandFailed(Exception):
 
 class _Lease:
     """One delivery. `path` (inflight-<node>/<exact name>) is its fencing token; a renewal writes
-    the new one here. `length_ns`: how long a renewal makes it last. `is_renewed`: whether a
-    thread renews it. `outcome`: how it ended, a field of WorkCounts; "" while it runs."""
+    the new one here. `length_ns`: how long a renewal makes it last. `closes`: how often its queue
+    had been closed when it began. `is_renewed`: whether a thread renews it. `outcome`: how it
+    ended, a field of WorkCounts; "" while it runs."""
 
-    __slots__ = ("is_renewed", "length_ns", "outcome", "path")
+    __slots__ = ("closes", "is_renewed", "length_ns", "outcome", "path")
 
-    def __init__(self, path: str, length_ns: int) -> None:
-        self.path, self.length_ns = path, length_ns
+    def __init__(self, path: str, length_ns: int, closes: int) -> None:
+        self.path, self.length_ns, self.closes = path, length_ns, closes
         self.is_renewed, self.outcome = False, ""
 
 
@@ -1051,7 +1053,8 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     length, start = int(header[2]), header.end()
     if status.st_size - start != length:  # before a header that lies makes us allocate
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
-    payload = head[start:] if len(head) < _READ_BYTES else _read_rest(fd, start, length)
+    is_whole = len(head) == status.st_size  # one read() may give less
+    payload = head[start:] if is_whole else _read_rest(fd, start, length)
     name = header[3] or b""
     if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
@@ -1260,13 +1263,24 @@ _RENAMES_OPEN_FILES = os.name == "posix"
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
-def _move(source: str, target: str, is_ours: bool = True) -> None:
+_Check = Callable[[], bool]
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+def _move(source: str, target: str, is_ours: _Check = _never) -> None:
     """Rename a file over the target, on Windows too (os.replace). A finished task that a person
     ran again replaces its older file.
 
     RACE: a target directory that another process replaces just then (shrink_pending) gives ENOENT
-    as if the source were gone; both are there, so the rename is done again. is_ours: only we move
-    that file, so that it was our rename if the file is at its target; see _was_moved().
+    as if the source were gone; both are there, so the rename is done again. is_ours: whether what
+    is at the target then is what we moved; see _was_moved().
     """
     tries = 0
     while True:
@@ -1274,12 +1288,21 @@ def _move(source: str, target: str, is_ours: bool = True) -> None:
             os.replace(source, target)
             return
         except FileNotFoundError:
-            if is_ours and _was_moved(source, target):
+            if _was_moved(source, target) and is_ours():
                 return
             tries += 1
             both = os.path.lexists(source) and os.path.isdir(os.path.dirname(target))
             if not both or tries > _MAX_REPLACED:
                 raise
+
+
+def _move_over(source: str, target: str, must_exist: bool = False) -> None:
+    """Rename a file that only we move over one that may be there; must_exist: that is there, or
+    FileNotFoundError is raised."""
+    number = os.stat(source).st_ino
+    if must_exist:
+        os.lstat(target)  # last: a person may just have moved it, and the rename would make two
+    _move(source, target, lambda: os.stat(target).st_ino == number)
 
 
 def _was_moved(source: str, target: str) -> bool:
@@ -1452,7 +1475,9 @@ class _Files:
         try:
             with os.scandir(self.root + directory) as entries:
                 return any(_parse(directory, entry.name) for entry in entries)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
+                raise
             return False  # no keys yet; RACE: removed with its worker just now
 
     def has_work(self) -> bool:
@@ -1500,13 +1525,13 @@ class _Files:
             try:
                 _write_all(fd, header, payload)
                 if sync and _RENAMES_OPEN_FILES:
-                    _move(source, target)
+                    _move(source, target, _always)
                 if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not (sync and _RENAMES_OPEN_FILES):
-                _move(source, target)
+                _move(source, target, _always)
             if sync_dir:
                 _sync_dir(os.path.dirname(target))
         except BaseException:
@@ -1549,27 +1574,25 @@ class _Files:
         swapped = self.swap(aside, path)
         if swapped is not None:
             return swapped
-        if not self.exists(path):
+        try:
+            _move_over(self.root + aside, self.root + path, must_exist=True)
+        except FileNotFoundError:
             return False
-        _move(self.root + aside, self.root + path)
         return True
 
-    def move(self, source: str, target: str) -> str:
-        """Rename a task's file, over one that is there; target "": remove it. Return target."""
+    def move(self, source: str, target: str, is_ours: _Check = _never) -> str:
+        """Rename a task's file, over one that is there; target "": remove it. Return target.
+        is_ours: as in _move()."""
         if not target:
             os.unlink(self.root + source)
             return target
-        _move(self.root + source, self.root + target, is_ours=False)
+        _move(self.root + source, self.root + target, is_ours)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
         # finished task, whose lease came back when GlusterFS healed a host that had been cut off,
         # would be delivered for ever. A first delivery, as most are, does not pay for that.
         if not _is_first_lease(source) and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
-
-    def was_moved(self, source: str, target: str) -> bool:
-        """Whether a rename that raised FileNotFoundError was carried out; see _was_moved()."""
-        return _was_moved(self.root + source, self.root + target)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there; ignore any OSError."""
@@ -1898,12 +1921,16 @@ class _LeaseDir:
     def _open(self) -> list[_Entry]:
         """Open and lock it, and make it if it is missing; see ensure_open()."""
         self._backlog.clear()  # nothing is claimed until it is open, also when we raise
+        tries = 0
         while True:
             self._make()
             if fcntl is None:
                 return []
-            lock = _open_if_there(self.path, _DIR_FLAGS)
+            lock, tries = _open_if_there(self.path, _DIR_FLAGS), tries + 1
             if lock is None:
+                if tries > _MAX_REPLACED:
+                    code = _MISSING_ERRNOS[-1]
+                    raise OSError(code, os.strerror(code), self.path)
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
@@ -2001,7 +2028,14 @@ class _LeaseDir:
 
     def _was_claimed(self, name: str) -> bool:
         """Whether a claim that raised FileNotFoundError was carried out; see _was_moved()."""
-        return self._files.is_shared and name in self._files.names(self.directory)
+        if not self._files.is_shared:
+            return False
+        try:
+            return name in os.listdir(self.path)
+        except OSError:
+            self.orphans.add(name)  # should it be there after all
+            self._backlog.clear()  # our directory is gone: the next listing makes it
+            return False
 
     def undo_claim(self, lease: str, source: str) -> None:
         """Undo a claim that was interrupted, or whose file is not at its path: a person took it
@@ -2136,6 +2170,7 @@ class _KeyStates:
                 states, saved = _parse_key_states(text + end, self.tag), text + end
         if self._saved is None:  # again: a handler may have come while we read
             self.states = states
+            # As it is there: what was invalid in it is written anew.
             self._saved = saved.decode("ascii", "replace") or self._text()
 
     def _open(self, create: bool) -> None:
@@ -2410,7 +2445,7 @@ class _KeyIndex:
 
     # Moving
 
-    def move(self, source: str, target: str, wait: bool = True) -> str:
+    def move(self, source: str, target: str, wait: bool = True, is_ours: _Check = _never) -> str:
         """Move a task from one state to another; "": remove it. Return where it went.
 
         A keyed one moves under the lock of its key, and promotes the newer payload behind it.
@@ -2418,13 +2453,15 @@ class _KeyIndex:
         """
         ident = _id_of(source)
         if not _is_keyed(ident):
-            return self._files.move(source, target)
+            return self._files.move(source, target, is_ours)
         with self.lock(_tag_of(ident), wait) as held:
-            return self._move_keyed(held, source, ident, target)
+            return self._move_keyed(held.states, source, target, is_ours)
 
-    def _move_keyed(self, held: _KeyStates, source: str, ident: str, target: str) -> str:
+    def _move_keyed(
+        self, states: dict[str, _KeyState], source: str, target: str, is_ours: _Check
+    ) -> str:
         """Move a keyed task under the lock of its key; see move()."""
-        states = held.states
+        ident = _id_of(source)
         name = next((key for key, it in states.items() if _id_of(it.path) == ident), "")
         state = states[name] if name else _KeyState(source)
         ends, waits = _is_end(target), _state_of(source) == "pending"
@@ -2433,7 +2470,7 @@ class _KeyIndex:
         if comes_back and not waits and (buffered := self.buffered_name(state)):
             return self._return_with_buffered(state, buffered, source, target)
         try:
-            self._files.move(source, target)
+            self._files.move(source, target, is_ours)
             if not ends:
                 state.path = target
             elif buffered := self.buffered_name(state):
@@ -2449,7 +2486,7 @@ class _KeyIndex:
         """Move a newer payload, by its name in keys/, into the queue: the task before it has come
         to its end. Raises FileNotFoundError if a person removed it meanwhile."""
         path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
-        _move(f"{self._files.root}keys/{buffered}", self._files.root + path)
+        _move(f"{self._files.root}keys/{buffered}", self._files.root + path, _always)
         state.path, state.buffered = path, ""
         self._backlog.note_enqueued(path)
         self._files.commit(path)
@@ -2490,12 +2527,11 @@ class _KeyIndex:
         """
         root = self._files.root
         if _state_of(target) == "scheduled":
-            _move(root + source, root + target)
-            _move(root + record, root + target)
+            _move(root + source, root + target, _always)
+            _move_over(root + record, root + target)
         else:
-            os.lstat(root + source)  # a person may have moved it: the rename would make two
-            _move(root + record, root + source)
-            _move(root + source, root + target)
+            _move_over(root + record, root + source, must_exist=True)
+            _move(root + source, root + target, _always)
 
     def _return_with_buffered(
         self, state: _KeyState, buffered: str, source: str, target: str
@@ -2507,7 +2543,7 @@ class _KeyIndex:
         root = self._files.root
         if _state_of(source) == "inflight":
             fenced = _with_stamp(source, self._clock.now_ns())
-            _move(root + source, root + fenced)  # gone: the lease is lost
+            _move(root + source, root + fenced, _always)  # gone: the lease is lost
             source = fenced
         elif self._files.is_shared and state.path != source:
             raise FileNotFoundError(errno.ENOENT, "it is elsewhere by now", root + source)
@@ -2666,7 +2702,7 @@ class _KeyPusher:
         """
         root, source = self._files.root, state.path
         try:
-            _move(root + source, root + target)
+            _move(root + source, root + target, _always)
         except FileNotFoundError:
             return False  # RACE: a pop() took it from pending/, or a person moved it
         try:
@@ -2690,7 +2726,7 @@ class _KeyPusher:
         root, source = self._files.root, state.path
         if target != source:
             try:
-                _move(root + source, root + target)
+                _move(root + source, root + target, _always)
             except FileNotFoundError:
                 return False  # RACE: a pop() took it, or a person moved it
             state.path = target
@@ -2729,8 +2765,8 @@ class _KeyPusher:
             aside_id = self._clock.new_id()
             with self._files.replacement(aside_id, _header(payload, name), payload) as aside:
                 if before != state.buffered:  # CRASH: after it, the old payload at the new time
-                    _move(f"{root}keys/{before}", root + path)
-                _move(root + aside, root + path)
+                    _move(f"{root}keys/{before}", root + path, _always)
+                _move_over(root + aside, root + path)
         except BaseException:
             state.buffered = before
             raise
@@ -2800,7 +2836,7 @@ class _Transitions:
             counted = min(attempts + 1, _MAX_ATTEMPTS)
             lease = self._lease_dir.claim(waiting, counted, ident, length_ns)
             if lease:
-                held = _Lease(lease, length_ns)
+                held = _Lease(lease, length_ns, self._lease_dir.closes)
                 return self._read_claimed(waiting, ident, counted, held, was_claimed)
         if attempts and _is_keyed(ident):
             # RACE: its payload was replaced after we listed it; its place is still this one.
@@ -2892,7 +2928,7 @@ class _Transitions:
                 _make_dir(f"{root}checkpoints", 0o777, self._files.is_durable)
             with self._keys.lock_of(task.id), self._lock:
                 self.renew(task)  # it holds for far longer than the next line
-                _move(root + aside, f"{root}checkpoints/{task.id}")
+                _move_over(root + aside, f"{root}checkpoints/{task.id}")
         self._files.commit_dir("checkpoints")
         _set_checkpoint(task, payload)
 
@@ -2914,22 +2950,24 @@ class _Transitions:
             self._files.remove(f"checkpoints/{task.id}")
         return gone_to
 
-    def _end(
-        self, task: FemtoTask, lease: _Lease, target: str, move: Callable[[str, str], str]
-    ) -> str:
+    def _end(self, task: FemtoTask, lease: _Lease, target: str, move: Callable[..., str]) -> str:
         """Move a task out of its lease, with the lock of its key held if it has one."""
+        started_ns = self._clock.now_ns()
+
+        def is_ours() -> bool:
+            """Whether only a person can have brought the task to its target, if not we: the lease
+            was running, and neither this delivery nor the queue object had ended it."""
+            has_ended = lease.outcome or lease.closes != self._lease_dir.closes
+            return not has_ended and started_ns < _stamp_of(lease.path)
+
         with self._lock:
             try:
-                gone_to = move(lease.path, target)
+                gone_to = move(lease.path, target, is_ours=is_ours)
             except FileNotFoundError:
-                # Only while the lease runs it was certainly ours.
-                is_ours = target and self.left_ns(task) > 0
-                if not (is_ours and self._files.was_moved(lease.path, target)):
-                    directory = os.path.dirname(target)
-                    # A directory that is gone is disk trouble.
-                    os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
-                    raise self.lease_lost(task) from None
-                gone_to = target
+                directory = os.path.dirname(target)
+                # A directory that is gone is disk trouble.
+                os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
+                raise self.lease_lost(task) from None
             lease.outcome = _OUTCOMES.get(target.partition("/")[0], "")
         return gone_to
 
@@ -3055,7 +3093,7 @@ class _Transitions:
             aside = f"{self._clock.new_id()}.error"
             with self._files.replacement(aside, text, b"") as path:
                 move()
-                _move(self._files.root + path, self._files.root + reason_path)
+                _move_over(self._files.root + path, self._files.root + reason_path)
         self._files.commit(f"failed/{ident}")
 
     def _dead_letter_exhausted(self, waiting: str, attempts: int) -> None:
@@ -3098,7 +3136,9 @@ class _Transitions:
             # By hand. It stays as it is, and so does its reason.
             self._keys.move(source, f"failed/{back}", wait)
             return
-        self._dead_letter(ident, reason, lambda: self._keys.move(source, f"failed/{ident}", wait))
+        target = f"failed/{ident}"
+        move = functools.partial(self._keys.move, source, target, wait, is_ours=_always)
+        self._dead_letter(ident, reason, move)
 
     def requeue_failed(self, source: str) -> bool:
         """Put a failed task at the back, its attempts at 0; False if it is not there any more."""
@@ -3110,11 +3150,10 @@ class _Transitions:
                     self._keys.reserve(held, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
                 _unlink_if_exists(f"{self._files.root}failed/{ident}.error")
-                self._keys.move(source, target)
+                self._keys.move(source, target, is_ours=_always)
         except FileNotFoundError:
-            if not self._files.was_moved(source, target):
-                os.stat(f"{self._files.root}pending")  # gone: disk trouble
-                return False  # RACE: another process retried or removed it
+            os.stat(f"{self._files.root}pending")  # gone: disk trouble
+            return False  # RACE: another process retried or removed it
         self._backlog.note_enqueued(target)
         self._files.commit(target)
         return True
@@ -3128,7 +3167,7 @@ class _Transitions:
         as well after power loss.
         """
         name = _task_name(self._clock.next_order(), _attempts_of(source), _id_of(source))
-        path = self._keys.move(source, f"pending/{name}", wait)
+        path = self._keys.move(source, f"pending/{name}", wait, _always)
         self._files.commit(path)
         return path
 
@@ -3248,12 +3287,12 @@ class _Housekeeper:
             self.listing.run(self)
             if self._backlog.names:
                 return True
-            jobs = [job for job in self._jobs if job.failed]
-            if time.monotonic() >= self._enqueuing.rested_s and self._scheduled_changed():
-                jobs.append(self._enqueuing)
+            is_rested = time.monotonic() >= self._enqueuing.rested_s
+            changed = [self._enqueuing] if is_rested and self._scheduled_changed() else []
+            jobs = changed + [job for job in self._jobs if job.failed and job not in changed]
             for job in jobs:
                 job.run(self)
-            return bool(jobs)  # they passed: what they moved is to be listed
+            return bool(jobs)  # none failed: what they moved is to be listed
 
     def _scheduled_changed(self) -> bool:
         """Whether a task came to scheduled/, or left it, since it was listed."""
@@ -3593,9 +3632,9 @@ class _Taker:
         """Return where a key's task is to be had; one in scheduled/ that is due is moved."""
         with self._keys.lock(tag) as held:  # again: the caller has it
             path = self._keys.find(held, name) or ""
-        if _state_of(path) == "scheduled":
-            is_due = _stamp_of(path) <= _wall_ns()
-            return self._transitions.enqueue_scheduled(path) if is_due else ""
+        if _state_of(path) == "scheduled" and _stamp_of(path) <= _wall_ns():
+            with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
+                return self._transitions.enqueue_scheduled(path)
         return path if _state_of(path) == "pending" else ""
 
     def _path_of_id(self, ident: str) -> str:
@@ -4864,7 +4903,8 @@ class FemtoQueue:
                 length_ns = self._length_ns
                 if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
                     length_ns = max(entry.stamp_ns - self._clock.now_ns(), 10**9)
-                others: dict[str, Any] = {"_lease": _Lease(entry.path, length_ns)}
+                closes = self._lease_dir.closes
+                others: dict[str, Any] = {"_lease": _Lease(entry.path, length_ns, closes)}
                 others |= {"_anchor_ns": self._clock.anchor_ns, "size_bytes": None}
                 # It may have a checkpoint, which has to go with it.
                 return FemtoTask(entry.id, b"", entry.attempts, None, b"", **others)
@@ -4879,7 +4919,8 @@ class FemtoQueue:
         well is done(task). An exception: the task waits in scheduled/ for another try (see
         retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception).
         KeyboardInterrupt, SystemExit and asyncio.CancelledError: back to the front, and the
-        delivery is not counted. The exception propagates. A task that the block itself ended, by
+        delivery is not counted, so that max_attempts never ends a block which always raises one
+        of them. The exception propagates. A task that the block itself ended, by
         done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
         the lease was lost.
         """

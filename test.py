@@ -19,6 +19,7 @@ from __future__ import annotations
 import binascii
 import contextlib
 import dataclasses
+import enum
 import errno
 import functools
 import gc
@@ -1712,6 +1713,46 @@ class Cost(QueueCase):
         other.schedule(b"1", 0)
         self.assertEqual(self.pop(q).data, b"1")
 
+    def test_pausing_takes_effect_at_once_in_the_object_that_paused(self) -> None:
+        q = self.queue()
+        self.assertIsNone(q.pop())
+        q.pause()
+        q.push(b"1")
+        self.assertIsNone(q.pop())
+
+    def test_take_opens_a_lease_directory_that_was_removed(self) -> None:
+        q = self.queue()
+        for _ in range(2):
+            q.push(b"1", key="k")
+            task = q.take("k")
+            assert task is not None
+            q.done(task)
+            os.rmdir(q._lease_dir.path)
+
+    def test_a_lease_directory_that_stays_stale_is_an_error(self) -> None:
+        """Not a loop without end, with the lock held."""
+        q = self.queue()
+
+        def stale(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0] == q._lease_dir.path:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), args[0])
+
+        with hooked(stale), self.assertRaises(OSError) as caught:
+            q.pop()
+        self.assertEqual(caught.exception.errno, errno.ESTALE)
+
+    def test_a_due_task_that_is_cancelled_as_it_is_taken_is_not_there(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop())
+        other.schedule(b"1", 0, key="k")
+
+        def cancel(name: str, args: tuple[Any, ...]) -> None:
+            if name == "replace" and "/scheduled/" in args[0]:
+                os.unlink(args[0])
+
+        with hooked(cancel):
+            self.assertIsNone(q.take("k"))
+
     def test_a_lost_claim_makes_sure_of_the_lease_directory(self) -> None:
         """It may have been lost because the directory is gone, and not to another worker."""
         q = self.queue()
@@ -1732,8 +1773,8 @@ class LostReply(QueueCase):
         self.addCleanup(patch.stop)
 
     @contextlib.contextmanager
-    def lost(self, number: int = 1) -> Iterator[None]:
-        """The answer to that rename of the block is lost."""
+    def lost(self, number: int = 1, then: Callable[[], object] = int) -> Iterator[None]:
+        """The answer to that rename of the block is lost; meanwhile, something else happens."""
         fake, renames = types.ModuleType("os"), itertools.count(1)
         fake.__dict__.update(os.__dict__)
 
@@ -1741,6 +1782,7 @@ class LostReply(QueueCase):
             def call(*args: Any, **kwargs: Any) -> None:
                 rename(*args, **kwargs)
                 if next(renames) == number:
+                    then()
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), args[0])
 
             return call
@@ -1821,6 +1863,37 @@ class LostReply(QueueCase):
             q.retry(ident)
         self.assertEqual(self.states(), {"pending": 1})
 
+    def test_a_server_that_is_away_for_longer_than_the_lease_makes_no_difference(self) -> None:
+        q, clock = self.queue(), self.clock()
+        for end, state in ((q.done, "done"), (lambda it: q.fail(it, "why"), "failed")):
+            q.push(b"1")
+            task = self.pop(q)
+            with self.lost(then=lambda: clock.advance(90)):
+                end(task)
+            self.assertNotEqual(self.names(state), [])
+
+    def test_the_payload_behind_a_finished_task_comes_at_once(self) -> None:
+        q = self.queue()
+        q.push(b"1", key="k")
+        task = self.pop(q)
+        q.push(b"2", key="k")
+        with self.lost():
+            q.done(task)
+        self.assertEqual(self.pop(self.queue("n2")).data, b"2")
+
+    def test_a_task_that_comes_due_or_is_set_aside_is_so(self) -> None:
+        q = self.queue()
+        q.push(b"1")
+        self.put(q.push(b"2"), b"FQ1 no")
+        self.pop(q)
+        with self.lost(2):
+            self.assertIsNone(q.pop())
+        self.assertEqual(len(self.names("failed")), 2)  # with its reason
+        self.queue("n2").schedule(b"3", 0, key="k")
+        with self.lost():
+            task = q.take("k")
+        self.assertEqual(task and task.data, b"3")
+
     def test_a_late_worker_is_not_taken_for_the_one_that_finished(self) -> None:
         """done/<id> is there, but by another's delivery."""
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
@@ -1830,6 +1903,49 @@ class LostReply(QueueCase):
         with mock.patch.object(other._house, "_young_ns", 0):
             other.done(self.pop(other))
         self.assertRaises(LeaseLost, q.done, late)
+
+    def test_a_delivery_that_was_given_up_or_ended_is_lost(self) -> None:
+        """Its lease has not run out, and the task is where done() would have brought it."""
+        q, other = self.queue(), self.queue("n2")
+        q.push(b"1")
+        task = self.pop(q)
+        q.close()
+        other.fail(self.pop(other), "the other's reason")
+        with self.assertRaises(LeaseLost):
+            q.fail(task, "our reason")
+        failed = q.peek(task.id)
+        self.assertEqual(failed and failed.error, "the other's reason")
+        q.push(b"2")
+        task = self.pop(q)
+        q.done(task)
+        self.assertRaises(LeaseLost, q.done, task)
+
+    def test_a_payload_that_was_swept_away_is_not_taken_for_the_old_one(self) -> None:
+        """A file of that name is there, and ours is gone; but it is another."""
+        q = self.queue()
+        q.push(b"old", key="k")
+        task = self.pop(q)
+
+        def sweep(name: str, args: tuple[Any, ...]) -> None:
+            if name == "replace" and "/creating/" in args[0] and os.path.exists(args[0]):
+                os.unlink(args[0])
+
+        q.checkpoint(task, b"half")
+        with hooked(sweep):
+            self.assertRaises(FileNotFoundError, q.checkpoint, task, b"all")
+        q.release(task)
+        self.assertEqual(self.pop(q).checkpoint, b"half")
+
+    def test_claims_without_a_lease_directory_end(self) -> None:
+        """Each would ask the server; the next listing makes the directory again."""
+        q = self.queue()
+        q.push_many([b"%d" % number for number in range(100)])
+        q.done(self.pop(q))
+        os.rmdir(q._lease_dir.path)
+        calls: list[str] = []
+        with hooked(lambda name, args: calls.append(name)):
+            task = q.pop()
+        self.assertEqual((task and task.data, calls.count("rename")), (b"1", 2))
 
     def test_on_a_local_file_system_a_file_that_is_gone_is_gone(self) -> None:
         """There the answer is never lost: an error, as it came."""
@@ -2000,6 +2116,16 @@ class Keyed(QueueCase):
             self.skipTest(f"names can't be exchanged here: {error}")
         for name in ("a", "b"):
             os.unlink(self.file(name))
+
+    def test_a_key_that_is_an_enum_is_the_text_that_it_stands_for(self) -> None:
+        class Color(str, enum.Enum):
+            RED = "red"
+
+        q, other = self.queue(), self.queue("n2")
+        for number in (1, 2):
+            q.push(b"%d" % number, key=Color.RED)
+        self.assertTrue(other.contains("red"))
+        self.assertEqual([task.data for task in q.tasks("pending")], [b"2"])
 
     def test_a_waiting_task_gets_the_new_payload_and_keeps_place_and_id(self) -> None:
         q = self.queue()
@@ -4940,6 +5066,14 @@ class Corruption(QueueCase):
         with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
             return file.read()
 
+    def test_a_short_read_of_a_whole_task_is_not_its_end(self) -> None:
+        """FUSE may give less than it is asked for."""
+        q, read = self.queue(), os.read
+        q.push(b"x" * 1000)
+        q.push(b"y" * 1000, key="k")
+        with mock.patch.object(os, "read", lambda fd, size: read(fd, min(size, 512))):
+            self.assertEqual([it[:1] for it in self.drain(q)], [b"x", b"y"])
+
     def test_damaged_files_are_set_aside_with_their_reason_and_pop_continues(self) -> None:
         whole = b"FQ1 352441c2 3\nabc"
         for content, reason in (
@@ -6240,6 +6374,32 @@ class Hearing(QueueCase):
         if bell.fd < 0:
             self.skipTest("no inotify here: Polling covers what there is")
         return bell
+
+    def test_a_pending_that_was_replaced_behind_a_push_is_watched(self) -> None:
+        """One read() has both events; a watch of the old directory would hear nothing more."""
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop(0.01))
+        watcher = q._waits.watcher
+        assert watcher is not None
+        os.mkdir(self.file("fresh"))
+        other.push(b"1")
+        os.rename(self.file("pending"), self.file("old"))
+        os.rename(self.file("fresh"), self.file("pending"))
+        watcher.read_events()
+        events = watcher.events
+        other.push(b"2")
+        watcher.wait(events, 60)
+        self.assertGreater(watcher.events, events)
+
+    def test_lost_events_make_it_watch_anew(self) -> None:
+        q = self.queue()
+        self.assertIsNone(q.pop(0.01))
+        watcher = q._waits.watcher
+        assert watcher is not None
+        overflow = femtoqueue._EVENT.pack(-1, 0x4000, 0, 0)
+        push = femtoqueue._EVENT.pack(watcher._root_watch + 1, 0x80, 0, 16) + bytes(16)
+        self.assertTrue(watcher._may_be_replaced(push + overflow))
+        self.assertFalse(watcher._may_be_replaced(push + push))
 
     def test_what_came_before_the_wait_is_not_slept_over(self) -> None:
         """Nor is what another thread heard in between."""
