@@ -1584,7 +1584,11 @@ class _Files:
         """Rename a task's file, over one that is there; target "": remove it. Return target.
         is_ours: as in _move()."""
         if not target:
-            os.unlink(self.root + source)
+            try:
+                os.unlink(self.root + source)
+            except FileNotFoundError:
+                if not (self.is_shared and is_ours()):  # as in _was_moved()
+                    raise
             return target
         _move(self.root + source, self.root + target, is_ours)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a

@@ -1773,8 +1773,13 @@ class LostReply(QueueCase):
         self.addCleanup(patch.stop)
 
     @contextlib.contextmanager
-    def lost(self, number: int = 1, then: Callable[[], object] = int) -> Iterator[None]:
-        """The answer to that rename of the block is lost; meanwhile, something else happens."""
+    def lost(
+        self,
+        number: int = 1,
+        then: Callable[[], object] = int,
+        calls: tuple[str, ...] = ("rename", "replace"),
+    ) -> Iterator[None]:
+        """The answer to that call of the block is lost; meanwhile, something else happens."""
         fake, renames = types.ModuleType("os"), itertools.count(1)
         fake.__dict__.update(os.__dict__)
 
@@ -1787,7 +1792,7 @@ class LostReply(QueueCase):
 
             return call
 
-        for name in ("rename", "replace"):
+        for name in calls:
             setattr(fake, name, losing(getattr(os, name)))
         with mock.patch.object(femtoqueue, "os", fake):
             yield
@@ -1837,6 +1842,14 @@ class LostReply(QueueCase):
             self.assertEqual(self.states(), {state: 1})
             shutil.rmtree(self.file(state))
             os.mkdir(self.file(state))
+
+    def test_a_task_that_is_not_kept_is_done(self) -> None:
+        q = self.queue(keep_done=False)
+        q.push(b"1")
+        task = self.pop(q)
+        with self.lost(calls=("unlink",)):
+            q.done(task)
+        self.assertRaises(LeaseLost, q.done, task)
 
     def test_a_reason_and_a_checkpoint_are_written(self) -> None:
         q = self.queue()
