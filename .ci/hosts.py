@@ -629,9 +629,12 @@ class Stage:
         names = [name for name in self.running if not name.startswith("hold")]
         host, actor, process = self.running.pop(self.chance.choice(names))
         self.me.note("killed", actor.name)
+        self.end(process)
+        self.start(host.number, actor.kind, node_id=actor.node_id)
+
+    def end(self, process: Any) -> None:
         process.kill()
         process.communicate()
-        self.start(host.number, actor.kind, node_id=actor.node_id)
 
     def finish(self, timeout_s: float) -> list[str]:
         """Wait for all actors; return what they printed."""

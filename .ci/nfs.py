@@ -585,7 +585,8 @@ class Guest:
         def walk() -> None:
             for directory, _, names in os.walk(root):
                 for name in names:
-                    os.write(1, f"{os.path.relpath(directory, root)}/{name}\n".encode())
+                    path = os.path.relpath(f"{directory}/{name}", root)
+                    os.write(1, f"{path}\n".encode())
         self.fork(number, walk)
 
     def session(self, number: int) -> None:
@@ -698,19 +699,21 @@ class Lab:
         self.network.start()
 
     def build(self) -> None:
-        for machine in self.machines.values():
+        self.join(self.machines)
+
+    def join(self, numbers: Iterable[int]) -> None:
+        """Boot machines; the server offers its disk, and a client mounts it."""
+        machines = [self.machines[number] for number in numbers]
+        for machine in machines:
             machine.boot()
-        for machine in self.machines.values():
+        for machine in machines:
             machine.join()
-        self.server.run("sh", "-c", SERVE)
-        for client in self.hosts.values():
-            client.run("sh", "-c", JOIN.format(version=self.version))
+            script = SERVE if machine is self.server else JOIN.format(version=self.version)
+            machine.run("sh", "-c", script)
 
     def serve(self) -> None:
         """Bring the server back."""
-        self.server.boot()
-        self.server.join()
-        self.server.run("sh", "-c", SERVE)
+        self.join([SERVER])
 
     def hear(self, heard: Callable[[str], None]) -> None:
         """Say who gets what the processes on all machines note."""
@@ -743,6 +746,8 @@ class Stage(hosts.Stage):
 
     def __init__(self, lab: Lab, seed: int, broken: str, phase: str) -> None:
         super().__init__(lab, "", seed, broken, phase)  # type: ignore[arg-type]
+        self.off: list[hosts.Actor] = []  # what ran on a host whose power was cut
+        self.dying: list[Call] = []
         lab.hear(self.hear)
 
     def new_log(self, work: str, name: str) -> str:
@@ -762,6 +767,41 @@ class Stage(hosts.Stage):
         for machine in self.cluster.machines.values():
             if machine.is_on:
                 machine.ask("over", is_over=is_over).answer()
+
+    def end(self, process: Call) -> None:
+        """Kill a process. It may not end before it reaches the server."""
+        process.kill()
+        self.dying.append(process)
+
+    def finish(self, timeout_s: float) -> list[str]:
+        while self.dying:
+            self.dying.pop().communicate(timeout_s)
+        return super().finish(timeout_s)
+
+    def cut_power(self, number: int) -> None:
+        """End a client, and all that runs there."""
+        for name, (host, actor, _) in list(self.running.items()):
+            if host.number == number:
+                self.me.note("killed", name)
+                self.off.append(actor)
+                del self.running[name]
+        self.dying = [call for call in self.dying if call.machine.number != number]
+        self.host(number).power_off()
+
+    def restore(self, number: int) -> None:
+        """Bring a client back, and start there what ran."""
+        self.cluster.join([number])
+        while self.off:
+            actor = self.off.pop()
+            self.start(number, actor.kind, node_id=actor.node_id)
+
+    def heal(self) -> None:
+        """Wait until each client reaches the server."""
+        began_s = time.monotonic()
+        for number in self.cluster.hosts:
+            self.host(number).run("touch", f"{MOUNT}/healed{number}")
+        self.me.note("healed")
+        say(f"all is well after {time.monotonic() - began_s:.0f} s")
 
     def files(self, host: int, root: str) -> set[str]:
         output, _ = self.host(host).ask("files", root=root).communicate()
@@ -864,7 +904,19 @@ b  [t.data for t in q.tasks("done")]  => [b"x"]
 """,
     "replace": r"""
 a  q.push(b"1", key="k") and None
-cut rename \S+ \d+~1~\S+
+cut rename (\S+) \d+~0~\w+~\1
+a  q.push(b"2", key="k") and None
+b  [t.data for t in q.drain()]  => [b"2"]
+""",
+    "replacing record": r"""
+a  q.push(b"1", key="k") and None
+cut rename (0\d{19}-\w+) \d+~0~\w+~(?!\1)\S+
+a  q.push(b"2", key="k") and None
+b  [t.data for t in q.drain()]  => [b"2"]
+""",
+    "replaced and back": r"""
+a  q.push(b"1", key="k") and None
+cut rename \d+~0~\w+~(\S+) \1
 a  q.push(b"2", key="k") and None
 b  [t.data for t in q.drain()]  => [b"2"]
 """,
@@ -1040,6 +1092,82 @@ def keys(lab: Lab, seed: int, broken: str = "") -> None:
         hosts.keyed(Stage(lab, seed, broken, f"-keys{count}"), count, SERVER)
 
 
+
+def storms(lab: Lab, seed: int, names: Iterable[str], broken: str = "") -> None:
+    stage = Stage(lab, seed, broken, "-storm")
+    for name in names:
+        plan = EPISODES[name](stage)
+        stage.storm(plan, plan[-1][0] + 6)
+        stage.finish(CALL_S)
+        stage.heal()
+    stage.drain()
+    check_storm(stage)
+
+
+def server_cut(stage: Stage) -> list[tuple[float, Callable[[], None]]]:
+    lab = stage.cluster
+    return [
+        (4, lambda: stage.fault("the server's power is cut", lab.server.power_off)),
+        (5, lambda: stage.cure("it comes back", lab.serve)),
+    ]
+
+
+def client_cut(stage: Stage) -> list[tuple[float, Callable[[], None]]]:
+    number = stage.chance.choice(CLIENTS)
+    return [
+        (4, lambda: stage.fault(f"host {number}'s power is cut", lambda: stage.cut_power(number))),
+        (5, lambda: stage.cure("it comes back", lambda: stage.restore(number))),
+    ]
+
+
+def net_cut(stage: Stage) -> list[tuple[float, Callable[[], None]]]:
+    number, cut = stage.chance.choice(CLIENTS), stage.cluster.network.cut
+    return [
+        (2, lambda: stage.start(number, "hold")),
+        (2, lambda: stage.wait_for("got")),
+        (2, lambda: stage.fault(f"host {number} is cut off", lambda: cut.add(number))),
+        (2 * GRACE_S + 5, lambda: stage.cure("it comes back", cut.clear)),
+    ]
+
+
+EPISODES = {"server": server_cut, "client": client_cut, "net": net_cut, "server again": server_cut}
+
+
+def check_storm(stage: Stage) -> None:
+    events = hosts.Events(stage.log)
+    hosts.report(events)
+    hosts.check_hands(events)
+    say(f"{hosts.check_fence(events)} that had ended came back once more")
+    seen = {number: stage.files(number, stage.queue) for number in CLIENTS}
+    there = stage.files(SERVER, stage.queue.replace(MOUNT, BRICK))
+    for number, files in seen.items():
+        if files != there:
+            raise Violation(f"host {number} does not see what the server has: {files ^ there}")
+    hosts.check_places(events, there)
+    hosts.check_calm(events)
+    wrong = [*not_so(events, there)]
+    if wrong:
+        raise Violation(f"{len(wrong)} answers were not so; the first: {wrong[0]}")
+
+
+def not_so(events: hosts.Events, files: set[str]) -> Iterator[str]:
+    """Yield the errors that a hard mount must hide, at whatever time, and the calls that raised
+    though they did what they were to do."""
+    for _, at, what, code in events.errors:
+        yield f"{what} raised {errno.errorcode[code]} at {at:.3f}"
+    for ident, deliveries in events.deliveries.items():
+        for name in {it.name for it in deliveries} & events.refused:
+            yield f"the push of {name} raised, and {ident} was delivered"
+        hows = {it.how for it in deliveries}
+        if files & {f"done/{ident}", f"failed/{ident}"} and not hows & {"done", "fail", ""}:
+            yield f"{ident} has ended, but those who had it were told {hows}"
+    for it in itertools.chain(*events.deliveries.values()):
+        if it.how == "lost" and it.ended_s < it.deadline_s - hosts.SKEW_S:
+            yield f"{it.actor} lost the lease of {it.id}, which ended later"
+        if it.actor.startswith("hold") and it.how != "lost":
+            yield f"{it.actor} was cut off, and its done() was not refused: {it}"
+
+
 def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     version, phase, *rest = sys.argv[1:]
@@ -1048,7 +1176,9 @@ def main() -> None:
     try:
         lab.build()
         say(f"three machines boot: {time.monotonic() - began_s:.0f} s")
-        if phase == "replay":
+        if phase == "storms":
+            storms(lab, 1, rest or EPISODES)
+        elif phase == "replay":
             replay(lab, 1, rest or REPLAYS)
         else:
             globals()[phase](lab, 1, *rest)
