@@ -1,17 +1,21 @@
 """How fast femtoqueue is, side by side with its floor: the same work as bare os calls.
 
-    python benchmark_mini.py [--dir DIR] [--runs N] [--large] [--json]
+    python benchmark_mini.py [--dir DIR] [--runs N] [--large] [--other FILE] [--json]
 
-A ratio is the floor's time over the queue's, both measured in the same run, one after the other,
-on the same file system: 1.00 is as fast as the system calls alone. The floor is the fastest form
-that we know: directory descriptors, names and header made beforehand, no checks, no checksum.
-Each figure is a median over the runs, with its smallest and largest in brackets. Every run also
-checks that what went in came out.
+A ratio is the floor's time over that of the queue (or of SQLite, or of another file with the
+interface of femtoqueue 0.4), measured in the same run, one after the other, on the same file
+system: 1.00 is as fast as the system calls alone. The floor is the fastest form that we know:
+directory descriptors, names and header made beforehand, no checks, no checksum; it lists
+pending/ once for each batch of names. SQLite is a table in WAL mode, not synced but where said,
+one transaction a step. Each figure is a median over the runs, with its smallest and largest in
+brackets. Every run also checks that what went in came out. The goals stand at the end: on a busy
+machine, all figures but the ratios mean little.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -22,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter, process_time, sleep
 from typing import Any
@@ -31,9 +35,30 @@ import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, __version__, _find_syncfs
 
 PAYLOAD = b"x" * 100
-HEADER = b"FQ1 00000000 100\n"
+RECORD = b"FQ1 00000000 100\n" + PAYLOAD
+LEASE = "01999999999999999999~1~0000bbbb~"
 WORKERS = 4
-DIRS = ("creating", "pending", "inflight", "done")
+DIRS = ("creating", "pending", "done")
+CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+# Row, figure, at least (or at most), so much.
+GOALS = (
+    ("push", "ratio", ">=", 0.93),
+    ("pop + done, 1,000 waiting", "ratio", ">=", 0.86),
+    ("pop + done, 10,000 waiting", "ratio", ">=", 0.86),
+    ("pop + done, 100,000 waiting", "ratio", ">=", 0.86),
+    ("pop + done, 1,000,000 waiting", "ratio", ">=", 0.80),
+    ("push + pop + done, queue empty", "ratio", ">=", 0.82),
+    ("push + pop + done, queue empty", "queue_to_other", ">=", 1.35),
+    ("push + pop + done, 1,000 waiting", "ratio", ">=", 0.88),
+    ("4 workers, pop + done", "ratio", ">=", 0.85),
+    ("keyed push, replaces, 1,000 waiting", "ratio", ">=", 0.85),
+    ("wake-up, inotify", "p50", "<=", 0.4),
+    ("wake-up, inotify", "p99", "<=", 1.0),
+    ("idle, inotify", "cpu", "<=", 0.15),
+    ("first pop, 1,000 waiting", "ratio", ">=", 0.77),
+    ("import femtoqueue", "cached", "<=", 12.0),
+)
 
 
 class Results:
@@ -47,15 +72,41 @@ class Results:
         for label, value in figures.items():
             row["figures"].setdefault(label, []).append(value)
 
+    def add_times(self, name: str, times: dict[str, float]) -> None:
+        """Add the microseconds per task of each contender, and their ratios to the floor."""
+        queue, floor = times["queue"], times["floor"]
+        figures = {"queue": queue, "floor": floor, "ratio": floor / queue}
+        for other in times.keys() - {"queue", "floor"}:
+            figures |= {other: times[other], f"ratio_of_{other}": floor / times[other]}
+            figures |= {f"queue_to_{other}": times[other] / queue}
+        self.add(name, "µs", **figures)
+
+    def median(self, name: str, label: str) -> float | None:
+        values = self.rows.get(name, {"figures": {}})["figures"].get(label)
+        return statistics.median(values) if values else None
+
     def show(self) -> None:
         for name, row in self.rows.items():
             parts = []
             for label, values in row["figures"].items():
+                if label.startswith("queue_to"):
+                    continue
                 unit = "" if label.startswith("ratio") else f" {row['unit']}"
                 parts.append(
                     f"{label} {_number(statistics.median(values))}{unit} {_spread(values)}"
                 )
             print(f"{name:38} {'   '.join(parts)}")
+
+    def show_goals(self) -> None:
+        print()
+        for name, label, relation, wanted in GOALS:
+            value = self.median(name, label)
+            if value is None:
+                verdict = "not measured"
+            else:
+                is_met = value >= wanted if relation == ">=" else value <= wanted
+                verdict = f"{_number(value)}, {'met' if is_met else 'NOT MET'}"
+            print(f"goal: {name}: {label} {relation} {wanted}: {verdict}")
 
 
 def _number(value: float) -> str:
@@ -66,15 +117,27 @@ def _spread(values: list[float]) -> str:
     return f"[{_number(min(values))}-{_number(max(values))}]" if len(values) > 1 else ""
 
 
+class Failed(Exception):
+    """What came out is not what went in."""
+
+
 def check(what: str, got: object, wanted: object) -> None:
     if got != wanted:
-        raise SystemExit(f"{what}: {got!r}, where {wanted!r} was to come out")
+        raise Failed(f"{what}: {got!r}, where {wanted!r} was to come out")
 
 
 def timed(work: Callable[[], object]) -> float:
     started = perf_counter()
     work()
     return perf_counter() - started
+
+
+def repeated(work: Callable[[], object], count: int) -> float:
+    """Do it so often; microseconds for each."""
+    started = perf_counter()
+    for _ in range(count):
+        work()
+    return (perf_counter() - started) / count * 1e6
 
 
 @contextmanager
@@ -88,138 +151,268 @@ def fresh_dir(base: str) -> Iterator[str]:
         os.sync()
 
 
-class Floor:
-    """The bare os calls of a queue, by directory descriptors, and nothing else."""
+# Who does the same work
 
-    def __init__(self, path: str) -> None:
-        for name in DIRS:
+
+class Floor:
+    """The bare os calls of a queue, by directory descriptors, and nothing else.
+
+    It lists pending/ when it has no names left. A rename that finds no file lost to another.
+    """
+
+    def __init__(self, path: str, tag: str = "0000aaaa", inflight: str = "inflight") -> None:
+        for name in (*DIRS, inflight):
             os.makedirs(os.path.join(path, name), exist_ok=True)
-        self.creating, self.pending, self.inflight, self.done = (
-            os.open(os.path.join(path, name), os.O_RDONLY) for name in DIRS
-        )
+        self.fds = [os.open(os.path.join(path, name), os.O_RDONLY) for name in (*DIRS, inflight)]
+        self.creating, self.pending, self.done, self.inflight = self.fds
+        self.names = iter(task_names(20_000, tag))  # of what it pushes
+        self.batch: list[str] = []  # names in pending/, the oldest last
 
     def close(self) -> None:
-        for fd in (self.creating, self.pending, self.inflight, self.done):
+        for fd in self.fds:
             os.close(fd)
 
-    def push(self, names: Iterable[str], *, sync: bool = False) -> None:
-        record = HEADER + PAYLOAD
-        creating, pending = self.creating, self.pending
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        for name in names:
-            fd = os.open(name, flags, 0o666, dir_fd=creating)
-            os.write(fd, record)
-            if not sync:
-                os.close(fd)
-            os.rename(name, name, src_dir_fd=creating, dst_dir_fd=pending)
-            if sync:
-                os.fsync(fd)
-                os.close(fd)
-                os.fsync(pending)
+    def push(self, sync: bool = False) -> None:
+        name = next(self.names)
+        fd = os.open(name, CREATE, 0o666, dir_fd=self.creating)
+        os.write(fd, RECORD)
+        if not sync:
+            os.close(fd)
+        os.rename(name, name, src_dir_fd=self.creating, dst_dir_fd=self.pending)
+        if sync:
+            os.fsync(fd)
+            os.close(fd)
+            os.fsync(self.pending)
 
-    def drain(self, names: Iterable[tuple[str, str]]) -> None:
-        pending, inflight, done = self.pending, self.inflight, self.done
-        flags = os.O_RDONLY
-        for name, lease in names:
-            os.rename(name, lease, src_dir_fd=pending, dst_dir_fd=inflight)
-            fd = os.open(lease, flags, dir_fd=inflight)
+    def take(self) -> bool:
+        while self.batch or self.list():
+            name = self.batch.pop()
+            lease = LEASE + name
+            try:
+                os.rename(name, lease, src_dir_fd=self.pending, dst_dir_fd=self.inflight)
+            except FileNotFoundError:
+                continue
+            fd = os.open(lease, os.O_RDONLY, dir_fd=self.inflight)
             os.read(fd, 4096)
             os.close(fd)
-            os.rename(lease, name, src_dir_fd=inflight, dst_dir_fd=done)
+            os.rename(lease, name, src_dir_fd=self.inflight, dst_dir_fd=self.done)
+            return True
+        return False
+
+    def list(self) -> bool:
+        self.batch = sorted(os.listdir(self.pending), reverse=True)
+        return bool(self.batch)
+
+
+class Queue:
+    """Ours, or another with the interface of femtoqueue 0.4."""
+
+    def __init__(self, path: str, node_id: str = "bench", module: Any = femtoqueue) -> None:
+        self.queue = module.FemtoQueue(path, node_id)
+        self.close = getattr(self.queue, "close", lambda: None)
+
+    def push(self) -> None:
+        self.queue.push(PAYLOAD)
+
+    def take(self) -> bool:
+        task = self.queue.pop()
+        if task is None:
+            return False
+        self.queue.done(task)
+        return True
+
+
+class Sqlite:
+    """A table as a queue."""
+
+    def __init__(self, path: str, synchronous: str = "NORMAL") -> None:
+        file = os.path.join(path, "queue.db")
+        self.database = sqlite3.connect(file, isolation_level=None, timeout=60)
+        self.execute, self.close = self.database.execute, self.database.close
+        self.execute("PRAGMA journal_mode=WAL")
+        self.execute(f"PRAGMA synchronous={synchronous}")
+        self.execute("CREATE TABLE IF NOT EXISTS task (id INTEGER PRIMARY KEY, state, data BLOB)")
+        self.execute("CREATE INDEX IF NOT EXISTS waiting ON task (id) WHERE state = 0")
+
+    def push(self) -> None:
+        self.execute("INSERT INTO task (state, data) VALUES (0, ?)", (PAYLOAD,))
+
+    def push_many(self, count: int) -> None:
+        rows = ((PAYLOAD,) for _ in range(count))
+        self.execute("BEGIN")
+        self.database.executemany("INSERT INTO task (state, data) VALUES (0, ?)", rows)
+        self.execute("COMMIT")
+
+    def take(self) -> bool:
+        oldest = "SELECT id FROM task WHERE state = 0 ORDER BY id LIMIT 1"
+        claim = f"UPDATE task SET state = 1 WHERE id = ({oldest}) RETURNING id, data"
+        rows = self.execute(claim).fetchall()
+        if rows:
+            self.execute("UPDATE task SET state = 2 WHERE id = ?", (rows[0][0],))
+        return bool(rows)
+
+
+Maker = Callable[[str, int], Any]  # of a contender at a directory, in a process of that number
+
+CONTENDERS: dict[str, Maker] = {
+    "floor": lambda path, number: Floor(path, f"0000000{number}", f"inflight-{number}"),
+    "queue": lambda path, number: Queue(path, f"bench-{number}"),
+    "sqlite3": lambda path, number: Sqlite(path),
+}
 
 
 def task_names(count: int, tag: str = "0000aaaa") -> list[str]:
     return [f"{1_700_000_000_000_000_000 + order:020d}-{tag}" for order in range(count)]
 
 
-def lease_names(names: list[str]) -> list[tuple[str, str]]:
-    return [(name, f"01999999999999999999~1~0000bbbb~{name}") for name in names]
+def lease_names(names: list[str]) -> list[str]:
+    return [LEASE + name for name in names]
 
 
-def drain(q: FemtoQueue, limit: int | None = None) -> int:
+def drain(contender: Any, limit: int | None = None) -> int:
     count = 0
-    while count != limit and (task := q.pop()):
-        q.done(task)
+    while count != limit and contender.take():
         count += 1
     return count
 
 
-def push_and_drain(base: str, results: Results, count: int) -> None:
-    with fresh_dir(base) as path:
-        floor, names = Floor(path), task_names(count)
-        leases = lease_names(names)
-        floor_push, floor_drain = (
-            timed(lambda: floor.push(names)),
-            timed(lambda: floor.drain(leases)),
-        )
-        check("floor", len(os.listdir(floor.done)), count)
-        floor.close()
-    with fresh_dir(base) as path, FemtoQueue(path, "bench") as q:
-        push_s = timed(lambda: [q.push(PAYLOAD) for _ in range(count)])
-        drain_s = timed(lambda: drain(q))
-        check("done", (q.stats().done, {task.data for task in q.tasks("done")}), (count, {PAYLOAD}))
-    for name, queue_s, floor_s in (
-        ("push", push_s, floor_push),
-        ("pop + done", drain_s, floor_drain),
-    ):
-        results.add(
-            name,
-            "µs",
-            queue=queue_s / count * 1e6,
-            floor=floor_s / count * 1e6,
-            ratio=floor_s / queue_s,
-        )
+# What they do; each scenario returns microseconds per task, by row
+
+
+def one_process(make: Maker, path: str) -> dict[str, float]:
+    it = make(path, 0)
+    times = {"push": repeated(it.push, 10_000)}
+    times["pop + done, 10,000 waiting"] = repeated(it.take, 3000)
+    drain(it, 6000)
+    times["pop + done, 1,000 waiting"] = repeated(it.take, 500)
+    for _ in range(500):
+        it.push()
+    times["push + pop + done, 1,000 waiting"] = repeated(lambda: (it.push(), it.take()), 2000)
+    check("tasks left", drain(it), 1000)
+    it.close()
+    return times
+
+
+def almost_empty(make: Maker, path: str) -> dict[str, float]:
+    it = make(path, 0)
+    it.take()
+    times = {"push + pop + done, queue empty": repeated(lambda: (it.push(), it.take()), 2000)}
+    times["pop of an empty queue"] = repeated(it.take, 2000)
+    it.close()
+    return times
+
+
+def workers(make: Maker, path: str) -> dict[str, float]:
+    """WORKERS processes drain one queue."""
+    count = 12_000
+    it = make(path, 9)
+    for _ in range(count):
+        it.push()
+    it.close()
+
+    def work(number: int, start: Any) -> int:
+        it = make(path, number)
+        start.wait()
+        return drain(it)
+
+    seconds, done = run_together(work)
+    check("tasks that the workers did", done, count)
+    return {f"{WORKERS} workers, pop + done": seconds / count * 1e6}
+
+
+def both_sides(make: Maker, path: str) -> dict[str, float]:
+    """Half of WORKERS push while the others consume; these sleep when they find nothing."""
+    each = 3000
+    producers = WORKERS // 2
+    pushed: Any = multiprocessing.get_context("fork").Semaphore(0)
+    make(path, 9).close()
+
+    def work(number: int, start: Any) -> int:
+        it = make(path, number)
+        start.wait()
+        if number < producers:
+            try:
+                for _ in range(each):
+                    it.push()
+            finally:
+                pushed.release()
+            return 0
+        count, ended = 0, 0
+        while ended < producers:
+            ended = pushed.get_value()  # before the look that must find nothing
+            found = drain(it)
+            count += found
+            if not found:
+                sleep(0.0005)
+        return count
+
+    seconds, done = run_together(work)
+    check("tasks that came out", done, each * producers)
+    return {"2 producers, 2 consumers": seconds / done * 1e6}
+
+
+def run_together(work: Callable[[int, Any], int]) -> tuple[float, int]:
+    """Run work(number, start) in WORKERS processes; return the seconds from the start until all
+    are done, and the sum of what they return."""
+    context: Any = multiprocessing.get_context("fork")
+    start = context.Barrier(WORKERS + 1)
+    finished = context.SimpleQueue()
+
+    def run(number: int) -> None:
+        try:
+            finished.put(work(number, start))
+        except Exception as error:
+            finished.put(repr(error))
+
+    processes = [context.Process(target=run, args=(number,)) for number in range(WORKERS)]
+    for process in processes:
+        process.start()
+    start.wait()
+    started = perf_counter()
+    ends = [finished.get() for _ in processes]
+    seconds = perf_counter() - started
+    for process in processes:
+        process.join()
+    if errors := [end for end in ends if isinstance(end, str)]:
+        raise Failed(errors[0])
+    return seconds, sum(ends)
+
+
+def compare(base: str, results: Results, scenario: Callable[[Maker, str], Any]) -> None:
+    """Let each contender do a scenario, in a directory of its own."""
+    times: dict[str, dict[str, float]] = {}
+    for name, make in CONTENDERS.items():
+        try:
+            with fresh_dir(base) as path:
+                for row, microseconds in scenario(make, path).items():
+                    times.setdefault(row, {})[name] = microseconds
+        except Failed as error:
+            if name != "other":
+                raise
+            print(f"{scenario.__name__}: the other file failed: {error}", file=sys.stderr)
+    for row, by_contender in times.items():
+        results.add_times(row, by_contender)
 
 
 def synced_push(base: str, results: Results, count: int) -> None:
     with fresh_dir(base) as path:
-        floor, names = Floor(path), task_names(count)
-        floor_s = timed(lambda: floor.push(names, sync=True))
+        floor = Floor(path)
+        times = {"floor": repeated(lambda: floor.push(sync=True), count)}
         sync_all = _find_syncfs(path) or (lambda fd: os.sync())
-        more = task_names(100, "0000cccc")
-        floor_many = timed(lambda: floor.push(more)) + timed(lambda: sync_all(floor.pending))
-        check("floor", len(os.listdir(floor.pending)), count + len(more))
+        floor_many = repeated(floor.push, 100) * 100 + repeated(lambda: sync_all(floor.pending), 1)
+        check("floor", len(os.listdir(floor.pending)), count + 100)
         floor.close()
     with fresh_dir(base) as path, FemtoQueue(path, "bench", sync_after_write=True) as q:
-        queue_s = timed(lambda: [q.push(PAYLOAD) for _ in range(count)])
+        times["queue"] = repeated(lambda: q.push(PAYLOAD), count)
         batch = [PAYLOAD] * 100
-        many_s = timed(lambda: q.push_many(batch))
+        many = repeated(lambda: q.push_many(batch), 1)
         check("pending", q.stats().pending, count + len(batch))
     with fresh_dir(base) as path:
-        sqlite_s = sqlite_inserts(os.path.join(path, "queue.db"), count)
-    results.add(
-        "push, synced",
-        "µs",
-        queue=queue_s / count * 1e6,
-        floor=floor_s / count * 1e6,
-        ratio=floor_s / queue_s,
-        sqlite3=sqlite_s / count * 1e6,
-        ratio_to_sqlite3=sqlite_s / queue_s,
-    )
-    results.add(
-        "push_many of 100, synced",
-        "µs",
-        queue=many_s / len(batch) * 1e6,
-        floor=floor_many / len(batch) * 1e6,
-        ratio=floor_many / many_s,
-        ratio_to_single=queue_s / count / (many_s / len(batch)),
-    )
-
-
-def sqlite_inserts(path: str, count: int) -> float:
-    database = sqlite3.connect(path, isolation_level=None)
-    database.execute("PRAGMA journal_mode=WAL")
-    database.execute("PRAGMA synchronous=FULL")
-    database.execute("CREATE TABLE task (id INTEGER PRIMARY KEY, data BLOB)")
-
-    def insert() -> None:
-        for _ in range(count):
-            database.execute("INSERT INTO task (data) VALUES (?)", (PAYLOAD,))
-
-    seconds = timed(insert)
-    check("sqlite3", database.execute("SELECT count(*) FROM task").fetchone(), (count,))
-    database.close()
-    return seconds
+        table = Sqlite(path, "FULL")
+        times["sqlite3"] = repeated(table.push, count)
+        table.close()
+    results.add_times("push, synced", times)
+    results.add_times("push_many of 100, synced", {"queue": many / 100, "floor": floor_many / 100})
 
 
 def fill(path: str, count: int) -> None:
@@ -236,14 +429,15 @@ def backlog(base: str, results: Results, count: int) -> None:
         pending = os.path.join(path, "pending")
         os.listdir(pending)  # both find it in the cache
         list_s = timed(lambda: sorted(os.listdir(pending)))
-        with FemtoQueue(path, "bench") as q:
-            first_s = timed(q.pop)
-            queue_s = timed(lambda: drain(q, pops))
-            stats = q.stats()
-            check("done and in flight", (stats.done, stats.inflight), (pops, 1))
-        floor, names = Floor(path), sorted(os.listdir(pending))[:pops]
-        leases = lease_names(names)
-        floor_s = timed(lambda: floor.drain(leases))
+        q = Queue(path)
+        first_s = timed(q.queue.pop)
+        times = {"queue": repeated(q.take, pops)}
+        stats = q.queue.stats()
+        check("done and in flight", (stats.done, stats.inflight), (pops, 1))
+        q.close()
+        floor = Floor(path)
+        floor.list()
+        times["floor"] = repeated(floor.take, pops)
         floor.close()
     results.add(
         f"first pop, {count:,} waiting",
@@ -252,32 +446,32 @@ def backlog(base: str, results: Results, count: int) -> None:
         list_and_sort=list_s * 1e3,
         ratio=list_s / first_s,
     )
-    results.add(
-        f"pop + done, {count:,} waiting",
-        "µs",
-        queue=queue_s / pops * 1e6,
-        floor=floor_s / pops * 1e6,
-        ratio=floor_s / queue_s,
-    )
+    if count > 10_000:  # else one_process() has it
+        with fresh_dir(base) as path:
+            table = Sqlite(path)
+            table.push_many(count)
+            times["sqlite3"] = repeated(table.take, pops)
+            table.close()
+        results.add_times(f"pop + done, {count:,} waiting", times)
 
 
-def bare_replace(floor: Floor, names: list[str]) -> None:
-    """A keyed push that replaces: a lock, a record aside, and three renames."""
+def bare_replace(floor: Floor, root: str, names: list[str]) -> None:
+    """A keyed push that replaces: a lock, the state of the key, a record aside, an exchange."""
     import fcntl
 
-    record = HEADER + PAYLOAD
     for name in names:
-        lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o666, dir_fd=floor.done)
+        lock = os.open(name, os.O_RDWR | os.O_CREAT, 0o666, dir_fd=floor.inflight)
         fcntl.flock(lock, fcntl.LOCK_EX)
-        os.fstat(lock)
-        os.stat(name, dir_fd=floor.done)
-        os.read(lock, 4096)
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=floor.creating)
-        os.write(fd, record)
+        state = os.open(name, os.O_RDWR, dir_fd=floor.done)
+        os.read(state, 4096)
+        os.stat(name, dir_fd=floor.pending)
+        fd = os.open(name, CREATE, 0o666, dir_fd=floor.creating)
+        os.write(fd, RECORD)
         os.close(fd)
-        os.rename(name, name, src_dir_fd=floor.pending, dst_dir_fd=floor.inflight)
-        os.rename(name, name, src_dir_fd=floor.creating, dst_dir_fd=floor.inflight)
-        os.rename(name, name, src_dir_fd=floor.inflight, dst_dir_fd=floor.pending)
+        femtoqueue._exchange(f"{root}/creating/{name}", f"{root}/pending/{name}")
+        os.unlink(name, dir_fd=floor.creating)
+        os.close(state)
+        fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
 
@@ -298,28 +492,23 @@ def keyed(base: str, results: Results, count: int) -> None:
         check("keys", os.listdir(os.path.join(path, "keys")), [])
     with fresh_dir(base) as path:
         floor, names = Floor(path), task_names(len(keys))
-        floor.push(names)
-        for name in names:  # as the locks of the queue's keys are there
-            os.close(os.open(name, os.O_WRONLY | os.O_CREAT, 0o666, dir_fd=floor.done))
-        floor_s = timed(lambda: bare_replace(floor, names))
+        for name in names:  # as the locks and the states of the queue's keys are there
+            floor.push()
+            os.close(os.open(name, CREATE, 0o666, dir_fd=floor.inflight))
+            os.close(os.open(name, CREATE, 0o666, dir_fd=floor.done))
+        floor_s = timed(lambda: bare_replace(floor, path, names))
         floor.close()
-    results.add(
-        f"keyed push, replaces, {count:,} waiting",
-        "µs",
-        queue=replace_s / len(keys) * 1e6,
-        floor=floor_s / len(keys) * 1e6,
-        ratio=floor_s / replace_s,
-    )
+    times = {"queue": replace_s / len(keys) * 1e6, "floor": floor_s / len(keys) * 1e6}
+    results.add_times(f"keyed push, replaces, {count:,} waiting", times)
     results.add(f"take(key), {count:,} waiting", "µs", queue=take_s / len(keys) * 1e6)
 
 
 def polls_of_empty(path: str) -> tuple[float, int]:
     """Microseconds per pop() of an empty queue whose batch is listed anew, and pending's size."""
     with FemtoQueue(path, "bench") as q:
-        drain(q)
-        polls = 2000
-        seconds = timed(lambda: [q.pop() for _ in range(polls)])
-    return seconds / polls * 1e6, os.stat(os.path.join(path, "pending")).st_size
+        while task := q.pop():
+            q.done(task)
+        return repeated(q.pop, 2000), os.stat(os.path.join(path, "pending")).st_size
 
 
 def empty_polls(base: str, results: Results, count: int) -> None:
@@ -331,66 +520,6 @@ def empty_polls(base: str, results: Results, count: int) -> None:
     name = f"pop of empty, {count:,} before"
     results.add(name, "µs", new_queue=new_us, used_queue=used_us, ratio=new_us / used_us)
     results.add(f"{name}: pending/", "KiB", full=grown / 1024, drained=shrunk / 1024)
-
-
-def _run_together(work: Callable[[int, Any], int], count: int) -> float:
-    """Run work(number, start) in WORKERS processes; seconds from the start until all are done."""
-    context: Any = multiprocessing.get_context("fork")
-    start = context.Barrier(WORKERS + 1)
-    finished = context.SimpleQueue()
-
-    def run(number: int) -> None:
-        finished.put(work(number, start))
-
-    workers = [context.Process(target=run, args=(number,)) for number in range(WORKERS)]
-    for worker in workers:
-        worker.start()
-    start.wait()
-    started = perf_counter()
-    total = sum(finished.get() for _ in workers)
-    seconds = perf_counter() - started
-    for worker in workers:
-        worker.join()
-    check("tasks that the workers did", total, count)
-    return seconds
-
-
-def together(base: str, results: Results, count: int) -> None:
-    """WORKERS processes drain one queue; against as many with a directory slice each."""
-    with fresh_dir(base) as path:
-        slices = [os.path.join(path, str(number)) for number in range(WORKERS)]
-        names = task_names(count // WORKERS)
-        floors = []
-        for directory in slices:
-            os.mkdir(directory)
-            floors.append(Floor(directory))
-            floors[-1].push(names)
-
-        def bare(number: int, start: Any) -> int:
-            leases = lease_names(names)
-            start.wait()
-            floors[number].drain(leases)
-            return len(leases)
-
-        floor_s = _run_together(bare, count)
-        for floor in floors:
-            floor.close()
-    with fresh_dir(base) as path:
-        fill(path, count)
-
-        def worker(number: int, start: Any) -> int:
-            with FemtoQueue(path, f"bench-{number}") as q:
-                start.wait()
-                return drain(q)
-
-        queue_s = _run_together(worker, count)
-    results.add(
-        f"{WORKERS} workers, pop + done",
-        "µs",
-        queue=queue_s / count * 1e6,
-        floor=floor_s / count * 1e6,
-        ratio=floor_s / queue_s,
-    )
 
 
 def waiter(path: str, count: int, polling: bool) -> None:
@@ -450,7 +579,7 @@ def idle(base: str, results: Results, seconds: float, polling: bool) -> None:
             busy_s = process_time() - started_s
     finally:
         femtoqueue._libc = libc
-    name = f"idle for {seconds:.0f} s, {'polling' if polling else 'inotify'}"
+    name = f"idle, {'polling' if polling else 'inotify'}"
     results.add(name, "% of a core", cpu=busy_s / seconds * 100)
 
 
@@ -521,29 +650,28 @@ def progress(text: str) -> None:
 
 def run(base: str, runs: int, large: bool) -> Results:
     results = Results()
+    can_fork = hasattr(os, "fork")
     for number in range(1, runs + 1):
         progress(f"run {number} of {runs}")
-        push_and_drain(base, results, 5000)
+        for scenario in (one_process, almost_empty, *((workers, both_sides) if can_fork else ())):
+            compare(base, results, scenario)
         synced_push(base, results, 100)
-        if hasattr(os, "fork"):
-            together(base, results, 12_000)
         import_time(results)
-        for count in (1000, 10_000):
-            backlog(base, results, count)
+        backlog(base, results, 1000)
+        if can_fork:
+            keyed(base, results, 1000)
     for count in (100_000, *([1_000_000] if large else [])):
         progress(f"{count:,} waiting")
         backlog(base, results, count)
-        if hasattr(os, "fork"):
-            for _ in range(runs):
-                keyed(base, results, 1000)
-                keyed(base, results, count)
-    for polling in (False, True) if hasattr(os, "fork") else ():
+        if can_fork:
+            keyed(base, results, count)
+    for polling in (False, True) if can_fork else ():
         progress("waiting")
-        wake_up(base, results, 200, polling)
-        idle(base, results, 10 if runs > 1 else 2, polling)
+        wake_up(base, results, 150, polling)
+        idle(base, results, 5 if runs > 1 else 2, polling)
     if shutil.which("xargs"):
         progress("commands")
-        commands(base, results, 10_000 if runs > 1 else 500)
+        commands(base, results, 3000 if runs > 1 else 500)
     progress("polls of an empty queue")
     empty_polls(base, results, 1_000_000 if large else 30_000)
     progress("")
@@ -559,13 +687,28 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--large", action="store_true", help="also with 1,000,000 tasks: minutes, and 5 GB"
     )
+    parser.add_argument(
+        "--other", metavar="FILE", help="another femtoqueue.py, of 0.4 or later, to time as well"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, every run's figures")
     args = parser.parse_args()
     if args.runs < 1:
         parser.error("--runs must be at least 1")
     if args.dir is not None and not os.path.isdir(args.dir):
         parser.error(f"--dir: no such directory: {args.dir}")
+    if args.other is not None and not os.path.isfile(args.other):
+        parser.error(f"--other: no such file: {args.other}")
     return args
+
+
+def load(path: str) -> Any:
+    """Import a file as a module of its own."""
+    spec = importlib.util.spec_from_file_location("femtoqueue_other", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main() -> None:
@@ -574,11 +717,18 @@ def main() -> None:
     about = machine(base)
     if not args.json:
         print("  ".join(f"{name}: {value}" for name, value in about.items()))
-    results = run(base, args.runs, args.large)
+    if args.other:
+        module = load(args.other)
+        CONTENDERS["other"] = lambda path, number: Queue(path, f"bench-{number}", module)
+    try:
+        results = run(base, args.runs, args.large)
+    except Failed as error:
+        raise SystemExit(f"benchmark_mini.py: {error}") from None
     if args.json:
         print(json.dumps({"machine": about, "results": results.rows}, indent=2))
     else:
         results.show()
+        results.show_goals()
 
 
 if __name__ == "__main__":

@@ -119,13 +119,13 @@ import itertools
 import os
 import re
 import stat
+import struct
 import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -290,6 +290,81 @@ def _read_boot_id() -> str | None:
 def _boot_tag(boot_id: str, directory: str) -> str:
     """Return 8 hex digits for a kernel and a mount: flock is coherent where both are shared."""
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
+
+
+def _refresh(directory: str) -> None:
+    """Make this host ask the server what is in a directory, if there is a server.
+
+    An NFS client remembers for up to a minute that a name was not there, unless it sees, as it
+    opens the directory, that that has changed (nfs(5): close-to-open consistency).
+    """
+    if os.name == "posix":
+        with contextlib.suppress(OSError):  # who looks next gets it too
+            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _exists_afresh(path: str) -> bool:
+    """Whether a file is there, also if another host made it just now."""
+    _refresh(os.path.dirname(path))
+    return _exists(path)
+
+
+def _exists(path: str) -> bool:
+    """Whether a file is there. os.path.lexists() takes every error for "no"."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
+    """Remove a file and return whether it was removed. or_fail=False: ignore an OSError, because
+    the caller already handles or reports another one."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        if or_fail:
+            raise
+        return False
+    return True
+
+
+def _unlink_if_older(path: str, before_s: float) -> bool:
+    """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
+    try:
+        status = os.lstat(path)
+        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
+            return False
+        os.unlink(path)
+    except FileNotFoundError:
+        return False  # RACE: another process retried or removed it
+    return True
+
+
+def _remove_empty_dir(path: str) -> None:
+    """Remove a directory unless something is in it, or it is gone."""
+    try:
+        os.rmdir(path)
+    except OSError as error:
+        if error.errno not in (*_NOT_EMPTY_ERRNOS, errno.ENOENT, errno.ENOTDIR):
+            raise
+
+
+def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
+    """fsync(2) the file or directory at a path."""
+    fd = os.open(path, flags)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _sync_dir(path: str) -> None:
+    if os.name == "posix":  # elsewhere directories can be neither opened nor synced
+        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
 
 
 class _FirstError:
@@ -571,6 +646,8 @@ def _encode_key(key: object) -> str:
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
+    if _KEY_CHARACTERS.issuperset(key):
+        return key
     return "".join(chr(byte) if chr(byte) in _KEY_CHARACTERS else f"%{byte:02X}" for byte in raw)
 
 
@@ -655,9 +732,9 @@ class _Lease:
         self.is_renewed, self.outcome = False, ""
 
 
-@dataclass(frozen=True, init=False)
 class FemtoTask:
-    """One task, as it was when it was read.
+    """One task, as it was when it was read. Its attributes can't be assigned; two tasks are equal
+    if id, data, attempts and key are.
 
     id: for life, through retries and delays.
     data: the payload as pushed.
@@ -673,15 +750,15 @@ class FemtoTask:
 
     id: str
     data: bytes
-    attempts: int | None = 0
-    key: str | None = None
-    checkpoint: bytes | None = field(default=None, repr=False, compare=False)
-    error: str | None = field(default=None, init=False, repr=False, compare=False)
-    size_bytes: int | None = field(default=None, init=False, repr=False, compare=False)
+    attempts: int | None
+    key: str | None
+    checkpoint: bytes | None
+    error: str | None
+    size_bytes: int | None
     # Of a task that was looked at, or the lease of one that was popped; and the queue clock's.
-    _path: str = field(default="", init=False, repr=False, compare=False)
-    _lease: _Lease | None = field(default=None, init=False, repr=False, compare=False)
-    _anchor_ns: int = field(default=0, init=False, repr=False, compare=False)
+    _path: str
+    _lease: _Lease | None
+    _anchor_ns: int
 
     def __init__(
         self,
@@ -697,12 +774,29 @@ class FemtoTask:
         _lease: _Lease | None = None,
         _anchor_ns: int = 0,
     ) -> None:
-        # As the generated one does, but for its detour by object.__setattr__: pop() is 1 % faster.
-        fields = self.__dict__
+        fields = self.__dict__  # past __setattr__
         fields["id"], fields["data"], fields["attempts"] = id, data, attempts
         fields["key"], fields["checkpoint"], fields["error"] = key, checkpoint, error
         fields["size_bytes"] = len(data) if size_bytes == -1 else size_bytes
         fields["_path"], fields["_lease"], fields["_anchor_ns"] = _path, _lease, _anchor_ns
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a FemtoTask can't be changed: {name}")
+
+    def _compared(self) -> tuple[object, ...]:
+        return self.id, self.data, self.attempts, self.key
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, FemtoTask):
+            return NotImplemented
+        return self._compared() == other._compared()
+
+    def __hash__(self) -> int:
+        return hash(self._compared())
+
+    def __repr__(self) -> str:
+        values = f"id={self.id!r}, data={self.data!r}, attempts={self.attempts}, key={self.key!r}"
+        return f"FemtoTask({values})"
 
     @property
     def path(self) -> str:
@@ -746,14 +840,13 @@ def _lease_of(task: object) -> _Lease:
 
 def _set_checkpoint(task: FemtoTask, data: bytes) -> None:
     """Note in a task what was saved for it."""
-    object.__setattr__(task, "checkpoint", data)
+    task.__dict__["checkpoint"] = data
 
 
 _NO_TASK = FemtoTask("", b"")
 
 
-@dataclass(frozen=True)
-class NodeStats:
+class NodeStats(NamedTuple):
     """One worker's leases: how many, how many of them past their deadline, and its liveness.
 
     liveness: "alive" (its lock is held), "dead" (it is not, on this host), or "unknown" (another
@@ -766,8 +859,7 @@ class NodeStats:
     liveness: str
 
 
-@dataclass(frozen=True)
-class Stats:
+class Stats(NamedTuple):
     """How many tasks stand in which state; see FemtoQueue.stats()."""
 
     pending: int
@@ -781,8 +873,7 @@ class Stats:
     expired: int = 0  # of those in flight: the lease has ended, and is not yet taken back
 
 
-@dataclass(frozen=True)
-class WorkCounts:
+class WorkCounts(NamedTuple):
     """What became of the deliveries that one work() took.
 
     retried: the handler raised, and the task waits for another try. released: given back at the
@@ -797,8 +888,7 @@ class WorkCounts:
     lost: int = 0
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """One thing that check() found: its kind, the path relative to data_dir, what is odd about
     it, and whether it was mended."""
 
@@ -893,6 +983,7 @@ def _add_to_message(error: Exception, text: str) -> None:
 
 _READ_BYTES = 4096  # a record of this size or less is read with one call
 _HEAD_BYTES = 1024  # holds any header
+
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 
 
@@ -940,6 +1031,8 @@ def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
             return _read_other(fd, head, ident)
         finally:
             os.close(fd)
+    except FileNotFoundError:
+        raise
     except OSError:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CorruptTask(ident, "not a regular file") from None
@@ -957,7 +1050,7 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     length, start = int(header[2]), header.end()
     if status.st_size - start != length:  # before a header that lies makes us allocate
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
-    payload = _read_rest(fd, start, length)
+    payload = head[start:] if len(head) < _READ_BYTES else _read_rest(fd, start, length)
     name = header[3] or b""
     if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
@@ -1014,18 +1107,13 @@ _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
 
 
-def _flock(fd: int, how: str) -> bool | None:
-    """Take a lock: "shared" waits for it, "exclusive" doesn't, "exclusive, waiting" does.
+def _flock(fd: int, how: int) -> bool | None:
+    """Take a lock: fcntl.LOCK_SH or LOCK_EX, which wait for it unless LOCK_NB is added.
 
     Returns False if another process has it, None if there are no locks here.
     """
-    kinds = {
-        "shared": fcntl.LOCK_SH,
-        "exclusive": fcntl.LOCK_EX | fcntl.LOCK_NB,
-        "exclusive, waiting": fcntl.LOCK_EX,
-    }
     try:
-        fcntl.flock(fd, kinds[how])
+        fcntl.flock(fd, how)
     except BlockingIOError:
         return False
     except OSError as error:
@@ -1050,18 +1138,18 @@ class _FileLock:
 
     def acquire_shared(self) -> bool | None:
         """Wait while another process has the exclusive lock; None: there are no locks here."""
-        return _flock(self.fd, "shared")
+        return _flock(self.fd, fcntl.LOCK_SH)
 
     def try_exclusive(self) -> bool | None:
         """Take the exclusive lock if it is free; None: there are no locks here."""
-        return _flock(self.fd, "exclusive")
+        return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def acquire_exclusive(self, wait: bool = True) -> None:
         """Take the exclusive lock.
 
         Raises BlockingIOError if it is not free and wait is False, OSError where there is no flock.
         """
-        locked = _flock(self.fd, "exclusive, waiting" if wait else "exclusive")
+        locked = _flock(self.fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         if locked is False:
             raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
         if locked is None:
@@ -1115,7 +1203,11 @@ def _open_lease_lock(path: str) -> _FileLock | None:
         return None
     try:
         return _FileLock(path, _DIR_FLAGS)
-    except (FileNotFoundError, NotADirectoryError):
+    except NotADirectoryError:
+        return None
+    except OSError as error:
+        if error.errno not in _MISSING_ERRNOS:
+            raise
         return None
 
 
@@ -1161,12 +1253,13 @@ _RENAMES_OPEN_FILES = os.name == "posix"
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
-def _move(source: str, target: str) -> None:
+def _move(source: str, target: str, is_ours: bool = True) -> None:
     """Rename a file over the target, on Windows too (os.replace). A finished task that a person
     ran again replaces its older file.
 
     RACE: a target directory that another process replaces just then (shrink_pending) gives ENOENT
-    as if the source were gone; both are there, so the rename is done again.
+    as if the source were gone; both are there, so the rename is done again. is_ours: only we move
+    that file, so that it was our rename if the file is at its target; see _was_moved().
     """
     tries = 0
     while True:
@@ -1174,68 +1267,24 @@ def _move(source: str, target: str) -> None:
             os.replace(source, target)
             return
         except FileNotFoundError:
+            if is_ours and _was_moved(source, target):
+                return
             tries += 1
             both = os.path.lexists(source) and os.path.isdir(os.path.dirname(target))
             if not both or tries > _MAX_REPLACED:
                 raise
 
 
-def _exists(path: str) -> bool:
-    """Whether a file is there. os.path.lexists() takes every error for "no"."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
+def _was_moved(source: str, target: str) -> bool:
+    """Whether a rename that raised FileNotFoundError was carried out all the same.
 
-
-def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
-    """Remove a file and return whether it was removed. or_fail=False: ignore an OSError, because
-    the caller already handles or reports another one."""
-    try:
-        os.unlink(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        if or_fail:
-            raise
-        return False
-    return True
-
-
-def _unlink_if_older(path: str, before_s: float) -> bool:
-    """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
-    try:
-        status = os.lstat(path)
-        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
-            return False
-        os.unlink(path)
-    except FileNotFoundError:
-        return False  # RACE: another process retried or removed it
-    return True
-
-
-def _remove_empty_dir(path: str) -> None:
-    """Remove a directory unless something is in it, or it is gone."""
-    try:
-        os.rmdir(path)
-    except OSError as error:
-        if error.errno not in (*_NOT_EMPTY_ERRNOS, errno.ENOENT, errno.ENOTDIR):
-            raise
-
-
-def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
-    """fsync(2) the file or directory at a path."""
-    fd = os.open(path, flags)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_dir(path: str) -> None:
-    if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
+    On NFS: the server rebooted before it answered, and was asked again, when the source was gone.
+    """
+    return (
+        _fs_type(os.path.dirname(target)) not in (0, *_LOCAL_TYPES)
+        and _exists_afresh(target)
+        and not _exists_afresh(source)
+    )
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
@@ -1353,17 +1402,29 @@ class _Files:
     @property
     def is_paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
-        return _exists(f"{self.root}PAUSED")
+        return _exists_afresh(f"{self.root}PAUSED")
 
     def entries(self, directory: str, form: str = "") -> list[_Entry]:
         """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
         try:
-            names = os.listdir(self.root + directory)
-        except (FileNotFoundError, NotADirectoryError):
+            names = self.names(directory)
+        except NotADirectoryError:
             if directory in _STATE_DIRS:
                 raise
-            return []  # removed with its worker just now, a foreign file of such a name; none yet
+            return []  # a foreign file of such a name
         return [entry for name in sorted(names) if (entry := _parse(directory, name, form))]
+
+    def names(self, directory: str) -> list[str]:
+        """Return all names in a directory; none if it was removed with its worker just now, or is
+        not there yet. Raises FileNotFoundError for one that must be there."""
+        for is_last in (False, True):
+            try:
+                return os.listdir(self.root + directory)
+            except OSError as error:
+                if error.errno not in _MISSING_ERRNOS or (is_last and directory in _STATE_DIRS):
+                    raise
+            _refresh(self.root)
+        return []
 
     def node_dirs(self) -> list[str]:
         """Return the lease directories of all workers, sorted."""
@@ -1394,6 +1455,7 @@ class _Files:
     def has_work(self) -> bool:
         """Whether a task waits or is leased. Looked at four times: tasks move both ways meanwhile,
         and one that moves against the look each time is not plausible."""
+        _refresh(self.root)  # keys/ may be new
         return any(
             self.has_entries(directory)
             for _ in range(4)
@@ -1494,13 +1556,17 @@ class _Files:
         if not target:
             os.unlink(self.root + source)
             return target
-        _move(self.root + source, self.root + target)
+        _move(self.root + source, self.root + target, is_ours=False)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
         # finished task, whose lease came back when GlusterFS healed a host that had been cut off,
         # would be delivered for ever. A first delivery, as most are, does not pay for that.
         if not _is_first_lease(source) and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
+
+    def was_moved(self, source: str, target: str) -> bool:
+        """Whether a rename that raised FileNotFoundError was carried out; see _was_moved()."""
+        return _was_moved(self.root + source, self.root + target)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there; ignore any OSError."""
@@ -1627,7 +1693,8 @@ class _QueueClock:
 
     def next_order(self) -> int:
         with self._lock:
-            self._order = max(self._order + 1, self.now_ns())
+            now_ns = self.now_ns()
+            self._order = now_ns if now_ns > self._order else self._order + 1
             return self._order
 
     def new_id(self) -> str:
@@ -1695,12 +1762,15 @@ def _oldest_names(
     names: list[str] = []
     seen, youngest = 0, ""
     with os.scandir(directory) as entries:
-        while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
+        while True:
+            chunk = [entry.name for entry in itertools.islice(entries, _CHUNK)]
             seen += len(chunk)
             names += filter(ours, chunk if not youngest else [n for n in chunk if n < youngest])
             if len(names) > 2 * keep:
                 names = sorted(names, reverse=True)[-keep:]
                 youngest = names[0]
+            if len(chunk) < _CHUNK:
+                break
     names.sort(reverse=True)
     del names[:-keep]
     if ours is None and not any(map(_FORMS["pending"], names)):
@@ -1796,6 +1866,7 @@ class _LeaseDir:
         self.path = files.root + self.directory
         self.orphans: set[str] = set()  # names of leases in it that no living worker holds
         self.closes = 0
+        self.is_suspect = True  # it may be gone: to be looked at before the next claim
         self._held: _FileLock | None = None
         self._first_open = True  # leases found in it belong to an earlier process
         self._wait = threading.local()  # .closes: what that was when this thread's wait began
@@ -1817,7 +1888,9 @@ class _LeaseDir:
         with self._lock:
             if self.closes:
                 self.check_wait()
-            return [] if self.is_held() else self._open()
+            orphans = [] if self.is_held() else self._open()
+            self.is_suspect = False
+            return orphans
 
     def _open(self) -> list[_Entry]:
         """Open and lock it, and make it if it is missing; see ensure_open()."""
@@ -1828,7 +1901,9 @@ class _LeaseDir:
                 return []
             try:
                 lock = _FileLock(self.path, _DIR_FLAGS)
-            except FileNotFoundError:
+            except OSError as error:
+                if error.errno not in _MISSING_ERRNOS:
+                    raise
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
@@ -1912,20 +1987,28 @@ class _LeaseDir:
                 else:
                     os.rename(self._files.root + source, name, dst_dir_fd=self._held.fd)
             except FileNotFoundError:
-                return ""  # RACE: another worker won; or our directory was removed
+                self.is_suspect = True
+                # RACE: another worker won; or our directory was removed
+                return lease if self._was_claimed(name) else ""
             except BaseException as error:
                 if getattr(error, "errno", None) not in _MISSING_ERRNOS:
                     self.undo_claim(lease, source)  # Ctrl-C may come when it is done
                     raise
+                self.is_suspect = True
                 self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
                 return ""
             return lease
+
+    def _was_claimed(self, name: str) -> bool:
+        """Whether a claim that raised FileNotFoundError was carried out; see _was_moved()."""
+        return self._files.is_shared and name in self._files.names(self.directory)
 
     def undo_claim(self, lease: str, source: str) -> None:
         """Undo a claim that was interrupted, or whose file is not at its path: a person took it
         out, or moved the whole directory away, where the task must not be lost."""
         with self._lock:
-            self._backlog.clear()  # the next listing looks at our directory, too
+            self._backlog.clear()
+            self.is_suspect = True
             with contextlib.suppress(FileNotFoundError):
                 if self._held is not None:
                     name = lease.partition("/")[2]
@@ -1941,7 +2024,7 @@ class _LeaseDir:
 
     def close(self, reclaim: Callable[[], None]) -> None:
         """Give it up. reclaim() is called if no other object holds it, to end what it holds."""
-        self._first_open = True
+        self._first_open = self.is_suspect = True
         lock, self._held = self._held, None
         if lock is None and fcntl is not None:
             return
@@ -1981,15 +2064,16 @@ class _LeaseDir:
 # ==================================================================================================
 
 
-@dataclass
 class _KeyState:
     """Where the task of a key was last, and the name in keys/ of the payload behind it, if any.
 
     A hint: a task that was killed, or moved by a pop() or a person, is looked for.
     """
 
-    path: str
-    buffered: str = ""
+    __slots__ = ("buffered", "path")
+
+    def __init__(self, path: str, buffered: str = "") -> None:
+        self.path, self.buffered = path, buffered
 
 
 def _parse_key_states(text: bytes, tag: str) -> dict[str, _KeyState]:
@@ -2042,16 +2126,17 @@ class _KeyStates:
         if self._saved is not None:
             return
         states: dict[str, _KeyState] = {}
+        saved = b""
         if self._files.is_shared:
             states = list_states(self.tag)
         else:
             with contextlib.suppress(FileNotFoundError):
                 self._open(create)
-                text = os.read(self._fd, os.fstat(self._fd).st_size)
-                states = _parse_key_states(text, self.tag)
+                text, end, _ = os.read(self._fd, os.fstat(self._fd).st_size).partition(b"\n\n")
+                states, saved = _parse_key_states(text + end, self.tag), text + end
         if self._saved is None:  # again: a handler may have come while we read
             self.states = states
-            self._saved = self._text()
+            self._saved = saved.decode("ascii", "replace") or self._text()
 
     def _open(self, create: bool) -> None:
         """Open keys/<hash>. Raises FileNotFoundError if it, or keys/, is not there."""
@@ -2182,7 +2267,9 @@ class _KeyIndex:
         directory = f"{self._files.root}locks"
         try:
             return _FileLock(f"{directory}/{name}")
-        except FileNotFoundError:
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory)  # FileNotFoundError if data_dir is gone
             return _FileLock(f"{directory}/{name}")
@@ -2476,12 +2563,12 @@ class _KeyIndex:
 
     def _names(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
-        try:
+        _refresh(self._files.root)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # none yet
             with os.scandir(f"{self._files.root}keys") as entries:
                 names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []  # none yet
-        return sorted(filter(parse, names))
+            return sorted(filter(parse, names))
+        return []
 
     def _index_unlisted(self, held: _KeyStates) -> None:
         """Promote newer payloads that no state knows: power loss, or a person, took the state."""
@@ -2556,20 +2643,12 @@ class _KeyPusher:
         self._backlog.note_enqueued(path)
         return ident
 
-    @contextlib.contextmanager
-    def _replacement(self, name: str, payload: bytes | memoryview) -> Iterator[str]:
-        """Write a record aside; what is there after the block, the old record or this one, goes."""
-        header = _header(payload, name)
-        with self._files.replacement(self._clock.new_id(), header, payload) as aside:
-            yield aside
-            self._files.remove(aside)
-
     def _replace(
         self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
     ) -> str:
         """Replace the payload of a waiting task; return its id, "" if another was quicker."""
-        state = held.states[name]
-        with self._replacement(name, payload) as aside:
+        state, ident = held.states[name], self._clock.new_id()
+        with self._files.replacement(ident, _header(payload, name), payload) as aside:
             target = _reset_path(state.path, due_ns)
             if _state_of(target) == "scheduled":
                 replaced = self._replace_scheduled(state, aside, target)
@@ -2577,6 +2656,7 @@ class _KeyPusher:
                 replaced = self._replace_pending(state, aside, target)
             if replaced:
                 self._files.commit(state.path)
+            self._files.remove(aside)  # the old record, or this one
         return _id_of(state.path) if replaced else ""
 
     def _replace_scheduled(self, state: _KeyState, aside: str, target: str) -> bool:
@@ -2626,11 +2706,13 @@ class _KeyPusher:
 
     def _update(self, path: str, name: str, payload: bytes | memoryview) -> str:
         """Replace the payload of a task in flight; "" if a person moved the task meanwhile."""
-        with self._replacement(name, payload) as aside:
-            if not self._files.swap_or_replace(aside, path):
-                return ""
-        self._files.commit(path)
-        return _id_of(path)
+        ident = self._clock.new_id()
+        with self._files.replacement(ident, _header(payload, name), payload) as aside:
+            replaced = self._files.swap_or_replace(aside, path)
+            self._files.remove(aside)
+        if replaced:
+            self._files.commit(path)
+        return _id_of(path) if replaced else ""
 
     def _buffer(
         self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
@@ -2645,7 +2727,8 @@ class _KeyPusher:
             if not before:
                 self._files.publish(ident, payload, path, key=name)
                 return ident
-            with self._replacement(name, payload) as aside:
+            aside_id = self._clock.new_id()
+            with self._files.replacement(aside_id, _header(payload, name), payload) as aside:
                 if before != state.buffered:  # CRASH: after it, the old payload at the new time
                     _move(f"{root}keys/{before}", root + path)
                 _move(root + aside, root + path)
@@ -2708,7 +2791,8 @@ class _Transitions:
         found = _match_waiting(waiting)
         if found is None:
             return None  # not ours
-        ident, attempts = found[0], found[1] or 0
+        ident, attempts = found
+        was_claimed, attempts = attempts is not None, attempts or 0
         if fcntl is None and _is_keyed(ident):
             return None  # it could be leased, but never finished
         if self._max_attempts is not None and attempts >= self._max_attempts:
@@ -2718,7 +2802,7 @@ class _Transitions:
             lease = self._lease_dir.claim(waiting, counted, ident, length_ns)
             if lease:
                 held = _Lease(lease, length_ns)
-                return self._read_claimed(waiting, ident, counted, held)
+                return self._read_claimed(waiting, ident, counted, held, was_claimed)
         if attempts and _is_keyed(ident):
             # RACE: its payload was replaced after we listed it; its place is still this one.
             return self.claim(_reset_path(waiting, None), length_ns)
@@ -2726,9 +2810,10 @@ class _Transitions:
         return None
 
     def _read_claimed(
-        self, waiting: str, ident: str, attempts: int, held: _Lease
+        self, waiting: str, ident: str, attempts: int, held: _Lease, was_claimed: bool
     ) -> FemtoTask | None:
-        """Read a claimed task. None: it is gone (undo the claim) or corrupt (quarantine)."""
+        """Read a claimed task. None: it is gone (undo the claim) or corrupt (quarantine).
+        was_claimed: it may have been before, so that it may have a checkpoint."""
         lease, checkpoint = held.path, None
         try:
             if _is_keyed(ident) and self._files.is_shared:
@@ -2740,7 +2825,7 @@ class _Transitions:
             if key is not None and other is not None:
                 self.quarantine(lease, str(KeyInFlight(key, other)))
                 return None
-            if not _is_bare(waiting):  # else it was never delivered, and has none
+            if was_claimed:
                 checkpoint = self._read_checkpoint(ident, data)
         except CorruptTask as error:
             self.quarantine(lease, error.reason)
@@ -2777,6 +2862,8 @@ class _Transitions:
 
     def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
         """Return how far the work on that payload had come: of a key, another may be here now."""
+        if self._files.is_shared:
+            _refresh(f"{self._files.root}checkpoints")
         try:
             saved, _ = _read_record(f"{self._files.root}checkpoints/{ident}", ident)
         except FileNotFoundError:
@@ -2835,10 +2922,14 @@ class _Transitions:
             try:
                 gone_to = move(lease.path, target)
             except FileNotFoundError:
-                directory = os.path.dirname(target)
-                # A directory that is gone is disk trouble.
-                os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
-                raise self.lease_lost(task) from None
+                # Only while the lease runs it was certainly ours.
+                is_ours = target and self.left_ns(task) > 0
+                if not (is_ours and self._files.was_moved(lease.path, target)):
+                    directory = os.path.dirname(target)
+                    # A directory that is gone is disk trouble.
+                    os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
+                    raise self.lease_lost(task) from None
+                gone_to = target
             lease.outcome = _OUTCOMES.get(_directory_of(target), "")
         return gone_to
 
@@ -3021,8 +3112,9 @@ class _Transitions:
                 _unlink_if_exists(f"{self._files.root}failed/{ident}.error")
                 self._keys.move(source, target)
         except FileNotFoundError:
-            os.stat(f"{self._files.root}pending")  # gone: disk trouble
-            return False  # RACE: another process retried or removed it
+            if not self._files.was_moved(source, target):
+                os.stat(f"{self._files.root}pending")  # gone: disk trouble
+                return False  # RACE: another process retried or removed it
         self._backlog.note_enqueued(target)
         self._files.commit(target)
         return True
@@ -3048,6 +3140,7 @@ class _Transitions:
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
+_LOOK_INTERVAL_S = 0.1  # between two looks at PAUSED and at our lease directory
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
 _LEFTOVER_NS = 3600 * 10**9
@@ -3104,7 +3197,8 @@ class _Housekeeper:
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self.finished = 0  # tasks that this object finished since done/ was purged last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
-        self.next_run_ns = 0  # queue clock
+        self.next_run_s = 0.0
+        self.look_s, self._is_paused = 0.0, False  # when look_around() is due, what it saw
         interval_s = min(_BASE_INTERVAL_S, _lease_length_ns(timeout_stale_ms) / 4e9)
         self.listing = _PeriodicJob(_Housekeeper._list_pending, every_s=1.0)
         self._enqueuing = _PeriodicJob(_Housekeeper._enqueue_due, _BASE_INTERVAL_S)
@@ -3120,7 +3214,7 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs whose time has come: called when that of next_run_ns has."""
+        """Run the jobs whose time has come: called when that of next_run_s has."""
         if not self._lock.acquire(blocking=False):
             return  # another thread runs them
         try:
@@ -3131,18 +3225,13 @@ class _Housekeeper:
                     self._run_job(job)
             if time.monotonic() >= self.listing.at_s:
                 self.listing.run(self)
-            at_s = min(job.at_s for job in (*self._jobs, self.listing))
-            self.next_run_ns = self._clock.anchor_ns + int(at_s * 1e9)
+            self.next_run_s = min(job.at_s for job in (*self._jobs, self.listing))
         finally:
             self._lock.release()
 
     def run_overdue(self) -> None:
-        """Run the jobs for which a time has come that is known, and look at what was scheduled
-        since. Call it with the lock held."""
-        if _wall_ns() >= self._backlog.next_due_ns or (
-            time.monotonic() >= self._enqueuing.rested_s
-            and os.stat(f"{self._files.root}scheduled").st_mtime_ns != self._due_seen_ns
-        ):
+        """Run the jobs for which a time has come that is known. Call it with the lock held."""
+        if _wall_ns() >= self._backlog.next_due_ns:
             self._run_job(self._enqueuing)
         if self._clock.now_ns() >= self._backlog.next_end_ns:
             self._run_job(self._reclaiming)
@@ -3159,10 +3248,29 @@ class _Housekeeper:
             self.listing.run(self)
             if self._backlog.names:
                 return True
-            failed = [job for job in self._jobs if job.failed]
-            for job in failed:
+            jobs = [job for job in self._jobs if job.failed]
+            if time.monotonic() >= self._enqueuing.rested_s and self._scheduled_changed():
+                jobs.append(self._enqueuing)
+            for job in jobs:
                 job.run(self)
-            return bool(failed)  # it passed: what they moved is to be listed
+            return bool(jobs)  # they passed: what they moved is to be listed
+
+    def _scheduled_changed(self) -> bool:
+        """Whether a task came to scheduled/, or left it, since it was listed."""
+        return os.stat(f"{self._files.root}scheduled").st_mtime_ns != self._due_seen_ns
+
+    def look_around(self) -> bool:
+        """Open our lease directory, if it is missing, and return whether the queue is paused.
+
+        Looked at each _LOOK_INTERVAL_S: a pop() of an almost empty queue, which lists pending/
+        each time, should not pay for it. A lost claim makes the lease directory suspect.
+        """
+        now_s = time.monotonic()
+        if now_s >= self.look_s or self._is_paused or self._lease_dir.is_suspect:
+            self._transitions.open_lease_dir()
+            self._is_paused = self._files.is_paused
+            self.look_s = now_s + _LOOK_INTERVAL_S
+        return self._is_paused
 
     def _run_job(self, job: _PeriodicJob) -> None:
         """Run a maintenance job and defer its OSError. One unreadable directory must not stop
@@ -3174,9 +3282,9 @@ class _Housekeeper:
 
     def rest_s(self) -> float:
         """Return the time until a task comes due, a lease ends or a job is to run."""
-        next_ns = min(self.next_run_ns, self._backlog.next_end_ns)
-        left_ns = min(next_ns - self._clock.now_ns(), self._backlog.next_due_ns - _wall_ns())
-        return left_ns / 1e9
+        end_ns = self._backlog.next_end_ns - self._clock.now_ns()
+        due_ns = self._backlog.next_due_ns - _wall_ns()
+        return min(end_ns / 1e9, due_ns / 1e9, self.next_run_s - time.monotonic())
 
     def close(self) -> None:
         """Close the listing of done/ that is kept open between two runs."""
@@ -3192,8 +3300,7 @@ class _Housekeeper:
 
     def _list_pending(self) -> None:
         """List the oldest names, unless the queue is paused."""
-        self._transitions.open_lease_dir()
-        if self._files.is_paused:
+        if self.look_around():
             self._backlog.clear()
         elif not self._backlog.refill():
             self._files.shrink_pending(self._clock.new_id)
@@ -3283,7 +3390,7 @@ class _Housekeeper:
             if lock.try_exclusive() and lock.is_at_path():
                 self._transitions.reclaim_all(directory, self._clock.boot)
                 self._keys.needs_repair = True  # it may have died before it promoted a payload
-                self.next_run_ns = 0
+                self.next_run_s = 0.0
                 if has_ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     _remove_empty_dir(path)  # not with another boot's leases, foreign files
         finally:
@@ -3414,7 +3521,7 @@ class _Taker:
         """Run the jobs that are due, and claim the oldest task; None if there is none."""
         listings = 0
         while True:
-            if self._clock.now_ns() >= self._house.next_run_ns:
+            if time.monotonic() >= self._house.next_run_s:
                 self._house.run_due()
             name = self._backlog.next()
             if not name:
@@ -3467,7 +3574,8 @@ class _Taker:
         with self._lock:
             self._house.run_overdue()
         while True:
-            self._transitions.open_lease_dir()
+            if self._lease_dir.is_suspect:
+                self._transitions.open_lease_dir()
             try:
                 with self._keys.lock_of(ident, wait):
                     path = find()
@@ -3478,7 +3586,7 @@ class _Taker:
                 return task  # RACE: else a pop() was quicker, and we see it in flight now
 
     def _run_jobs(self) -> None:
-        if self._clock.now_ns() >= self._house.next_run_ns:
+        if time.monotonic() >= self._house.next_run_s:
             self._house.run_due()
 
     def _path_of_key(self, name: str, tag: str) -> str:
@@ -3506,6 +3614,8 @@ class _Taker:
 
 # inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
 _IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
+_IN_LOST = 0x4000 | 0x8000  # events were lost; a directory that was watched is gone
+_EVENT = struct.Struct("iIII")  # watch, mask, cookie, and the length of the name that follows
 _PIPE_BYTES = 4096  # a pipe holds that much without a reader
 _Found = TypeVar("_Found")  # by a wait
 
@@ -3520,6 +3630,7 @@ class _Watcher:
     def __init__(self, root: str, for_threads: bool = True) -> None:
         self.events, self.fd = 0, -1
         self._root, self._libc = root, _libc()
+        self._root_watch = 0
         self._waker: tuple[int, ...] = ()  # the ends of a pipe, by which interrupt() is heard
         self._changed = threading.Condition()
         self.is_read = False  # a thread waits at the descriptor, the others for that thread
@@ -3536,10 +3647,15 @@ class _Watcher:
     def _watch(self) -> bool:
         """Watch the directories; again, where one of them was replaced. False if that fails."""
         watched = [("pending", _IN_COMES), ("scheduled", _IN_COMES), ("", _IN_COMES | _IN_GOES)]
-        return self.fd >= 0 and all(
-            self._libc.inotify_add_watch(self.fd, os.fsencode(self._root + name), mask) >= 0
-            for name, mask in ((name, mask | _IN_ONLYDIR) for name, mask in watched)
-        )
+        if self.fd < 0:
+            return False
+        for name, mask in watched:
+            path = os.fsencode(self._root + name)
+            watch = self._libc.inotify_add_watch(self.fd, path, mask | _IN_ONLYDIR)
+            if watch < 0:
+                return False
+        self._root_watch = watch
+        return True
 
     def wait(self, events: int, seconds: float) -> None:
         """Return when there were more events than `events`, or when the time is over."""
@@ -3586,10 +3702,21 @@ class _Watcher:
     def read_events(self) -> None:
         """Read what the descriptor has; its caller knows that there is something."""
         with contextlib.suppress(BlockingIOError):
-            os.read(self.fd, 1 << 16)
-        # pending/ may be a new one (shrink_pending). Before the next look, so nothing is missed.
-        self.sees_all_writers = self._watch() and self.sees_all_writers
+            if self._may_be_replaced(os.read(self.fd, 1 << 16)):
+                # Before the next look, so nothing is missed.
+                self.sees_all_writers = self._watch() and self.sees_all_writers
         self.events += 1
+
+    def _may_be_replaced(self, events: bytes) -> bool:
+        """Whether one of these events means that pending/ or scheduled/ may be a new directory
+        (shrink_pending, a person): one in data_dir does."""
+        at = 0
+        while at < len(events):
+            watch, mask, _, length = _EVENT.unpack_from(events, at)
+            if watch == self._root_watch or mask & _IN_LOST:
+                return True
+            at += _EVENT.size + length
+        return False
 
     def __del__(self) -> None:
         if self.fd >= 0 and os is not None:  # None: the interpreter ends
@@ -4562,7 +4689,8 @@ class FemtoQueue:
         payload = data if type(data) is bytes else _as_bytes(data)
         while True:
             with self._lease_dir.waiting_since(None):
-                self._transitions.open_lease_dir()
+                if self._lease_dir.is_suspect:
+                    self._transitions.open_lease_dir()
                 ident = self._pusher.push(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
@@ -4809,6 +4937,7 @@ class FemtoQueue:
         os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
         with self._lock:
             self._backlog.clear()
+            self._house.look_s = 0.0
 
     def resume(self) -> None:
         """Remove data_dir/PAUSED, by whomever it was made. Waiting calls look again."""
@@ -6485,7 +6614,9 @@ class _Top:
             f"   buffered {stats.buffered}   done {stats.done}   failed {stats.failed}",
             f"in {rate_in}   out {rate_out}   oldest {_time_text(stats.oldest_pending_age_s)}",
             "",
-            *_table(map(vars, stats.nodes), _NODE_COLUMNS),
+            *_table(
+                ({it: getattr(n, it) for it in _NODE_COLUMNS} for n in stats.nodes), _NODE_COLUMNS
+            ),
             "",
             *_table(map(_task_row, leases), _TASK_COLUMNS),
         ]
