@@ -986,14 +986,13 @@ def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: s
     check_storm(stage)
 
 
-def calm(hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
-    """A backlog from all hosts, pushed at once; then three workers, one on each."""
-    stage = Stage(hosts, work, seed, broken, "-calm")
-    for host in HOSTS:
-        stage.start(host, "fill", count=100)
+def calm(stage: Stage, count: int) -> None:
+    """A backlog from all hosts, pushed at once; then a worker on each of them."""
+    for host in stage.cluster.hosts:
+        stage.start(host, "fill", count=count)
     stage.finish(60)
     time.sleep(1.1)
-    for host in HOSTS:
+    for host in stage.cluster.hosts:
         stage.start(host, "drain", idle_s=1)
     stage.finish(60)
     events = Events(stage.log)
@@ -1001,7 +1000,7 @@ def calm(hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
     check_order(events)
     check_calm(events)
     check_places(events, stage.files(1, stage.queue))
-    say(f"{len(events.pushed)} tasks in order, by three workers")
+    say(f"{len(events.pushed)} tasks in order, by a worker on each host")
 
 
 # Keys
@@ -1173,7 +1172,7 @@ def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> N
             elif phase == "keys":
                 keyed(Stage(hosts, work, seed, broken, "-key"), 1, 1)
             else:
-                calm(hosts, work, seed, broken)
+                calm(Stage(hosts, work, seed, broken, "-calm"), 100)
         except Violation as error:
             say(f"{broken} is caught: {error}")
         else:
@@ -1183,7 +1182,7 @@ def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> N
 def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
     """Run the phases of a proof; each raises Violation if it fails."""
     if "calm" in phases:
-        calm(hosts, work, seed)
+        calm(Stage(hosts, work, seed, phase="-calm"), 100)
     if "keys" in phases:
         keyed(Stage(hosts, work, seed, phase="-key"), 1, 1)
         keyed(Stage(hosts, work, seed, phase="-keys"), 10, 1)
