@@ -40,7 +40,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from hosts import Unable
+from hosts import Unable, Violation
 
 QEMU = "qemu-system-x86_64"
 KERNELS = "/boot/vmlinuz-*-cloud-*"
@@ -513,7 +513,7 @@ def where(error: BaseException) -> str:
 # Sessions
 
 
-class Failed(Exception):
+class Failed(Violation):
     """A call in a session raised."""
 
     def __init__(self, kind: str, text: str) -> None:

@@ -311,7 +311,7 @@ class Guest(machines.Guest):
     """The first process of a machine, which starts actors and sessions."""
 
     def __init__(self) -> None:
-        super().__init__({"time": time, "break_queue": break_queue, **vars(femtoqueue)})
+        super().__init__({**vars(femtoqueue), "break_queue": break_queue})
 
     def act(self, number: int, settings: dict[str, Any]) -> None:
         actor = GuestActor(**{**settings, "offset_s": self.offset_s})
@@ -504,6 +504,14 @@ cut rename \d+~0~\w+~(\S+) \1
 a  q.push(b"2", key="k") and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
 """,
+    "removal": r"""
+a  q = FemtoQueue(q.data_dir, None, 600_000, keep_done=False)
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+cut remove \d+~1~\S+
+a  q.done(t)
+b  [t.data for state in STATES for t in q.tasks(state)]  => []
+""",
     "fail": r"""
 a  q.push(b"x") and None
 a  (t := q.pop()) and t.data  => b"x"
@@ -598,20 +606,19 @@ class Script:
     def play(self, script: str) -> None:
         """Raises Violation with all that went wrong."""
         wrong, title = [], self.name
-        for line in script.strip().splitlines():
-            if line.startswith("# "):
-                title = line[2:]
-            elif line.startswith("cut "):
-                self.pattern = line[4:]
-            elif text := self.step(line):
-                wrong.append(f"{title}: {text}")
-        self.close()
+        try:
+            for line in script.strip().splitlines():
+                if line.startswith("# "):
+                    title = line[2:]
+                elif line.startswith("cut "):
+                    self.pattern = line[4:]
+                elif text := self.step(line):
+                    wrong.append(f"{title}: {text}")
+        finally:
+            for session in self.sessions.values():
+                session.process.kill()
         if wrong:
             raise Violation("; ".join(wrong))
-
-    def close(self) -> None:
-        for session in self.sessions.values():
-            session.process.kill()
 
     def step(self, line: str) -> str:
         """Make a call; return what is wrong with it, "" if nothing is."""
@@ -639,7 +646,8 @@ class Script:
         self.lab.network.holds = trap.holds
         call = session.start(code)
         if not trap.caught.wait(CALL_S):
-            raise Unable(f"{self.name}: no request matched {trap.pattern.pattern}")
+            self.lab.network.holds = open_to_all
+            raise Violation(f"{self.name}: no request was {trap.pattern.pattern}")
         self.lab.server.power_off()
         self.lab.network.holds = open_to_all
         self.lab.serve()
