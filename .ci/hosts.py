@@ -1112,7 +1112,7 @@ def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
     check_calm(events)
 
 
-def keyed(stage: Stage, keys: int, watcher: int) -> None:
+def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
     """Push, take and finish tasks of a few keys, on all hosts at once."""
     stage.call_over(False)
     for host in stage.cluster.hosts:
@@ -1121,7 +1121,7 @@ def keyed(stage: Stage, keys: int, watcher: int) -> None:
     stage.wait_for("ready")
     stage.start(watcher, "watch")
     stage.wait_for("ready")
-    time.sleep(KEYS_S)
+    time.sleep(seconds)
     stage.call_over()
     stage.finish(60)
     seen = stage.files(1, stage.queue)

@@ -88,6 +88,7 @@ TOOLS = (QEMU, "busybox", "mkfs.ext4", *CLIENT_TOOLS)
 SERVER, CLIENTS = 9, (1, 2)
 DISK_BYTES = 1 << 30
 GRACE_S = 10
+KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
 HOME = "/femtoqueue"  # of the program in a machine
 TEXTS = {
     "/etc/exports": f"{BRICK} 10.77.0.0/24(rw,sync,no_root_squash,no_subtree_check)\n",
@@ -753,7 +754,7 @@ class Stage(hosts.Stage):
 
 def keys(lab: Lab, seed: int, broken: str = "") -> None:
     for count in (1,) if broken else (1, 10):
-        hosts.keyed(Stage(lab, seed, broken, f"-keys{count}"), count, SERVER)
+        hosts.keyed(Stage(lab, seed, broken, f"-keys{count}"), count, SERVER, KEYS_S)
 
 
 def storms(lab: Lab, seed: int, names: Iterable[str], broken: str = "") -> None:
