@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import glob
 import itertools
 import json
@@ -817,8 +816,7 @@ def check_storm(stage: Stage) -> None:
 def not_so(events: hosts.Events, files: set[str]) -> Iterator[str]:
     """Yield the errors that a hard mount must hide, at whatever time, and the calls that raised
     though they did what they were to do."""
-    for _, at, what, code in events.errors:
-        yield f"{what} raised {errno.errorcode[code]} at {at:.3f}"
+    yield from hosts.raised(events)
     for ident, deliveries in events.deliveries.items():
         for name in {it.name for it in deliveries} & events.refused:
             yield f"the push of {name} raised, and {ident} was delivered"
@@ -826,8 +824,6 @@ def not_so(events: hosts.Events, files: set[str]) -> Iterator[str]:
         if files & {f"done/{ident}", f"failed/{ident}"} and not hows & {"done", "fail", ""}:
             yield f"{ident} has ended, but those who had it were told {hows}"
     for it in itertools.chain(*events.deliveries.values()):
-        if it.how == "lost" and it.ended_s < it.deadline_s - hosts.SKEW_S:
-            yield f"{it.actor} lost the lease of {it.id}, which ended later"
         if it.actor.startswith("hold") and it.how != "lost":
             yield f"{it.actor} was cut off, and its done() was not refused: {it}"
 
