@@ -122,6 +122,11 @@ class Violation(Exception):
     pass
 
 
+def say(text: str) -> None:
+    """Print a line of the report at once."""
+    print(f"{os.path.basename(sys.argv[0]).removesuffix('.py')}: {text}", flush=True)
+
+
 # Hosts
 
 
@@ -287,6 +292,8 @@ class Actor:
     broken: str = ""
     count: int = 0
     keys: int = 0
+    sync: bool = False
+    offset_s: float = 0.0  # what to add to this host's monotonic clock to get the program's
     number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
     def settings(self) -> str:
@@ -295,25 +302,37 @@ class Actor:
     def start(self) -> None:
         """Runs on the host."""
         self.chance = random.Random(self.seed)
-        self.fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        break_queue(self.broken)
-        self.q = self.opened()
+        self.fd = self.open_log()
+        self.break_queue()
+        if self.kind != "watch":
+            self.q = self.opened()
         self.note("ready")
         getattr(self, self.kind)()
         self.note("closing")
-        self.q.close()
+        if self.kind != "watch":
+            self.q.close()
+
+    def open_log(self) -> int:
+        return os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def break_queue(self) -> None:
+        break_queue(self.broken)
+
+    def now_s(self) -> float:
+        """Return the time that all hosts have in common."""
+        return time.monotonic() + self.offset_s
 
     def opened(self) -> FemtoQueue:
         while True:
-            began_s = time.monotonic()
+            began_s = self.now_s()
             try:
-                return FemtoQueue(self.queue, self.node_id, LEASE_MS)
+                return FemtoQueue(self.queue, self.node_id, LEASE_MS, self.sync)
             except OSError as error:  # started while cut off
                 self.trouble("open", "-", began_s, error)
 
     def note(self, word: str, *values: object) -> None:
         """One write() for a line; who is killed has noted all that it was told."""
-        line = " ".join(map(str, (time.monotonic(), self.name, word, *values)))
+        line = " ".join(map(str, (self.now_s(), self.name, word, *values)))
         os.write(self.fd, f"{line}\n".encode())
 
     def trouble(self, what: str, which: str, began_s: float, error: OSError) -> None:
@@ -348,7 +367,7 @@ class Actor:
 
     def push(self, key: str | None = None) -> None:
         data = self.payload()
-        number, began_s = data.split(b":")[1].decode(), time.monotonic()
+        number, began_s = data.split(b":")[1].decode(), self.now_s()
         self.note("push", number, began_s, key or "-")
         try:
             ident = self.q.push(data, key=key)
@@ -393,11 +412,11 @@ class Actor:
 
     def drain(self) -> None:
         """Finish everything; what nobody has any more comes back at its deadline."""
-        idle_since_s = time.monotonic()
-        while time.monotonic() < idle_since_s + self.idle_s:
+        idle_since_s = self.now_s()
+        while self.now_s() < idle_since_s + self.idle_s:
             if (task := self.pop()) is not None:
                 self.settle(task, "done")
-                idle_since_s = time.monotonic()
+                idle_since_s = self.now_s()
             else:
                 time.sleep(0.05)
 
@@ -409,7 +428,7 @@ class Actor:
         self.settle(task, "done")
 
     def pop(self, key: str | None = None) -> FemtoTask | None:
-        began_s = time.monotonic()
+        began_s = self.now_s()
         try:
             task = self.q.pop() if key is None else self.q.take(key)
         except OSError as error:
@@ -422,13 +441,13 @@ class Actor:
 
     def deadline_s(self, task: FemtoTask) -> float:
         name = task.path.rpartition("/")[2]
-        return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9
+        return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
 
     def work(self, task: FemtoTask) -> None:
         how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[0]
         time.sleep({"short": 0.02, "late": LEASE_MS / 1e3 + 1}.get(how, 1) * self.chance.random())
         if how == "renewed":
-            began_s = time.monotonic()
+            began_s = self.now_s()
             try:
                 self.q.extend(task)
             except LeaseLost:
@@ -440,9 +459,9 @@ class Actor:
 
     def settle(self, task: FemtoTask, how: str) -> None:
         """Try until it is done, or the lease is lost."""
-        give_up_s = time.monotonic() + SETTLE_S
-        while time.monotonic() < give_up_s:
-            began_s = time.monotonic()
+        give_up_s = self.now_s() + SETTLE_S
+        while self.now_s() < give_up_s:
+            began_s = self.now_s()
             self.note("settle", task.id)
             try:
                 getattr(self.q, how)(task)
@@ -566,13 +585,17 @@ class Stage:
         self, hosts: Cluster, work: str, seed: int, broken: str = "", phase: str = ""
     ) -> None:
         self.cluster, self.chance, self.broken = hosts, random.Random(seed), broken
-        self.log = os.path.join(work, f"events-{broken}{phase}")
+        self.log = self.new_log(work, f"events-{broken}{phase}")
         self.queue = f"{MOUNT}/jobs{broken}{phase}"
-        self.running: dict[str, tuple[Host, Actor, subprocess.Popen[str]]] = {}
+        self.running: dict[str, tuple[Any, Actor, Any]] = {}  # host, actor, process
         self.starts = itertools.count(1)
         self.lost = hosts.lost_bricks()
         self.me = Actor("", "storm", self.log)  # it only notes
         self.me.fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def new_log(self, work: str, name: str) -> str:
+        """Return the path of a file for what is noted."""
+        return os.path.join(work, name)
 
     def start(self, host: int, kind: str, **settings: Any) -> None:
         name = f"{kind}{host}.{next(self.starts)}"
@@ -585,7 +608,10 @@ class Stage:
             broken=self.broken,
             **settings,
         )
-        self.launch(self.cluster.hosts[host], actor)
+        self.launch(self.host(host), actor)
+
+    def host(self, number: int) -> Any:
+        return self.cluster.hosts[number]
 
     def launch(self, host: Host, actor: Actor) -> None:
         # Who kills nsenter kills the actor.
@@ -603,9 +629,12 @@ class Stage:
         names = [name for name in self.running if not name.startswith("hold")]
         host, actor, process = self.running.pop(self.chance.choice(names))
         self.me.note("killed", actor.name)
+        self.end(process)
+        self.start(host.number, actor.kind, node_id=actor.node_id)
+
+    def end(self, process: Any) -> None:
         process.kill()
         process.communicate()
-        self.start(host.number, actor.kind, node_id=actor.node_id)
 
     def finish(self, timeout_s: float) -> list[str]:
         """Wait for all actors; return what they printed."""
@@ -622,16 +651,19 @@ class Stage:
         self.running.clear()
         return outputs
 
-    def fault(self, text: str, *steps: Callable[[], None]) -> None:
+    def check_machine(self) -> None:
         if self.cluster.lost_bricks() > self.lost:
             raise Unable("this machine is too busy: a brick did not answer while all was well")
+
+    def fault(self, text: str, *steps: Callable[[], None]) -> None:
+        self.check_machine()
         self.me.note("fault")
-        print(f"hosts: {text}", flush=True)
+        say(f"{text}")
         for step in steps:
             step()
 
     def cure(self, text: str, *steps: Callable[[], None]) -> None:
-        print(f"hosts: {text}", flush=True)
+        say(f"{text}")
         for step in steps:
             step()
 
@@ -646,9 +678,8 @@ class Stage:
         self.cluster.wait_until(noted, 120, f"all are {word}")
 
     def storm(self, plan: list[tuple[float, Callable[[], None]]], seconds: float) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.log}.over")
-        for host in HOSTS:
+        self.call_over(False)
+        for host in self.cluster.hosts:
             self.start(host, "produce")
             self.start(host, "consume", node_id=f"fixed{host}")
             self.start(host, "consume")
@@ -664,10 +695,12 @@ class Stage:
             time.sleep(0.05)
         self.call_over()
 
-    def call_over(self) -> None:
+    def call_over(self, is_over: bool = True) -> None:
         """Tell the actors that run until they are told to stop."""
-        with open(f"{self.log}.over", "w", encoding="ascii"):
-            pass
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self.log}.over")
+        if is_over:
+            os.close(os.open(f"{self.log}.over", os.O_CREAT, 0o600))
 
     def heal(self) -> None:
         began_s = time.monotonic()
@@ -678,13 +711,13 @@ class Stage:
             if left:
                 raise Violation(f"not healed within 90 s: {left}") from None
             # Gluster leaves a worker's directory that was removed where two bricks were cut off.
-            print("hosts: a lease directory stays on one brick, unhealed", flush=True)
+            say("a lease directory stays on one brick, unhealed")
         self.lost = self.cluster.lost_bricks()
         self.me.note("healed")
-        print(f"hosts: healed after {time.monotonic() - began_s:.0f} s", flush=True)
+        say(f"healed after {time.monotonic() - began_s:.0f} s")
 
     def drain(self) -> None:
-        for host in HOSTS:
+        for host in self.cluster.hosts:
             self.start(host, "drain", idle_s=LEASE_MS / 1e3 + 3)
         self.finish(120)
 
@@ -758,6 +791,7 @@ class Events:
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
         self.errors: list[tuple[float, float, str, int]] = []  # begin, end, call, errno
+        self.refused: set[str] = set()  # payloads whose push() raised
         self.faults: list[float] = []
         self.heals: list[float] = []
         self.calls: list[tuple[float, float, str]] = []
@@ -809,7 +843,9 @@ class Events:
         self.settled("lost", at, *rest)
 
     def read_error(self, at: float, actor: str, *what: str) -> None:
-        _, _, began, code, where = what
+        call, number, began, code, where = what
+        if call == "push":
+            self.refused.add(f"{actor}:{number}")
         self.errors.append((float(began), at, where, int(code)))
 
     def read_killed(self, at: float, _: str, actor: str) -> None:
@@ -915,16 +951,16 @@ def report(events: Events) -> None:
     longest = max(events.calls, key=lambda call: call[1] - call[0])
     killed = sum(" killed " in line for line in events.lines)
     pushes = sum(what == "push" for _, _, what in events.calls)
-    print(f"hosts: {pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
-    print(f"hosts: {killed} processes killed; errors: {dict(errors)}")
-    print(f"hosts: longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s", flush=True)
+    say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
+    say(f"{killed} processes killed; errors: {dict(errors)}")
+    say(f"longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s")
 
 
 def check_storm(stage: Stage) -> None:
     events = Events(stage.log)
     report(events)
     check_hands(events)
-    print(f"hosts: {check_fence(events)} that had ended came back once more, after healing")
+    say(f"{check_fence(events)} that had ended came back once more, after healing")
     seen = {number: stage.files(number, stage.queue) for number in HOSTS}
     check_places(events, seen[1])
     if not seen[1] == seen[2] == seen[3]:
@@ -950,14 +986,13 @@ def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: s
     check_storm(stage)
 
 
-def calm(hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
-    """A backlog from all hosts, pushed at once; then three workers, one on each."""
-    stage = Stage(hosts, work, seed, broken, "-calm")
-    for host in HOSTS:
-        stage.start(host, "fill", count=100)
+def calm(stage: Stage, count: int) -> None:
+    """A backlog from all hosts, pushed at once; then a worker on each of them."""
+    for host in stage.cluster.hosts:
+        stage.start(host, "fill", count=count)
     stage.finish(60)
     time.sleep(1.1)
-    for host in HOSTS:
+    for host in stage.cluster.hosts:
         stage.start(host, "drain", idle_s=1)
     stage.finish(60)
     events = Events(stage.log)
@@ -965,7 +1000,7 @@ def calm(hosts: Cluster, work: str, seed: int, broken: str = "") -> None:
     check_order(events)
     check_calm(events)
     check_places(events, stage.files(1, stage.queue))
-    print(f"hosts: {len(events.pushed)} tasks in order, by three workers", flush=True)
+    say(f"{len(events.pushed)} tasks in order, by a worker on each host")
 
 
 # Keys
@@ -1066,10 +1101,10 @@ def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
     found["dead letters of no fail()"] += buried(stage, events, left)
     found["errors"] += raised(events)
     report(events)
-    print(f"hosts: {events.looks} looks at the brick: at most {events.most} of a key at once")
+    say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
     faults = {what: texts for what, texts in found.items() if texts}
     for what, texts in faults.items():
-        print(f"hosts: {len(texts)} {what}; the first: {texts[0]}", flush=True)
+        say(f"{len(texts)} {what}; the first: {texts[0]}")
     if faults:
         raise Violation(", ".join(f"{len(texts)} {what}" for what, texts in faults.items()))
     check_hands(events)
@@ -1077,24 +1112,24 @@ def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
     check_calm(events)
 
 
-def keyed(hosts: Cluster, work: str, seed: int, keys: int, broken: str = "") -> None:
+def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
     """Push, take and finish tasks of a few keys, on all hosts at once."""
-    stage = Stage(hosts, work, seed, broken, f"-keys{keys}")
-    for host in HOSTS:
+    stage.call_over(False)
+    for host in stage.cluster.hosts:
         for kind in ("push_keys", "take_keys") * 2:
             stage.start(host, kind, keys=keys)
-    stage.start(1, "watch")
     stage.wait_for("ready")
-    time.sleep(KEYS_S)
+    stage.start(watcher, "watch")
+    stage.wait_for("ready")
+    time.sleep(seconds)
     stage.call_over()
     stage.finish(60)
     seen = stage.files(1, stage.queue)
-    for host in HOSTS:
+    for host in stage.cluster.hosts:
         stage.start(host, "drain", idle_s=2)
     stage.finish(60)
-    if stage.cluster.lost_bricks() > stage.lost:
-        raise Unable("this machine is too busy: a brick did not answer while all was well")
-    print(f"hosts: {keys} key{'s' * (keys > 1)}:")
+    stage.check_machine()
+    say(f"{keys} key{'s' * (keys > 1)}:")
     check_keys(stage, seen, stage.files(1, stage.queue))
 
 
@@ -1114,17 +1149,17 @@ def measure(hosts: Cluster, work: str) -> None:
         with tempfile.TemporaryDirectory(dir=place) as queue:
             local = Actor("measure", "speed", log, queue, count=5000)
             push, done = rates([*me, local.settings()])
-        print(f"hosts: {name}: {push:.0f} pushed/s, {done:.0f} popped and done/s", flush=True)
+        say(f"{name}: {push:.0f} pushed/s, {done:.0f} popped and done/s")
     one = Actor("measure", "speed", log, f"{MOUNT}/speed", count=300)
     push, done = rates(hosts.hosts[1].command(*me, one.settings()))
-    print(f"hosts: Gluster, one host: {push:.0f} pushed/s, {done:.0f} popped and done/s")
+    say(f"Gluster, one host: {push:.0f} pushed/s, {done:.0f} popped and done/s")
     stage = Stage(hosts, work, 0)
     for number, host in hosts.hosts.items():
         queue = f"{MOUNT}/speed{number}"
         stage.launch(host, Actor("measure", f"speed{number}", log, queue, count=300))
     found = [tuple(map(float, text.split())) for text in stage.finish(120)]
     push, done = (sum(column) for column in zip(*found, strict=True))
-    print(f"hosts: Gluster, three hosts, a queue each: {push:.0f} and {done:.0f}/s", flush=True)
+    say(f"Gluster, three hosts, a queue each: {push:.0f} and {done:.0f}/s")
 
 
 def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
@@ -1135,11 +1170,11 @@ def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> N
             if phase == "storms":
                 storms(hosts, work, seed, ["cut"], broken)
             elif phase == "keys":
-                keyed(hosts, work, seed, 1, broken)
+                keyed(Stage(hosts, work, seed, broken, "-key"), 1, 1)
             else:
-                calm(hosts, work, seed, broken)
+                calm(Stage(hosts, work, seed, broken, "-calm"), 100)
         except Violation as error:
-            print(f"hosts: {broken} is caught: {error}", flush=True)
+            say(f"{broken} is caught: {error}")
         else:
             raise Violation(f"{broken} is not caught")
 
@@ -1147,10 +1182,10 @@ def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> N
 def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
     """Run the phases of a proof; each raises Violation if it fails."""
     if "calm" in phases:
-        calm(hosts, work, seed)
+        calm(Stage(hosts, work, seed, phase="-calm"), 100)
     if "keys" in phases:
-        keyed(hosts, work, seed, 1)
-        keyed(hosts, work, seed, 10)
+        keyed(Stage(hosts, work, seed, phase="-key"), 1, 1)
+        keyed(Stage(hosts, work, seed, phase="-keys"), 10, 1)
     if "storms" in phases:
         storms(hosts, work, seed, ("brick", "cut", "quorum"))
 
@@ -1171,7 +1206,7 @@ def main() -> None:
         return
     seed = random.randrange(10**6) if args.seed is None else args.seed
     phases = (args.only,) if args.only else PHASES
-    print(f"hosts: seed {seed}", flush=True)
+    say(f"seed {seed}")
     try:
         check_machine()
         with tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work, cluster() as hosts:

@@ -1,0 +1,553 @@
+"""Virtual machines with kernels of their own, for proofs that cut their power or their network.
+
+A Machine boots Debian's kernel, in QEMU without KVM, in some ten seconds, from an archive of this
+machine's own Python, tools and libraries (build_image()). Its disk and its image are files in
+memory, its network is this program (Network), and it ends with this program, however that ends:
+nothing is left behind, and no packet leaves.
+
+The first process in a machine is a Guest: it takes orders from the program, sets the date, and
+starts processes. What these note is with the program when their write() has returned, so that a
+power cut, which is a SIGKILL of QEMU, loses none of it. What a machine had not yet given to its
+disk is lost with its power; the disk keeps the rest.
+
+A Session is a process there that evaluates Python, line by line, as an interactive one does.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import glob
+import io
+import itertools
+import json
+import os
+import py_compile
+import queue
+import re
+import select
+import selectors
+import shutil
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from hosts import Unable, Violation
+
+QEMU = "qemu-system-x86_64"
+KERNELS = "/boot/vmlinuz-*-cloud-*"
+MODULES = "virtio_pci virtio_console virtio_net virtio_blk ext4 nfsv3 nfsv4 nfsd"
+MEMORY_MB = 384
+BOOT_S, CALL_S = 120.0, 120.0  # here, where three machines share two cores with other work
+# hpet: the other clocks are calibrated at boot, which a busy machine disturbs.
+BOOT = "console=ttyS0 quiet panic=-1 clocksource=hpet mitigations=off audit=0 apparmor=0"
+INIT = """#!/bin/busybox sh
+/bin/busybox mkdir -p /proc /sys /dev /run /tmp /sbin /usr/bin /usr/sbin
+/bin/busybox --install -s /bin
+export PATH=/bin:/sbin:/usr/sbin:/usr/bin PYTHONDONTWRITEBYTECODE=1
+mount -t proc none /proc
+mount -t sysfs none /sys
+mount -t devtmpfs none /dev
+exec </dev/console >/dev/console 2>&1
+mount -t tmpfs none /run
+mount -t tmpfs none /tmp
+for module in {modules}; do insmod $module; done
+ln -s /proc/self/mounts /etc/mtab
+ip link set lo up
+exec {python} {main} --guest
+"""
+
+
+# The image that a machine boots from
+
+
+class Image:
+    """An archive in the format "newc" of cpio(5), in memory."""
+
+    def __init__(self) -> None:
+        self.content = io.BytesIO()
+        self.paths: set[str] = set()
+
+    def add(self, path: str, mode: int, content: bytes = b"", mtime: int = 0) -> None:
+        """Add a file or a directory, and the directories that it is in."""
+        parent = os.path.dirname(path)
+        if parent not in ("", "/") and parent not in self.paths:
+            self.add(parent, stat.S_IFDIR | 0o755)
+        if path in self.paths:
+            return
+        self.paths.add(path)
+        name = path.lstrip("/").encode() + b"\0"
+        numbers = (len(self.paths), mode, 0, 0, 1, mtime, len(content), 0, 0, 0, 0, len(name), 0)
+        self.content.write(b"070701" + b"".join(b"%08x" % number for number in numbers))
+        for part in (name, content):
+            self.content.write(part)
+            self.content.write(b"\0" * (-self.content.tell() % 4))
+
+    def add_file(self, source: str, path: str = "") -> None:
+        status = os.stat(source)
+        with open(source, "rb") as file:
+            self.add(path or source, status.st_mode, file.read(), int(status.st_mtime))
+
+    def close(self) -> bytes:
+        self.add("TRAILER!!!", 0)
+        return self.content.getvalue()
+
+
+def library_files() -> Iterator[str]:
+    """Yield the files of the standard library that a machine needs, compiled ones too."""
+    unneeded = re.compile(
+        r"test|tests|idlelib|lib2to3|ensurepip|turtledemo|tkinter|.*-packages|config-.*"
+    )
+    compiled = f".{sys.implementation.cache_tag}.pyc"
+    for root in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
+        for directory, names, files in os.walk(root):
+            names[:] = [name for name in names if not unneeded.fullmatch(name)]
+            yield from (f"{directory}/{n}" for n in files if n.endswith((compiled, ".py", ".so")))
+
+
+def libraries(programs: Iterable[str]) -> set[str]:
+    """Return the shared libraries that programs are linked with."""
+    output = subprocess.run(["ldd", *programs], check=False, capture_output=True, text=True).stdout
+    if missing := re.findall(r"(\S+) => not found", output):
+        raise Unable(f"missing libraries: {', '.join(missing)}")
+    return set(re.findall(r"(?:=> |^\s)(/\S+)", output, re.MULTILINE))
+
+
+def find_kernel() -> str:
+    """Return the path of Debian's newest kernel for virtual machines, "" if there is none."""
+    return max(glob.glob(KERNELS), default="")
+
+
+def module_files() -> list[str]:
+    """Return the files of MODULES and what they depend on, in the order in which they load."""
+    release = find_kernel().partition("vmlinuz-")[2]
+    directory = f"/lib/modules/{release}"
+    needs: dict[str, list[str]] = {}
+    with open(f"{directory}/modules.dep", encoding="ascii") as file:
+        for line in file:
+            path, _, others = line.partition(":")
+            needs[path] = others.split()
+    by_name = {os.path.basename(path).partition(".")[0]: path for path in needs}
+    chosen: dict[str, None] = {}
+    for path in (by_name[name] for name in MODULES.split() if name in by_name):
+        chosen.update(dict.fromkeys([*reversed(needs[path]), path]))
+    return [f"{directory}/{path}" for path in chosen]
+
+
+def add_program(image: Image, source: str, directory: str, work: str) -> None:
+    """Add a Python file, compiled too: a machine is slow."""
+    name = os.path.basename(source)
+    image.add_file(source, f"{directory}/{name}")
+    compiled = py_compile.compile(source, f"{work}/{name}c", doraise=True)
+    assert compiled is not None
+    target = f"{name[:-3]}.{sys.implementation.cache_tag}.pyc"
+    image.add_file(compiled, f"{directory}/__pycache__/{target}")
+
+
+def build_image(
+    work: str, sources: dict[str, str], programs: Iterable[str], texts: dict[str, str]
+) -> bytes:
+    """Return an archive of Python, Python files (by source: the directory in the machine; the
+    last one is the machine's program), programs, for /sbin, and texts."""
+    image, python = Image(), os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    library, modules = [*library_files()], module_files()
+    linked = [python, *programs, *(name for name in library if name.endswith(".so"))]
+    for path in {python, *library, *libraries(linked), *modules}:
+        image.add_file(path)
+    image.add_file(shutil.which("busybox") or "", "/bin/busybox")
+    for path in programs:
+        image.add_file(path, f"/sbin/{os.path.basename(path)}")
+    for source, directory in sources.items():
+        add_program(image, source, directory, work)
+        main = f"{directory}/{os.path.basename(source)}"
+    init = INIT.format(modules=" ".join(modules), python=python, main=main)
+    for path, text in {"/init": init, **texts}.items():
+        image.add(path, stat.S_IFREG | 0o755, text.encode())
+    return image.close()
+
+
+def memory_file(name: str, content: bytes = b"") -> int:
+    """Return a descriptor of a file in memory: it goes with us, however we end."""
+    fd = os.memfd_create(name, 0)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(fd, view) :]
+    return fd
+
+
+# The network: all frames between machines pass through here
+
+
+class Network(threading.Thread):
+    """A switch. What a machine in `cut` sends or should get goes nowhere, and so does what
+    holds() is true of; nobody is told."""
+
+    def __init__(self, numbers: Iterable[int]) -> None:
+        super().__init__(daemon=True)
+        kind = (socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.ports = {number: socket.socketpair(*kind) for number in numbers}
+        self.cut: set[int] = set()
+        self.holds: Callable[[int, bytes], bool] = lambda source, frame: False
+
+    def run(self) -> None:
+        selector = selectors.DefaultSelector()
+        for number, (ours, _) in self.ports.items():
+            selector.register(ours, selectors.EVENT_READ, number)
+        while True:
+            for key, _ in selector.select():
+                self.forward(key.data, self.ports[key.data][0].recv(1 << 16))
+
+    def forward(self, source: int, frame: bytes) -> None:
+        if source in self.cut or self.holds(source, frame):
+            return
+        targets = set(self.ports) - {source} if frame[0] & 1 else {frame[5]} & set(self.ports)
+        for number in targets - self.cut:
+            with contextlib.suppress(BlockingIOError):  # it is off, or too slow: the frame is lost
+                self.ports[number][0].send(frame, socket.MSG_DONTWAIT)
+
+    def plug(self, number: int) -> int:
+        """Return the descriptor of a port, without the frames that a machine left in it."""
+        port = self.ports[number][1]
+        with contextlib.suppress(BlockingIOError):
+            while port.recv(1 << 16, socket.MSG_DONTWAIT):
+                pass
+        return port.fileno()
+
+
+# Machines
+
+
+class Call:
+    """Something that a machine was asked for; like subprocess.Popen if it is a process."""
+
+    def __init__(self, machine: Machine, number: int) -> None:
+        self.machine, self.number = machine, number
+        self.answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.returncode: int | None = None
+
+    def answer(self, timeout_s: float = CALL_S) -> Any:
+        try:
+            return self.answers.get(timeout=timeout_s)
+        except queue.Empty:
+            raise subprocess.TimeoutExpired(f"host {self.machine.number}", timeout_s) from None
+
+    def communicate(self, timeout: float = CALL_S) -> tuple[str, None]:
+        if self.returncode is None:
+            self.returncode, self.output = self.answer(timeout)
+        return self.output, None
+
+    def kill(self) -> None:
+        self.machine.ask("kill", process=self.number)
+
+
+class Machine:
+    """A virtual machine. It ends with us, and power_off() is a power cut.
+
+    Its program (Guest) has two ports: over one it gets orders and answers them; over the other its
+    processes note what they do. A write to a port returns when we have it.
+    """
+
+    def __init__(self, number: int, network: Network, image: int, disk: int = -1):
+        self.number, self.network, self.image, self.disk = number, network, image, disk
+        self.heard: Callable[[str], None] = lambda line: None
+        self.numbers = itertools.count(1)
+        self.is_on = False
+
+    def boot(self) -> None:
+        control, notes = socket.socketpair(), socket.socketpair()
+        port, self.console = self.network.plug(self.number), memory_file("console")
+        fds = (port, control[1].fileno(), notes[1].fileno(), self.image, self.disk)
+        command = self.command(*fds)
+        self.process = subprocess.Popen(
+            command,
+            pass_fds=[fd for fd in fds if fd >= 0],
+            stdin=subprocess.DEVNULL,
+            stdout=self.console,
+            stderr=self.console,
+        )
+        control[1].close()
+        notes[1].close()
+        self.control, self.calls = control[0], {0: Call(self, 0)}
+        self.readers = [
+            threading.Thread(target=read_lines, args=(control[0], self.read_answer), daemon=True),
+            threading.Thread(target=read_lines, args=(notes[0], self.read_note), daemon=True),
+        ]
+        for reader in self.readers:
+            reader.start()
+        self.is_on = True
+
+    def join(self, behind_s: float) -> None:
+        """Wait until it is up, and set its date."""
+        self.wait_for_it()
+        self.set_clock(behind_s)
+
+    def command(self, port: int, control: int, notes: int, image: int, disk: int) -> list[str]:
+        options = {
+            "-accel": "tcg",
+            "-cpu": "max",
+            "-m": str(MEMORY_MB),
+            "-nodefaults": "",
+            "-no-user-config": "",
+            "-no-reboot": "",
+            "-display": "none",
+            "-serial": "stdio",
+            "-kernel": find_kernel(),
+            "-initrd": f"/dev/fd/{image}",
+            "-append": BOOT,
+            "-netdev": f"dgram,id=net,local.type=fd,local.str={port}",
+        }
+        devices = [
+            f"virtio-net-pci,netdev=net,mac=52:54:00:00:00:{self.number:02x},romfile=",
+            "virtio-serial-pci",
+            "virtserialport,chardev=control,name=control",
+            "virtserialport,chardev=notes,name=notes",
+        ]
+        command = ["setpriv", "--pdeathsig", "KILL", QEMU]
+        command += [word for option in options.items() for word in option if word]
+        for name, fd in (("control", control), ("notes", notes)):
+            command += ["-chardev", f"socket,id={name},fd={fd}"]
+        if disk >= 0:
+            drive = f"if=none,id=disk,format=raw,file.locking=off,file.filename=/dev/fd/{disk}"
+            command += ["-drive", drive]
+            devices.append("virtio-blk-pci,drive=disk")
+        return command + [word for device in devices for word in ("-device", device)]
+
+    def wait_for_it(self) -> None:
+        try:
+            self.calls[0].answer(BOOT_S)
+        except subprocess.TimeoutExpired:
+            raise Unable(f"machine {self.number} does not boot: {self.said()[-2000:]}") from None
+
+    def said(self) -> str:
+        return os.pread(self.console, 1 << 20, 0).decode(errors="replace")
+
+    def read_answer(self, line: str) -> None:
+        number, answer = json.loads(line)
+        self.calls[number].answers.put(answer)
+
+    def read_note(self, line: str) -> None:
+        """A session answers here, too: its own process does, when it is done."""
+        if line.startswith("["):
+            self.read_answer(line)
+        else:
+            self.heard(line)
+
+    def ask(self, what: str, **settings: Any) -> Call:
+        """Give an order, which Guest.<what> carries out."""
+        call = Call(self, next(self.numbers))
+        self.calls[call.number] = call
+        line = json.dumps({"what": what, "number": call.number, **settings})
+        with contextlib.suppress(BrokenPipeError):  # it is off: nobody answers
+            self.control.sendall(f"{line}\n".encode())
+        return call
+
+    def run(self, *command: str) -> str:
+        call = self.ask("run", command=command)
+        try:
+            output, _ = call.communicate()
+        except subprocess.TimeoutExpired:
+            raise Unable(f"{command} hangs on host {self.number}: {self.said()[-2000:]}") from None
+        if call.returncode:
+            raise Unable(f"{' '.join(command)} on host {self.number}: {output}")
+        return output
+
+    def set_clock(self, behind_s: float) -> None:
+        """Learn what its monotonic clock shows, and set its date."""
+        best_s = float("inf")
+        for _ in range(10):
+            began_s = time.monotonic()
+            there_s = self.ask("clock").answer()
+            took_s = time.monotonic() - began_s
+            if took_s < best_s:
+                best_s, offset_s = took_s, began_s + took_s / 2 - there_s
+        self.ask("set_clock", offset_s=offset_s, wall_s=time.time() - behind_s).answer()
+
+    def power_off(self) -> None:
+        self.is_on = False
+        self.process.kill()
+        self.process.wait()
+        for reader in self.readers:
+            reader.join()
+        self.control.close()
+        os.close(self.console)
+
+
+def read_lines(port: socket.socket, heard: Callable[[str], None]) -> None:
+    """Hand over each whole line until the other end is gone."""
+    with contextlib.suppress(ConnectionError), port.makefile("r", encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                heard(line)
+
+
+# In a machine
+
+
+class Guest:
+    """The first process of a machine. Processes are forked: to start Python takes seconds here."""
+
+    def __init__(self, names: dict[str, Any]) -> None:
+        ports = {}
+        for name in os.listdir("/sys/class/virtio-ports"):
+            with open(f"/sys/class/virtio-ports/{name}/name", encoding="ascii") as file:
+                ports[file.read().strip()] = f"/dev/{name}"
+        self.control, self.notes = (
+            os.open(ports[name], os.O_RDWR) for name in ("control", "notes")
+        )
+        self.children: dict[int, tuple[int, int]] = {}  # by pid: number and output
+        self.pipes: dict[int, int] = {}
+        self.offset_s = 0.0
+        self.names = names  # that sessions know
+
+    def serve(self) -> None:
+        self.answer(0, "ready")
+        rest = b""
+        while True:
+            self.reap()
+            if select.select([self.control], [], [], 0.02)[0]:
+                *lines, rest = (rest + os.read(self.control, 1 << 16)).split(b"\n")
+                for line in lines:
+                    order = json.loads(line)
+                    getattr(self, order.pop("what"))(**order)
+
+    def answer(self, number: int, what: Any) -> None:
+        line = memoryview(f"{json.dumps([number, what])}\n".encode())
+        while line:
+            line = line[os.write(self.control, line) :]
+
+    def reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                number, output = self.children.pop(ended[0], (0, -1))
+                if number:
+                    text = os.pread(output, 1 << 24, 0).decode(errors="replace")
+                    os.close(output)
+                    self.answer(number, [os.waitstatus_to_exitcode(ended[1]), text])
+
+    def fork(self, number: int, main: Callable[[], None]) -> None:
+        """Run main() in a process of its own."""
+        output = memory_file("output")
+        pid = os.fork()
+        if pid:
+            self.children[pid] = number, output
+            return
+        code = 1
+        try:
+            for fd in (1, 2):
+                os.dup2(output, fd)
+            main()
+            code = 0
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())
+        os._exit(code)
+
+    def run(self, number: int, command: list[str]) -> None:
+        self.fork(number, lambda: os.execvp(command[0], command))
+
+    def clock(self, number: int) -> None:
+        self.answer(number, time.monotonic())
+
+    def set_clock(self, number: int, offset_s: float, wall_s: float) -> None:
+        self.offset_s = offset_s
+        time.clock_settime(time.CLOCK_REALTIME, wall_s)
+        self.answer(number, None)
+
+    def kill(self, number: int, process: int) -> None:
+        for pid, (started, _) in self.children.items():
+            if started == process:
+                os.kill(pid, signal.SIGKILL)
+        self.answer(number, None)
+
+    def files(self, number: int, root: str) -> None:
+        """Answer with the paths of all files under a directory."""
+
+        def walk() -> None:
+            for directory, _, names in os.walk(root):
+                for name in names:
+                    path = os.path.relpath(f"{directory}/{name}", root)
+                    os.write(1, f"{path}\n".encode())
+
+        self.fork(number, walk)
+
+    def session(self, number: int) -> None:
+        """Start a process that evaluates what it is sent."""
+        ours, its = os.pipe()
+        self.pipes[number] = its
+        self.fork(number, lambda: converse(ours, self.notes, self.names))
+
+    def tell(self, number: int, session: int, code: str) -> None:
+        os.write(self.pipes[session], f"{json.dumps([number, code])}\n".encode())
+
+
+def converse(orders: int, notes: int, names: dict[str, Any]) -> None:
+    """Evaluate expressions, or execute statements, one a line."""
+    with open(orders, encoding="utf-8") as lines:
+        for line in lines:
+            number, code = json.loads(line)
+            try:
+                try:
+                    result = repr(eval(code, names))
+                except SyntaxError:
+                    exec(code, names)
+                    result = "None"
+                answer = ["", result]
+            except BaseException as error:
+                answer = [type(error).__name__, f"{error} in {where(error)}"]
+            os.write(notes, f"{json.dumps([number, answer])}\n".encode())
+
+
+def where(error: BaseException) -> str:
+    """Return the functions that an error came through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return " > ".join(frame.name for frame in frames[2:])
+
+
+# Sessions
+
+
+class Failed(Violation):
+    """A call in a session raised."""
+
+    def __init__(self, kind: str, text: str) -> None:
+        super().__init__(f"{kind}: {text}")
+        self.kind = kind
+
+
+class Session:
+    """A process on a machine that keeps its variables, as an interactive Python does."""
+
+    def __init__(self, machine: Machine, *code: str) -> None:
+        self.machine = machine
+        self.process = machine.ask("session")
+        for line in code:
+            self(line)
+
+    def start(self, code: str) -> Call:
+        return self.machine.ask("tell", session=self.process.number, code=code)
+
+    @staticmethod
+    def result(call: Call, timeout_s: float = CALL_S) -> Any:
+        """Return the value, if it is a literal, else its repr(). Raises Failed."""
+        kind, text = call.answer(timeout_s)
+        if kind:
+            raise Failed(kind, text)
+        return value_of(text)
+
+    def __call__(self, code: str) -> Any:
+        return self.result(self.start(code))
+
+
+def value_of(text: str) -> Any:
+    """Return what a literal stands for, and any other text as it is."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

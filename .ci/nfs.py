@@ -1,0 +1,995 @@
+"""Real NFS, one queue: two clients and a server in virtual machines, power cuts and lost replies.
+
+    python .ci/nfs.py [--seed S] [--only PHASE] [--nfs 4.2|3] [--full] [--self-check]
+
+Needs Linux on x86_64 and Debian's qemu-system-x86, linux-image-cloud-amd64, nfs-common, rpcbind
+and busybox-static; installs them if they are missing, and fetches nfs-kernel-server to unpack it:
+no server is started on this machine. Takes seven minutes, without KVM; --full takes forty.
+
+Three machines (machines.py) with Debian's kernel: a server, with an ext4 disk that it exports with
+sync, and two clients that mount it with default options (hard). The leases and the grace time of
+the server are 10 s. Their processes tell this program what they do through a port that a power cut
+does not touch. They do as those of hosts.py, and are judged by the same functions. Phases:
+
+  - basic: what one client does, the other one sees: order, done, fail, retry, release, schedule,
+    the fence, processing, checkpoints, keys, tickets, waiting, a pause;
+  - calm: a backlog from both clients is taken in order, each task once;
+  - keys: as in hosts.py, for one key and for ten; the server's own disk is watched meanwhile;
+  - storm: producers and workers on both clients, killed all the time, while the power of a client
+    is cut and comes back, that of the server twice, and a client is cut off for longer than the
+    server grants it locks. As in hosts.py; besides, no call raises any error at any time, for
+    hard mounts wait; no push that raised is delivered; nobody is told that his lease was lost
+    who had ended the task, or whose deadline is still to come; both clients see what the
+    server's disk has;
+  - replay: the server carries out one request, and its power is cut before the client has the
+    answer. The client asks again, and the server, which has forgotten, says that there is no such
+    file. Each call must return as if nothing had happened;
+  - power: no NFS: a machine with a queue on its own ext4 disk, sync_after_write, loses its power
+    three times and comes back with an earlier date, another boot id and a new monotonic clock.
+    What was acknowledged is there, what was done stays done, order is that of the pushes.
+
+Without options it runs keys, a storm with one power cut of each kind, and three replays, on NFS
+4.2. --only runs one phase, all of it; --full all phases, on NFS 4.2 and 3.
+
+--self-check shows that the proof can fail: a claim by link and unlink, a key lock whose file is
+removed and told from the new one by a path that the client has in its cache, and a push that does
+not mind ENOENT must be caught.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import glob
+import itertools
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+import hosts
+import machines
+from hosts import BRICK, MOUNT, Unable, Violation, run, say
+from machines import (
+    CALL_S,
+    KERNELS,
+    QEMU,
+    Call,
+    Failed,
+    Machine,
+    Network,
+    Session,
+    build_image,
+    find_kernel,
+    memory_file,
+    value_of,
+)
+
+import femtoqueue
+
+PACKAGES = "qemu-system-x86 linux-image-cloud-amd64 nfs-common rpcbind busybox-static libsqlite3-0"
+UNPACKED = "nfs-kernel-server"  # installed, it would start a server on this machine
+SERVER_TOOLS = ("nfsdcld", "exportfs", "rpc.mountd", "rpc.nfsd")
+CLIENT_TOOLS = ("mount.nfs", "rpc.statd", "rpcbind", "sm-notify")
+TOOLS = (QEMU, "busybox", "mkfs.ext4", *CLIENT_TOOLS)
+SERVER, CLIENTS = 9, (1, 2)
+DISK_BYTES = 1 << 30
+GRACE_S = 10
+KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
+HOME = "/femtoqueue"  # of the program in a machine
+TEXTS = {
+    "/etc/exports": f"{BRICK} 10.77.0.0/24(rw,sync,no_root_squash,no_subtree_check)\n",
+    "/etc/group": "root:x:0:\n_rpc:x:1:\n",
+    "/etc/hosts": "127.0.0.1 localhost\n",
+    "/etc/netconfig": "udp tpi_clts v inet udp - -\ntcp tpi_cots_ord v inet tcp - -\n"
+    "local tpi_cots_ord - loopback - - -\n",
+    "/etc/passwd": "root:x:0:0::/:/bin/sh\n_rpc:x:1:1::/run/rpcbind:/bin/sh\n",
+    "/etc/protocols": "tcp 6 TCP\nudp 17 UDP\n",
+    "/etc/services": "sunrpc 111/tcp portmapper\nsunrpc 111/udp portmapper\n"
+    "nfs 2049/tcp\nnfs 2049/udp\n",
+}
+PREPARE = """
+hostname hostNUMBER
+ip link set eth0 up
+ip addr add 10.77.0.NUMBER/24 dev eth0
+mkdir -p /run/mnt /run/brick /run/rpcbind /run/rpc_pipefs /var/lib/nfs
+"""
+SERVE = f"""
+mount -t ext4 /dev/vda /run/brick
+mkdir -p {BRICK} /run/brick/nfs
+mount --bind /run/brick/nfs /var/lib/nfs
+mkdir -p /var/lib/nfs/sm /var/lib/nfs/sm.bak /var/lib/nfs/nfsdcld
+touch /var/lib/nfs/etab /var/lib/nfs/rmtab
+mount -t rpc_pipefs none /run/rpc_pipefs
+mount -t nfsd none /proc/fs/nfsd
+echo {GRACE_S} >/proc/fs/nfsd/nfsv4leasetime
+echo {GRACE_S} >/proc/fs/nfsd/nfsv4gracetime
+echo {GRACE_S} >/proc/sys/fs/nfs/nlm_grace_period
+rpcbind
+rpc.statd
+nfsdcld -p /run/rpc_pipefs/nfsd
+exportfs -r
+rpc.mountd
+rpc.nfsd 8
+"""
+JOIN = f"""
+mkdir -p /var/lib/nfs/sm /var/lib/nfs/sm.bak
+rpcbind
+rpc.statd
+mount.nfs 10.77.0.{SERVER}:{BRICK} {MOUNT} -o vers=%s
+"""
+LOCAL = "local"
+MOUNTS = {LOCAL: f"mount -t ext4 /dev/vda {MOUNT}", "4.2": JOIN % "4.2", "3": JOIN % "3"}
+
+
+# The laboratory: a server and two clients
+
+
+def build(work: str) -> bytes:
+    """Return the image. The programs of the server are from Debian's package, unpacked only."""
+    run("sh", "-c", f"cd {work} && apt-get download -q {UNPACKED}", timeout_s=120)
+    run("dpkg", "-x", *glob.glob(f"{work}/{UNPACKED}_*.deb"), f"{work}/server")
+    here = os.path.dirname(os.path.abspath(__file__))
+    sources = {f"{here}/{name}": f"{HOME}/.ci" for name in ("hosts.py", "machines.py", "nfs.py")}
+    programs = [shutil.which(tool) or "" for tool in CLIENT_TOOLS]
+    programs += [f"{work}/server/usr/sbin/{name}" for name in SERVER_TOOLS]
+    return build_image(work, {f"{here}/../femtoqueue.py": HOME, **sources}, programs, TEXTS)
+
+
+class Lab:
+    """A server with a disk and its clients; or, for LOCAL, one machine with a disk. It stands in
+    for hosts.Cluster."""
+
+    def __init__(self, version: str) -> None:
+        self.version, self.behind_s = version, 0.0
+        self.network = Network((SERVER, *CLIENTS))
+        with tempfile.TemporaryDirectory(prefix="femtoqueue-nfs-") as work:
+            image = memory_file("image", build(work))
+        disk = memory_file("disk")
+        os.truncate(disk, DISK_BYTES)
+        run("mkfs.ext4", "-q", "-F", f"/proc/{os.getpid()}/fd/{disk}")
+        with_disk = 1 if version == LOCAL else SERVER
+        numbers = (1,) if version == LOCAL else (SERVER, *CLIENTS)
+        self.machines = {
+            n: Machine(n, self.network, image, disk if n == with_disk else -1) for n in numbers
+        }
+        self.server = self.machines[with_disk]
+        self.hosts = {n: self.machines[n] for n in numbers if n != SERVER}
+        self.fds = (image, disk)
+        self.network.start()
+
+    def join(self, numbers: Iterable[int]) -> None:
+        """Boot machines; the server offers its disk, and a client mounts it."""
+        machines = [self.machines[number] for number in numbers]
+        for machine in machines:
+            machine.boot()
+        for machine in machines:
+            machine.join(self.behind_s)
+            script = SERVE if machine.number == SERVER else MOUNTS[self.version]
+            machine.run("sh", "-exc", (PREPARE + script).replace("NUMBER", str(machine.number)))
+
+    def serve(self) -> None:
+        """Bring the server back."""
+        self.join([SERVER])
+
+    def restart(self) -> None:
+        """Begin anew, on the same disk: whatever ran is gone."""
+        self.power_off()
+        self.network.cut.clear()
+        self.network.holds = open_to_all
+        self.join(self.machines)
+
+    def power_off(self) -> None:
+        for machine in self.machines.values():
+            if machine.is_on:
+                machine.power_off()
+
+    def close(self) -> None:
+        self.power_off()
+        for fd in self.fds:
+            os.close(fd)
+
+    def hear(self, heard: Callable[[str], None]) -> None:
+        """Say who gets what the processes on all machines note."""
+        for machine in self.machines.values():
+            machine.heard = heard
+
+    def lost_bricks(self) -> int:
+        return 0
+
+    wait_until = hosts.Cluster.wait_until
+
+
+# One answer that is lost
+
+
+class Trap:
+    """Lets one call of a client through to the server, and nothing from the server after that."""
+
+    def __init__(self, call: str) -> None:
+        self.pattern = re.compile(call)
+        self.xid = b""
+        self.caught = threading.Event()
+
+    def holds(self, source: int, frame: bytes) -> bool:
+        """Whether a frame must not be passed on."""
+        if source == SERVER:
+            answer = tcp_payload(frame)
+            if self.xid and answer[4:12] == self.xid + b"\0\0\0\1":
+                if any(answer[28:32]):  # it asks for patience
+                    self.xid = b""
+                else:
+                    self.caught.set()
+            return bool(self.xid)
+        if not self.xid and self.pattern.fullmatch(nfs_call(payload := tcp_payload(frame))):
+            self.xid = payload[4:8]
+        return False
+
+
+def open_to_all(source: int, frame: bytes) -> bool:
+    return False
+
+
+def tcp_payload(frame: bytes) -> bytes:
+    """Return what a TCP segment over IPv4 carries, b"" if the frame is none."""
+    if frame[12:14] != b"\x08\0" or frame[23] != 6:
+        return b""
+    packet = frame[14 : 14 + int.from_bytes(frame[16:18], "big")]
+    segment = packet[4 * (packet[0] & 15) :]
+    return segment[4 * (segment[12] >> 4) :]
+
+
+class Parts:
+    """Reads what XDR (RFC 4506) has put into a message."""
+
+    def __init__(self, message: bytes, at: int) -> None:
+        self.message, self.at = message, at
+
+    def number(self) -> int:
+        self.at += 4
+        return int.from_bytes(self.message[self.at - 4 : self.at], "big")
+
+    def opaque(self) -> str:
+        length = self.number()
+        found = self.message[self.at : self.at + length]
+        self.at += length + -length % 4
+        return found.decode("latin-1")
+
+
+def nfs_call(payload: bytes) -> str:
+    """Return "rename <old> <new>" or "remove <name>" if a segment begins with that call, else "".
+
+    A call is: length, xid, 0, 2, program 100003, version, procedure, credentials and verifier
+    (RFC 5531). Version 3 names handle and name, twice for a rename (RFC 1813); version 4 has a
+    sequence of operations, each with its arguments (RFC 8881).
+    """
+    if payload[8:20] != struct.pack(">III", 0, 2, 100003):
+        return ""
+    version, procedure = struct.unpack(">II", payload[20:28])
+    parts = Parts(payload, 32)
+    parts.opaque()
+    parts.number()
+    parts.opaque()
+    if version == 3:
+        names = {12: ("remove", 1), 14: ("rename", 2)}.get(procedure, ("", 0))
+        return " ".join([names[0], *[(parts.opaque(), parts.opaque())[1] for _ in range(names[1])]])
+    parts.opaque()
+    parts.at += 8  # the minor version, and the number of operations
+    while parts.at < len(payload):
+        operation = parts.number()
+        if operation == 53:  # SEQUENCE: a session, four numbers
+            parts.at += 32
+        elif operation == 22:  # PUTFH
+            parts.opaque()
+        elif operation != 32:  # SAVEFH
+            break
+    if operation not in (28, 29):
+        return ""
+    return (
+        f"remove {parts.opaque()}"
+        if operation == 28
+        else f"rename {parts.opaque()} {parts.opaque()}"
+    )
+
+
+# In a machine
+
+
+class Guest(machines.Guest):
+    """The first process of a machine, which starts actors and sessions."""
+
+    def __init__(self) -> None:
+        super().__init__({**vars(femtoqueue), "break_queue": break_queue})
+
+    def act(self, number: int, settings: dict[str, Any]) -> None:
+        actor = GuestActor(**{**settings, "offset_s": self.offset_s})
+        actor.fd = self.notes
+        self.fork(number, actor.start)
+
+    def over(self, number: int, is_over: bool) -> None:
+        if is_over:
+            os.close(os.open("/run/over", os.O_CREAT))
+        elif os.path.exists("/run/over"):
+            os.unlink("/run/over")
+        self.answer(number, None)
+
+
+class GuestActor(hosts.Actor):
+    """An actor in a machine: it notes what it does through the machine's port."""
+
+    def open_log(self) -> int:
+        return self.fd
+
+    def is_over(self) -> bool:
+        return os.path.exists("/run/over")
+
+    def break_queue(self) -> None:
+        break_queue(self.broken)
+
+
+def break_queue(how: str) -> None:
+    """Make the mistakes that the proof must see."""
+    close, acquire = femtoqueue._KeyStates.close, femtoqueue._FileLock.acquire_exclusive
+
+    def link_and_unlink(self: Any, source: str, attempts: int, ident: str, length_ns: int) -> str:
+        deadline_ns = self._clock.now_ns() + length_ns
+        name = femtoqueue._lease_name(deadline_ns, attempts, self._clock.boot, ident)
+        lease, root = f"{self.directory}/{name}", self._files.root
+        try:
+            os.link(root + source, root + lease)
+        except FileNotFoundError:
+            return ""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(root + source)
+        return lease
+
+    def removed_lock(self: Any) -> None:
+        close(self)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{self._files.root}locks/{self.tag[-2:]}")
+
+    def cached_path(self: Any, wait: bool = True) -> None:
+        """Right on one host: who waited for the lock of a removed file takes that of the new."""
+        acquire(self, wait)
+        while not self.is_at_path():
+            fd = os.open(self.path, femtoqueue._LOCK_FLAGS, 0o666)
+            os.dup2(fd, self.fd, inheritable=False)
+            os.close(fd)
+            acquire(self, wait)
+
+    def no_matter(
+        self: Any, aside: str, data: bytes, path: str, *, key: str = "", **_: Any
+    ) -> None:
+        source, target = f"{self.root}creating/{aside}", self.root + path
+        femtoqueue._write_new(source, femtoqueue._header(data, key), data)
+        try:
+            os.rename(source, target)
+        except FileNotFoundError:
+            femtoqueue._unlink_if_exists(target)
+
+    if how == "link_and_unlink":
+        femtoqueue._LeaseDir.claim = link_and_unlink  # type: ignore[method-assign]
+    elif how == "cached_path":
+        femtoqueue._KeyStates.close = removed_lock  # type: ignore[method-assign]
+        femtoqueue._FileLock.acquire_exclusive = cached_path  # type: ignore[method-assign]
+    elif how == "no_matter":
+        femtoqueue._Files.publish = no_matter  # type: ignore[assignment]
+
+
+BROKEN = {"link_and_unlink": "calm", "cached_path": "keys", "no_matter": "replay"}
+
+
+# Scripts: one call a line, on client a or b, and what it must return or raise. `a&` does not wait,
+# `a=` waits for that call. `cut` is about the next call: what the server answers to the request
+# that it names is lost, with the server's memory.
+
+BASIC = r"""
+# order
+a  [q.push(b"%d" % n) for n in range(4)] and None
+b  ts = [q.pop() for n in range(4)]
+b  [t.data for t in ts]  => [b"0", b"1", b"2", b"3"]
+a  q.pop()  => None
+# done, failed, released, retried
+b  q.done(ts[0]), q.fail(ts[1], "why"), q.release(ts[2]), q.done(ts[3])
+a  [(t.data, t.error) for t in q.tasks("failed")]  => [(b"1", "why")]
+a  (t := q.pop(9)) and (t.data, t.attempts)  => (b"2", 2)
+a  q.done(t)
+a  q.retry_failed()  => 1
+b  (t := q.pop(9)) and (t.data, t.attempts)  => (b"1", 1)
+# a checkpoint
+b  q.checkpoint(t, b"half")
+b  q.release(t)
+a  (t := q.pop(9)) and (t.data, t.attempts, t.checkpoint)  => (b"1", 2, b"half")
+a  q.done(t)
+# a time
+a  q.schedule(b"later", (time.time() + 3) * 1e6) and None
+b  q.pop()  => None
+b  (t := q.pop(60)) and t.data  => b"later"
+b  q.done(t)
+# the fence
+a  q.push(b"fence") and None
+a  (t := q.pop(9, lease_ms=2000)) and t.data  => b"fence"
+b  (t := q.pop(60)) and (t.data, t.attempts)  => (b"fence", 2)
+a  q.extend(t)  => LeaseLost
+a  q.done(t)  => LeaseLost
+b  q.done(t)
+# processing() renews the lease
+a  q.push(b"long") and None
+a  (t := q.pop(9)) and t.data  => b"long"
+a& exec("with q.processing(t): time.sleep(9)")
+b  q.pop(7)  => None
+a=
+b  sorted(t.data for t in q.tasks("done"))  => [b"0", b"1", b"2", b"3", b"fence", b"later", b"long"]
+# a key that was asked for before it had a task
+b  q.contains("k"), q.peek(key="k"), q.take("k")  => (False, None, None)
+a  q.push(b"1", key="k") == q.push(b"2", key="k")  => True
+b  q.contains("k"), q.peek(key="k").data  => (True, b"2")
+b  (t := q.take("k")) and t.data  => b"2"
+a  q.push(b"3", key="k") and None
+a  q.pop()  => None
+b  q.done(t)
+a  (t := q.pop(9)) and t.data  => b"3"
+a  q.done(t)
+b  q.contains("k"), q.peek(key="k"), q.take("k")  => (False, None, None)
+# tickets
+a  mine, member = (line := TicketQueue("/run/mnt/line")).register()
+b  mine, member = (line := TicketQueue("/run/mnt/line")).register()
+a  line.is_head(mine)  => True
+b  line.is_head(mine)  => False
+a  line.remove(member)  => True
+b  line.is_head(mine), line.remove(member)  => (True, True)
+# waiting
+b& (t := q.pop(60)) and t.data
+a  q.push(b"soon") and None
+b=  => b"soon"
+b  q.done(t)
+# a pause
+b  q.paused  => False
+a  q.pause()
+a  q.push(b"paused") and None
+b  q.paused, q.pop(2)  => (True, None)
+b& (t := q.pop(60)) and t.data
+a  q.resume()
+b=  => b"paused"
+b  q.done(t)
+"""
+
+REPLAYS = {
+    "push": r"""
+cut rename (\S+) \1
+a  q.push(b"x") and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b"x"]
+""",
+    "claim": r"""
+a  q.push(b"x") and None
+cut rename (\S+) \d+~1~\w+~\1
+a  (t := q.pop()) and t.data  => b"x"
+a  q.done(t)
+b  [t.data for t in q.tasks("done")]  => [b"x"]
+""",
+    "done": r"""
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+cut rename \d+~1~\w+~(\S+) \1
+a  q.done(t)
+b  [t.data for t in q.tasks("done")]  => [b"x"]
+""",
+    "replace": r"""
+a  q.push(b"1", key="k") and None
+cut rename (\S+) \d+~0~\w+~\1
+a  q.push(b"2", key="k") and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
+""",
+    "replacing record": r"""
+a  q.push(b"1", key="k") and None
+cut rename (0\d{19}-\w+) \d+~0~\w+~(?!\1)\S+
+a  q.push(b"2", key="k") and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
+""",
+    "replaced and back": r"""
+a  q.push(b"1", key="k") and None
+cut rename \d+~0~\w+~(\S+) \1
+a  q.push(b"2", key="k") and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
+""",
+    "removal": r"""
+a  q = FemtoQueue(q.data_dir, None, 600_000, keep_done=False)
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+cut remove \d+~1~\S+
+a  q.done(t)
+b  [t.data for state in STATES for t in q.tasks(state)]  => []
+""",
+    "fail": r"""
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+cut rename \d+~1~\w+~(\S+) \1
+a  q.fail(t, "why")
+b  [(t.data, t.error) for t in q.tasks("failed")]  => [(b"x", "why")]
+""",
+    "reason": r"""
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+cut rename \S+ \S+\.error
+a  q.fail(t, "why")
+b  [(t.data, t.error) for t in q.tasks("failed")]  => [(b"x", "why")]
+""",
+    "release": r"""
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+cut rename \d+~1~\S+ \d+~1~\S+
+a  q.release(t)
+b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b"x", 2)]
+""",
+    "extend": r"""
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+cut rename \d+~1~\S+ \d+~1~\S+
+a  q.extend(t)
+a  q.done(t)
+b  [t.data for t in q.tasks("done")]  => [b"x"]
+""",
+    "retry": r"""
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+a  q.fail(t, "why")
+cut rename (\S+) \d+~0~\1
+a  q.retry(t.id)
+b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b"x", 1)]
+""",
+    "schedule": r"""
+cut rename (\S+) \d+~0~\1
+a  q.schedule(b"x", 1) and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b"x"]
+""",
+    "checkpoint": r"""
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b"x"
+cut rename (?!\d+~)\S+ \S+
+a  q.checkpoint(t, b"half")
+a  q.release(t)
+b  [q.done(t) or (t.data, t.checkpoint) for t in q.drain()]  => [(b"x", b"half")]
+""",
+    "first of a key": r"""
+cut rename (\S+) \1
+a  q.push(b"x", key="k") and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b"x"]
+""",
+    "behind a key": r"""
+a  q.push(b"1", key="k") and None
+a  (t := q.pop()) and t.data  => b"1"
+cut rename (\S+) \1
+a  q.push(b"2", key="k") and None
+a  q.done(t)
+b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
+""",
+    "done with a key": r"""
+a  q.push(b"1", key="k") and None
+a  (t := q.pop()) and t.data  => b"1"
+a  q.push(b"2", key="k") and None
+cut rename \d+~1~\w+~(\S+) \1
+a  q.done(t)
+b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
+""",
+    "due": r"""
+a  q.schedule(b"x", 1) and None
+cut rename \d+~0~(\S+) \d+~0~\1
+a  (t := q.pop()) and t.data  => b"x"
+a  q.done(t)
+""",
+}
+
+
+class Script:
+    """Plays a script on two clients, each with a session and a queue object of its own."""
+
+    def __init__(self, lab: Lab, name: str, settings: str, broken: str = "") -> None:
+        self.lab, self.name = lab, name
+        open_queue = f"q = FemtoQueue('{MOUNT}/{name}', {settings})"
+        code = (f"break_queue({broken!r})", open_queue)
+        self.sessions = {who: Session(lab.hosts[n], *code) for n, who in enumerate("ab", 1)}
+        self.waiting: dict[str, Call] = {}
+        self.pattern = ""
+
+    def play(self, script: str) -> None:
+        """Raises Violation with all that went wrong."""
+        wrong, title = [], self.name
+        try:
+            for line in script.strip().splitlines():
+                if line.startswith("# "):
+                    title = line[2:]
+                elif line.startswith("cut "):
+                    self.pattern = line[4:]
+                elif text := self.step(line):
+                    wrong.append(f"{title}: {text}")
+        finally:
+            for session in self.sessions.values():
+                session.process.kill()
+        if wrong:
+            raise Violation("; ".join(wrong))
+
+    def step(self, line: str) -> str:
+        """Make a call; return what is wrong with it, "" if nothing is."""
+        who, mode, code, wanted = re.fullmatch(  # type: ignore[union-attr]
+            r"(\w)([ &=])\s*(.*?)(?:  => (.*))?", line
+        ).groups()
+        if mode != "=":
+            self.waiting[who] = self.start(self.sessions[who], code)
+        if mode == "&":
+            return ""
+        try:
+            found = Session.result(self.waiting.pop(who))
+        except (Failed, subprocess.TimeoutExpired) as error:
+            found = error
+            if getattr(error, "kind", "") == wanted:
+                return ""
+        if isinstance(found, Exception) or (wanted and found != value_of(wanted)):
+            return f"{line}\n    but: {found}"
+        return ""
+
+    def start(self, session: Session, code: str) -> Call:
+        if not self.pattern:
+            return session.start(code)
+        trap, self.pattern = Trap(self.pattern), ""
+        self.lab.network.holds = trap.holds
+        call = session.start(code)
+        if not trap.caught.wait(CALL_S):
+            self.lab.network.holds = open_to_all
+            raise Violation(f"{self.name}: no request was {trap.pattern.pattern}")
+        self.lab.server.power_off()
+        self.lab.network.holds = open_to_all
+        self.lab.serve()
+        return call
+
+
+def basic(lab: Lab) -> None:
+    """What one client does, the other one sees."""
+    Script(lab, "basic", "timeout_stale_ms=4000").play(BASIC)
+
+
+def replay(lab: Lab, names: Iterable[str], broken: str = "") -> None:
+    """Calls whose only answer is lost with the server's power."""
+    wrong = []
+    for name in names:
+        began_s = time.monotonic()
+        script = Script(
+            lab, f"{name.replace(' ', '-')}{broken}", "timeout_stale_ms=600_000", broken
+        )
+        try:
+            script.play(REPLAYS[name])
+            outcome = "holds"
+        except Violation as error:
+            wrong.append(str(error))
+            outcome = f"VIOLATED: {error}"
+        say(f"replay of {name}: {time.monotonic() - began_s:.0f} s: {outcome}")
+    if wrong:
+        raise Violation(f"{len(wrong)} of the replays: {'; '.join(wrong)}")
+
+
+# Keys and storms: as on GlusterFS, see hosts.py
+
+
+class Stage(hosts.Stage):
+    """Actors in the machines of a laboratory."""
+
+    cluster: Any  # a Lab
+
+    def __init__(self, lab: Lab, seed: int, broken: str, phase: str) -> None:
+        super().__init__(lab, "", seed, broken, phase)  # type: ignore[arg-type]
+        self.off: list[hosts.Actor] = []  # what ran on a host whose power was cut
+        self.dying: list[Call] = []
+        lab.hear(self.hear)
+
+    def new_log(self, work: str, name: str) -> str:
+        return f"/proc/self/fd/{memory_file(name)}"
+
+    def hear(self, line: str) -> None:
+        os.write(self.me.fd, line.encode())
+
+    def host(self, number: int) -> Machine:
+        machine: Machine = self.cluster.machines[number]
+        return machine
+
+    def launch(self, host: Any, actor: hosts.Actor) -> None:
+        settings = json.loads(actor.settings())
+        self.running[actor.name] = host, actor, host.ask("act", settings=settings)
+
+    def call_over(self, is_over: bool = True) -> None:
+        for machine in self.cluster.machines.values():
+            if machine.is_on:
+                machine.ask("over", is_over=is_over).answer()
+
+    def end(self, process: Call) -> None:
+        """Kill a process. It may not end before it reaches the server."""
+        process.kill()
+        self.dying.append(process)
+
+    def finish(self, timeout_s: float) -> list[str]:
+        while self.dying:
+            self.dying.pop().communicate(timeout_s)
+        return super().finish(timeout_s)
+
+    def cut_power(self, number: int) -> None:
+        """End a client, and all that runs there."""
+        for name, (host, actor, _) in list(self.running.items()):
+            if host.number == number:
+                self.me.note("killed", name)
+                self.off.append(actor)
+                del self.running[name]
+        self.dying = [call for call in self.dying if call.machine.number != number]
+        self.host(number).power_off()
+
+    def restore(self, number: int) -> None:
+        """Bring a client back, and start there what ran."""
+        self.cluster.join([number])
+        while self.off:
+            actor = self.off.pop()
+            self.start(number, actor.kind, node_id=actor.node_id)
+
+    def heal(self) -> None:
+        """Wait until each client reaches the server."""
+        began_s = time.monotonic()
+        for number in self.cluster.hosts:
+            self.host(number).run("touch", f"{MOUNT}/healed{number}")
+        self.me.note("healed")
+        say(f"all is well after {time.monotonic() - began_s:.0f} s")
+
+    def files(self, host: int, root: str) -> set[str]:
+        output, _ = self.host(host).ask("files", root=root).communicate()
+        return set(output.splitlines())
+
+
+def keys(lab: Lab, seed: int, broken: str = "") -> None:
+    for count in (1,) if broken else (1, 10):
+        hosts.keyed(Stage(lab, seed, broken, f"-keys{count}"), count, SERVER, KEYS_S)
+
+
+def storms(lab: Lab, seed: int, names: Iterable[str], broken: str = "") -> None:
+    stage = Stage(lab, seed, broken, "-storm")
+    for name in names:
+        plan = EPISODES[name](stage)
+        stage.storm(plan, plan[-1][0] + 6)
+        stage.finish(CALL_S)
+        stage.heal()
+    stage.drain()
+    check_storm(stage)
+
+
+def server_cut(stage: Stage) -> list[tuple[float, Callable[[], None]]]:
+    lab = stage.cluster
+    return [
+        (4, lambda: stage.fault("the server's power is cut", lab.server.power_off)),
+        (5, lambda: stage.cure("it comes back", lab.serve)),
+    ]
+
+
+def client_cut(stage: Stage) -> list[tuple[float, Callable[[], None]]]:
+    number = stage.chance.choice(CLIENTS)
+    return [
+        (4, lambda: stage.fault(f"host {number}'s power is cut", lambda: stage.cut_power(number))),
+        (5, lambda: stage.cure("it comes back", lambda: stage.restore(number))),
+    ]
+
+
+def net_cut(stage: Stage) -> list[tuple[float, Callable[[], None]]]:
+    number, cut = stage.chance.choice(CLIENTS), stage.cluster.network.cut
+    return [
+        (2, lambda: stage.start(number, "hold")),
+        (2, lambda: stage.wait_for("got")),
+        (2, lambda: stage.fault(f"host {number} is cut off", lambda: cut.add(number))),
+        (2 * GRACE_S + 5, lambda: stage.cure("it comes back", cut.clear)),
+    ]
+
+
+EPISODES = {"server": server_cut, "client": client_cut, "net": net_cut, "server again": server_cut}
+
+
+def check_storm(stage: Stage) -> None:
+    events = hosts.Events(stage.log)
+    hosts.report(events)
+    hosts.check_hands(events)
+    say(f"{hosts.check_fence(events)} that had ended came back once more")
+    seen = {number: stage.files(number, stage.queue) for number in CLIENTS}
+    there = stage.files(SERVER, stage.queue.replace(MOUNT, BRICK))
+    for number, files in seen.items():
+        if files != there:
+            raise Violation(f"host {number} does not see what the server has: {files ^ there}")
+    hosts.check_places(events, there)
+    hosts.check_calm(events)
+    wrong = [*not_so(events, there)]
+    if wrong:
+        raise Violation(f"{len(wrong)} answers were not so; the first: {wrong[0]}")
+
+
+def not_so(events: hosts.Events, files: set[str]) -> Iterator[str]:
+    """Yield the errors that a hard mount must hide, at whatever time, and the calls that raised
+    though they did what they were to do."""
+    yield from hosts.raised(events)
+    for ident, deliveries in events.deliveries.items():
+        for name in {it.name for it in deliveries} & events.refused:
+            yield f"the push of {name} raised, and {ident} was delivered"
+        hows = {it.how for it in deliveries}
+        if files & {f"done/{ident}", f"failed/{ident}"} and not hows & {"done", "fail", ""}:
+            yield f"{ident} has ended, but those who had it were told {hows}"
+    for it in itertools.chain(*events.deliveries.values()):
+        if it.actor.startswith("hold") and it.how != "lost":
+            yield f"{it.actor} was cut off, and its done() was not refused: {it}"
+
+
+# Power
+
+
+def power(seed: int) -> None:
+    """Cut the power of a machine with a queue on its own disk, three times. Each time the date of
+    its next boot is an hour earlier than it should be, and its monotonic clock begins anew."""
+    with laboratory(LOCAL) as lab:
+        stage = Stage(lab, seed, "", "-power")
+        for boot in range(4):
+            stage.call_over(False)
+            for kind in ("produce", "consume") * 2:
+                stage.start(1, kind, sync=True)
+            stage.wait_for("ready")
+            time.sleep(4 + 4 * stage.chance.random())
+            if boot < 3:
+                stage.cut_power(1)
+                lab.behind_s += 3600
+                lab.join([1])
+        stage.call_over()
+        stage.finish(CALL_S)
+        stage.drain()
+        check_power(stage)
+
+
+def check_power(stage: Stage) -> None:
+    events = hosts.Events(stage.log)
+    hosts.report(events)
+    hosts.check_hands(events)
+    hosts.check_fence(events)
+    hosts.check_calm(events)
+    hosts.check_places(events, stage.files(1, stage.queue))
+    of = {ident: events.tried[name] for ident, name in events.pushed.items()}
+    for first, second in itertools.permutations(of, 2):
+        if of[first].ended_s < of[second].began_s and first > second:
+            raise Violation(f"{second} was pushed after {first} had been, and sorts before it")
+
+
+# Everything
+
+PHASES = ("basic", "calm", "keys", "storm", "replay", "power")
+SHORT = ("keys", "storm", "replay")  # and not all of the last two
+SHORT_STORM, SHORT_REPLAYS = ("client", "server", "net"), ("push", "claim", "done")
+
+
+def prove(lab: Lab, seed: int, phase: str, short: bool = False, broken: str = "") -> None:
+    """Run a phase. Raises Violation if a promise is broken."""
+    if phase == "basic":
+        basic(lab)
+    elif phase == "calm":
+        hosts.calm(Stage(lab, seed, broken, "-calm"), 50)
+    elif phase == "keys":
+        keys(lab, seed, broken)
+    elif phase == "storm":
+        storms(lab, seed, SHORT_STORM if short else EPISODES)
+    elif phase == "replay":
+        replay(lab, SHORT_REPLAYS[:1] if broken else SHORT_REPLAYS if short else REPLAYS, broken)
+
+
+def run_phases(version: str, seed: int, phases: Iterable[str], short: bool) -> list[str]:
+    """Run phases, and return what went wrong. Each has its own queue."""
+    wrong = []
+    with laboratory(version) as lab:
+        for phase in phases:
+            began_s = time.monotonic()
+            outcome = "holds"
+            try:
+                prove(lab, seed, phase, short)
+            except Violation as error:
+                wrong.append(f"{phase} on NFS {version}: {error}")
+                outcome = "VIOLATED"
+                lab.restart()
+            say(f"{phase} on NFS {version}: {outcome}, {time.monotonic() - began_s:.0f} s")
+    return wrong
+
+
+def self_check(version: str, seed: int) -> list[str]:
+    """Return which broken queues are not caught."""
+    wrong = []
+    with laboratory(version) as lab:
+        for broken, phase in BROKEN.items():
+            try:
+                prove(lab, seed, phase, broken=broken)
+                wrong.append(f"{broken} is not caught")
+            except Violation as error:
+                say(f"{broken} is caught: {error}")
+                lab.restart()
+    return wrong
+
+
+@contextlib.contextmanager
+def laboratory(version: str) -> Iterator[Lab]:
+    lab = Lab(version)
+    try:
+        began_s = time.monotonic()
+        lab.join(lab.machines)
+        say(f"{len(lab.machines)} machines are up after {time.monotonic() - began_s:.0f} s")
+        yield lab
+    finally:
+        lab.close()
+
+
+def missing() -> list[str]:
+    """Return what this machine lacks."""
+    lacking = [tool for tool in TOOLS if not shutil.which(tool)]
+    return lacking if find_kernel() else [*lacking, KERNELS]
+
+
+def check_machine() -> None:
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        raise Unable("it needs Linux on x86_64")
+    if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
+        os.environ["DEBIAN_FRONTEND"] = "noninteractive"
+        run("apt-get", "update", timeout_s=300)
+        run("apt-get", "install", "-y", "--no-install-recommends", *PACKAGES.split(), timeout_s=900)
+    if missing():
+        raise Unable(f"it needs {', '.join(missing())}")
+
+
+def run_all(args: argparse.Namespace, seed: int) -> list[str]:
+    """Run what was asked for, and return what went wrong."""
+    check_machine()
+    if args.self_check:
+        return self_check(args.nfs or "4.2", seed)
+    phases = (args.only,) if args.only else PHASES if args.full else SHORT
+    on_nfs, wrong = [phase for phase in phases if phase != "power"], []
+    for version in ("4.2", "3") if args.full else ("4.2",):
+        if on_nfs:
+            short = not (args.only or args.full)
+            wrong += run_phases(args.nfs or version, seed, on_nfs, short)
+    if "power" in phases:
+        try:
+            power(seed)
+            say("power: holds")
+        except Violation as error:
+            wrong.append(f"power: {error}")
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Two machines share a queue on NFS.")
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--nfs", choices=("4.2", "3"), help="the version; default: 4.2")
+    parser.add_argument("--only", choices=PHASES, help="run only this phase, all of it")
+    parser.add_argument("--full", action="store_true", help="run all phases, on both versions")
+    parser.add_argument(
+        "--self-check", action="store_true", help="show that broken queues are caught"
+    )
+    parser.add_argument("--guest", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.guest:
+        Guest().serve()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("nfs: NOT PROVED: terminated"))
+    seed = random.randrange(10**6) if args.seed is None else args.seed
+    say(f"seed {seed}")
+    try:
+        wrong = run_all(args, seed)
+    except (Unable, subprocess.TimeoutExpired) as error:
+        raise SystemExit(f"nfs: NOT PROVED: {error}") from None
+    for text in wrong:
+        say(f"FAILED, seed {seed}: {text}")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()
