@@ -280,6 +280,8 @@ def one_cut(store: str, kind: str, seed: int, sync: bool) -> int:
     run(*MKFS[kind], image)
     with mounted(image, target, OPTIONS[kind]):
         FemtoQueue(os.path.join(target, "jobs"), "maker", sync_after_write=True).close()
+        with open(log_path, "x", encoding="ascii"):
+            pass  # on a busy machine the child may not have come so far when we read it
         child = os.fork()
         if child == 0:
             try:
