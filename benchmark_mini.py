@@ -683,7 +683,7 @@ def parse_args() -> argparse.Namespace:
         description="Time femtoqueue against the same work as bare os calls."
     )
     parser.add_argument("--dir", help="a directory on the file system to measure (default: here)")
-    parser.add_argument("--runs", type=int, default=5, help="runs of each figure (default: 5)")
+    parser.add_argument("--runs", type=int, default=3, help="runs of each figure (default: 3)")
     parser.add_argument(
         "--large", action="store_true", help="also with 1,000,000 tasks: minutes, and 5 GB"
     )
