@@ -75,8 +75,9 @@ of a host, restarts, reboots and steps of the wall clock. What is torn or corrup
 delivered; it ends in failed/ with the reason. With sync_after_write=True what returned also
 survives power loss; without, a task not yet on disk may be missing after one.
 
-Not guaranteed: exactly once. A task runs twice when its worker died, or was later than its
-deadline, or (without sync) when power was lost after done(): make handlers idempotent.
+Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without
+sync) when power was lost after done(): make handlers idempotent. A process stopped (SIGSTOP) at
+work on a key holds up that key and one in 256 others.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
 have wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a
@@ -246,6 +247,11 @@ def _fs_type(directory: str) -> int:
     status = (ctypes.c_long * 32)()
     failed = libc.statfs(os.fsencode(directory), status)
     return 0 if failed else status[0] & 0xFFFFFFFF
+
+
+def _is_shared(directory: str) -> bool:
+    """Whether other hosts may write to its file system. Where statfs(2) is missing: no."""
+    return _fs_type(directory) not in (0, *_LOCAL_TYPES)
 
 
 def _find_syncfs(directory: str) -> Callable[[int], None] | None:
@@ -514,10 +520,6 @@ def _state_of(path: str) -> str:
     return "inflight" if directory.startswith("inflight-") else directory
 
 
-def _directory_of(path: str) -> str:
-    return path.partition("/")[0]
-
-
 def _node_of(path: str) -> str:
     """Return the node_id in the path of a lease or of its directory."""
     return path.partition("/")[0][len("inflight-") :]
@@ -647,7 +649,7 @@ def _encode_key(key: object) -> str:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
     if _KEY_CHARACTERS.issuperset(key):
-        return key
+        return raw.decode()  # not the key itself: that may be an Enum, whose text is another
     return "".join(chr(byte) if chr(byte) in _KEY_CHARACTERS else f"%{byte:02X}" for byte in raw)
 
 
@@ -722,13 +724,14 @@ class _CommandFailed(Exception):
 
 class _Lease:
     """One delivery. `path` (inflight-<node>/<exact name>) is its fencing token; a renewal writes
-    the new one here. `length_ns`: how long a renewal makes it last. `is_renewed`: whether a
-    thread renews it. `outcome`: how it ended, a field of WorkCounts; "" while it runs."""
+    the new one here. `length_ns`: how long a renewal makes it last. `closes`: how often its queue
+    had been closed when it began. `is_renewed`: whether a thread renews it. `outcome`: how it
+    ended, a field of WorkCounts; "" while it runs."""
 
-    __slots__ = ("is_renewed", "length_ns", "outcome", "path")
+    __slots__ = ("closes", "is_renewed", "length_ns", "outcome", "path")
 
-    def __init__(self, path: str, length_ns: int) -> None:
-        self.path, self.length_ns = path, length_ns
+    def __init__(self, path: str, length_ns: int, closes: int) -> None:
+        self.path, self.length_ns, self.closes = path, length_ns, closes
         self.is_renewed, self.outcome = False, ""
 
 
@@ -1031,9 +1034,9 @@ def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
             return _read_other(fd, head, ident)
         finally:
             os.close(fd)
-    except FileNotFoundError:
-        raise
     except OSError:
+        # GlusterFS opens for a second what the name led to before another host renamed a file
+        # over it, and finds nothing. This asks for it anew: who tries again gets the new one.
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CorruptTask(ident, "not a regular file") from None
         raise
@@ -1050,7 +1053,8 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     length, start = int(header[2]), header.end()
     if status.st_size - start != length:  # before a header that lies makes us allocate
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
-    payload = head[start:] if len(head) < _READ_BYTES else _read_rest(fd, start, length)
+    is_whole = len(head) == status.st_size  # one read() may give less
+    payload = head[start:] if is_whole else _read_rest(fd, start, length)
     name = header[3] or b""
     if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
@@ -1183,6 +1187,16 @@ class _FileLock:
                 self.close()
 
 
+def _open_if_there(path: str, flags: int = _LOCK_FLAGS) -> _FileLock | None:
+    """Open a file or directory to lock it; None if it, or the directory that it is in, is gone."""
+    try:
+        return _FileLock(path, flags)
+    except OSError as error:
+        if error.errno not in _MISSING_ERRNOS:
+            raise
+        return None
+
+
 def _open_locked(path: str) -> _FileLock:
     """Open a file, made if it is missing, and wait for the exclusive lock on it."""
     while True:
@@ -1202,12 +1216,8 @@ def _open_lease_lock(path: str) -> _FileLock | None:
     if fcntl is None:
         return None
     try:
-        return _FileLock(path, _DIR_FLAGS)
+        return _open_if_there(path, _DIR_FLAGS)
     except NotADirectoryError:
-        return None
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
         return None
 
 
@@ -1253,13 +1263,24 @@ _RENAMES_OPEN_FILES = os.name == "posix"
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
-def _move(source: str, target: str, is_ours: bool = True) -> None:
+_Check = Callable[[], bool]
+
+
+def _always() -> bool:
+    return True
+
+
+def _never() -> bool:
+    return False
+
+
+def _move(source: str, target: str, is_ours: _Check = _never) -> None:
     """Rename a file over the target, on Windows too (os.replace). A finished task that a person
     ran again replaces its older file.
 
     RACE: a target directory that another process replaces just then (shrink_pending) gives ENOENT
-    as if the source were gone; both are there, so the rename is done again. is_ours: only we move
-    that file, so that it was our rename if the file is at its target; see _was_moved().
+    as if the source were gone; both are there, so the rename is done again. is_ours: whether what
+    is at the target then is what we moved; see _was_moved().
     """
     tries = 0
     while True:
@@ -1267,7 +1288,7 @@ def _move(source: str, target: str, is_ours: bool = True) -> None:
             os.replace(source, target)
             return
         except FileNotFoundError:
-            if is_ours and _was_moved(source, target):
+            if _was_moved(source, target) and is_ours():
                 return
             tries += 1
             both = os.path.lexists(source) and os.path.isdir(os.path.dirname(target))
@@ -1275,16 +1296,22 @@ def _move(source: str, target: str, is_ours: bool = True) -> None:
                 raise
 
 
+def _move_over(source: str, target: str, must_exist: bool = False) -> None:
+    """Rename a file that only we move over one that may be there; must_exist: that is there, or
+    FileNotFoundError is raised."""
+    number = os.stat(source).st_ino
+    if must_exist:
+        os.lstat(target)  # last: a person may just have moved it, and the rename would make two
+    _move(source, target, lambda: os.stat(target).st_ino == number)
+
+
 def _was_moved(source: str, target: str) -> bool:
     """Whether a rename that raised FileNotFoundError was carried out all the same.
 
     On NFS: the server rebooted before it answered, and was asked again, when the source was gone.
     """
-    return (
-        _fs_type(os.path.dirname(target)) not in (0, *_LOCAL_TYPES)
-        and _exists_afresh(target)
-        and not _exists_afresh(source)
-    )
+    is_shared = _is_shared(os.path.dirname(target))
+    return is_shared and _exists_afresh(target) and not _exists_afresh(source)
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
@@ -1388,10 +1415,9 @@ class _Files:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other hosts may write to the file system, so that what one host reads of a file
-        or a name may be old. Linux knows; elsewhere it is taken to be local."""
+        """Whether what this host reads of a file or a name may be old: another host changed it."""
         if self._is_shared is None:
-            self._is_shared = _fs_type(self.root) not in (0, *_LOCAL_TYPES)
+            self._is_shared = _is_shared(self.root)
         return self._is_shared
 
     # Looking
@@ -1449,7 +1475,9 @@ class _Files:
         try:
             with os.scandir(self.root + directory) as entries:
                 return any(_parse(directory, entry.name) for entry in entries)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
+                raise
             return False  # no keys yet; RACE: removed with its worker just now
 
     def has_work(self) -> bool:
@@ -1497,13 +1525,13 @@ class _Files:
             try:
                 _write_all(fd, header, payload)
                 if sync and _RENAMES_OPEN_FILES:
-                    _move(source, target)
+                    _move(source, target, _always)
                 if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not (sync and _RENAMES_OPEN_FILES):
-                _move(source, target)
+                _move(source, target, _always)
             if sync_dir:
                 _sync_dir(os.path.dirname(target))
         except BaseException:
@@ -1546,27 +1574,29 @@ class _Files:
         swapped = self.swap(aside, path)
         if swapped is not None:
             return swapped
-        if not self.exists(path):
+        try:
+            _move_over(self.root + aside, self.root + path, must_exist=True)
+        except FileNotFoundError:
             return False
-        _move(self.root + aside, self.root + path)
         return True
 
-    def move(self, source: str, target: str) -> str:
-        """Rename a task's file, over one that is there; target "": remove it. Return target."""
+    def move(self, source: str, target: str, is_ours: _Check = _never) -> str:
+        """Rename a task's file, over one that is there; target "": remove it. Return target.
+        is_ours: as in _move()."""
         if not target:
-            os.unlink(self.root + source)
+            try:
+                os.unlink(self.root + source)
+            except FileNotFoundError:
+                if not (self.is_shared and is_ours()):  # as in _was_moved()
+                    raise
             return target
-        _move(self.root + source, self.root + target, is_ours=False)
+        _move(self.root + source, self.root + target, is_ours)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
         # finished task, whose lease came back when GlusterFS healed a host that had been cut off,
         # would be delivered for ever. A first delivery, as most are, does not pay for that.
         if not _is_first_lease(source) and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
-
-    def was_moved(self, source: str, target: str) -> bool:
-        """Whether a rename that raised FileNotFoundError was carried out; see _was_moved()."""
-        return _was_moved(self.root + source, self.root + target)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there; ignore any OSError."""
@@ -1895,15 +1925,16 @@ class _LeaseDir:
     def _open(self) -> list[_Entry]:
         """Open and lock it, and make it if it is missing; see ensure_open()."""
         self._backlog.clear()  # nothing is claimed until it is open, also when we raise
+        tries = 0
         while True:
             self._make()
             if fcntl is None:
                 return []
-            try:
-                lock = _FileLock(self.path, _DIR_FLAGS)
-            except OSError as error:
-                if error.errno not in _MISSING_ERRNOS:
-                    raise
+            lock, tries = _open_if_there(self.path, _DIR_FLAGS), tries + 1
+            if lock is None:
+                if tries > _MAX_REPLACED:
+                    code = _MISSING_ERRNOS[-1]
+                    raise OSError(code, os.strerror(code), self.path)
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
@@ -2001,7 +2032,14 @@ class _LeaseDir:
 
     def _was_claimed(self, name: str) -> bool:
         """Whether a claim that raised FileNotFoundError was carried out; see _was_moved()."""
-        return self._files.is_shared and name in self._files.names(self.directory)
+        if not self._files.is_shared:
+            return False
+        try:
+            return name in os.listdir(self.path)
+        except OSError:
+            self.orphans.add(name)  # should it be there after all
+            self._backlog.clear()  # our directory is gone: the next listing makes it
+            return False
 
     def undo_claim(self, lease: str, source: str) -> None:
         """Undo a claim that was interrupted, or whose file is not at its path: a person took it
@@ -2136,6 +2174,7 @@ class _KeyStates:
                 states, saved = _parse_key_states(text + end, self.tag), text + end
         if self._saved is None:  # again: a handler may have come while we read
             self.states = states
+            # As it is there: what was invalid in it is written anew.
             self._saved = saved.decode("ascii", "replace") or self._text()
 
     def _open(self, create: bool) -> None:
@@ -2264,15 +2303,13 @@ class _KeyIndex:
 
     def _open_lock(self, name: str) -> _FileLock:
         """Open a file in locks/; make the directory for the first key."""
-        directory = f"{self._files.root}locks"
-        try:
-            return _FileLock(f"{directory}/{name}")
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
+        path = f"{self._files.root}locks/{name}"
+        lock = _open_if_there(path)
+        if lock is None:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(directory)  # FileNotFoundError if data_dir is gone
-            return _FileLock(f"{directory}/{name}")
+                os.mkdir(os.path.dirname(path))  # FileNotFoundError if data_dir is gone
+            lock = _FileLock(path)
+        return lock
 
     def lock_of(
         self, ident: str, wait: bool = True
@@ -2303,8 +2340,7 @@ class _KeyIndex:
         if state is None:
             return None
         path = self.locate(state.path, thorough) if state.path else None
-        if path is None and state.buffered:
-            path = self._promote_lost(state)
+        path = self._promote_lost(state) if path is None and state.buffered else path
         if path is None:
             del held.states[name]
             return None
@@ -2364,15 +2400,16 @@ class _KeyIndex:
     def _list_states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
         """Do as _list_states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
         states: dict[str, _KeyState] = {}
-        # In this order a pop(), which moves from pending/ to in flight, is not missed.
-        for entry in self._files.find("keys", "scheduled", "pending", "inflight"):
+        # Only a claim and its undoing move a task without the lock: neither is missed like this.
+        for entry in self._files.find("inflight", "keys", "scheduled", "pending", "inflight"):
             if _tag_of(entry.id) != tag or entry.path == but:
                 continue
             name = self._key_at(entry)
-            if name and entry.directory == "keys":
-                states[name] = _KeyState("", entry.name)
-            elif name:
-                states.setdefault(name, _KeyState("")).path = entry.path
+            state = states.setdefault(name, _KeyState("")) if name else _KeyState("")
+            if entry.directory == "keys":
+                state.buffered = entry.name
+            else:
+                state.path = entry.path
         return states
 
     def _key_at(self, entry: _Entry) -> str:
@@ -2412,7 +2449,7 @@ class _KeyIndex:
 
     # Moving
 
-    def move(self, source: str, target: str, wait: bool = True) -> str:
+    def move(self, source: str, target: str, wait: bool = True, is_ours: _Check = _never) -> str:
         """Move a task from one state to another; "": remove it. Return where it went.
 
         A keyed one moves under the lock of its key, and promotes the newer payload behind it.
@@ -2420,13 +2457,15 @@ class _KeyIndex:
         """
         ident = _id_of(source)
         if not _is_keyed(ident):
-            return self._files.move(source, target)
+            return self._files.move(source, target, is_ours)
         with self.lock(_tag_of(ident), wait) as held:
-            return self._move_keyed(held, source, ident, target)
+            return self._move_keyed(held.states, source, target, is_ours)
 
-    def _move_keyed(self, held: _KeyStates, source: str, ident: str, target: str) -> str:
+    def _move_keyed(
+        self, states: dict[str, _KeyState], source: str, target: str, is_ours: _Check
+    ) -> str:
         """Move a keyed task under the lock of its key; see move()."""
-        states = held.states
+        ident = _id_of(source)
         name = next((key for key, it in states.items() if _id_of(it.path) == ident), "")
         state = states[name] if name else _KeyState(source)
         ends, waits = _is_end(target), _state_of(source) == "pending"
@@ -2435,7 +2474,7 @@ class _KeyIndex:
         if comes_back and not waits and (buffered := self.buffered_name(state)):
             return self._return_with_buffered(state, buffered, source, target)
         try:
-            self._files.move(source, target)
+            self._files.move(source, target, is_ours)
             if not ends:
                 state.path = target
             elif buffered := self.buffered_name(state):
@@ -2451,7 +2490,7 @@ class _KeyIndex:
         """Move a newer payload, by its name in keys/, into the queue: the task before it has come
         to its end. Raises FileNotFoundError if a person removed it meanwhile."""
         path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
-        _move(f"{self._files.root}keys/{buffered}", self._files.root + path)
+        _move(f"{self._files.root}keys/{buffered}", self._files.root + path, _always)
         state.path, state.buffered = path, ""
         self._backlog.note_enqueued(path)
         self._files.commit(path)
@@ -2492,12 +2531,11 @@ class _KeyIndex:
         """
         root = self._files.root
         if _state_of(target) == "scheduled":
-            _move(root + source, root + target)
-            _move(root + record, root + target)
+            _move(root + source, root + target, _always)
+            _move_over(root + record, root + target)
         else:
-            os.lstat(root + source)  # a person may have moved it: the rename would make two
-            _move(root + record, root + source)
-            _move(root + source, root + target)
+            _move_over(root + record, root + source, must_exist=True)
+            _move(root + source, root + target, _always)
 
     def _return_with_buffered(
         self, state: _KeyState, buffered: str, source: str, target: str
@@ -2509,7 +2547,7 @@ class _KeyIndex:
         root = self._files.root
         if _state_of(source) == "inflight":
             fenced = _with_stamp(source, self._clock.now_ns())
-            _move(root + source, root + fenced)  # gone: the lease is lost
+            _move(root + source, root + fenced, _always)  # gone: the lease is lost
             source = fenced
         elif self._files.is_shared and state.path != source:
             raise FileNotFoundError(errno.ENOENT, "it is elsewhere by now", root + source)
@@ -2558,17 +2596,18 @@ class _KeyIndex:
         names = self._names(_parse_tag) + self._names(_FORMS["keys"])
         if not names:
             return []
-        busy = {_tag_of(entry.id) for entry in self._files.find("scheduled", "pending", "inflight")}
+        found = self._files.find("inflight", "scheduled", "pending", "inflight")
+        busy = {_tag_of(entry.id) for entry in found}  # as in _list_states_once()
         return [name for name in names if _tag_of(name) not in busy]
 
     def _names(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
         _refresh(self._files.root)
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # none yet
-            with os.scandir(f"{self._files.root}keys") as entries:
-                names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-            return sorted(filter(parse, names))
-        return []
+        names: list[str] = []
+        none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with none_yet, os.scandir(f"{self._files.root}keys") as entries:
+            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+        return sorted(filter(parse, names))
 
     def _index_unlisted(self, held: _KeyStates) -> None:
         """Promote newer payloads that no state knows: power loss, or a person, took the state."""
@@ -2667,7 +2706,7 @@ class _KeyPusher:
         """
         root, source = self._files.root, state.path
         try:
-            _move(root + source, root + target)
+            _move(root + source, root + target, _always)
         except FileNotFoundError:
             return False  # RACE: a pop() took it from pending/, or a person moved it
         try:
@@ -2691,7 +2730,7 @@ class _KeyPusher:
         root, source = self._files.root, state.path
         if target != source:
             try:
-                _move(root + source, root + target)
+                _move(root + source, root + target, _always)
             except FileNotFoundError:
                 return False  # RACE: a pop() took it, or a person moved it
             state.path = target
@@ -2730,8 +2769,8 @@ class _KeyPusher:
             aside_id = self._clock.new_id()
             with self._files.replacement(aside_id, _header(payload, name), payload) as aside:
                 if before != state.buffered:  # CRASH: after it, the old payload at the new time
-                    _move(f"{root}keys/{before}", root + path)
-                _move(root + aside, root + path)
+                    _move(f"{root}keys/{before}", root + path, _always)
+                _move_over(root + aside, root + path)
         except BaseException:
             state.buffered = before
             raise
@@ -2801,7 +2840,7 @@ class _Transitions:
             counted = min(attempts + 1, _MAX_ATTEMPTS)
             lease = self._lease_dir.claim(waiting, counted, ident, length_ns)
             if lease:
-                held = _Lease(lease, length_ns)
+                held = _Lease(lease, length_ns, self._lease_dir.closes)
                 return self._read_claimed(waiting, ident, counted, held, was_claimed)
         if attempts and _is_keyed(ident):
             # RACE: its payload was replaced after we listed it; its place is still this one.
@@ -2862,12 +2901,13 @@ class _Transitions:
 
     def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
         """Return how far the work on that payload had come: of a key, another may be here now."""
-        if self._files.is_shared:
-            _refresh(f"{self._files.root}checkpoints")
-        try:
-            saved, _ = _read_record(f"{self._files.root}checkpoints/{ident}", ident)
-        except FileNotFoundError:
+        path = f"{self._files.root}checkpoints/{ident}"
+        if not (_exists_afresh(path) if self._files.is_shared else _exists(path)):
             return None
+        try:
+            saved, _ = _read_record(path, ident)
+        except FileNotFoundError:
+            return None  # RACE: a person removed it
         except CorruptTask as error:  # power loss: the work begins anew
             _log().warning("checkpoints/%s: %s", ident, error.reason)
             return None
@@ -2892,7 +2932,7 @@ class _Transitions:
                 _make_dir(f"{root}checkpoints", 0o777, self._files.is_durable)
             with self._keys.lock_of(task.id), self._lock:
                 self.renew(task)  # it holds for far longer than the next line
-                _move(root + aside, f"{root}checkpoints/{task.id}")
+                _move_over(root + aside, f"{root}checkpoints/{task.id}")
         self._files.commit_dir("checkpoints")
         _set_checkpoint(task, payload)
 
@@ -2914,23 +2954,25 @@ class _Transitions:
             self._files.remove(f"checkpoints/{task.id}")
         return gone_to
 
-    def _end(
-        self, task: FemtoTask, lease: _Lease, target: str, move: Callable[[str, str], str]
-    ) -> str:
+    def _end(self, task: FemtoTask, lease: _Lease, target: str, move: Callable[..., str]) -> str:
         """Move a task out of its lease, with the lock of its key held if it has one."""
+        started_ns = self._clock.now_ns()
+
+        def is_ours() -> bool:
+            """Whether only a person can have brought the task to its target, if not we: the lease
+            was running, and neither this delivery nor the queue object had ended it."""
+            has_ended = lease.outcome or lease.closes != self._lease_dir.closes
+            return not has_ended and started_ns < _stamp_of(lease.path)
+
         with self._lock:
             try:
-                gone_to = move(lease.path, target)
+                gone_to = move(lease.path, target, is_ours=is_ours)
             except FileNotFoundError:
-                # Only while the lease runs it was certainly ours.
-                is_ours = target and self.left_ns(task) > 0
-                if not (is_ours and self._files.was_moved(lease.path, target)):
-                    directory = os.path.dirname(target)
-                    # A directory that is gone is disk trouble.
-                    os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
-                    raise self.lease_lost(task) from None
-                gone_to = target
-            lease.outcome = _OUTCOMES.get(_directory_of(target), "")
+                directory = os.path.dirname(target)
+                # A directory that is gone is disk trouble.
+                os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
+                raise self.lease_lost(task) from None
+            lease.outcome = _OUTCOMES.get(target.partition("/")[0], "")
         return gone_to
 
     def lease_lost(self, task: FemtoTask) -> LeaseLost:
@@ -3055,7 +3097,7 @@ class _Transitions:
             aside = f"{self._clock.new_id()}.error"
             with self._files.replacement(aside, text, b"") as path:
                 move()
-                _move(self._files.root + path, self._files.root + reason_path)
+                _move_over(self._files.root + path, self._files.root + reason_path)
         self._files.commit(f"failed/{ident}")
 
     def _dead_letter_exhausted(self, waiting: str, attempts: int) -> None:
@@ -3098,7 +3140,9 @@ class _Transitions:
             # By hand. It stays as it is, and so does its reason.
             self._keys.move(source, f"failed/{back}", wait)
             return
-        self._dead_letter(ident, reason, lambda: self._keys.move(source, f"failed/{ident}", wait))
+        target = f"failed/{ident}"
+        move = functools.partial(self._keys.move, source, target, wait, is_ours=_always)
+        self._dead_letter(ident, reason, move)
 
     def requeue_failed(self, source: str) -> bool:
         """Put a failed task at the back, its attempts at 0; False if it is not there any more."""
@@ -3110,11 +3154,10 @@ class _Transitions:
                     self._keys.reserve(held, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
                 _unlink_if_exists(f"{self._files.root}failed/{ident}.error")
-                self._keys.move(source, target)
+                self._keys.move(source, target, is_ours=_always)
         except FileNotFoundError:
-            if not self._files.was_moved(source, target):
-                os.stat(f"{self._files.root}pending")  # gone: disk trouble
-                return False  # RACE: another process retried or removed it
+            os.stat(f"{self._files.root}pending")  # gone: disk trouble
+            return False  # RACE: another process retried or removed it
         self._backlog.note_enqueued(target)
         self._files.commit(target)
         return True
@@ -3128,7 +3171,7 @@ class _Transitions:
         as well after power loss.
         """
         name = _task_name(self._clock.next_order(), _attempts_of(source), _id_of(source))
-        path = self._keys.move(source, f"pending/{name}", wait)
+        path = self._keys.move(source, f"pending/{name}", wait, _always)
         self._files.commit(path)
         return path
 
@@ -3248,12 +3291,12 @@ class _Housekeeper:
             self.listing.run(self)
             if self._backlog.names:
                 return True
-            jobs = [job for job in self._jobs if job.failed]
-            if time.monotonic() >= self._enqueuing.rested_s and self._scheduled_changed():
-                jobs.append(self._enqueuing)
+            is_rested = time.monotonic() >= self._enqueuing.rested_s
+            changed = [self._enqueuing] if is_rested and self._scheduled_changed() else []
+            jobs = changed + [job for job in self._jobs if job.failed and job not in changed]
             for job in jobs:
                 job.run(self)
-            return bool(jobs)  # they passed: what they moved is to be listed
+            return bool(jobs)  # none failed: what they moved is to be listed
 
     def _scheduled_changed(self) -> bool:
         """Whether a task came to scheduled/, or left it, since it was listed."""
@@ -3593,9 +3636,9 @@ class _Taker:
         """Return where a key's task is to be had; one in scheduled/ that is due is moved."""
         with self._keys.lock(tag) as held:  # again: the caller has it
             path = self._keys.find(held, name) or ""
-        if _state_of(path) == "scheduled":
-            is_due = _stamp_of(path) <= _wall_ns()
-            return self._transitions.enqueue_scheduled(path) if is_due else ""
+        if _state_of(path) == "scheduled" and _stamp_of(path) <= _wall_ns():
+            with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
+                return self._transitions.enqueue_scheduled(path)
         return path if _state_of(path) == "pending" else ""
 
     def _path_of_id(self, ident: str) -> str:
@@ -4864,7 +4907,8 @@ class FemtoQueue:
                 length_ns = self._length_ns
                 if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
                     length_ns = max(entry.stamp_ns - self._clock.now_ns(), 10**9)
-                others: dict[str, Any] = {"_lease": _Lease(entry.path, length_ns)}
+                closes = self._lease_dir.closes
+                others: dict[str, Any] = {"_lease": _Lease(entry.path, length_ns, closes)}
                 others |= {"_anchor_ns": self._clock.anchor_ns, "size_bytes": None}
                 # It may have a checkpoint, which has to go with it.
                 return FemtoTask(entry.id, b"", entry.attempts, None, b"", **others)
@@ -4879,7 +4923,8 @@ class FemtoQueue:
         well is done(task). An exception: the task waits in scheduled/ for another try (see
         retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception).
         KeyboardInterrupt, SystemExit and asyncio.CancelledError: back to the front, and the
-        delivery is not counted. The exception propagates. A task that the block itself ended, by
+        delivery is not counted, so that max_attempts never ends a block which always raises one
+        of them. The exception propagates. A task that the block itself ended, by
         done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
         the lease was lost.
         """
@@ -5228,9 +5273,10 @@ class TicketQueue:
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if no living member is in line; say whether it went.
 
-        A register() meanwhile waits, and makes it again. Tickets begin at 1 then.
+        A register() meanwhile waits, and makes it again. Tickets begin at 1 then. On a file system
+        of several hosts it stays: another host may take a lock that was removed for the one there.
         """
-        if not os.path.isdir(self._root):
+        if not os.path.isdir(self._root) or _is_shared(self._root):
             return False
         with self._locked():
             if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
@@ -5286,7 +5332,9 @@ class TicketQueue:
             _make_dir(os.path.dirname(self._root), 0o700, sync=False)
             try:
                 lock = _open_locked(f"{self._root}last")
-            except FileNotFoundError:
+            except OSError as error:
+                if error.errno not in _MISSING_ERRNOS:
+                    raise
                 continue  # RACE: maybe_cleanup() removed the directory
             try:
                 for name in os.listdir(self._root):
@@ -5311,16 +5359,18 @@ class TicketQueue:
         """Say whether a ticket's member lives; remove the ticket if not."""
         path = self._root + name
         try:
-            if _boot_of_ticket(name) == self._boot:
-                lock = _FileLock(path, os.O_RDWR)
-                try:
+            lock = _FileLock(path, os.O_RDWR)
+            try:
+                if _boot_of_ticket(name) == self._boot:
                     dead = lock.try_exclusive()
-                finally:
-                    lock.close()
-            else:
-                age_s = time.time() - os.stat(path).st_mtime
-                dead = self.stale_timeout is not None and age_s > self.stale_timeout
-        except FileNotFoundError:
+                else:  # by its open file: what stat() tells may be a minute old (NFS)
+                    age_s = time.time() - os.fstat(lock.fd).st_mtime
+                    dead = self.stale_timeout is not None and age_s > self.stale_timeout
+            finally:
+                lock.close()
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
             return False  # RACE: given up just now
         if dead:
             _unlink_if_exists(path)
@@ -5373,11 +5423,15 @@ def _open_closed_streams() -> None:
     file that is opened, a task's, would get its descriptor and what is printed to it."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            null = os.open(os.devnull, os.O_RDWR)
-            if null != fd:
-                os.dup2(null, fd)
-                os.close(null)
+            os.dup2(os.open(os.devnull, os.O_RDWR), fd)  # open() returns fd, the lowest free one
             setattr(sys, name, os.fdopen(fd, mode, closefd=False))
+
+
+def _program() -> str:
+    """Return what a person types to run this: the installed command, or the copied file."""
+    if os.path.basename(sys.argv[0]) != "femtoqueue.py":
+        return "femtoqueue"
+    return f"{os.path.basename(sys.executable) or 'python'} -m femtoqueue"
 
 
 def _run_command(argv: list[str]) -> int:
@@ -5385,7 +5439,8 @@ def _run_command(argv: list[str]) -> int:
     parser, commands = _build_parser()
     name = argv[0] if argv else ""
     if name not in commands:
-        _check_command_name([*argv], parser, commands)
+        if name not in ("-h", "--help", "--version"):
+            parser.error(_advise_command(argv, [*commands]))
         parser.parse_args(argv)  # exits
     dashes = argv.index("--") if "--" in argv else len(argv)
     options, unknown = commands[name].parse_known_intermixed_args(argv[1:dashes])
@@ -5393,25 +5448,40 @@ def _run_command(argv: list[str]) -> int:
     if name == "work" and dashes == len(argv):
         _check_dashes(argv, options)
     if unknown:
-        options.error(f"unknown option {unknown[0]!r}; {options.option_hint}")
+        known = re.findall("(?<=[ ,])--[a-z-]+", commands[name].format_help())
+        near = _nearest(unknown[0].partition("=")[0], known)
+        hint = f"did you mean {near}?" if near else options.option_hint
+        options.error(f"unknown option {unknown[0]!r}; {hint}")
     _find_directory(options)
     status: int = options.run(options)
     return status
 
 
-def _check_command_name(argv: list[str], parser: Any, commands: dict[str, Any]) -> None:
-    """Exit with an error unless --help or --version is in the place of the command."""
+def _nearest(word: str, known: list[str]) -> str:
+    """Return the known word that is most like a mistyped one; "" if none is."""
+    import difflib
+
+    return next(iter(difflib.get_close_matches(word, known, 1, 0.65)), "")
+
+
+def _advise_command(argv: list[str], commands: list[str]) -> str:
+    """Say what to type instead of a command line that does not begin with a command."""
     import shlex
 
-    found = [word for word in argv if word in commands]
     if not argv:
-        parser.error(f"COMMAND is missing: {', '.join(commands)}")
-    elif found and argv[0] not in ("-h", "--help", "--version"):
+        return f"COMMAND is missing: {', '.join(commands)}"
+    name, *rest = argv
+    found = [word for word in rest if word in commands]
+    if name == "help":
+        return f"type: {' '.join([_program(), *found[:1]])} --help"
+    if found:
         argv.remove(found[0])
-        line = shlex.join([found[0], *argv])
-        parser.error(f"the command comes first: femtoqueue {line}")
-    elif not argv[0].startswith("-"):
-        parser.error(f"unknown command {argv[0]!r}; there are {', '.join(commands)}")
+        return f"the command comes first: {_program()} {shlex.join([found[0], *argv])}"
+    if name.startswith("-"):
+        return f"unknown option {name!r}; see {_program()} --help"
+    near = _nearest(name, commands)
+    line = f"did you mean: {_program()} {shlex.join([near, *rest])}"
+    return f"unknown command {name!r}; {line if near else 'there are ' + ', '.join(commands)}"
 
 
 def _check_dashes(argv: list[str], options: Any) -> None:
@@ -5424,7 +5494,7 @@ def _check_dashes(argv: list[str], options: Any) -> None:
     if len(words) > skipped:
         at = argv.index(words[skipped], argv.index(words[0]) + skipped)
         line = f"{shlex.join(argv[:at])} -- {shlex.join(argv[at:])}"
-        options.error(f"put the command after --: femtoqueue {line}")
+        options.error(f"put the command after --: {_program()} {line}")
 
 
 def _find_directory(options: Any) -> None:
@@ -5465,14 +5535,15 @@ def _build_parser() -> tuple[Any, dict[str, Any]]:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
+            if message.endswith("expected one argument"):
+                message += f"; see {self.prog} --help"
             self.exit(2, f"{self.prog}: {message}\n")  # one line, without the usage
 
     parser = Parser(
-        prog="femtoqueue",
-        description="A durable task queue: a directory. `femtoqueue COMMAND --help` says more.",
-        epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or\n"
+        prog=_program(),
+        description="A durable task queue in a directory, DIR. COMMAND --help says more.",
+        epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or "
         "seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
@@ -5485,34 +5556,33 @@ def _build_parser() -> tuple[Any, dict[str, Any]]:
 
 
 def _add_command(
-    commands: Any,
-    run: Callable[[Any], int],
-    words: str = "",
-    is_word: Callable[[str], bool] = lambda word: False,
-    advice: str = "",
+    commands: Any, run: Callable[[Any], int], words: str = "", is_word: Any = None, advice: str = ""
 ) -> Any:
     """Add a command, named and documented as its function, and return its parser.
 
     words: its arguments after DIR, for the usage. is_word: tells whether an argument can be one of
-    them; another one in front is DIR. advice: what to type instead of one that cannot.
+    them (None: no); another one in front is DIR. advice: what to type instead of one that cannot.
     """
     import argparse
+    import textwrap
 
     name = run.__name__[1:].removesuffix("_command")
-    text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").partition("Example: ")
+    text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").strip().partition("Example: ")
     summary = text.partition("\n")[0].rstrip(".")
-    usage = f"femtoqueue {name} [options] DIR {words}".rstrip()
+    command = f"{_program()} {name}"
+    usage = f"{command} [options] DIR {words}".rstrip()
     parser = commands.add_parser(
         name,
         help=summary[0].lower() + summary[1:],
         usage=usage,
-        description=text,
-        epilog=f"example:\n  {example}",
+        description="\n\n".join(textwrap.fill(it, 79) for it in text.split("\n\n")),
+        epilog="example:\n  " + example.replace("\n", "\n  ").replace("femtoqueue", _program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run, error=parser.error, usage=usage, is_word=is_word)
-    parser.set_defaults(word_hint=advice or usage, option_hint=f"see femtoqueue {name} --help")
+    parser.set_defaults(run=run, error=parser.error, command=command, usage=usage)
+    parser.set_defaults(is_word=is_word or (lambda word: False))
+    parser.set_defaults(word_hint=advice or usage, option_hint=f"see {command} --help")
     return parser
 
 
@@ -5523,18 +5593,13 @@ def _invalid(text: str, wanted: str) -> Exception:
     return argparse.ArgumentTypeError(f"invalid {text!r}; {wanted}")
 
 
-def _seconds(text: str) -> float:
+def _seconds(text: str, positive: bool = False) -> float:
     """Return the seconds of a TIME."""
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
         raise _invalid(text, "a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds")
-    return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
-
-
-def _positive_seconds(text: str) -> float:
-    """Return the seconds of a TIME that is not 0."""
-    seconds = _seconds(text)
-    if not seconds:
+    seconds = float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
+    if positive and not seconds:
         raise _invalid(text, "it must be more than 0")
     return seconds
 
@@ -5546,8 +5611,7 @@ def _timestamp(text: str) -> float:
     try:
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
     except ValueError:
-        wanted = "a time is 2026-12-01T08:00, or 2026-12-01T08:00+01:00"
-        raise _invalid(text, wanted) from None
+        raise _invalid(text, "WHEN is 2026-12-01T08:00, or 2026-12-01T08:00+01:00") from None
 
 
 def _count(text: str) -> int:
@@ -5557,9 +5621,19 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _id_text(text: str) -> str:
+    """Return an id as it is."""
+    if not _parse_id(text):
+        raise _invalid(text, _ID_FORM)
+    return text
+
+
+_ID_FORM = "an ID is the last 29 characters of a task's name, as `ls` prints it"
+_LEASE_FORM = "an ID is an id, or the path that `pop` printed"
 _TIME: dict[str, Any] = {"metavar": "TIME", "type": _seconds}
-_LEASE: dict[str, Any] = {"metavar": "TIME", "type": _positive_seconds, "default": 30.0}
+_LEASE = {**_TIME, "type": functools.partial(_seconds, positive=True), "default": 30.0}
 _NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
+_TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
 _SYNC_HELP = "survive power loss, not only the death of processes"
 
 
@@ -5568,79 +5642,75 @@ def _add_push(commands: Any) -> None:
     parser = _add_command(commands, _push_command, "[PAYLOAD ...]", _is_any)
     parser.set_defaults(option_hint="put a PAYLOAD that begins with - after --")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--lines", action="store_true", help="a task for each line of standard input")
-    add("-0", "--null", action="store_true", help="a task for each piece that a zero byte ends")
+    add("--lines", action="store_true", help="push each line of standard input")
+    add("-0", "--null", action="store_true", help="push each piece that a zero byte ends")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--delay", **_TIME, help="not before that much time has gone by")
-    add("--at", metavar="WHEN", type=_timestamp, help="not before that time, as 2026-12-01T08:00")
+    add("--delay", **_TIME, help="wait for TIME before it joins the queue")
+    add("--at", metavar="WHEN", type=_timestamp, help="wait until WHEN, as 2026-12-01T08:00")
     add = parser.add_argument
-    add("--key", metavar="TEXT", help="at most one task of a key waits: replace its payload")
-    policies = "if the key's task is in flight: buffer (default), update or reject"
-    add("--if-in-flight", choices=_IF_IN_FLIGHT, help=policies)
+    add("--key", metavar="TEXT", help="replace the payload of this key's task, if one waits")
+    add("--if-in-flight", choices=_IF_IN_FLIGHT, help="if that task is leased (default: buffer)")
     add("--sync", action="store_true", help=_SYNC_HELP)
 
 
 def _add_work(commands: Any) -> None:
     """Add work and its options."""
     add = _add_command(commands, _work_command, "-- CMD [ARG ...]").add_argument
-    add("-j", "--jobs", **_NUMBER, default=1, help="commands at a time; default 1")
-    add("--drain", action="store_true", help="end when nothing waits or runs any more")
+    add("-j", "--jobs", **_NUMBER, default=1, help="run N commands at a time (default: 1)")
+    add("--drain", action="store_true", help="exit when no task waits or is in flight")
+    add("--max-attempts", **_NUMBER, default=3, help="give up after N tries; 0: never (default: 3)")
+    add("--retry-delay", **_TIME, default=1.0, help="before a second try; doubles (default: 1s)")
+    add("--timeout", **_LEASE, help="length of the lease, renewed while CMD runs (default: 30s)")
+    add("--task-timeout", **_TIME, help="kill CMD after TIME (default: never)")
+    add("--output-dir", metavar="DIR", help="write CMD's output to DIR/ID.out and DIR/ID.err")
     add(
-        "--max-attempts",
-        **_NUMBER,
-        default=3,
-        help="tries before it is a dead letter; default 3; 0: no limit",
+        "--keep-done", **_TIME, default=True, help="delete what is done after TIME (default: never)"
     )
-    add(
-        "--retry-delay", **_TIME, default=1.0, help="before a second try, then doubling; default 1s"
-    )
-    add("--timeout", **_LEASE, help="the lease, renewed while CMD runs; default 30s")
-    add("--task-timeout", **_TIME, help="kill CMD after that")
-    add("--output-dir", metavar="DIR", help="write CMD's output to ID.out and ID.err in there")
-    keep = "delete what is done after that; default: keep it"
-    add("--keep-done", **_TIME, default=True, help=keep)
-    add("--node", metavar="TEXT", help="this worker's name; default: a fresh one")
+    add("--node", metavar="TEXT", help="name of this worker (default: a fresh one)")
     add("--sync", action="store_true", help=_SYNC_HELP)
-    add("-q", "--quiet", action="store_true", help="no progress")
+    add("-q", "--quiet", action="store_true", help="report no progress")
 
 
 def _add_leases(commands: Any) -> None:
     """Add the commands that take tasks, and end or renew what `pop` leased."""
-    ids = ("ID ...", _is_task, "an ID is an id, or the path that `pop` printed")
     parser = _add_command(commands, _pop_command, advice="for a task by its id: --id ID")
     add = parser.add_argument
-    add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
-    add("--wait", **_TIME, default=0.0, help="for a task, if none is there; default 0")
-    add("--node", metavar="TEXT", default="cli", help="the worker's name; default cli")
+    add("--timeout", **_LEASE, help="length of the lease (default: 30s)")
+    add("--wait", **_TIME, default=0.0, help="wait for TIME if there is no task (default: 0s)")
+    add("--node", metavar="TEXT", default="cli", help="name of the worker (default: cli)")
     add("--payload", action="store_true", help="print the payload")
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--key", metavar="TEXT", help="the task of that key, out of turn")
-    add("--id", metavar="ID", help="the task of that id, out of turn, due or not")
-    _add_command(commands, _cancel_command, *ids)
+    add("--key", metavar="TEXT", help="lease the task of this key, out of turn")
+    add("--id", metavar="ID", type=_id_text, help="lease this task, out of turn, due or not")
+    _add_command(commands, _cancel_command, "ID ...", _is_task, _ID_FORM)
+    ids = ("ID ...", _is_task, _LEASE_FORM)
     _add_command(commands, _done_command, *ids)
-    _add_command(commands, _fail_command, *ids).add_argument("--reason", metavar="TEXT", help="why")
+    add = _add_command(commands, _fail_command, *ids[:2], f"{_LEASE_FORM}; why: --reason TEXT")
+    add.add_argument("--reason", metavar="TEXT", help="why it failed")
+    ids = (*ids[:2], f"{_LEASE_FORM}; how long: --delay TIME")
     add = _add_command(commands, _release_command, *ids).add_mutually_exclusive_group().add_argument
-    add("--front", action="store_true", help="to the front, where it was")
-    add("--delay", **_TIME, default=0.0, help="to the back, after that time")
+    add("--front", action="store_true", help="to the front of the queue")
+    add("--delay", **_TIME, default=0.0, help="to the back, after TIME (default: 0s)")
+    ids = (*ids[:2], f"{_LEASE_FORM}; how long: --timeout TIME")
     add = _add_command(commands, _extend_command, *ids).add_argument
-    add("--timeout", **_LEASE, help="the lease (visibility timeout); default 30s")
+    add("--timeout", **_LEASE, help="length of the lease from now on (default: 30s)")
 
 
 def _add_views(commands: Any) -> None:
     """Add the commands that only look."""
     states = ("[STATE ...]", STATES.__contains__, f"a STATE is one of {', '.join(STATES)}")
     add = _add_command(commands, _ls_command, *states).add_argument
-    add("--all", action="store_true", help="every state, done too")
-    add("--json", action="store_true", help="an object a line")
-    add = _add_command(commands, _show_command, "ID", _is_task).add_argument
-    add("--payload", action="store_true", help="only the payload")
+    add("--all", action="store_true", help="list every state, done too")
+    add("--json", action="store_true", help="print a JSON object on each line")
+    add = _add_command(commands, _show_command, "ID", _is_task, _ID_FORM).add_argument
+    add("--payload", action="store_true", help="print the payload only")
     add = _add_command(commands, _stat_command).add_argument
-    add("--json", action="store_true", help="as an object")
-    add("--max-age", **_TIME, help="status 1 if the oldest pending task is older")
-    add("--max-pending", **_NUMBER, help="status 1 if more tasks are pending")
+    add("--json", action="store_true", help="print a JSON object")
+    add("--max-age", **_TIME, help="exit with 1 if the oldest pending task is older")
+    add("--max-pending", **_NUMBER, help="exit with 1 if more than N tasks are pending")
     add = _add_command(commands, _top_command).add_argument
-    add("--interval", **_LEASE | {"default": 1.0}, help="between two looks; default 1s")
-    add("-n", "--count", **_NUMBER, help="end after so many looks; default: no limit")
+    add("--interval", **_LEASE | {"default": 1.0}, help="time between two looks (default: 1s)")
+    add("-n", "--count", **_NUMBER, help="exit after N looks (default: no limit)")
 
 
 def _add_maintenance(commands: Any) -> None:
@@ -5648,15 +5718,12 @@ def _add_maintenance(commands: Any) -> None:
     _add_command(commands, _pause_command)
     _add_command(commands, _resume_command)
     add = _add_command(commands, _check_command).add_argument
-    add("--repair", action="store_true", help="mend what is safe to mend")
-    add = _add_command(commands, _retry_command, "[ID ...]", _is_task).add_argument
-    add("--all", action="store_true", help="all that failed")
-    add = _add_command(commands, _purge_command).add_argument
-    add("--older-than", **_TIME, help="finished longer ago than that; required")
-    add("--failed", action="store_true", help="dead letters too")
-
-
-_TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
+    add("--repair", action="store_true", help="repair what is safe to repair")
+    add = _add_command(commands, _retry_command, "[ID ...]", _is_task, _ID_FORM).add_argument
+    add("--all", action="store_true", help="retry all that failed")
+    add = _add_command(commands, _purge_command, advice="how old: --older-than TIME").add_argument
+    add("--older-than", **_TIME, help="delete what ended more than TIME ago (required)")
+    add("--failed", action="store_true", help="delete dead letters, too")
 
 
 # Command line: what several commands use
@@ -5664,14 +5731,18 @@ _TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its f
 
 def _open_queue(options: Any, create: bool = False, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises FileNotFoundError if there is none, unless create."""
+    if os.path.exists(options.dir) and not os.path.isdir(options.dir):
+        raise NotADirectoryError(errno.ENOTDIR, "it is a file; give a directory", options.dir)
     if not create and not os.path.isdir(os.path.join(options.dir, "pending")):
-        text = "there is no queue; `femtoqueue push` makes one"
+        text = f"there is no queue; `{_program()} push {options.dir} PAYLOAD` makes one"
         raise FileNotFoundError(errno.ENOENT, text, options.dir)
     return FemtoQueue(options.dir, **settings)
 
 
 def _for_each_id(options: Any, act: Callable[[str], Any]) -> int:
     """Act on each ID. Report those that are in another state, go on, and return status 1 then."""
+    if not options.words:
+        options.error(f"an ID is missing: {options.usage}; {options.word_hint}")
     status = 0
     for word in options.words:
         try:
@@ -5682,24 +5753,15 @@ def _for_each_id(options: Any, act: Callable[[str], Any]) -> int:
     return status
 
 
-def _check_ids(options: Any) -> None:
-    """Exit with an error if no ID is given."""
-    if not options.words:
-        options.error(f"an ID is missing: {options.usage}; {options.word_hint}")
-
-
 def _time_text(seconds: float | None) -> str:
     """Return a span of time in about six characters: 7s, 3m07s, 2h05m, 4d03h."""
     if seconds is None:
         return "-"
     sign, whole = "-" if seconds <= -1 else "", int(abs(seconds))
-    if whole < 60:
-        return f"{sign}{whole}s"
-    if whole < 3600:
-        return f"{sign}{whole // 60}m{whole % 60:02}s"
-    if whole < 86400:
-        return f"{sign}{whole // 3600}h{whole % 3600 // 60:02}m"
-    return f"{sign}{whole // 86400}d{whole % 86400 // 3600:02}h"
+    for form, unit, part in (("d{:02}h", 86400, 3600), ("h{:02}m", 3600, 60), ("m{:02}s", 60, 1)):
+        if whole >= unit:
+            return f"{sign}{whole // unit}{form.format(whole % unit // part)}"
+    return f"{sign}{whole}s"
 
 
 # Command line: rows. A row is a dictionary: a task, a worker, or the figures of a queue.
@@ -5799,11 +5861,9 @@ def _push_command(options: Any) -> int:
     if not reads_pieces:
         payloads = iter([*payloads])  # an invalid one is an error before anything is made
     with _open_queue(options, create=True, sync_after_write=options.sync) as q:
+        push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         for payload in payloads:
-            if due_s is None:
-                ident = q.push(payload, **keyed)
-            else:
-                ident = q.schedule(payload, due_s * 1e6, **keyed)
+            ident = push(payload, **keyed)
             with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
                 print(ident, flush=True)
     return 0
@@ -5831,6 +5891,8 @@ def _check_push(options: Any, reads_pieces: bool) -> None:
 def _read_payloads(options: Any) -> Iterator[bytes]:
     """Yield the payloads on standard input, each as soon as it is complete."""
     stream: Any = sys.stdin.buffer
+    if sys.stdin.isatty():
+        _write_error(f"reading the payload of a task for {options.dir}; end it with Ctrl-D")
     if options.null:
         parts: list[bytes] = []
         while chunk := stream.read1(1 << 16):
@@ -5847,7 +5909,10 @@ def _read_payloads(options: Any) -> Iterator[bytes]:
     elif whole := stream.read():
         yield whole
     else:
-        options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
+        options.error(
+            f"standard input is empty: {options.command} {options.dir} PAYLOAD; "
+            "for an empty task, give '' as PAYLOAD"
+        )
 
 
 # Command line: work
@@ -5860,12 +5925,15 @@ def _work_command(options: Any) -> int:
     the script, the payload would be run as code. A payload that cannot be an argument (it has a
     zero byte, or is too long) is a dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
     FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
-    Exit status 0 means that the task is done. After another one it is tried again later; in the
-    end it is a dead letter, with the end of CMD's standard error as the reason.
+
+    If CMD exits with 0, the task is done. Else it is tried again later; in the end it is a dead
+    letter, with the end of CMD's standard error as the reason.
+
     SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is passed to their
     process groups, and their tasks are given back. If this worker is killed, its commands are
     killed, too. But a lease that is lost (after a stop for longer than --timeout, or by
     `release`) does not end CMD.
+
     Status 1: with --drain, a task failed for good, or a signal came before the end.
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
@@ -5900,7 +5968,7 @@ def _check_work(options: Any) -> None:
 
     command = options.after_dashes
     if not command:
-        options.error(f"the command is missing: femtoqueue work {options.dir} -- CMD ARGS")
+        options.error(f"the command is missing: {options.command} {options.dir} -- CMD ARGS")
     if options.jobs < 1:
         options.error("argument -j/--jobs: it must be 1 or more, not 0")
     if shutil.which(command[0]) is None:
@@ -6334,8 +6402,9 @@ def _pop_command(options: Any) -> int:
     The path ends with the id. The lease outlives this process: it lasts until done, fail or
     release, or for --timeout. These commands take the path, which stands for this delivery only,
     or the id. With --payload, the payload is printed, and the path goes to standard error.
-    Status 1: there is no task to be had.
-    Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task" && femtoqueue done jobs "$task"
+    Status 1: there is no task to lease.
+    Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
+    femtoqueue done jobs "$task"
     """
     lease_ms = options.timeout * 1000
     with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
@@ -6365,7 +6434,6 @@ def _cancel_command(options: Any) -> int:
     paused.
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
-    _check_ids(options)
     with _open_queue(options, keep_done=False) as q:
 
         def cancel(word: str) -> None:
@@ -6381,14 +6449,13 @@ def _cancel_command(options: Any) -> int:
 def _why_not_taken(q: FemtoQueue, ident: str) -> str:
     """Say why take(id=) returned None. Raises CorruptTask if the file is not a whole record."""
     if q.paused:
-        return f"task {ident} can't be taken: the queue is paused; `femtoqueue resume` it first"
+        return f"task {ident} can't be taken: the queue is paused; `{_program()} resume` it first"
     task = q.peek(ident)
     return f"task {ident} is not waiting: {'no such task' if task is None else task.state}"
 
 
 def _settle_each(options: Any, end: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
     """Settle the lease of each ID, and return the exit status."""
-    _check_ids(options)
     with _open_queue(options) as q:
         return _for_each_id(options, lambda word: end(q, q.attach(word)))
 
@@ -6441,7 +6508,7 @@ def _ls_command(options: Any) -> int:
 
     A STATE is pending, scheduled, inflight, done or failed; --all means all of them. Columns:
     state, id, age, attempts (-: not known), size in bytes (-: corrupt), time until the lease ends
-    or the task is due, key, node. Where it is not a terminal, they are separated by tabs, and
+    or the task is due, key, node. If standard output is not a terminal, tabs separate them, and
     times are in seconds.
     Example: femtoqueue ls jobs failed
     """
@@ -6456,12 +6523,12 @@ def _ls_command(options: Any) -> int:
 
 
 def _show_command(options: Any) -> int:
-    """Print what there is to know of a task, and its payload.
+    """Print the fields of a task, and its payload.
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
     """
     if len(options.words) != 1:
-        options.error(f"give one ID: femtoqueue show {options.dir} ID")
+        options.error(f"give one ID: {options.command} {options.dir} ID")
     ident = _id_of(options.words[0])
     with _open_queue(options) as q:
         task = q.peek(ident)
@@ -6493,14 +6560,14 @@ def _stat_command(options: Any) -> int:
         "paused": paused,
     }
     _print_rows([figures], "json" if options.json else "fields")
-    status, age_s = 0, stats.oldest_pending_age_s or 0
+    age_s, troubles = stats.oldest_pending_age_s or 0, []
     if options.max_pending is not None and stats.pending > options.max_pending:
-        _write_error(f"femtoqueue: {stats.pending} tasks are pending")
-        status = 1
+        troubles.append(f"femtoqueue: {stats.pending} tasks are pending")
     if options.max_age is not None and age_s > options.max_age:
-        _write_error(f"femtoqueue: the oldest task waits for {_time_text(age_s)}")
-        status = 1
-    return status
+        troubles.append(f"femtoqueue: the oldest task waits for {_time_text(age_s)}")
+    for text in troubles:
+        _write_error(text)
+    return int(bool(troubles))
 
 
 def _disk_bytes(path: str) -> int:
@@ -6515,9 +6582,9 @@ def _disk_bytes(path: str) -> int:
 
 
 def _top_command(options: Any) -> int:
-    """Show the queue live: counts, rates, workers and what they hold.
+    """Show the queue live: counts, rates, workers and their leases.
 
-    The key q ends it. Where it is not a terminal, it prints a block each --interval, --count times.
+    The key q ends it. Without a terminal, it prints a block each --interval, --count times.
     Example: femtoqueue top jobs
     """
     with _open_queue(options) as q, _full_screen() as read_key:
@@ -6638,7 +6705,7 @@ class _Top:
 
 
 def _pause_command(options: Any) -> int:
-    """Hand nothing out until resume, in any process.
+    """Hand out no task in any process, until resume.
 
     Example: femtoqueue pause jobs
     """
@@ -6660,8 +6727,7 @@ def _resume_command(options: Any) -> int:
 def _check_command(options: Any) -> int:
     """Look for what is odd in DIR, and print a line for each finding.
 
-    It reads every task. --repair mends what is safe to mend. Status 1: something is odd, and was
-    not mended.
+    It reads every task. Status 1: something is odd, and was not repaired.
     Example: femtoqueue check jobs --repair
     """
     status = 0
@@ -6674,27 +6740,28 @@ def _check_command(options: Any) -> int:
 
 
 def _retry_command(options: Any) -> int:
-    """Put failed tasks to the back of the queue, their attempts at 0.
+    """Put failed tasks at the back of the queue, as if they were new.
 
     Example: femtoqueue retry jobs --all
     """
     if bool(options.words) == options.all:
-        given = f"femtoqueue retry {options.dir}"
+        given = f"{options.command} {options.dir}"
         options.error(f"which tasks? {given} ID ..., or all: {given} --all")
     with _open_queue(options) as q:
         if options.all:
             print(q.retry_failed())
+            return 0
         return _for_each_id(options, lambda word: q.retry(_id_of(word)))
 
 
 def _purge_command(options: Any) -> int:
     """Delete tasks that were done long ago, and print how many.
 
-    With --failed, those that failed long ago, too.
+    With --failed, tasks that failed long ago, too.
     Example: femtoqueue purge jobs --older-than 7d
     """
     if options.older_than is None:
-        options.error(f"how old? femtoqueue purge {options.dir} --older-than 7d")
+        options.error(f"how old? {options.command} {options.dir} --older-than 7d")
     with _open_queue(options) as q:
         print(q.purge(options.older_than, ("done", "failed") if options.failed else ("done",)))
     return 0

@@ -19,6 +19,7 @@ from __future__ import annotations
 import binascii
 import contextlib
 import dataclasses
+import enum
 import errno
 import functools
 import gc
@@ -1683,7 +1684,7 @@ class Cost(QueueCase):
         q = self.queue()
         q.push(b"x")
         q.release(self.pop(q))
-        self.assertEqual(self.calls_of(q.pop), "scandir rename open read close open")
+        self.assertEqual(self.calls_of(q.pop), "scandir rename open read close lstat")
 
     def test_a_keyed_push_that_replaces_is_one_exchange_under_a_lock(self) -> None:
         q = self.queue()
@@ -1712,6 +1713,46 @@ class Cost(QueueCase):
         other.schedule(b"1", 0)
         self.assertEqual(self.pop(q).data, b"1")
 
+    def test_pausing_takes_effect_at_once_in_the_object_that_paused(self) -> None:
+        q = self.queue()
+        self.assertIsNone(q.pop())
+        q.pause()
+        q.push(b"1")
+        self.assertIsNone(q.pop())
+
+    def test_take_opens_a_lease_directory_that_was_removed(self) -> None:
+        q = self.queue()
+        for _ in range(2):
+            q.push(b"1", key="k")
+            task = q.take("k")
+            assert task is not None
+            q.done(task)
+            os.rmdir(q._lease_dir.path)
+
+    def test_a_lease_directory_that_stays_stale_is_an_error(self) -> None:
+        """Not a loop without end, with the lock held."""
+        q = self.queue()
+
+        def stale(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0] == q._lease_dir.path:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), args[0])
+
+        with hooked(stale), self.assertRaises(OSError) as caught:
+            q.pop()
+        self.assertEqual(caught.exception.errno, errno.ESTALE)
+
+    def test_a_due_task_that_is_cancelled_as_it_is_taken_is_not_there(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop())
+        other.schedule(b"1", 0, key="k")
+
+        def cancel(name: str, args: tuple[Any, ...]) -> None:
+            if name == "replace" and "/scheduled/" in args[0]:
+                os.unlink(args[0])
+
+        with hooked(cancel):
+            self.assertIsNone(q.take("k"))
+
     def test_a_lost_claim_makes_sure_of_the_lease_directory(self) -> None:
         """It may have been lost because the directory is gone, and not to another worker."""
         q = self.queue()
@@ -1732,8 +1773,13 @@ class LostReply(QueueCase):
         self.addCleanup(patch.stop)
 
     @contextlib.contextmanager
-    def lost(self, number: int = 1) -> Iterator[None]:
-        """The answer to that rename of the block is lost."""
+    def lost(
+        self,
+        number: int = 1,
+        then: Callable[[], object] = int,
+        calls: tuple[str, ...] = ("rename", "replace"),
+    ) -> Iterator[None]:
+        """The answer to that call of the block is lost; meanwhile, something else happens."""
         fake, renames = types.ModuleType("os"), itertools.count(1)
         fake.__dict__.update(os.__dict__)
 
@@ -1741,11 +1787,12 @@ class LostReply(QueueCase):
             def call(*args: Any, **kwargs: Any) -> None:
                 rename(*args, **kwargs)
                 if next(renames) == number:
+                    then()
                     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), args[0])
 
             return call
 
-        for name in ("rename", "replace"):
+        for name in calls:
             setattr(fake, name, losing(getattr(os, name)))
         with mock.patch.object(femtoqueue, "os", fake):
             yield
@@ -1796,6 +1843,14 @@ class LostReply(QueueCase):
             shutil.rmtree(self.file(state))
             os.mkdir(self.file(state))
 
+    def test_a_task_that_is_not_kept_is_done(self) -> None:
+        q = self.queue(keep_done=False)
+        q.push(b"1")
+        task = self.pop(q)
+        with self.lost(calls=("unlink",)):
+            q.done(task)
+        self.assertRaises(LeaseLost, q.done, task)
+
     def test_a_reason_and_a_checkpoint_are_written(self) -> None:
         q = self.queue()
         ident = q.push(b"1")
@@ -1821,6 +1876,37 @@ class LostReply(QueueCase):
             q.retry(ident)
         self.assertEqual(self.states(), {"pending": 1})
 
+    def test_a_server_that_is_away_for_longer_than_the_lease_makes_no_difference(self) -> None:
+        q, clock = self.queue(), self.clock()
+        for end, state in ((q.done, "done"), (lambda it: q.fail(it, "why"), "failed")):
+            q.push(b"1")
+            task = self.pop(q)
+            with self.lost(then=lambda: clock.advance(90)):
+                end(task)
+            self.assertNotEqual(self.names(state), [])
+
+    def test_the_payload_behind_a_finished_task_comes_at_once(self) -> None:
+        q = self.queue()
+        q.push(b"1", key="k")
+        task = self.pop(q)
+        q.push(b"2", key="k")
+        with self.lost():
+            q.done(task)
+        self.assertEqual(self.pop(self.queue("n2")).data, b"2")
+
+    def test_a_task_that_comes_due_or_is_set_aside_is_so(self) -> None:
+        q = self.queue()
+        q.push(b"1")
+        self.put(q.push(b"2"), b"FQ1 no")
+        self.pop(q)
+        with self.lost(2):
+            self.assertIsNone(q.pop())
+        self.assertEqual(len(self.names("failed")), 2)  # with its reason
+        self.queue("n2").schedule(b"3", 0, key="k")
+        with self.lost():
+            task = q.take("k")
+        self.assertEqual(task and task.data, b"3")
+
     def test_a_late_worker_is_not_taken_for_the_one_that_finished(self) -> None:
         """done/<id> is there, but by another's delivery."""
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
@@ -1830,6 +1916,49 @@ class LostReply(QueueCase):
         with mock.patch.object(other._house, "_young_ns", 0):
             other.done(self.pop(other))
         self.assertRaises(LeaseLost, q.done, late)
+
+    def test_a_delivery_that_was_given_up_or_ended_is_lost(self) -> None:
+        """Its lease has not run out, and the task is where done() would have brought it."""
+        q, other = self.queue(), self.queue("n2")
+        q.push(b"1")
+        task = self.pop(q)
+        q.close()
+        other.fail(self.pop(other), "the other's reason")
+        with self.assertRaises(LeaseLost):
+            q.fail(task, "our reason")
+        failed = q.peek(task.id)
+        self.assertEqual(failed and failed.error, "the other's reason")
+        q.push(b"2")
+        task = self.pop(q)
+        q.done(task)
+        self.assertRaises(LeaseLost, q.done, task)
+
+    def test_a_payload_that_was_swept_away_is_not_taken_for_the_old_one(self) -> None:
+        """A file of that name is there, and ours is gone; but it is another."""
+        q = self.queue()
+        q.push(b"old", key="k")
+        task = self.pop(q)
+
+        def sweep(name: str, args: tuple[Any, ...]) -> None:
+            if name == "replace" and "/creating/" in args[0] and os.path.exists(args[0]):
+                os.unlink(args[0])
+
+        q.checkpoint(task, b"half")
+        with hooked(sweep):
+            self.assertRaises(FileNotFoundError, q.checkpoint, task, b"all")
+        q.release(task)
+        self.assertEqual(self.pop(q).checkpoint, b"half")
+
+    def test_claims_without_a_lease_directory_end(self) -> None:
+        """Each would ask the server; the next listing makes the directory again."""
+        q = self.queue()
+        q.push_many([b"%d" % number for number in range(100)])
+        q.done(self.pop(q))
+        os.rmdir(q._lease_dir.path)
+        calls: list[str] = []
+        with hooked(lambda name, args: calls.append(name)):
+            task = q.pop()
+        self.assertEqual((task and task.data, calls.count("rename")), (b"1", 2))
 
     def test_on_a_local_file_system_a_file_that_is_gone_is_gone(self) -> None:
         """There the answer is never lost: an error, as it came."""
@@ -2000,6 +2129,16 @@ class Keyed(QueueCase):
             self.skipTest(f"names can't be exchanged here: {error}")
         for name in ("a", "b"):
             os.unlink(self.file(name))
+
+    def test_a_key_that_is_an_enum_is_the_text_that_it_stands_for(self) -> None:
+        class Color(str, enum.Enum):
+            RED = "red"
+
+        q, other = self.queue(), self.queue("n2")
+        for number in (1, 2):
+            q.push(b"%d" % number, key=Color.RED)
+        self.assertTrue(other.contains("red"))
+        self.assertEqual([task.data for task in q.tasks("pending")], [b"2"])
 
     def test_a_waiting_task_gets_the_new_payload_and_keeps_place_and_id(self) -> None:
         q = self.queue()
@@ -2989,6 +3128,25 @@ class KeyedOnSharedFileSystem(Keyed):
             patch.start()
             self.addCleanup(patch.stop)
         super().setUp()
+
+    def test_a_claim_that_is_undone_while_the_directories_are_listed_is_seen(self) -> None:
+        """It moves the task against the order in which they are listed, without the key's lock."""
+        q, other = self.queue(), self.queue("n2")
+        ident = q.push(b"1", key="k")
+        other._transitions.open_lease_dir()
+        lease = other._lease_dir.claim(f"pending/{ident}", 1, ident, 10**10)
+        listed: list[str] = []
+
+        def undo(name: str, args: tuple[Any, ...]) -> None:
+            if name == "listdir":
+                listed.append(os.path.basename(args[0]))
+                if listed.count("pending") == 1 and listed[-1] == "inflight-n2":
+                    other._lease_dir.undo_claim(lease, f"pending/{ident}")
+
+        q.push(b"2", key="k")  # buffered
+        with hooked(undo):
+            q.push(b"3", key="k")
+        self.assertEqual([task.data for task in q.tasks("pending")], [b"3"])
 
     def needs_exchange(self) -> None:
         self.skipTest("needs what this class is without")
@@ -4921,6 +5079,14 @@ class Corruption(QueueCase):
         with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
             return file.read()
 
+    def test_a_short_read_of_a_whole_task_is_not_its_end(self) -> None:
+        """FUSE may give less than it is asked for."""
+        q, read = self.queue(), os.read
+        q.push(b"x" * 1000)
+        q.push(b"y" * 1000, key="k")
+        with mock.patch.object(os, "read", lambda fd, size: read(fd, min(size, 512))):
+            self.assertEqual([it[:1] for it in self.drain(q)], [b"x", b"y"])
+
     def test_damaged_files_are_set_aside_with_their_reason_and_pop_continues(self) -> None:
         whole = b"FQ1 352441c2 3\nabc"
         for content, reason in (
@@ -5551,6 +5717,24 @@ class Tickets(QueueCase):
         self.assertFalse(line.maybe_cleanup())
         self.assertFalse(os.path.exists(self.file("line")))
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
+
+    def test_on_a_file_system_of_several_hosts_the_directory_stays(self) -> None:
+        """Another host may hold the lock of a "last" that was removed."""
+        line = self.line()
+        line.remove(line.register()[1])
+        with mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0x6969)):
+            self.assertFalse(line.maybe_cleanup())
+        self.assertEqual(self.names("line"), ["last"])
+
+    def test_the_age_of_another_hosts_ticket_is_that_of_its_open_file(self) -> None:
+        """A host may remember for a minute when a path was last touched."""
+        line, name = self.line(stale_timeout=60), f"{1:020d}~00000000~{'0' * 16}"
+        self.put(name, b"", "line")
+        calls: list[tuple[Any, ...]] = []
+        with hooked(lambda call, args: calls.append((call, *args))):
+            self.assertFalse(line.is_empty())
+        self.assertNotIn(("stat", self.file("line", name)), calls)
+        self.assertIn("fstat", [call for call, *_ in calls])
 
     def count(self, child: Child) -> None:
         """Take turns; in each, read a number from a plain file, add one, and write it back."""
@@ -6203,6 +6387,32 @@ class Hearing(QueueCase):
         if bell.fd < 0:
             self.skipTest("no inotify here: Polling covers what there is")
         return bell
+
+    def test_a_pending_that_was_replaced_behind_a_push_is_watched(self) -> None:
+        """One read() has both events; a watch of the old directory would hear nothing more."""
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop(0.01))
+        watcher = q._waits.watcher
+        assert watcher is not None
+        os.mkdir(self.file("fresh"))
+        other.push(b"1")
+        os.rename(self.file("pending"), self.file("old"))
+        os.rename(self.file("fresh"), self.file("pending"))
+        watcher.read_events()
+        events = watcher.events
+        other.push(b"2")
+        watcher.wait(events, 60)
+        self.assertGreater(watcher.events, events)
+
+    def test_lost_events_make_it_watch_anew(self) -> None:
+        q = self.queue()
+        self.assertIsNone(q.pop(0.01))
+        watcher = q._waits.watcher
+        assert watcher is not None
+        overflow = femtoqueue._EVENT.pack(-1, 0x4000, 0, 0)
+        push = femtoqueue._EVENT.pack(watcher._root_watch + 1, 0x80, 0, 16) + bytes(16)
+        self.assertTrue(watcher._may_be_replaced(push + overflow))
+        self.assertFalse(watcher._may_be_replaced(push + push))
 
     def test_what_came_before_the_wait_is_not_slept_over(self) -> None:
         """Nor is what another thread heard in between."""
@@ -7349,13 +7559,14 @@ class CommandLine(QueueCase):
 
     def test_wrong_use_of_a_queue_is_one_line_that_says_what_to_type(self) -> None:
         task = self.queue().push(b"x")
+        self.put("file", b"", "")
         for line, text in (
             ("pop jobs x", "--id ID"),
-            ("pop jobs --id 7", "'7'"),
+            ("pop jobs --id 7", "argument --id: invalid '7'; an ID is the last 29 characters"),
             (f"pop jobs --id {task} --key k", "not allowed with"),
             ("pop jobs --timeout 0s", "more than 0"),
-            ("pop jobs --wait", "--wait"),
-            ("pop jobs --waite 1s", "see femtoqueue pop --help"),
+            ("pop jobs --until=1s", "unknown option '--until=1s'; see femtoqueue pop --help"),
+            ("pop jobs --wait", "expected one argument; see femtoqueue pop --help"),
             ("cancel jobs", "femtoqueue cancel [options] DIR ID ..."),
             ("done jobs", "an ID is an id, or the path that `pop` printed"),
             ("fail jobs --reason x", "femtoqueue fail [options] DIR ID ..."),
@@ -7377,11 +7588,64 @@ class CommandLine(QueueCase):
             self.check_wrong(line, text)
         self.assertEqual(self.states(), {"pending": 1})
 
+    def test_a_mistyped_word_gets_the_nearest_one_unless_that_is_far_off(self) -> None:
+        for line, text in (
+            ("psuh jobs 'a b'", "command 'psuh'; did you mean: femtoqueue push jobs"),
+            ("list jobs", "command 'list'; did you mean: femtoqueue ls jobs"),
+            ("delete jobs", "command 'delete'; there are push, work, pop"),
+            ("help", "femtoqueue: type: femtoqueue --help"),
+            ("help push", "femtoqueue: type: femtoqueue push --help"),
+            ("-v", "unknown option '-v'; see femtoqueue --help"),
+            ("pop jobs --waite=1s", "unknown option '--waite=1s'; did you mean --wait?"),
+        ):
+            self.check_wrong(line, text)
+
+    def test_an_argument_in_a_wrong_place_or_form_is_told_the_right_one(self) -> None:
+        task = self.queue().push(b"x")
+        self.put("file", b"x", "")
+        for line, text in (
+            (f"cancel jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"show jobs pending/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"retry jobs failed/{task}", "an ID is the last 29 characters of a task's name"),
+            (f"done jobs pending/{task}", "an ID is an id, or the path that `pop` printed"),
+            (f"fail jobs {task} why", "why: --reason TEXT"),
+            (f"release jobs {task} 5m", "how long: --delay TIME"),
+            (f"extend jobs {task} 5m", "how long: --timeout TIME"),
+            ("purge jobs 7d", "unexpected argument '7d'; how old: --older-than TIME"),
+            ("ls jobs/file", "jobs/file: it is a file; give a directory"),
+            ("push jobs/file x", "jobs/file: it is a file; give a directory"),
+            ("push other", "femtoqueue push other PAYLOAD; for an empty task, give ''"),
+        ):
+            self.check_wrong(line, text)
+
     def check_wrong(self, line: str, text: str) -> None:
         status, out, err = self.run_it(*line.split())
         self.assertEqual((status, out), (2, ""), line)
         self.assertEqual(len(err.splitlines()), 1, err)
         self.assertIn(text, err)
+
+    def test_advice_is_what_a_person_who_copied_the_file_can_type(self) -> None:
+        """In each message and in --help, `femtoqueue` is `python -m femtoqueue` then."""
+        copied = os.path.join(HERE, "femtoqueue.py")
+        python = f"{os.path.basename(sys.executable)} -m femtoqueue"
+        for argv0, program in ((copied, python), ("/usr/local/bin/femtoqueue", "femtoqueue")):
+            with mock.patch.object(sys, "argv", [argv0]):
+                self.check_wrong("jobs push x", f"first: {program} push jobs x\n")
+                self.check_wrong("ls jobs", f"`{program} push jobs PAYLOAD` makes one")
+                self.assertIn(f"usage: {program} ls [options]", self.ok("ls", "--help"))
+                self.assertIn(f"example:\n  {program} ls jobs", self.ok("ls", "--help"))
+
+    def test_help_fits_a_terminal_of_80_columns(self) -> None:
+        """Each line of each --help; so does the summary of each command in the overview."""
+        for words in ([], *([name] for name in femtoqueue._build_parser()[1])):
+            text = self.ok(*words, "--help")
+            for line in text.splitlines():
+                self.assertLessEqual(len(line), 80, line)
+        overview = self.ok("--help")
+        for name in femtoqueue._build_parser()[1]:
+            summary = self.ok(name, "--help").split("\n\n")[1].splitlines()[0].rstrip(".")
+            summary = summary[0].lower() + summary[1:]
+            self.assertIn(f"\n    {name:9} {summary}\n", overview)
 
     def test_help_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
@@ -8197,6 +8461,14 @@ class Terminal(QueueCase):
             console.write("end\n")
             self.assertEqual(self.see("end"), ["end"])
 
+    def test_push_says_that_it_reads_the_terminal(self) -> None:
+        """Who forgot DIR or PAYLOAD would wait for nothing otherwise."""
+        self.start("push", self.path, size=(24, 200))
+        self.see(f"reading the payload of a task for {self.path}; end it with Ctrl-D")
+        self.type("resize 42.png\n\x04")
+        self.assertEqual(self.end(), 0)
+        self.assertEqual(self.queue().pop().data, b"resize 42.png\n")  # type: ignore[union-attr]
+
     def test_ctrl_c_finishes_what_runs(self) -> None:
         """The terminal signals the worker only: commands are in sessions of their own."""
         self.queue().push_many([b"x", b"y"])
@@ -8237,45 +8509,38 @@ def without_annotations(node: Any) -> Any:
     return node
 
 
-class Documents(unittest.TestCase):
+class DocumentCase(unittest.TestCase):
+    """A test that reads a document, and runs what it says in an empty directory."""
+
     def read(self, name: str) -> str:
         with open(os.path.join(HERE, name), encoding="utf-8") as file:
             return file.read()
 
-    def run_in_empty_dir(self, code: str) -> str:
-        with tempfile.TemporaryDirectory() as empty:
-            shutil.copy(os.path.join(HERE, "femtoqueue.py"), empty)
-            command = [sys.executable, "-S", "-W", "error", "-c", code]
-            done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
-        self.assertEqual((done.returncode, done.stderr), (0, ""), code)
+    def empty_dir(self) -> str:
+        """Make a directory that holds femtoqueue.py and nothing else; it goes with the test."""
+        path = tempfile.mkdtemp(prefix="femtoqueue-test-", dir=memory_dir())
+        self.addCleanup(shutil.rmtree, path, ignore_errors=True)
+        shutil.copy(os.path.join(HERE, "femtoqueue.py"), path)
+        return path
+
+    def run_in(self, path: str, *command: str) -> str:
+        """Run a command in a directory, and return what it prints: nothing goes wrong."""
+        done = subprocess.run(command, cwd=path, capture_output=True, text=True, check=False)
+        self.assertEqual((done.returncode, done.stderr), (0, ""), command[-1])
         return done.stdout
 
-    def test_the_examples_of_the_readme_run_as_they_stand(self) -> None:
-        """In an empty directory that holds femtoqueue.py and nothing else."""
-        blocks = re.findall(r"```python\n(.*?)```", self.read("README.md"), re.DOTALL)
-        self.assertGreaterEqual(len(blocks), 1)
-        for block in blocks:
-            self.run_in_empty_dir(block)
+    def run_python(self, path: str, code: str) -> str:
+        return self.run_in(path, sys.executable, "-S", "-W", "error", "-c", code)
 
-    @unittest.skipUnless(os.name == "posix", "they are for sh")
-    def test_the_commands_of_the_readme_run_one_after_the_other(self) -> None:
-        """In an empty directory that holds femtoqueue.py and nothing else."""
-        script = "\n".join(re.findall(r"```sh\n(.*?)```", self.read("README.md"), re.DOTALL))
-        self.assertGreater(script.count("python femtoqueue.py"), 4)
-        with tempfile.TemporaryDirectory() as empty:
-            shutil.copy(os.path.join(HERE, "femtoqueue.py"), empty)
-            script = script.replace("python ", f"{sys.executable} -W error ")
-            command = ["sh", "-euc", script]
-            done = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=False)
-        self.assertEqual(done.returncode, 0, done.stderr)
-        self.assertIn("working on resize 43.png", done.stdout)
-        self.assertIn("resize 44.png", done.stdout)
+
+class Documents(DocumentCase):
+    """The docstring, the rooms, and the weight of the import."""
 
     def test_the_example_of_the_docstring_runs(self) -> None:
         match = re.search(r"\n\n((?:    .*\n|\n)+)", femtoqueue.__doc__ or "")
         assert match is not None
         code = "\n".join(line[4:] for line in match[1].splitlines())
-        self.assertIn("resize 42.png", self.run_in_empty_dir(code))
+        self.assertIn("resize 42.png", self.run_python(self.empty_dir(), code))
 
     def test_the_docstring_is_short_and_its_table_names_what_is_there(self) -> None:
         """Its table has each method of a room by which a task, or a payload, moves."""
@@ -8392,13 +8657,6 @@ class Documents(unittest.TestCase):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 self.assertLessEqual(lines, 700 if node.name == "FemtoQueue" else 400, node.name)
 
-    def test_the_tests_that_the_readme_names_are_there(self) -> None:
-        named = re.findall(r"`([A-Z]\w+)\.(test_\w+)`", self.read("README.md"))
-        for class_name, test_name in named:
-            self.assertTrue(
-                hasattr(globals().get(class_name), test_name), f"{class_name}.{test_name}"
-            )
-
     def test_the_import_brings_no_heavy_modules(self) -> None:
         heavy = [
             "argparse",
@@ -8418,11 +8676,266 @@ class Documents(unittest.TestCase):
             "traceback",
         ]
         code = f"import femtoqueue, sys; print([m for m in {heavy} if m in sys.modules])"
-        self.assertEqual(self.run_in_empty_dir(code).strip(), "[]")
+        self.assertEqual(self.run_python(self.empty_dir(), code).strip(), "[]")
 
     def test_all_names_are_there(self) -> None:
         for name in femtoqueue.__all__:
             self.assertTrue(hasattr(femtoqueue, name), name)
+
+
+class ReadmeCase(DocumentCase):
+    """A test of the README, by its sections, tables and blocks of code."""
+
+    def section(self, title: str) -> str:
+        """Return the text of a section; of what stands before the first one, for ""."""
+        parts = re.split(r"(?m)^## (.*)\n", self.read("README.md"))
+        titles = ["", *parts[1::2]]
+        return next(
+            text for name, text in zip(titles, parts[::2], strict=True) if name.startswith(title)
+        )
+
+    def blocks(self, language: str, text: str) -> list[str]:
+        return re.findall(rf"(?ms)^```{language}\n(.*?)^```", text)
+
+    def column(self, number: int, text: str) -> list[str]:
+        """Return the cells of a column of a section's tables, without headings."""
+        tables = re.findall(r"(?m)(?:^\|.*\n)+", text)
+        rows = [row.strip("|").split("|") for it in tables for row in it.splitlines()[2:]]
+        return [row[number].strip() for row in rows if len(row) > number]
+
+
+class Readme(ReadmeCase):
+    """What the README says of itself and of this repository is so."""
+
+    def test_it_is_short_and_no_line_or_paragraph_is_long(self) -> None:
+        """220 lines of 100 characters; a paragraph, or an item of a list, has 6 lines at most."""
+        text = self.read("README.md")
+        self.assertLessEqual(len(text.splitlines()), 220)
+        for line in text.splitlines():
+            self.assertLessEqual(len(line), 100, line)
+        prose = re.sub(r"(?ms)^```.*?^```$|^[|#<].*?$", "", text)
+        for paragraph in re.split(r"\n\s*\n|\n- ", prose):
+            self.assertLessEqual(len(paragraph.strip().splitlines()), 6, paragraph)
+
+    def test_its_sections_come_in_their_order(self) -> None:
+        found = re.findall(r"(?m)^## (\w+)", self.read("README.md"))
+        wanted = ["Install", "Interface", "Recipes", "Guarantees", "Operating", "More", "Speed"]
+        self.assertEqual(found, [*wanted, "Compared", "How", "Develop", "Changes"])
+
+    def test_the_moves_of_its_diagram_are_methods_and_states(self) -> None:
+        (diagram,) = self.blocks("mermaid", self.section(""))
+        edges = re.findall(r"(?m)^    (\S+) --> (\S+): (\w+)", diagram)
+        self.assertEqual({*sum(((a, b) for a, b, _ in edges), ())}, {*femtoqueue.STATES, "[*]"})
+        for _, to, move in edges:
+            if to != "pending" or move != "its":
+                self.assertTrue(callable(getattr(FemtoQueue, move)), move)
+
+    def test_its_interface_has_every_parameter_method_and_field(self) -> None:
+        import inspect
+
+        text = self.section("Interface")
+        parameters = [*inspect.signature(FemtoQueue).parameters]
+        self.assertEqual(
+            [it.strip("`") for it in self.column(0, text)[: len(parameters)]], parameters
+        )
+        names = [name for name in vars(FemtoQueue) if name[0] != "_" and name != "paused"]
+        names += [it for it in FemtoTask.__annotations__ if it[0] != "_"]
+        names += [it for it in femtoqueue.__all__ if issubclass(getattr(femtoqueue, it), Exception)]
+        for name in names:
+            self.assertRegex(text, rf"`(with |await )?{name}\b")
+
+    def test_what_it_names_as_proof_is_there(self) -> None:
+        """Tests and classes of tests by name, and programs in .ci/."""
+        for cell in self.column(1, self.section("Guarantees")):
+            for name in re.findall(r"`(.*?)`", cell):
+                if name.endswith(".py"):
+                    self.assertTrue(os.path.exists(os.path.join(HERE, ".ci", name)), name)
+                else:
+                    owner, _, test = name.partition(".")
+                    self.assertTrue(issubclass(globals()[owner], unittest.TestCase), name)
+                    self.assertTrue(hasattr(globals()[owner], test or "setUp"), name)
+            self.assertEqual(re.sub(r"`.*?`|, ", "", cell), "")
+
+    def test_the_rooms_that_it_names_are_rooms(self) -> None:
+        rooms = re.findall(r"(?m)^# (\d+)\. ", self.read("femtoqueue.py"))
+        cells = self.column(2, self.section("How it works"))
+        self.assertGreaterEqual(len(cells), 5)
+        for number in re.findall(r"\d+", " ".join(cells)):
+            self.assertIn(number, rooms)
+
+
+class ReadmeExamples(ReadmeCase):
+    """Each example of the README runs as it stands, in a directory that has femtoqueue.py only."""
+
+    def recipe(self, start: str) -> str:
+        """Return a recipe in Python by its start, with the lines that each of them goes on from."""
+        text = self.section("Recipes")
+        match = re.search(r"(?m)^After `(.*?)`, `(.*?)` and `(.*?)`:$", text)
+        assert match is not None
+        blocks = "\n\n".join(self.blocks("python", text))
+        (found,) = (
+            it for it in re.split(r"(?<!\n)\n\n+(?!\n|asyncio)", blocks) if it.startswith(start)
+        )
+        return "\n".join([*match.groups(), found])
+
+    def test_the_first_example_works_on_its_task(self) -> None:
+        (code,) = self.blocks("python", self.section(""))
+        self.assertRegex(
+            self.run_python(self.empty_dir(), code), r"^working on .* b'resize 42.png'"
+        )
+
+    @FORK
+    def test_the_commands_run_one_after_the_other(self) -> None:
+        path = self.empty_dir()
+        os.mkdir(os.path.join(path, "photos"))
+        for name in ("a b.jpg", "c.jpg"):
+            with open(os.path.join(path, "photos", name), "wb") as file:
+                file.write(b"x" * 7)
+        blocks = self.blocks("sh", self.section("") + self.section("Recipes"))
+        self.assertEqual(len(blocks), 2)
+        script = "\n".join(blocks).replace("python ", f"{sys.executable} -W error ")
+        script = script.replace(" work ", " work -q ")  # what it reports is not an error
+        said = self.run_in(path, "sh", "-euc", script)
+        for text in ("working on resize 43.png", "7 photos/a b.jpg", '"pending": 0, '):
+            self.assertIn(text, said)
+        self.assertNotIn("waits too long", said)
+
+    def test_no_recipe_has_more_than_twelve_lines(self) -> None:
+        text = self.section("Recipes")
+        for block in [it for kind in ("python", "sh", "ini") for it in self.blocks(kind, text)]:
+            for recipe in block.split("\n\n"):
+                self.assertLessEqual(len(recipe.splitlines()), 12, recipe)
+
+    def test_the_asyncio_service_handles_what_it_pushed(self) -> None:
+        path = self.empty_dir()
+        said = self.run_python(path, self.recipe("async def"))
+        self.assertEqual(said, "handling b'hello'\n")
+        self.assertEqual(len(os.listdir(os.path.join(path, "jobs", "done"))), 1)
+
+    @FORK
+    def test_the_inbox_hands_out_the_latest_value_only(self) -> None:
+        path = self.empty_dir()
+        said = self.run_python(path, self.recipe('q.push(b"balance') + "\nprint(q.pop())")
+        self.assertEqual(said, "b'balance 20'\nNone\n")
+
+    @FORK
+    def test_the_nightly_job_is_there_once_after_two_starts(self) -> None:
+        path = self.empty_dir()
+        for _ in range(2):
+            self.run_python(path, self.recipe("if not q.contains"))
+        with FemtoQueue(os.path.join(path, "jobs")) as q:
+            (task,) = q.tasks("scheduled")
+        assert task.until is not None
+        self.assertEqual((task.key, task.until.timestamp() % 86400), ("backup", 0))
+        self.assertTrue(0 < task.until.timestamp() - time.time() <= 86400)
+
+    @FORK
+    def test_the_turn_comes(self) -> None:
+        self.assertEqual(self.run_python(self.empty_dir(), self.recipe("with Ticket")), "my turn\n")
+
+    def test_the_long_work_resumes_where_a_killed_worker_stopped(self) -> None:
+        """Its worker is killed after seven rows; the next one saves the last three only."""
+        path, work = self.empty_dir(), self.recipe('q.push(b"10 rows")')
+        dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
+        died = subprocess.run([sys.executable, "-c", dying], cwd=path, check=False)
+        self.assertEqual(died.returncode, -signal.SIGKILL)
+        again = work.replace('q.push(b"10 rows")\n', "") + "\n            print(row, end=' ')"
+        self.assertEqual(self.run_python(path, again), "7 8 9 ")
+
+    def test_a_second_delivery_changes_nothing(self) -> None:
+        """As after a death between the commit of the database and done()."""
+        path = self.empty_dir()
+        for _ in range(2):
+            self.run_python(path, self.recipe("db = "))
+            for name in os.listdir(os.path.join(path, "jobs", "done")):
+                os.rename(f"{path}/jobs/done/{name}", f"{path}/jobs/pending/{name}")
+        import sqlite3
+
+        with contextlib.closing(sqlite3.connect(os.path.join(path, "app.db"))) as db:
+            rows = db.execute("SELECT data FROM invoices").fetchall()
+        self.assertEqual(rows, [(b"invoice 7",)] * 2)  # of three deliveries
+
+    @FORK
+    def test_the_pool_of_the_unit_file_works_and_stops_when_systemd_says_so(self) -> None:
+        path = self.empty_dir()
+        (unit,) = self.blocks("ini", self.section("Recipes"))
+        settings = dict(line.split("=", 1) for line in unit.splitlines()[1:])
+        command = settings["ExecStart"].replace("/srv/jobs", "jobs")
+        command = command.replace("/usr/local/bin/femtoqueue", f"{sys.executable} -m femtoqueue")
+        command = command.replace("/usr/local/bin/resize", "cat")
+        with FemtoQueue(os.path.join(path, "jobs")) as q:
+            q.push_many([b"a\n", b"b\n"])
+            pipe = subprocess.PIPE
+            with subprocess.Popen(command.split(), cwd=path, stdout=pipe, stderr=pipe) as process:
+                self.addCleanup(process.kill)
+                self.assertTrue(q.join(120))
+                process.send_signal(signal.Signals[settings["KillSignal"]])
+                out, err = process.communicate(timeout=120)
+        self.assertEqual((process.returncode, sorted(out.split())), (0, [b"a", b"b"]), err)
+        self.assertEqual(settings["Restart"], "always")
+
+    def test_the_idea_of_it_works_on_bare_system_calls(self) -> None:
+        """In at most 25 lines, and from a second process as from the first."""
+        (code,) = self.blocks("python", self.section("How it works"))
+        self.assertLessEqual(len(code.splitlines()), 25)
+        path = self.empty_dir()
+        for state in ("creating", "pending", "inflight", "done"):
+            os.mkdir(os.path.join(path, state))
+        for number in (1, 2):
+            self.assertRegex(self.run_python(path, code), r"\Aworking on \d{20}-[0-9a-f]{8}\n\Z")
+            self.assertEqual(len(os.listdir(os.path.join(path, "done"))), number)
+
+
+class Migration(ReadmeCase):
+    """The program of the README that drains a queue of femtoqueue 0.4.2 into a new one."""
+
+    def setUp(self) -> None:
+        self.path = self.empty_dir()
+        for state in ("creating", "pending", "scheduled", "done", "failed", "node1", "node2"):
+            os.makedirs(os.path.join(self.path, "old", state))
+
+    def write(self, state: str, time_us: int, payload: bytes, digest: bytes | None = None) -> str:
+        """Write a task as 0.4.2 does: a version, 7 zero bytes, the md5 of the payload, and it. Its
+        name is the time in microseconds, and the text of a method that it forgets to call."""
+        import hashlib
+
+        name = f"{time_us}_<built-in method hex of bytes object at 0x7f{time_us % 997:010x}>"
+        path = os.path.join(self.path, "old", state, name)
+        with open(path, "wb") as file:
+            file.write(b"\1" + bytes(7) + (digest or hashlib.md5(payload).digest()) + payload)
+        return path
+
+    def drain(self) -> FemtoQueue:
+        (code,) = self.blocks("python", self.section("Changes"))
+        self.assertEqual(self.run_python(self.path, code), "")
+        q = FemtoQueue(os.path.join(self.path, "new"))
+        self.addCleanup(q.close)
+        return q
+
+    def test_what_waits_or_was_in_progress_comes_over_in_its_order(self) -> None:
+        now_us = int(time.time() * 1e6)
+        for number, state in enumerate(("node2", "node1", "pending", "pending")):
+            self.write(state, now_us - 9000 + number, b"%d" % number)
+        self.write("pending", now_us - 8000, b"")
+        q = self.drain()
+        self.assertEqual([task.data for task in q.tasks("pending")], [b"0", b"1", b"2", b"3", b""])
+        self.assertEqual(len(os.listdir(os.path.join(self.path, "old", "done"))), 5)
+
+    def test_a_scheduled_task_keeps_its_time(self) -> None:
+        due_us = int(time.time() * 1e6) + 3600 * 10**6
+        self.write("scheduled", due_us, b"later")
+        (task,) = self.drain().tasks("scheduled")
+        assert task.until is not None
+        self.assertEqual((task.data, round(task.until.timestamp() * 1e6)), (b"later", due_us))
+
+    def test_what_is_corrupt_or_finished_stays_and_a_second_run_adds_nothing(self) -> None:
+        stay = [self.write("pending", 10**15, b"torn", bytes(16))]
+        stay += [self.write(state, 10**15, b"x") for state in ("creating", "done", "failed")]
+        self.write("pending", 10**15 + 1, b"whole")
+        for _ in range(2):
+            q = self.drain()
+            self.assertEqual([task.data for task in q.tasks("pending")], [b"whole"])
+        self.assertTrue(all(map(os.path.exists, stay)))
 
 
 # Classes side by side

@@ -926,7 +926,9 @@ class LinksFirst(FemtoQueue):
     """A task moves by link() and unlink(): killed between them, it is in two states."""
 
     class Files(femtoqueue._Files):
-        def move(self, source: str, target: str) -> str:
+        def move(
+            self, source: str, target: str, is_ours: Callable[[], bool] = femtoqueue._never
+        ) -> str:
             if not target:
                 return super().move(source, target)
             os.link(self.root + source, self.root + target)
@@ -942,7 +944,9 @@ class UnlinksFirst(FemtoQueue):
     """A task moves by unlink() and write: killed between them, it is in none."""
 
     class Files(femtoqueue._Files):
-        def move(self, source: str, target: str) -> str:
+        def move(
+            self, source: str, target: str, is_ours: Callable[[], bool] = femtoqueue._never
+        ) -> str:
             with open(self.root + source, "rb") as file:
                 record = file.read()
             os.unlink(self.root + source)
