@@ -4,7 +4,7 @@
 
 Needs Linux on x86_64 and Debian's qemu-system-x86, linux-image-cloud-amd64, nfs-common, rpcbind
 and busybox-static; installs them if they are missing, and fetches nfs-kernel-server to unpack it:
-no server is started on this machine. Takes seven minutes, without KVM; --full takes forty.
+no server is started on this machine. Takes five minutes, without KVM; --full takes half an hour.
 
 Three machines (machines.py) with Debian's kernel: a server, with an ext4 disk that it exports with
 sync, and two clients that mount it with default options (hard). The leases and the grace time of
