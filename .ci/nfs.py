@@ -4,7 +4,7 @@
 
 Needs Linux on x86_64 and Debian's qemu-system-x86, linux-image-cloud-amd64, nfs-common, rpcbind
 and busybox-static; installs them if they are missing, and fetches nfs-kernel-server to unpack it:
-no server is started on this machine. Takes seven minutes, without KVM; --full takes forty.
+no server is started on this machine. Takes five minutes, without KVM; --full takes half an hour.
 
 Three machines (machines.py) with Debian's kernel: a server, with an ext4 disk that it exports with
 sync, and two clients that mount it with default options (hard). The leases and the grace time of
@@ -228,7 +228,7 @@ class Trap:
         if source == SERVER:
             answer = tcp_payload(frame)
             if self.xid and answer[4:12] == self.xid + b"\0\0\0\1":
-                if any(answer[28:32]):  # it asks for patience
+                if any(answer[28:32]):  # an error: it asks for patience
                     self.xid = b""
                 else:
                     self.caught.set()
@@ -283,25 +283,18 @@ def nfs_call(payload: bytes) -> str:
     parts.number()
     parts.opaque()
     if version == 3:
-        names = {12: ("remove", 1), 14: ("rename", 2)}.get(procedure, ("", 0))
-        return " ".join([names[0], *[(parts.opaque(), parts.opaque())[1] for _ in range(names[1])]])
+        what, count = {12: ("remove", 1), 14: ("rename", 2)}.get(procedure, ("", 0))
+        return " ".join([what, *[(parts.opaque(), parts.opaque())[1] for _ in range(count)]])
     parts.opaque()
     parts.at += 8  # the minor version, and the number of operations
-    while parts.at < len(payload):
-        operation = parts.number()
-        if operation == 53:  # SEQUENCE: a session, four numbers
-            parts.at += 32
-        elif operation == 22:  # PUTFH
+    operation = 0
+    while parts.at < len(payload) and (operation := parts.number()) in (22, 32, 53):
+        if operation == 22:  # PUTFH; 32, SAVEFH, has no arguments
             parts.opaque()
-        elif operation != 32:  # SAVEFH
-            break
-    if operation not in (28, 29):
-        return ""
-    return (
-        f"remove {parts.opaque()}"
-        if operation == 28
-        else f"rename {parts.opaque()} {parts.opaque()}"
-    )
+        elif operation == 53:  # SEQUENCE: a session, four numbers
+            parts.at += 32
+    what, count = {28: ("remove", 1), 29: ("rename", 2)}.get(operation, ("", 0))
+    return " ".join([what, *[parts.opaque() for _ in range(count)]])
 
 
 # In a machine
