@@ -667,11 +667,11 @@ def run(base: str, runs: int, large: bool) -> Results:
             keyed(base, results, count)
     for polling in (False, True) if can_fork else ():
         progress("waiting")
-        wake_up(base, results, 150, polling)
-        idle(base, results, 5 if runs > 1 else 2, polling)
+        wake_up(base, results, 100, polling)
+        idle(base, results, 2 if polling or runs == 1 else 5, polling)
     if shutil.which("xargs"):
         progress("commands")
-        commands(base, results, 3000 if runs > 1 else 500)
+        commands(base, results, 2000 if runs > 1 else 500)
     progress("polls of an empty queue")
     empty_polls(base, results, 1_000_000 if large else 30_000)
     progress("")
