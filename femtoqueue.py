@@ -4991,6 +4991,7 @@ class FemtoQueue:
     @property
     def paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
+        self._house.look_s = 0.0  # the next pop() is not to hand out what was said to be held back
         return self._files.is_paused
 
     # Dead letters and upkeep

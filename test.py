@@ -1720,6 +1720,13 @@ class Cost(QueueCase):
         q.push(b"1")
         self.assertIsNone(q.pop())
 
+    def test_what_paused_says_holds_for_the_next_pop(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop())
+        other.pause()
+        q.push(b"1")
+        self.assertEqual((q.paused, q.pop()), (True, None))
+
     def test_take_opens_a_lease_directory_that_was_removed(self) -> None:
         q = self.queue()
         for _ in range(2):
