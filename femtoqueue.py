@@ -986,6 +986,7 @@ def _add_to_message(error: Exception, text: str) -> None:
 
 _READ_BYTES = 4096  # a record of this size or less is read with one call
 _HEAD_BYTES = 1024  # holds any header
+_STALE_S = 3.0  # no host shows for so long what another has replaced
 
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 
@@ -1035,8 +1036,6 @@ def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
         finally:
             os.close(fd)
     except OSError:
-        # GlusterFS opens for a second what the name led to before another host renamed a file
-        # over it, and finds nothing. This asks for it anew: who tries again gets the new one.
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CorruptTask(ident, "not a regular file") from None
         raise
@@ -1075,6 +1074,24 @@ def _read_rest(fd: int, start: int, length: int) -> bytes:
         parts.append(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _read_listed(path: str, ident: str) -> tuple[bytes, str | None]:
+    """Do as _read_record() with a record that a listing has just shown.
+
+    GlusterFS opens for a second what its name led to before another host renamed a file over it,
+    and finds nothing. So while the name is listed, what it leads to is asked for again.
+    """
+    end_s, (directory, name) = time.monotonic() + _STALE_S, os.path.split(path)
+    for pause_s in _backoff_s(_STALE_S / 20):
+        try:
+            return _read_record(path, ident)
+        except OSError as error:
+            is_stale = error.errno in _MISSING_ERRNOS and _is_shared(directory)
+            if not is_stale or time.monotonic() > end_s or name not in os.listdir(directory):
+                raise
+        time.sleep(pause_s)
+    raise AssertionError("a backoff has no end")
 
 
 def _read_head(path: str) -> tuple[str | None, int | None]:
@@ -2400,7 +2417,7 @@ class _KeyIndex:
     def _list_states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
         """Do as _list_states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
         states: dict[str, _KeyState] = {}
-        # Only a claim and its undoing move a task without the lock: neither is missed like this.
+        # A claim, or an undone one, needs no lock. One is not missed like this; both at once are.
         for entry in self._files.find("inflight", "keys", "scheduled", "pending", "inflight"):
             if _tag_of(entry.id) != tag or entry.path == but:
                 continue
@@ -2415,7 +2432,7 @@ class _KeyIndex:
     def _key_at(self, entry: _Entry) -> str:
         """Return the encoded key of a record, "" if it has none or is not whole."""
         try:
-            _, key = _read_record(self._files.root + entry.path, entry.id)
+            _, key = _read_listed(self._files.root + entry.path, entry.id)
         except CorruptTask:
             return ""
         return "" if key is None else _encode_key(key)
@@ -2853,13 +2870,14 @@ class _Transitions:
     ) -> FemtoTask | None:
         """Read a claimed task. None: it is gone (undo the claim) or corrupt (quarantine).
         was_claimed: it may have been before, so that it may have a checkpoint."""
-        lease, checkpoint = held.path, None
+        lease, checkpoint, read = held.path, None, _read_record
         try:
             if _is_keyed(ident) and self._files.is_shared:
                 # Its payload may have been replaced by another host: without a listing, the old
                 # one would be read for a second (GlusterFS).
                 os.listdir(self._lease_dir.path)
-            data, key = _read_record(self._files.root + lease, ident)
+                read = _read_listed
+            data, key = read(self._files.root + lease, ident)
             other = None if key is None else self._keys.other_task(key, lease)
             if key is not None and other is not None:
                 self.quarantine(lease, str(KeyInFlight(key, other)))

@@ -3136,6 +3136,28 @@ class KeyedOnSharedFileSystem(Keyed):
             self.addCleanup(patch.stop)
         super().setUp()
 
+    def test_a_record_that_is_listed_is_asked_for_until_it_is_found(self) -> None:
+        """GlusterFS opens for a second what another host has replaced, and finds nothing."""
+        q, tries = self.queue(), itertools.count()
+        q.push(b"1", key="k")
+
+        def stale(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and "/pending/" in args[0] and next(tries) < 20:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), args[0])
+
+        with hooked(stale), mock.patch.object(time, "sleep") as sleep:
+            q.push(b"2", key="k")
+        self.assertEqual(sleep.call_count, 20)
+        tries = itertools.count()
+
+        def stale_lease(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and "/inflight-n1/" in args[0] and next(tries) < 20:
+                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), args[0])
+
+        with hooked(stale_lease), mock.patch.object(time, "sleep"):
+            task = q.pop()
+        self.assertEqual(task and task.data, b"2")
+
     def test_a_claim_that_is_undone_while_the_directories_are_listed_is_seen(self) -> None:
         """It moves the task against the order in which they are listed, without the key's lock."""
         q, other = self.queue(), self.queue("n2")
