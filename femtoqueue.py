@@ -453,6 +453,7 @@ _parse_lock = re.compile("[0-9a-f]{2}").fullmatch
 _parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"\.?([0-9]{20})~([0-9a-f]{8})~([0-9a-f]{16})").fullmatch
+_parse_last_number = re.compile(r"last~[0-9]{20}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 _parse_key_state = re.compile(
     r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
@@ -624,6 +625,10 @@ def _reset_path(path: str, due_ns: int | None) -> str:
 
 def _ticket_name(number: int, boot: str, member: str) -> str:
     return f"{number:020d}~{boot}~{member}"
+
+
+def _last_number_name(number: int) -> str:
+    return f"last~{number:020d}"
 
 
 def _boot_of_ticket(name: str) -> str:
@@ -5248,8 +5253,7 @@ class TicketQueue:
         Blocks only while other processes register.
         """
         with self._locked() as last:
-            ticket = max([int(os.read(last.fd, 20) or 0), *(t for t, _ in self._tickets())]) + 1
-            os.pwrite(last.fd, b"%020d" % ticket, 0)
+            ticket = self._next_number(last)
             name = _ticket_name(ticket, self._boot, os.urandom(8).hex())
             lock = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
             try:
@@ -5260,6 +5264,23 @@ class TicketQueue:
                 raise
             self._held[name] = ticket, lock
         return ticket, name
+
+    def _next_number(self, last: _FileLock) -> int:
+        """Return the next number, and note it: in "last", whose lock is held.
+
+        On a file system of several hosts the name of an empty file has it: a host may read contents
+        that another has written as they were (GlusterFS: for a second), but it lists the new names.
+        """
+        noted = max(filter(_parse_last_number, os.listdir(self._root)), default="")
+        in_line = (ticket for ticket, _ in self._tickets())
+        number = max(int(os.read(last.fd, 20) or 0), int(noted[-20:] or 0), *in_line) + 1
+        if not _is_shared(self._root):
+            os.pwrite(last.fd, b"%020d" % number, 0)
+        elif noted:
+            _move(self._root + noted, self._root + _last_number_name(number), _always)
+        else:
+            _write_new(self._root + _last_number_name(number), b"")
+        return number
 
     def is_head(self, ticket: int) -> bool:
         """Say whether that ticket is the first of those whose members live."""

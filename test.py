@@ -5755,6 +5755,17 @@ class Tickets(QueueCase):
             self.assertFalse(line.maybe_cleanup())
         self.assertEqual(self.names("line"), ["last"])
 
+    def test_on_a_file_system_of_several_hosts_numbers_are_names(self) -> None:
+        """A host may read as it was what another has written to "last"."""
+        with mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0x6969)):
+            for number in (1, 2, 3):
+                line = self.line()
+                ticket, member = line.register()
+                line.remove(member)
+                self.assertEqual(ticket, number)
+        self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
+        self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
+
     def test_the_age_of_another_hosts_ticket_is_that_of_its_open_file(self) -> None:
         """A host may remember for a minute when a path was last touched."""
         line, name = self.line(stale_timeout=60), f"{1:020d}~00000000~{'0' * 16}"
