@@ -424,9 +424,7 @@ class Actor:
         call = self.chance.choice(("contains", "peek", "take"))
         began_s = self.now_s()
         if call == "take":
-            task = self.pop(key)
-            self.note("looked", call, key, began_s, int(task is not None))
-            self.end_keyed(task)
+            self.end_keyed(self.pop(key))
             return
         try:
             found = self.q.contains(key) if call == "contains" else self.peek(key)
@@ -492,6 +490,8 @@ class Actor:
         except OSError as error:
             self.trouble("pop" if key is None else "take", "-", began_s, error)
             return None
+        if key is not None:
+            self.note("looked", "take", key, began_s, int(task is not None))
         if task is not None:
             name = check_payload(task.data)
             self.note("got", task.id, began_s, self.deadline_s(task), task.attempts, name)
