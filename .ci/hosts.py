@@ -3,7 +3,7 @@
     python .ci/hosts.py [--seed S] [--only PHASE] [--measure] [--self-check]
 
 Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-server and
-glusterfs-client (Debian) if they are missing. Takes five minutes.
+glusterfs-client (Debian) if they are missing. Takes six minutes.
 
 Three hosts on this machine, each with a network, mounts, processes and a boot id of its own, are
 joined by a bridge, and hold a volume of three replicas, which each of them mounts. Producers and
@@ -21,7 +21,8 @@ does outside the volume. All hosts have one monotonic clock, so that times can b
     Gluster forgot on one brick: no mount shows them).
 
 Another phase, which injects no faults, is about keyed tasks. On each host two processes push and
-two take, release, fail and finish tasks, first of one key, then of ten. Proved:
+two take, release, fail and finish tasks, first of one key, then of ten, then of fifty. All of them
+ask for tasks by key, too: contains(), peek() and take(). Proved:
 
   - a key has at most one task that waits or is in flight, and at most one payload behind it;
   - deliveries of a key do not overlap in time;
@@ -29,6 +30,9 @@ two take, release, fail and finish tasks, first of one key, then of ten. Proved:
     pop() or take() was called; the last delivery of a key carries its last payload (of pushes
     that overlap in time, any may be the last);
   - failed/ holds only tasks that a worker gave to fail();
+  - a key whose push had returned, on any host, is not absent: contains() finds it until a delivery
+    of that payload or a newer one is about to end, peek() unless it is pushed or moves meanwhile,
+    take() unless it is in flight;
   - no call raises anything, and no lease is lost before its deadline.
 
 A host reads files and names that another host has changed as they were, for up to a second, from
@@ -42,7 +46,8 @@ bricks (in memory) and glusterd's state go with them, and the machine's own are 
 
 --measure prints only tasks per second there, beside a local directory. --self-check shows that
 the proof can fail: a claim by copy and unlink, a done() without a fence, a push that does not
-mind an error, a queue that is none and a key lock whose file is removed must all be caught.
+mind an error, a queue that is none, a key lock whose file is removed and a look-up that sees only
+what waits must all be caught.
 """
 
 from __future__ import annotations
@@ -110,7 +115,8 @@ KINDS = {  # who notes what
     "got": ("hold",),
 }
 PHASES = ("calm", "keys", "storms")
-KEYS_S = 10.0  # for one key, and again for ten
+KEYS_S = 10.0  # for one key, again for ten and for fifty
+RECENT_S = 1.0  # for so long a mount may answer from its cache
 SIZES = (0, 50, 5000, 100_000)
 
 
@@ -304,12 +310,13 @@ class Actor:
         self.chance = random.Random(self.seed)
         self.fd = self.open_log()
         self.break_queue()
-        if self.kind != "watch":
+        has_queue = self.kind != "watch"
+        if has_queue:
             self.q = self.opened()
         self.note("ready")
         getattr(self, self.kind)()
         self.note("closing")
-        if self.kind != "watch":
+        if has_queue:
             self.q.close()
 
     def open_log(self) -> int:
@@ -359,10 +366,16 @@ class Actor:
 
     def push_keys(self) -> None:
         while not self.is_over():
-            self.push(self.any_key())
+            key = self.any_key()
+            self.push(key)
+            if self.chance.random() < 0.2:
+                self.look_up(key)
             time.sleep(self.chance.random() * 0.01)
 
     def any_key(self) -> str:
+        """Return one of the keys; half of the time the one that all hosts choose just now."""
+        if self.chance.random() < 0.5:
+            return f"key{int(self.now_s() / 0.5) % self.keys}"
         return f"key{self.chance.randrange(self.keys)}"
 
     def push(self, key: str | None = None) -> None:
@@ -389,11 +402,37 @@ class Actor:
         """Get tasks in turn and by key; a delivery takes far less time than its lease. Pauses let
         payloads be replaced while their task waits, and not only while it is in flight."""
         while not self.is_over():
-            key = self.any_key() if self.chance.random() < 0.3 else None
-            if (task := self.pop(key)) is not None:
-                time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
-                self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
+            if self.chance.random() < 0.4:
+                self.look_up(self.any_key())
+            else:
+                self.end_keyed(self.pop())
             time.sleep(self.chance.choice((0.02, 0.2)) * self.chance.random())
+
+    def end_keyed(self, task: FemtoTask | None) -> None:
+        if task is not None:
+            time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
+            self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
+
+    def look_up(self, key: str) -> None:
+        """Ask for a key's task in one of three ways, and note whether there was one."""
+        call = self.chance.choice(("contains", "peek", "take"))
+        began_s = self.now_s()
+        if call == "take":
+            self.end_keyed(self.pop(key))
+            return
+        try:
+            found = self.q.contains(key) if call == "contains" else self.peek(key)
+        except OSError as error:
+            self.trouble(call, "-", began_s, error)
+        else:
+            self.note("looked", call, key, began_s, int(found))
+
+    def peek(self, key: str) -> bool:
+        """Say whether peek() found the task of a key; raises ValueError if it is torn."""
+        task = self.q.peek(key=key)
+        if task is not None:
+            check_payload(task.data)
+        return task is not None
 
     def watch(self) -> None:
         """Count the tasks of a key on this host's brick, where no cache is in between.
@@ -434,6 +473,8 @@ class Actor:
         except OSError as error:
             self.trouble("pop" if key is None else "take", "-", began_s, error)
             return None
+        if key is not None:
+            self.note("looked", "take", key, began_s, int(task is not None))
         if task is not None:
             name = check_payload(task.data)
             self.note("got", task.id, began_s, self.deadline_s(task), task.attempts, name)
@@ -561,6 +602,12 @@ def break_queue(how: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # it was removed before
             os.unlink(f"{self._files.root}locks/{self.tag[-2:]}")
 
+    def waiting_only(self: Any, key: str) -> str | None:
+        """Not what is in flight."""
+        tag = femtoqueue._key_tag(femtoqueue._encode_key(key))
+        paths = (it.path for it in self._files.find("pending") if it.id.endswith(tag))
+        return next(paths, None)
+
     if how:
         _, room, name = BROKEN[how]
         setattr(room, name, locals()[how])
@@ -572,6 +619,7 @@ BROKEN: dict[str, tuple[str, type, str]] = {  # the phase that must catch it, wh
     "careless": ("storms", femtoqueue._Files, "publish"),
     "youngest_first": ("calm", femtoqueue._Housekeeper, "_list_pending"),
     "removed_lock": ("keys", femtoqueue._KeyStates, "close"),
+    "waiting_only": ("keys", femtoqueue._KeyIndex, "path_of"),
 }
 
 
@@ -770,6 +818,10 @@ class Delivery:
     how: str = ""
     called_s: float = float("inf")  # of the call that succeeded
 
+    def claimed_s(self) -> float:
+        """Return when it was leased, at the earliest; not for a lease that was renewed."""
+        return max(self.began_s, self.deadline_s - LEASE_MS / 1e3 - SKEW_S)
+
 
 @dataclass
 class Push:
@@ -778,6 +830,18 @@ class Push:
     key: str
     began_s: float
     ended_s: float = float("inf")
+    actor: str = ""
+
+
+@dataclass
+class LookUp:
+    """A call that asked for the task of a key, and whether it was told of one."""
+
+    actor: str
+    call: str
+    began_s: float
+    ended_s: float
+    found: bool
 
 
 class Events:
@@ -796,6 +860,7 @@ class Events:
         self.heals: list[float] = []
         self.calls: list[tuple[float, float, str]] = []
         self.looks, self.most, self.most_behind = 0, 0, 0
+        self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
         for line in self.lines:
             at, actor, word, *values = line.split()
             getattr(self, f"read_{word}")(float(at), actor, *values)
@@ -804,7 +869,7 @@ class Events:
         pass
 
     def read_push(self, at: float, actor: str, number: str, began: str, key: str) -> None:
-        self.tried[f"{actor}:{number}"] = Push(key, float(began))
+        self.tried[f"{actor}:{number}"] = Push(key, float(began), actor=actor)
 
     def read_pushed(self, at: float, actor: str, number: str, ident: str, began: str) -> None:
         self.pushed[ident] = f"{actor}:{number}"
@@ -862,6 +927,11 @@ class Events:
 
     def read_watched(self, at: float, _: str, *counts: str) -> None:
         self.looks, self.most, self.most_behind = map(int, counts)
+
+    def read_looked(self, at: float, actor: str, call: str, key: str, *rest: str) -> None:
+        began, found = rest
+        self.look_ups[key].append(LookUp(actor, call, float(began), at, found == "1"))
+        self.calls.append((float(began), at, call))
 
     def last(self, actor: str, ident: str) -> Delivery:
         return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
@@ -1054,6 +1124,64 @@ def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Pus
     return [f"a push to {push.key} at {push.began_s:.3f} has no delivery" for push in late]
 
 
+def must_find(
+    events: Events, it: LookUp, newest: Push, deliveries: list[Delivery], pushes: list[Push]
+) -> bool:
+    """Whether a look-up had to find a task, as the newest push that had returned before it tells:
+    a delivery ends when it is settled, and other than by release() only then is the key absent."""
+    for d in deliveries:
+        is_as_new = events.tried[d.name].ended_s >= newest.began_s
+        if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
+            return False
+    if it.call == "take":  # None, too, if another has the task in flight
+        others = [d for d in deliveries if d.actor != it.actor]
+        return not any(d.claimed_s() < it.ended_s and d.ended_s > it.began_s for d in others)
+    if it.call == "peek":  # None, too, if it moves: by a claim, when settled, by a push
+        moves = [(d.claimed_s(), d.got_s) for d in deliveries]
+        moves += [(d.tried_s, d.ended_s) for d in deliveries]
+        moves += [(push.began_s, push.ended_s) for push in pushes]
+        return not any(began < it.ended_s and ended > it.began_s for began, ended in moves)
+    return True
+
+
+def bound(
+    events: Events, deliveries: list[Delivery], pushes: list[Push]
+) -> Iterator[tuple[LookUp, Push]]:
+    """Yield the look-ups of a key that had to find a task, and the push that tells so."""
+    ends_s = [push.ended_s for push in pushes]
+    latest = [*itertools.accumulate(pushes, lambda *two: max(two, key=lambda push: push.began_s))]
+    for it in events.look_ups[pushes[0].key]:
+        returned = bisect.bisect_left(ends_s, it.began_s)
+        if returned and must_find(events, it, latest[returned - 1], deliveries, pushes):
+            yield it, latest[returned - 1]
+
+
+def unseen(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
+    """Yield what is wrong with the look-ups that had to find a task."""
+    for it, push in looked:
+        if not it.found:
+            late_s = it.began_s - push.ended_s
+            yield f"{it.actor}: {it.call}({push.key}) found nothing at {it.began_s:.3f}, " + (
+                f"{late_s:.3f} s after a push by {push.actor}"
+            )
+
+
+def host_of(actor: str) -> str:
+    return actor.partition(".")[0][-1]
+
+
+def report_look_ups(events: Events, looked: list[tuple[LookUp, Push]]) -> None:
+    """Say how many look-ups had to find a task, and how many of those a cache might have fooled:
+    another host had just pushed it."""
+    calls = collections.Counter(it.call for it, _ in looked)
+    recent = sum(
+        host_of(it.actor) != host_of(push.actor) and it.began_s - push.ended_s < RECENT_S
+        for it, push in looked
+    )
+    count = sum(map(len, events.look_ups.values()))
+    say(f"{count} look-ups; had to find a task: {dict(calls)}, {recent} just pushed elsewhere")
+
+
 def crowded(events: Events, seen: set[str], left: set[str]) -> Iterator[str]:
     """Yield what is wrong with the number of tasks of a key: on the brick while all ran, on a
     mount when nothing ran, and when the queue was drained."""
@@ -1093,14 +1221,18 @@ def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
     how often each promise was broken, and raise Violation if one was."""
     events = Events(stage.log)
     found: dict[str, list[str]] = collections.defaultdict(list)
+    looked: list[tuple[LookUp, Push]] = []
     for deliveries, pushes in by_key(events):
+        looked += bound(events, deliveries, pushes)
         found["overlapping deliveries"] += overlapping(deliveries)
         found["outdated deliveries"] += outdated(events, deliveries, pushes)
         found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
+    found["look-ups that found nothing"] += unseen(looked)
     found["crowded keys"] += crowded(events, seen, left)
     found["dead letters of no fail()"] += buried(stage, events, left)
     found["errors"] += raised(events)
     report(events)
+    report_look_ups(events, looked)
     say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
     faults = {what: texts for what, texts in found.items() if texts}
     for what, texts in faults.items():
@@ -1186,6 +1318,7 @@ def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
     if "keys" in phases:
         keyed(Stage(hosts, work, seed, phase="-key"), 1, 1)
         keyed(Stage(hosts, work, seed, phase="-keys"), 10, 1)
+        keyed(Stage(hosts, work, seed, phase="-many"), 50, 1)
     if "storms" in phases:
         storms(hosts, work, seed, ("brick", "cut", "quorum"))
 
