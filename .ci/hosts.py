@@ -35,6 +35,11 @@ ask for tasks by key, too: contains(), peek() and take(). Proved:
     take() unless it is in flight;
   - no call raises anything, and no lease is lost before its deadline.
 
+In the same phase two processes on each host take turns by a TicketQueue. Proved:
+
+  - turns do not overlap in time, and come in the order of their tickets;
+  - each host has turns, and no call raises anything.
+
 A host reads files and names that another host has changed as they were, for up to a second, from
 the caches of its mount. The locks and the whereabouts of keys must not depend on such a reading.
 
@@ -46,8 +51,8 @@ bricks (in memory) and glusterd's state go with them, and the machine's own are 
 
 --measure prints only tasks per second there, beside a local directory. --self-check shows that
 the proof can fail: a claim by copy and unlink, a done() without a fence, a push that does not
-mind an error, a queue that is none, a key lock whose file is removed and a look-up that sees only
-what waits must all be caught.
+mind an error, a queue that is none, a key lock whose file is removed, a look-up that sees only what
+waits, and tickets that take other hosts' members for dead must all be caught.
 """
 
 from __future__ import annotations
@@ -75,7 +80,7 @@ from typing import Any
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 import femtoqueue
-from femtoqueue import FemtoQueue, FemtoTask, LeaseLost
+from femtoqueue import FemtoQueue, FemtoTask, LeaseLost, TicketQueue
 
 SKEW_S = 0.1
 PACKAGES = ("glusterfs-server", "glusterfs-client")
@@ -111,12 +116,13 @@ LEASE_MS = 5000
 LONGEST_CALL_S = 20.0  # while all is well; here, where three hosts share two cores
 SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
 KINDS = {  # who notes what
-    "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch"),
+    "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch", "take_turns"),
     "got": ("hold",),
 }
 PHASES = ("calm", "keys", "storms")
-KEYS_S = 10.0  # for one key, again for ten and for fifty
+KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
 RECENT_S = 1.0  # for so long a mount may answer from its cache
+STALE_S = 30.0  # of a ticket that another host's member does not touch
 SIZES = (0, 50, 5000, 100_000)
 
 
@@ -310,7 +316,7 @@ class Actor:
         self.chance = random.Random(self.seed)
         self.fd = self.open_log()
         self.break_queue()
-        has_queue = self.kind != "watch"
+        has_queue = self.kind not in ("watch", "take_turns")
         if has_queue:
             self.q = self.opened()
         self.note("ready")
@@ -433,6 +439,17 @@ class Actor:
         if task is not None:
             check_payload(task.data)
         return task is not None
+
+    def take_turns(self) -> None:
+        """Have one turn after the other, in line with the other members."""
+        line = TicketQueue(self.queue, stale_timeout=STALE_S)
+        while not self.is_over():
+            began_s = self.now_s()
+            with line.turn(timeout=LONGEST_CALL_S) as ticket:
+                self.note("turn", ticket, began_s)
+                time.sleep(self.chance.random() * 0.02)
+                self.note("turned", ticket)
+            time.sleep(self.chance.choice((0.0, 0.1)) * self.chance.random())
 
     def watch(self) -> None:
         """Count the tasks of a key on this host's brick, where no cache is in between.
@@ -569,7 +586,7 @@ def check_payload(data: bytes) -> str:
 def break_queue(how: str) -> None:
     """Make the mistakes that the proof must see."""
     move, publish = femtoqueue._KeyIndex.move, femtoqueue._Files.publish
-    close = femtoqueue._KeyStates.close
+    close, lives = femtoqueue._KeyStates.close, TicketQueue._lives
 
     def copy_and_unlink(self: Any, source: str, attempts: int, ident: str, length_ns: int) -> str:
         deadline_ns = self._clock.now_ns() + length_ns
@@ -608,6 +625,10 @@ def break_queue(how: str) -> None:
         paths = (it.path for it in self._files.find("pending") if it.id.endswith(tag))
         return next(paths, None)
 
+    def strangers_die(self: Any, name: str) -> bool:
+        """The tickets of other hosts are passed over."""
+        return femtoqueue._boot_of_ticket(name) == self._boot and lives(self, name)
+
     if how:
         _, room, name = BROKEN[how]
         setattr(room, name, locals()[how])
@@ -620,6 +641,7 @@ BROKEN: dict[str, tuple[str, type, str]] = {  # the phase that must catch it, wh
     "youngest_first": ("calm", femtoqueue._Housekeeper, "_list_pending"),
     "removed_lock": ("keys", femtoqueue._KeyStates, "close"),
     "waiting_only": ("keys", femtoqueue._KeyIndex, "path_of"),
+    "strangers_die": ("keys", TicketQueue, "_lives"),
 }
 
 
@@ -844,6 +866,16 @@ class LookUp:
     found: bool
 
 
+@dataclass
+class Turn:
+    """A member of a line had its turn from got_s to ended_s."""
+
+    ticket: int
+    actor: str
+    got_s: float
+    ended_s: float = float("inf")
+
+
 class Events:
     """What was noted, read back."""
 
@@ -861,6 +893,7 @@ class Events:
         self.calls: list[tuple[float, float, str]] = []
         self.looks, self.most, self.most_behind = 0, 0, 0
         self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
+        self.turns: list[Turn] = []
         for line in self.lines:
             at, actor, word, *values = line.split()
             getattr(self, f"read_{word}")(float(at), actor, *values)
@@ -932,6 +965,14 @@ class Events:
         began, found = rest
         self.look_ups[key].append(LookUp(actor, call, float(began), at, found == "1"))
         self.calls.append((float(began), at, call))
+
+    def read_turn(self, at: float, actor: str, ticket: str, began: str) -> None:
+        self.turns.append(Turn(int(ticket), actor, at))
+        self.calls.append((float(began), at, "turn"))
+
+    def read_turned(self, at: float, actor: str, ticket: str) -> None:
+        turn = next(it for it in reversed(self.turns) if it.actor == actor)
+        turn.ended_s = at
 
     def last(self, actor: str, ident: str) -> Delivery:
         return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
@@ -1265,6 +1306,44 @@ def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> Non
     check_keys(stage, seen, stage.files(1, stage.queue))
 
 
+# Tickets
+
+
+def check_turns(events: Events) -> None:
+    """Turns do not overlap, and come in the order of their tickets; each host has some."""
+    turns = sorted(events.turns, key=lambda it: it.got_s)
+    pairs = [*itertools.pairwise(turns)]
+    faults = {
+        "overlap": [two for two in pairs if two[1].got_s < two[0].ended_s],
+        "are out of order": [two for two in pairs if two[1].ticket <= two[0].ticket],
+    }
+    for what, found in faults.items():
+        if found:
+            say(f"{len(found)} of {len(turns)} turns {what}; the first: {found[0]}")
+    if any(faults.values()):
+        raise Violation(", ".join(f"{len(found)} turns {what}" for what, found in faults.items()))
+    hosts = {host_of(it.actor) for it in turns}
+    if len(hosts) < len(HOSTS):
+        raise Violation(f"{len(turns)} turns, all of them on {sorted(hosts)}")
+
+
+def tickets(stage: Stage, seconds: float = KEYS_S) -> None:
+    """Take turns, by two members on each host."""
+    stage.call_over(False)
+    for host in (*stage.cluster.hosts, *stage.cluster.hosts):
+        stage.start(host, "take_turns")
+    stage.wait_for("ready")
+    time.sleep(seconds)
+    stage.call_over()
+    stage.finish(60)
+    stage.check_machine()
+    events = Events(stage.log)
+    check_turns(events)
+    check_calm(events)
+    longest_s = max(ended_s - began_s for began_s, ended_s, _ in events.calls)
+    say(f"{len(events.turns)} turns of six members in order, after at most {longest_s:.1f} s")
+
+
 # Speed
 
 
@@ -1295,12 +1374,14 @@ def measure(hosts: Cluster, work: str) -> None:
 
 
 def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
-    for broken, (phase, *_) in BROKEN.items():
+    for broken, (phase, room, _) in BROKEN.items():
         if phase not in phases:
             continue
         try:
             if phase == "storms":
                 storms(hosts, work, seed, ["cut"], broken)
+            elif room is TicketQueue:
+                tickets(Stage(hosts, work, seed, broken, "-line"))
             elif phase == "keys":
                 keyed(Stage(hosts, work, seed, broken, "-key"), 1, 1)
             else:
@@ -1319,6 +1400,7 @@ def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
         keyed(Stage(hosts, work, seed, phase="-key"), 1, 1)
         keyed(Stage(hosts, work, seed, phase="-keys"), 10, 1)
         keyed(Stage(hosts, work, seed, phase="-many"), 50, 1)
+        tickets(Stage(hosts, work, seed, phase="-line"))
     if "storms" in phases:
         storms(hosts, work, seed, ("brick", "cut", "quorum"))
 
