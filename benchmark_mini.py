@@ -265,10 +265,6 @@ def task_names(count: int, tag: str = "0000aaaa") -> list[str]:
     return [f"{1_700_000_000_000_000_000 + order:020d}-{tag}" for order in range(count)]
 
 
-def lease_names(names: list[str]) -> list[str]:
-    return [LEASE + name for name in names]
-
-
 def drain(contender: Any, limit: int | None = None) -> int:
     count = 0
     while count != limit and contender.take():

@@ -305,7 +305,7 @@ def _refresh(directory: str) -> None:
     opens the directory, that that has changed (nfs(5): close-to-open consistency).
     """
     if os.name == "posix":
-        with contextlib.suppress(OSError):  # who looks next gets it too
+        with contextlib.suppress(OSError):  # the look that follows gets it too
             os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
 
 
@@ -1087,16 +1087,16 @@ def _read_listed(path: str, ident: str) -> tuple[bytes, str | None]:
     GlusterFS opens for a second what its name led to before another host renamed a file over it,
     and finds nothing. So while the name is listed, what it leads to is asked for again.
     """
-    end_s, (directory, name) = time.monotonic() + _STALE_S, os.path.split(path)
-    for pause_s in _backoff_s(_STALE_S / 60):
+    end_s, pauses_s = time.monotonic() + _STALE_S, _backoff_s(_STALE_S / 60)
+    directory, name = os.path.split(path)
+    while True:
         try:
             return _read_record(path, ident)
         except OSError as error:
             is_stale = error.errno in _MISSING_ERRNOS and _is_shared(directory)
             if not is_stale or time.monotonic() > end_s or name not in os.listdir(directory):
                 raise
-        time.sleep(pause_s)
-    raise AssertionError("a backoff has no end")
+        time.sleep(next(pauses_s))
 
 
 def _read_head(path: str) -> tuple[str | None, int | None]:
@@ -1285,24 +1285,20 @@ _RENAMES_OPEN_FILES = os.name == "posix"
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
-_Check = Callable[[], bool]
+_Check = Callable[[], bool] | None
 
 
 def _always() -> bool:
     return True
 
 
-def _never() -> bool:
-    return False
-
-
-def _move(source: str, target: str, is_ours: _Check = _never) -> None:
+def _move(source: str, target: str, is_ours: _Check = None) -> None:
     """Rename a file over the target, on Windows too (os.replace). A finished task that a person
     ran again replaces its older file.
 
     RACE: a target directory that another process replaces just then (shrink_pending) gives ENOENT
     as if the source were gone; both are there, so the rename is done again. is_ours: whether what
-    is at the target then is what we moved; see _was_moved().
+    is at the target then is what we moved (None: that can't be known); see _was_moved().
     """
     tries = 0
     while True:
@@ -1310,7 +1306,7 @@ def _move(source: str, target: str, is_ours: _Check = _never) -> None:
             os.replace(source, target)
             return
         except FileNotFoundError:
-            if _was_moved(source, target) and is_ours():
+            if is_ours is not None and _was_moved(source, target) and is_ours():
                 return
             tries += 1
             both = os.path.lexists(source) and os.path.isdir(os.path.dirname(target))
@@ -1455,14 +1451,14 @@ class _Files:
     def entries(self, directory: str, form: str = "") -> list[_Entry]:
         """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
         try:
-            names = self.names(directory)
+            names = self._names(directory)
         except NotADirectoryError:
             if directory in _STATE_DIRS:
                 raise
             return []  # a foreign file of such a name
         return [entry for name in sorted(names) if (entry := _parse(directory, name, form))]
 
-    def names(self, directory: str) -> list[str]:
+    def _names(self, directory: str) -> list[str]:
         """Return all names in a directory; none if it was removed with its worker just now, or is
         not there yet. Raises FileNotFoundError for one that must be there."""
         for is_last in (False, True):
@@ -1602,14 +1598,14 @@ class _Files:
             return False
         return True
 
-    def move(self, source: str, target: str, is_ours: _Check = _never) -> str:
+    def move(self, source: str, target: str, is_ours: _Check = None) -> str:
         """Rename a task's file, over one that is there; target "": remove it. Return target.
         is_ours: as in _move()."""
         if not target:
             try:
                 os.unlink(self.root + source)
             except FileNotFoundError:
-                if not (self.is_shared and is_ours()):  # as in _was_moved()
+                if is_ours is None or not self.is_shared or not is_ours():  # as in _was_moved()
                     raise
             return target
         _move(self.root + source, self.root + target, is_ours)
@@ -2193,7 +2189,7 @@ class _KeyStates:
             with contextlib.suppress(FileNotFoundError):
                 self._open(create)
                 text, end, _ = os.read(self._fd, os.fstat(self._fd).st_size).partition(b"\n\n")
-                states, saved = _parse_key_states(text + end, self.tag), text + end
+                states, saved = _parse_key_states(text, self.tag), text + end
         if self._saved is None:  # again: a handler may have come while we read
             self.states = states
             # As it is there: what was invalid in it is written anew.
@@ -2262,6 +2258,8 @@ class _KeyStates:
 # ==================================================================================================
 
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
+# A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
+_LIVE = ("inflight", "scheduled", "pending", "inflight")
 _REPLACE_LEASE_NS = 30 * 10**9  # under which a payload is replaced where names can't be exchanged
 
 
@@ -2362,7 +2360,8 @@ class _KeyIndex:
         if state is None:
             return None
         path = self.locate(state.path, thorough) if state.path else None
-        path = self._promote_lost(state) if path is None and state.buffered else path
+        if path is None and state.buffered:
+            path = self._promote_lost(state)
         if path is None:
             del held.states[name]
             return None
@@ -2413,17 +2412,15 @@ class _KeyIndex:
         for _ in range(_MAX_LISTINGS):
             try:
                 return self._list_states_once(tag, but)
-            except OSError as error:
+            except OSError as error:  # RACE: a task moved after its directory was listed
                 if error.errno not in _MISSING_ERRNOS:
                     raise
-                # RACE: a task moved after its directory was listed
         return self._list_states_once(tag, but)
 
     def _list_states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
         """Do as _list_states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
         states: dict[str, _KeyState] = {}
-        # A claim, or an undone one, needs no lock. One is not missed like this; both at once are.
-        for entry in self._files.find("inflight", "keys", "scheduled", "pending", "inflight"):
+        for entry in self._files.find("keys", *_LIVE):
             if _tag_of(entry.id) != tag or entry.path == but:
                 continue
             name = self._key_at(entry)
@@ -2471,7 +2468,7 @@ class _KeyIndex:
 
     # Moving
 
-    def move(self, source: str, target: str, wait: bool = True, is_ours: _Check = _never) -> str:
+    def move(self, source: str, target: str, wait: bool = True, is_ours: _Check = None) -> str:
         """Move a task from one state to another; "": remove it. Return where it went.
 
         A keyed one moves under the lock of its key, and promotes the newer payload behind it.
@@ -2618,18 +2615,17 @@ class _KeyIndex:
         names = self._names(_parse_tag) + self._names(_FORMS["keys"])
         if not names:
             return []
-        found = self._files.find("inflight", "scheduled", "pending", "inflight")
-        busy = {_tag_of(entry.id) for entry in found}  # as in _list_states_once()
+        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)}
         return [name for name in names if _tag_of(name) not in busy]
 
     def _names(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
         _refresh(self._files.root)
-        names: list[str] = []
         none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
-            names = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-        return sorted(filter(parse, names))
+            files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+            return sorted(filter(parse, files))
+        return []
 
     def _index_unlisted(self, held: _KeyStates) -> None:
         """Promote newer payloads that no state knows: power loss, or a person, took the state."""
@@ -2704,12 +2700,18 @@ class _KeyPusher:
         self._backlog.note_enqueued(path)
         return ident
 
+    def _replacement(
+        self, name: str, payload: bytes | memoryview
+    ) -> contextlib.AbstractContextManager[str]:
+        """Write a record aside, for a block that puts it in the place of another."""
+        return self._files.replacement(self._clock.new_id(), _header(payload, name), payload)
+
     def _replace(
         self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
     ) -> str:
         """Replace the payload of a waiting task; return its id, "" if another was quicker."""
-        state, ident = held.states[name], self._clock.new_id()
-        with self._files.replacement(ident, _header(payload, name), payload) as aside:
+        state = held.states[name]
+        with self._replacement(name, payload) as aside:
             target = _reset_path(state.path, due_ns)
             if _state_of(target) == "scheduled":
                 replaced = self._replace_scheduled(state, aside, target)
@@ -2767,8 +2769,7 @@ class _KeyPusher:
 
     def _update(self, path: str, name: str, payload: bytes | memoryview) -> str:
         """Replace the payload of a task in flight; "" if a person moved the task meanwhile."""
-        ident = self._clock.new_id()
-        with self._files.replacement(ident, _header(payload, name), payload) as aside:
+        with self._replacement(name, payload) as aside:
             replaced = self._files.swap_or_replace(aside, path)
             self._files.remove(aside)
         if replaced:
@@ -2788,8 +2789,7 @@ class _KeyPusher:
             if not before:
                 self._files.publish(ident, payload, path, key=name)
                 return ident
-            aside_id = self._clock.new_id()
-            with self._files.replacement(aside_id, _header(payload, name), payload) as aside:
+            with self._replacement(name, payload) as aside:
                 if before != state.buffered:  # CRASH: after it, the old payload at the new time
                     _move(f"{root}keys/{before}", root + path, _always)
                 _move_over(root + aside, root + path)
@@ -2979,14 +2979,7 @@ class _Transitions:
 
     def _end(self, task: FemtoTask, lease: _Lease, target: str, move: Callable[..., str]) -> str:
         """Move a task out of its lease, with the lock of its key held if it has one."""
-        started_ns = self._clock.now_ns()
-
-        def is_ours() -> bool:
-            """Whether only a person can have brought the task to its target, if not we: the lease
-            was running, and neither this delivery nor the queue object had ended it."""
-            has_ended = lease.outcome or lease.closes != self._lease_dir.closes
-            return not has_ended and started_ns < _stamp_of(lease.path)
-
+        is_ours = functools.partial(self._is_ours, task, lease, time.monotonic())
         with self._lock:
             try:
                 gone_to = move(lease.path, target, is_ours=is_ours)
@@ -2997,6 +2990,12 @@ class _Transitions:
                 raise self.lease_lost(task) from None
             lease.outcome = _OUTCOMES.get(target.partition("/")[0], "")
         return gone_to
+
+    def _is_ours(self, task: FemtoTask, lease: _Lease, began_s: float) -> bool:
+        """Whether only a person can have ended a lease, if not we: it was running when we began,
+        and neither this delivery nor the queue object had ended it."""
+        has_ended = lease.outcome or lease.closes != self._lease_dir.closes
+        return not has_ended and self.left_ns(task) / 1e9 + time.monotonic() > began_s
 
     def lease_lost(self, task: FemtoTask) -> LeaseLost:
         """Return the error that says how long ago the lease of a task ended, or why else."""
@@ -3264,7 +3263,7 @@ class _Housekeeper:
         self.finished = 0  # tasks that this object finished since done/ was purged last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.next_run_s = 0.0
-        self.look_s, self._is_paused = 0.0, False  # when look_around() is due, what it saw
+        self.look_s, self._is_paused = 0.0, False  # when _look_around() is due, what it saw
         interval_s = min(_BASE_INTERVAL_S, _lease_length_ns(timeout_stale_ms) / 4e9)
         self.listing = _PeriodicJob(_Housekeeper._list_pending, every_s=1.0)
         self._enqueuing = _PeriodicJob(_Housekeeper._enqueue_due, _BASE_INTERVAL_S)
@@ -3325,7 +3324,7 @@ class _Housekeeper:
         """Whether a task came to scheduled/, or left it, since it was listed."""
         return os.stat(f"{self._files.root}scheduled").st_mtime_ns != self._due_seen_ns
 
-    def look_around(self) -> bool:
+    def _look_around(self) -> bool:
         """Open our lease directory, if it is missing, and return whether the queue is paused.
 
         Looked at each _LOOK_INTERVAL_S: a pop() of an almost empty queue, which lists pending/
@@ -3366,7 +3365,7 @@ class _Housekeeper:
 
     def _list_pending(self) -> None:
         """List the oldest names, unless the queue is paused."""
-        if self.look_around():
+        if self._look_around():
             self._backlog.clear()
         elif not self._backlog.refill():
             self._files.shrink_pending(self._clock.new_id)

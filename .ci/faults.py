@@ -926,9 +926,7 @@ class LinksFirst(FemtoQueue):
     """A task moves by link() and unlink(): killed between them, it is in two states."""
 
     class Files(femtoqueue._Files):
-        def move(
-            self, source: str, target: str, is_ours: Callable[[], bool] = femtoqueue._never
-        ) -> str:
+        def move(self, source: str, target: str, is_ours: Callable[[], bool] | None = None) -> str:
             if not target:
                 return super().move(source, target)
             os.link(self.root + source, self.root + target)
@@ -944,9 +942,7 @@ class UnlinksFirst(FemtoQueue):
     """A task moves by unlink() and write: killed between them, it is in none."""
 
     class Files(femtoqueue._Files):
-        def move(
-            self, source: str, target: str, is_ours: Callable[[], bool] = femtoqueue._never
-        ) -> str:
+        def move(self, source: str, target: str, is_ours: Callable[[], bool] | None = None) -> str:
             with open(self.root + source, "rb") as file:
                 record = file.read()
             os.unlink(self.root + source)
