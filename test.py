@@ -103,11 +103,17 @@ class Clock:
         self.monotonic_shift_s += seconds
 
 
+def fake_os(*missing: str, **functions: Callable[..., Any]) -> types.ModuleType:
+    """Return a stand-in for os: without some functions, and with others in their places."""
+    fake = types.ModuleType("os")
+    fake.__dict__.update({name: it for name, it in vars(os).items() if name not in missing})
+    fake.__dict__.update(functions)
+    return fake
+
+
 @contextlib.contextmanager
 def hooked(hook: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     """Call hook(name, arguments) before each system call that femtoqueue makes."""
-    fake = types.ModuleType("os")
-    fake.__dict__.update(os.__dict__)
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -116,12 +122,10 @@ def hooked(hook: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
 
         return call
 
-    for name in SYSCALLS:
-        if hasattr(os, name):
-            setattr(fake, name, wrap(name, getattr(os, name)))
+    calls = {name: wrap(name, getattr(os, name)) for name in SYSCALLS if hasattr(os, name)}
     exchange = wrap("exchange", femtoqueue._exchange)
     with (
-        mock.patch.object(femtoqueue, "os", fake),
+        mock.patch.object(femtoqueue, "os", fake_os(**calls)),
         mock.patch.object(femtoqueue, "_exchange", exchange),
     ):
         yield
@@ -1671,14 +1675,9 @@ class Cost(QueueCase):
         self.assertIsNone(q.pop())
         self.assertEqual(self.calls_of(lambda: q.push(b"x")), "open writev close replace")
         tasks: list[FemtoTask] = []
-        pop = self.calls_of(lambda: tasks.append(self.pop_only(q)))
+        pop = self.calls_of(lambda: tasks.append(_taken(q)))
         self.assertEqual(pop, "scandir rename open read close")
         self.assertEqual(self.calls_of(lambda: q.done(tasks[0])), "replace")
-
-    def pop_only(self, q: FemtoQueue) -> FemtoTask:
-        task = q.pop()
-        assert task is not None
-        return task
 
     def test_a_redelivery_asks_once_for_a_checkpoint(self) -> None:
         q = self.queue()
@@ -1787,8 +1786,7 @@ class LostReply(QueueCase):
         calls: tuple[str, ...] = ("rename", "replace"),
     ) -> Iterator[None]:
         """The answer to that call of the block is lost; meanwhile, something else happens."""
-        fake, renames = types.ModuleType("os"), itertools.count(1)
-        fake.__dict__.update(os.__dict__)
+        renames = itertools.count(1)
 
         def losing(rename: Callable[..., None]) -> Callable[..., None]:
             def call(*args: Any, **kwargs: Any) -> None:
@@ -1799,8 +1797,7 @@ class LostReply(QueueCase):
 
             return call
 
-        for name in calls:
-            setattr(fake, name, losing(getattr(os, name)))
+        fake = fake_os(**{name: losing(getattr(os, name)) for name in calls})
         with mock.patch.object(femtoqueue, "os", fake):
             yield
         self.assertGreater(next(renames), number, "it was not renamed so often")
@@ -5994,9 +5991,7 @@ class NoLocks(QueueCase):
         self.assertEqual(self.names("creating"), [])
 
     def test_without_writev_records_are_written_in_parts(self) -> None:
-        fake = types.ModuleType("os")
-        fake.__dict__.update({k: v for k, v in vars(os).items() if k != "writev"})
-        with mock.patch.object(femtoqueue, "os", fake):
+        with mock.patch.object(femtoqueue, "os", fake_os("writev")):
             q = self.queue()
             q.push(b"abc")
             self.assertEqual(self.drain(q), [b"abc"])
@@ -7565,67 +7560,70 @@ class CommandLine(QueueCase):
         self.assertTrue(3000 < due_s[0] < 3601, due_s)
         self.assertTrue(due_s[1] < due_s[2] - 360 * 86400)
 
+    # What is typed, TASK being a task's id, and a part of what is said.
+    WRONG_USES = (
+        ("", "COMMAND is missing: push, work, pop"),
+        ("nonsense", "unknown command 'nonsense'; there are push, work, pop"),
+        ("jobs push x", "femtoqueue push jobs x"),
+        ("--wait 1s pop jobs", "femtoqueue pop --wait 1s jobs"),
+        ("push", "DIR is missing: femtoqueue push [options] DIR [PAYLOAD ...]"),
+        ("done TASK", "DIR is missing: femtoqueue done [options] DIR ID ..."),
+        ("push jobs", "for an empty task, give '' as PAYLOAD"),
+        ("push jobs -x", "put a PAYLOAD that begins with - after --"),
+        ("push jobs --delay 3weeks x", "a TIME is 500ms, 30s"),
+        ("push jobs --at noon x", "2026-12-01T08:00"),
+        ("push jobs --at 2050-12-01 --delay 1h x", "not allowed with"),
+        ("push jobs --lines -0", "not allowed with"),
+        ("push jobs --lines x", "leave PAYLOAD out"),
+        ("push jobs --key k 1 2", "--key goes with one payload"),
+        ("push jobs --key k --lines", "--key goes with one payload"),
+        (f"push jobs --key {'k' * 201} 1", "key must be 1 to 200 bytes"),
+        ("push jobs --if-in-flight update 1", "--if-in-flight goes with --key TEXT"),
+        ("work jobs", "femtoqueue work jobs -- CMD ARGS"),
+        ("work jobs -- no-such-command", "command not found"),
+        ("work jobs -j 0 -- true", "must be 1 or more"),
+        ("work jobs --timeout 0 -- true", "more than 0"),
+        ("work jobs --node a/b -- true", "A-Z a-z 0-9 . _ -"),
+        ("ls nowhere", "femtoqueue push"),
+        ("ls pending", "DIR is missing: femtoqueue ls [options] DIR [STATE ...]"),
+    )
+    WRONG_USES_OF_A_QUEUE = (
+        ("pop jobs x", "--id ID"),
+        ("pop jobs --id 7", "argument --id: invalid '7'; an ID is the last 29 characters"),
+        ("pop jobs --id TASK --key k", "not allowed with"),
+        ("pop jobs --timeout 0s", "more than 0"),
+        ("pop jobs --until=1s", "unknown option '--until=1s'; see femtoqueue pop --help"),
+        ("pop jobs --wait", "expected one argument; see femtoqueue pop --help"),
+        ("cancel jobs", "femtoqueue cancel [options] DIR ID ..."),
+        ("done jobs", "an ID is an id, or the path that `pop` printed"),
+        ("fail jobs --reason x", "femtoqueue fail [options] DIR ID ..."),
+        ("release jobs", "femtoqueue release [options] DIR ID ..."),
+        ("extend jobs", "femtoqueue extend [options] DIR ID ..."),
+        ("done jobs 7", "unexpected argument '7'; an ID is an id, or the path"),
+        ("release jobs TASK --front --delay 1s", "not allowed with"),
+        ("ls jobs pendng", "a STATE is one of pending, scheduled"),
+        ("ls jobs done --all", "not both"),
+        ("show jobs", "femtoqueue show jobs ID"),
+        ("show jobs TASK TASK", "femtoqueue show jobs ID"),
+        ("retry jobs", "femtoqueue retry jobs --all"),
+        ("retry jobs --all TASK", "femtoqueue retry jobs ID ..."),
+        ("purge jobs", "femtoqueue purge jobs --older-than 7d"),
+        ("stat jobs extra", "femtoqueue stat [options] DIR"),
+        ("stat jobs --max-pending many", "a number from 0 to 999999"),
+        ("top jobs --interval 0", "more than 0"),
+    )
+
     def test_wrong_use_is_one_line_that_says_what_to_type(self) -> None:
         """With status 2, and nothing is made or changed."""
-        task = f"{1:020d}-0000aaaa"
-        for line, text in (
-            ("", "COMMAND is missing: push, work, pop"),
-            ("nonsense", "unknown command 'nonsense'; there are push, work, pop"),
-            ("jobs push x", "femtoqueue push jobs x"),
-            ("--wait 1s pop jobs", "femtoqueue pop --wait 1s jobs"),
-            ("push", "DIR is missing: femtoqueue push [options] DIR [PAYLOAD ...]"),
-            (f"done {task}", "DIR is missing: femtoqueue done [options] DIR ID ..."),
-            ("push jobs", "for an empty task, give '' as PAYLOAD"),
-            ("push jobs -x", "put a PAYLOAD that begins with - after --"),
-            ("push jobs --delay 3weeks x", "a TIME is 500ms, 30s"),
-            ("push jobs --at noon x", "2026-12-01T08:00"),
-            ("push jobs --at 2050-12-01 --delay 1h x", "not allowed with"),
-            ("push jobs --lines -0", "not allowed with"),
-            ("push jobs --lines x", "leave PAYLOAD out"),
-            ("push jobs --key k 1 2", "--key goes with one payload"),
-            ("push jobs --key k --lines", "--key goes with one payload"),
-            (f"push jobs --key {'k' * 201} 1", "key must be 1 to 200 bytes"),
-            ("push jobs --if-in-flight update 1", "--if-in-flight goes with --key TEXT"),
-            ("work jobs", "femtoqueue work jobs -- CMD ARGS"),
-            ("work jobs -- no-such-command", "command not found"),
-            ("work jobs -j 0 -- true", "must be 1 or more"),
-            ("work jobs --timeout 0 -- true", "more than 0"),
-            ("work jobs --node a/b -- true", "A-Z a-z 0-9 . _ -"),
-            ("ls nowhere", "femtoqueue push"),
-            ("ls pending", "DIR is missing: femtoqueue ls [options] DIR [STATE ...]"),
-        ):
-            self.check_wrong(line, text)
+        for line, text in self.WRONG_USES:
+            self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa"), text)
         self.assertFalse(os.path.exists(self.path))
 
     def test_wrong_use_of_a_queue_is_one_line_that_says_what_to_type(self) -> None:
         task = self.queue().push(b"x")
         self.put("file", b"", "")
-        for line, text in (
-            ("pop jobs x", "--id ID"),
-            ("pop jobs --id 7", "argument --id: invalid '7'; an ID is the last 29 characters"),
-            (f"pop jobs --id {task} --key k", "not allowed with"),
-            ("pop jobs --timeout 0s", "more than 0"),
-            ("pop jobs --until=1s", "unknown option '--until=1s'; see femtoqueue pop --help"),
-            ("pop jobs --wait", "expected one argument; see femtoqueue pop --help"),
-            ("cancel jobs", "femtoqueue cancel [options] DIR ID ..."),
-            ("done jobs", "an ID is an id, or the path that `pop` printed"),
-            ("fail jobs --reason x", "femtoqueue fail [options] DIR ID ..."),
-            ("release jobs", "femtoqueue release [options] DIR ID ..."),
-            ("extend jobs", "femtoqueue extend [options] DIR ID ..."),
-            ("done jobs 7", "unexpected argument '7'; an ID is an id, or the path"),
-            (f"release jobs {task} --front --delay 1s", "not allowed with"),
-            ("ls jobs pendng", "a STATE is one of pending, scheduled"),
-            ("ls jobs done --all", "not both"),
-            ("show jobs", "femtoqueue show jobs ID"),
-            (f"show jobs {task} {task}", "femtoqueue show jobs ID"),
-            ("retry jobs", "femtoqueue retry jobs --all"),
-            (f"retry jobs --all {task}", "femtoqueue retry jobs ID ..."),
-            ("purge jobs", "femtoqueue purge jobs --older-than 7d"),
-            ("stat jobs extra", "femtoqueue stat [options] DIR"),
-            ("stat jobs --max-pending many", "a number from 0 to 999999"),
-            ("top jobs --interval 0", "more than 0"),
-        ):
-            self.check_wrong(line, text)
+        for line, text in self.WRONG_USES_OF_A_QUEUE:
+            self.check_wrong(line.replace("TASK", task), text)
         self.assertEqual(self.states(), {"pending": 1})
 
     def test_a_mistyped_word_gets_the_nearest_one_unless_that_is_far_off(self) -> None:
@@ -7962,11 +7960,9 @@ class CommandLine(QueueCase):
         self.assertEqual((status, "femtoqueue work -- echo hi\n" in err), (2, True))
 
     def test_work_where_there_is_no_fork_says_what_to_use(self) -> None:
-        fake = types.ModuleType("os")
-        fake.__dict__.update({name: it for name, it in vars(os).items() if name != "fork"})
         err = io.StringIO()
         with (
-            mock.patch.object(femtoqueue, "os", fake),
+            mock.patch.object(femtoqueue, "os", fake_os("fork")),
             contextlib.redirect_stderr(err),
             self.assertRaises(SystemExit) as caught,
         ):
