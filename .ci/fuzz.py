@@ -439,6 +439,9 @@ class Contents:
         """Two workers go on, for half an hour."""
         workers = [FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"]
         pushing = self.chance.random() < 0.5
+        for key in self.KEYS if pushing else ():  # while what the hints lead to is still there
+            if self.chance.random() < 0.5:
+                self.push_newer(self.chance.choice(workers), key)
         for _ in range(120):
             self.clock.advance(self.chance.choice((0.001, 0.3, 5, 60)))
             q = self.chance.choice(workers)
