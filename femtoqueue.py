@@ -166,8 +166,9 @@ __version__ = "1.0.0.dev0"
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
 # Those, overlay, zfs, bcachefs, ramfs: only this kernel writes to them, and inotify reports it all.
 _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
+_NFS_TYPE, _FUSE_TYPE = 0x6969, 0x65735546  # GlusterFS is mounted through FUSE
 _NETWORK_TYPES = {
-    **{0x6969: "NFS", 0x65735546: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"},
+    **{_NFS_TYPE: "NFS", _FUSE_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"},
     **{0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre", 0x01161970: "GFS2"},
     **{0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS", 0x19830326: "BeeGFS"},
 }
@@ -249,9 +250,16 @@ def _fs_type(directory: str) -> int:
     return 0 if failed else status[0] & 0xFFFFFFFF
 
 
-def _is_shared(directory: str) -> bool:
-    """Whether other hosts may write to its file system. Where statfs(2) is missing: no."""
-    return _fs_type(directory) not in (0, *_LOCAL_TYPES)
+def _is_shared(fs_type: int) -> bool:
+    """Whether other hosts may write to a file system. Where statfs(2) is missing: no."""
+    return fs_type not in (0, *_LOCAL_TYPES)
+
+
+def _asks_again(fs_type: int) -> bool:
+    """Whether a call that raised ENOENT may have been carried out: by an NFS server that rebooted
+    before it answered, and was asked again. A client of GlusterFS, which is mounted through FUSE,
+    does not ask again."""
+    return _is_shared(fs_type) and fs_type != _FUSE_TYPE
 
 
 def _find_syncfs(directory: str) -> Callable[[int], None] | None:
@@ -322,6 +330,23 @@ def _exists(path: str) -> bool:
     except (FileNotFoundError, NotADirectoryError):
         return False
     return True
+
+
+def _make_dir(path: str, mode: int, sync: bool) -> None:
+    """mkdir -p; with sync, what was made reaches the disk with its parent."""
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:
+        return
+    except FileNotFoundError:
+        parent = os.path.dirname(path)
+        if parent == path or os.path.lexists(parent):  # a dangling link: mkdir can not help
+            raise
+        _make_dir(parent, 0o777, sync)
+        _make_dir(path, mode, sync)
+        return
+    if sync:
+        _sync_dir(os.path.dirname(path))
 
 
 def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
@@ -1093,7 +1118,7 @@ def _read_listed(path: str, ident: str) -> tuple[bytes, str | None]:
         try:
             return _read_record(path, ident)
         except OSError as error:
-            is_stale = error.errno in _MISSING_ERRNOS and _is_shared(directory)
+            is_stale = error.errno in _MISSING_ERRNOS and _is_shared(_fs_type(directory))
             if not is_stale or time.monotonic() > end_s or name not in os.listdir(directory):
                 raise
         time.sleep(next(pauses_s))
@@ -1128,6 +1153,7 @@ _NO_FLOCK_ERRNOS = (
     *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EBADF, errno.EINVAL),
 )
+_LOCK_POLL_S = 0.01
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
@@ -1175,7 +1201,15 @@ class _FileLock:
 
         Raises BlockingIOError if it is not free and wait is False, OSError where there is no flock.
         """
-        locked = _flock(self.fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        locked = self.try_exclusive()
+        if locked is False and wait and not _is_shared(_fs_type(self.path)):
+            locked = _flock(self.fd, fcntl.LOCK_EX)
+        # Other hosts may have it. There flock() waits badly: an NFS client asks the server again
+        # after 1, 2, 4 … seconds; the bricks of GlusterFS, after a network was cut, never came to
+        # rest. No longer pause for one that has waited for long.
+        while locked is False and wait:
+            time.sleep(_LOCK_POLL_S)
+            locked = self.try_exclusive()
         if locked is False:
             raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
         if locked is None:
@@ -1326,27 +1360,11 @@ def _move_over(source: str, target: str, must_exist: bool = False) -> None:
 def _was_moved(source: str, target: str) -> bool:
     """Whether a rename that raised FileNotFoundError was carried out all the same.
 
-    On NFS: the server rebooted before it answered, and was asked again, when the source was gone.
+    On GlusterFS, one that failed because another host's was first may have been carried out on
+    one replica: a target that is seen there proves nothing.
     """
-    is_shared = _is_shared(os.path.dirname(target))
-    return is_shared and _exists_afresh(target) and not _exists_afresh(source)
-
-
-def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """mkdir -p; with sync, what was made reaches the disk with its parent."""
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        parent = os.path.dirname(path)
-        if parent == path or os.path.lexists(parent):  # a dangling link: mkdir can not help
-            raise
-        _make_dir(parent, 0o777, sync)
-        _make_dir(path, mode, sync)
-        return
-    if sync:
-        _sync_dir(os.path.dirname(path))
+    asks_again = _asks_again(_fs_type(os.path.dirname(target)))
+    return asks_again and _exists_afresh(target) and not _exists_afresh(source)
 
 
 def _write_new(
@@ -1410,7 +1428,7 @@ class _Files:
     def __init__(self, data_dir: str, is_durable: bool) -> None:
         self.root = os.path.join(os.path.abspath(data_dir), "")
         self.is_durable = is_durable
-        self._is_shared: bool | None = None
+        self._fs_type = -1
 
     def make_dirs(self) -> None:
         """Make data_dir and its directories where they are missing, and the spare one."""
@@ -1434,11 +1452,27 @@ class _Files:
     @property
     def is_shared(self) -> bool:
         """Whether what this host reads of a file or a name may be old: another host changed it."""
-        if self._is_shared is None:
-            self._is_shared = _is_shared(self.root)
-        return self._is_shared
+        return _is_shared(self.fs_type)
+
+    @property
+    def fs_type(self) -> int:
+        """What _fs_type() says of data_dir, asked for once."""
+        if self._fs_type < 0:
+            self._fs_type = _fs_type(self.root)
+        return self._fs_type
 
     # Looking
+
+    def has_ended(self, path: str) -> bool:
+        """Whether a task's file is in done/ or failed/, too. Raises FileNotFoundError for no file.
+
+        After a network cut GlusterFS, healing, brings back names that were renamed meanwhile, as
+        second links to their files. A copy, by which a person runs a task again, is no link.
+        """
+        if self.fs_type != _FUSE_TYPE or os.stat(self.root + path).st_nlink == 1:
+            return False
+        ends = (f"{self.root}{state}/{_id_of(path)}" for state in ("done", "failed"))
+        return any(_exists(end) and os.path.samefile(self.root + path, end) for end in ends)
 
     def exists(self, path: str) -> bool:
         return _exists(self.root + path)
@@ -1605,7 +1639,7 @@ class _Files:
             try:
                 os.unlink(self.root + source)
             except FileNotFoundError:
-                if is_ours is None or not self.is_shared or not is_ours():  # as in _was_moved()
+                if is_ours is None or not _asks_again(self.fs_type) or not is_ours():
                     raise
             return target
         _move(self.root + source, self.root + target, is_ours)
@@ -2035,6 +2069,9 @@ class _LeaseDir:
                     return ""  # RACE: closed by another thread
                 else:
                     os.rename(self._files.root + source, name, dst_dir_fd=self._held.fd)
+                if self._files.has_ended(lease):
+                    self._files.remove(lease)
+                    return ""
             except FileNotFoundError:
                 self.is_suspect = True
                 # RACE: another worker won; or our directory was removed
@@ -2050,7 +2087,7 @@ class _LeaseDir:
 
     def _was_claimed(self, name: str) -> bool:
         """Whether a claim that raised FileNotFoundError was carried out; see _was_moved()."""
-        if not self._files.is_shared:
+        if not _asks_again(self._files.fs_type):
             return False
         try:
             return name in os.listdir(self.path)
@@ -2065,12 +2102,17 @@ class _LeaseDir:
         with self._lock:
             self._backlog.clear()
             self.is_suspect = True
-            with contextlib.suppress(FileNotFoundError):
+            name = lease.partition("/")[2]
+            try:
                 if self._held is not None:
-                    name = lease.partition("/")[2]
                     os.rename(name, self._files.root + source, src_dir_fd=self._held.fd)
                 elif fcntl is None:
                     os.rename(self._files.root + lease, self._files.root + source)
+            except FileNotFoundError:
+                pass  # it had not been claimed yet, or a person has it
+            except OSError:
+                self.orphans.add(name)
+                raise
 
     def deadline_is_final(self, entry: _Entry) -> bool:
         """Whether our clock alone decides if a lease is over: taken on this boot, or detached."""
@@ -2119,6 +2161,10 @@ class _LeaseDir:
 #     state has no task, except after power loss: then repair() finds what is in keys/.
 # ==================================================================================================
 
+_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
+# A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
+_LIVE = ("inflight", "scheduled", "pending", "inflight")
+
 
 class _KeyState:
     """Where the task of a key was last, and the name in keys/ of the payload behind it, if any.
@@ -2155,6 +2201,46 @@ def _read_key_states(root: str, tag: str) -> dict[str, _KeyState]:
         os.close(fd)
 
 
+def _list_key_states(files: _Files, tag: str, but: str = "") -> dict[str, _KeyState]:
+    """Return the states of a hash as the directories tell them, without the file at `but`.
+
+    For file systems of several hosts. Contents and single names that another host changed may be
+    read as they were for a second (GlusterFS) or thirty (NFS); listings and renames are answered by
+    the server, and so is what is opened right after its directory was listed.
+    """
+    for _ in range(_MAX_LISTINGS):
+        try:
+            return _list_key_states_once(files, tag, but)
+        except OSError as error:  # RACE: a task moved after its directory was listed
+            if error.errno not in _MISSING_ERRNOS:
+                raise
+    return _list_key_states_once(files, tag, but)
+
+
+def _list_key_states_once(files: _Files, tag: str, but: str) -> dict[str, _KeyState]:
+    """Do as _list_key_states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
+    states: dict[str, _KeyState] = {}
+    for entry in files.find("keys", *_LIVE):
+        if _tag_of(entry.id) != tag or entry.path == but or files.has_ended(entry.path):
+            continue
+        name = _key_at(files, entry)
+        state = states.setdefault(name, _KeyState("")) if name else _KeyState("")
+        if entry.directory == "keys":
+            state.buffered = entry.name
+        else:
+            state.path = entry.path
+    return states
+
+
+def _key_at(files: _Files, entry: _Entry) -> str:
+    """Return the encoded key of a record, "" if it has none or is not whole."""
+    try:
+        _, key = _read_listed(files.root + entry.path, entry.id)
+    except CorruptTask:
+        return ""
+    return "" if key is None else _encode_key(key)
+
+
 class _KeyStates:
     """The states of the keys of one hash, while this thread holds their lock (_KeyIndex.lock()).
 
@@ -2174,17 +2260,17 @@ class _KeyStates:
         self._saved: str | None = None  # None: the states have not been read
         self._fd = -1  # of keys/<hash>, if it is there
 
-    def read(self, list_states: Callable[[str], dict[str, _KeyState]], create: bool) -> None:
+    def read(self, create: bool) -> None:
         """Read the states, unless a signal handler did it meanwhile. Call it with the lock held.
 
-        create: make keys/<hash>, for it will be written. list_states: used where other hosts write.
+        create: make keys/<hash>, for it will be written.
         """
         if self._saved is not None:
             return
         states: dict[str, _KeyState] = {}
         saved = b""
         if self._files.is_shared:
-            states = list_states(self.tag)
+            states = _list_key_states(self._files, self.tag)
         else:
             with contextlib.suppress(FileNotFoundError):
                 self._open(create)
@@ -2257,9 +2343,6 @@ class _KeyStates:
 #     key's lock is only tried (wait=False).
 # ==================================================================================================
 
-_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
-# A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
-_LIVE = ("inflight", "scheduled", "pending", "inflight")
 _REPLACE_LEASE_NS = 30 * 10**9  # under which a payload is replaced where names can't be exchanged
 
 
@@ -2287,7 +2370,7 @@ class _KeyIndex:
         """
         outer: _KeyStates | None = getattr(self._held, "lock", None)
         if outer is not None and outer.tag == tag:
-            outer.read(self._list_states, create)
+            outer.read(create)
             yield outer
             return
         # A signal handler that needs the same file, while this thread takes it or has it for
@@ -2301,7 +2384,7 @@ class _KeyIndex:
             file_lock.acquire_exclusive(wait)
             held = self._held.lock = _KeyStates(self._files, tag)
             try:
-                held.read(self._list_states, create)
+                held.read(create)
                 yield held
             finally:
                 try:
@@ -2402,43 +2485,6 @@ class _KeyIndex:
         entry = self._files.find_id(_id_of(state.buffered), "keys")
         return entry.name if entry else ""
 
-    def _list_states(self, tag: str, but: str = "") -> dict[str, _KeyState]:
-        """Return the states of a hash as the directories tell them, without the file at `but`.
-
-        For file systems of several hosts. Contents and single names that another host changed may
-        be read as they were for a second (GlusterFS) or thirty (NFS); listings and renames are
-        answered by the server, and so is what is opened right after its directory was listed.
-        """
-        for _ in range(_MAX_LISTINGS):
-            try:
-                return self._list_states_once(tag, but)
-            except OSError as error:  # RACE: a task moved after its directory was listed
-                if error.errno not in _MISSING_ERRNOS:
-                    raise
-        return self._list_states_once(tag, but)
-
-    def _list_states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
-        """Do as _list_states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
-        states: dict[str, _KeyState] = {}
-        for entry in self._files.find("keys", *_LIVE):
-            if _tag_of(entry.id) != tag or entry.path == but:
-                continue
-            name = self._key_at(entry)
-            state = states.setdefault(name, _KeyState("")) if name else _KeyState("")
-            if entry.directory == "keys":
-                state.buffered = entry.name
-            else:
-                state.path = entry.path
-        return states
-
-    def _key_at(self, entry: _Entry) -> str:
-        """Return the encoded key of a record, "" if it has none or is not whole."""
-        try:
-            _, key = _read_listed(self._files.root + entry.path, entry.id)
-        except CorruptTask:
-            return ""
-        return "" if key is None else _encode_key(key)
-
     def other_task(self, key: str, lease: str) -> str | None:
         """Return the id of the key's task if that is not the one just leased, else None.
 
@@ -2456,7 +2502,7 @@ class _KeyIndex:
                 return None
         with self.lock(tag) as held:
             if self._files.is_shared:
-                state = self._list_states(tag, but=lease).get(name)
+                state = _list_key_states(self._files, tag, but=lease).get(name)
                 path = state.path if state is not None else None
             else:
                 path = self.find(held, name)
@@ -2635,7 +2681,7 @@ class _KeyIndex:
                 continue
             state, name = _KeyState("", entry.name), ""
             with contextlib.suppress(FileNotFoundError):
-                name = self._key_at(entry)
+                name = _key_at(self._files, entry)
             if name in held.states:
                 continue  # when that one has ended
             if name:
@@ -5225,6 +5271,8 @@ class TicketQueue:
     passed over at once on its own host, and a living one never is. On other hosts, and after a
     reboot, a ticket is passed over when its file was not touched for stale_timeout seconds (wall
     clock; None: never); is_head() touches it, and turn() does while it waits and while it is held.
+    Where other hosts may take part, a member that waits gives up its ticket after three quarters of
+    that time (which should be 10 s or more): another host may be about to pass it over.
 
     queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
     its parent's tickets. A lock by tickets is as good as flock is: on one host. Raises OSError
@@ -5235,6 +5283,7 @@ class TicketQueue:
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
         self._held: dict[str, tuple[int, _FileLock]] = {}  # member -> its ticket and its lock
+        self._touched_s: dict[str, float] = {}  # member -> when it was last touched in time
         if stale_timeout is not None:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
@@ -5251,17 +5300,27 @@ class TicketQueue:
 
         Blocks only while other processes register.
         """
-        with self._locked() as last:
-            ticket = self._next_number(last)
-            name = _ticket_name(ticket, self._boot, os.urandom(8).hex())
-            lock = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
-            try:
-                os.rename(f"{self._root}.{name}", self._root + name)
-            except BaseException:
-                _unlink_if_exists(f"{self._root}.{name}", or_fail=False)
-                lock.close()
-                raise
-            self._held[name] = ticket, lock
+        while True:
+            with self._locked() as last:
+                try:
+                    return self._register(last)
+                except (FileNotFoundError, FileExistsError):
+                    # RACE: this host was cut off, and lost the lock of "last" (NFS). Another one
+                    # drew a number meanwhile, or took our file for that of a dead process.
+                    continue
+
+    def _register(self, last: _FileLock) -> tuple[int, str]:
+        """Do as register(), with the lock of "last" held."""
+        ticket, began_s = self._next_number(last), time.time()
+        name = _ticket_name(ticket, self._boot, os.urandom(8).hex())
+        lock = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
+        try:
+            _move(f"{self._root}.{name}", self._root + name, _always)
+        except BaseException:
+            _unlink_if_exists(f"{self._root}.{name}", or_fail=False)
+            lock.close()
+            raise
+        self._held[name], self._touched_s[name] = (ticket, lock), began_s
         return ticket, name
 
     def _next_number(self, last: _FileLock) -> int:
@@ -5273,7 +5332,7 @@ class TicketQueue:
         noted = max(filter(_parse_last_number, os.listdir(self._root)), default="")
         in_line = (ticket for ticket, _ in self._tickets())
         number = max(int(os.read(last.fd, 20) or 0), int(noted[-20:] or 0), *in_line) + 1
-        if not _is_shared(self._root):
+        if not _is_shared(_fs_type(self._root)):
             os.pwrite(last.fd, b"%020d" % number, 0)
         elif noted:
             _move(self._root + noted, self._root + _last_number_name(number), _always)
@@ -5282,11 +5341,17 @@ class TicketQueue:
         return number
 
     def is_head(self, ticket: int) -> bool:
-        """Say whether that ticket is the first of those whose members live."""
-        for held, lock in list(self._held.values()):
-            if held == ticket:
-                os.utime(lock.fd)
-        return ticket == next((t for t, name in self._tickets() if self._lives(name)), None)
+        """Say whether that ticket is the first of those whose members live, and touch it."""
+        line = (it for it in self._tickets() if self._lives(it[1]))
+        first, member = next(line, (0, ""))
+        # Two hosts drew one number if one was cut off meanwhile, and lost the lock of "last".
+        ours = {name: lock for name, (it, lock) in list(self._held.items()) if it == ticket}
+        is_first = first == ticket and (member in ours or not ours)
+        for name, lock in ours.items():
+            if not self._touch(name, lock):  # after the look: that may have taken long
+                self.remove(name)
+                return False
+        return is_first
 
     def remove(self, member: str) -> bool:
         """Give up a member's ticket; False if it had none (any more). It may be another's.
@@ -5295,11 +5360,13 @@ class TicketQueue:
         """
         if not isinstance(member, str) or not _parse_ticket(member) or member[0] == ".":
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
-        removed = _unlink_if_exists(self._root + member)
+        self._touched_s.pop(member, None)
         _, lock = self._held.pop(member, (0, None))
-        if lock is not None:
-            lock.close()
-        return removed
+        try:
+            return _unlink_if_exists(self._root + member)
+        finally:  # if it can't be removed, it must at least not be held any more
+            if lock is not None:
+                lock.close()
 
     def cleanup_stale(self) -> int:
         """Remove the tickets of members that died or went stale; return how many."""
@@ -5315,7 +5382,7 @@ class TicketQueue:
         A register() meanwhile waits, and makes it again. Tickets begin at 1 then. On a file system
         of several hosts it stays: another host may take a lock that was removed for the one there.
         """
-        if not os.path.isdir(self._root) or _is_shared(self._root):
+        if not os.path.isdir(self._root) or _is_shared(_fs_type(self._root)):
             return False
         with self._locked():
             if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
@@ -5329,23 +5396,23 @@ class TicketQueue:
         """Wait for our turn, hold it for the block, and give it up. Yields the ticket.
 
         timeout: seconds to wait, None: for ever. Raises TimeoutError, out of line then; and
-        FemtoQueueError if another host passed us over, or a person removed our ticket.
+        FemtoQueueError if another host may have passed us over, or a person removed our ticket.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         ticket, member = self.register()
         over = threading.Event()
         try:
             if self.stale_timeout is not None:
-                threading.Thread(target=self._touch, args=(member, over), daemon=True).start()
+                threading.Thread(target=self._touch_until, args=(member, over), daemon=True).start()
             while not self.is_head(ticket):
-                line = [t for t, _ in self._tickets()]
-                if ticket not in line:
+                line = [name for _, name in self._tickets()]
+                if member not in line:
                     raise FemtoQueueError(f"ticket {ticket} was passed over, or removed")
                 left_s = end_s - time.monotonic()
                 if left_s <= 0:
                     raise TimeoutError(f"ticket {ticket}: no turn within {timeout} s")
                 # The next in line looks often, the others seldom.
-                time.sleep(min(0.002 * line.index(ticket), 0.05, left_s))
+                time.sleep(min(0.002 * line.index(member), 0.05, left_s))
             yield ticket
         finally:
             over.set()
@@ -5356,13 +5423,41 @@ class TicketQueue:
             for member in list(self._held):
                 self.remove(member)
 
-    def _touch(self, member: str, over: threading.Event) -> None:
+    def _touch_until(self, member: str, over: threading.Event) -> None:
         """Touch a member's ticket now and then, until it is over."""
         while not over.wait((self.stale_timeout or 0) / 4):
             _, lock = self._held.get(member, (0, None))
             with contextlib.suppress(OSError):  # RACE: given up just now
                 if lock is not None:
-                    os.utime(lock.fd)
+                    self._touch(member, lock)
+
+    def _touch(self, member: str, lock: _FileLock) -> bool:
+        """Touch a ticket; False if another host has passed it over, or may do so just now."""
+        began_s = time.time()
+        try:
+            os.utime(lock.fd)
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
+            return False  # ESTALE
+        if self._is_late(member):
+            return False
+        self._touched_s[member] = began_s
+        return True
+
+    def _is_late(self, member: str) -> bool:
+        """Whether another host may have seen a ticket of ours stale.
+
+        RACE: that host may remove it only now, and take its turn. So this member must not have the
+        next one, though the ticket is there, and young again. A quarter less: clocks differ.
+        """
+        touched_s = self._touched_s.get(member, float("inf"))
+        return self._is_older(touched_s, 0.75) and _is_shared(_fs_type(self._root))
+
+    def _is_older(self, touched_s: float, part: float = 1) -> bool:
+        """Whether a ticket was last touched longer ago than that part of stale_timeout."""
+        timeout_s = self.stale_timeout
+        return timeout_s is not None and time.time() - touched_s > part * timeout_s
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[_FileLock]:
@@ -5403,8 +5498,7 @@ class TicketQueue:
                 if _boot_of_ticket(name) == self._boot:
                     dead = lock.try_exclusive()
                 else:  # by its open file: what stat() tells may be a minute old (NFS)
-                    age_s = time.time() - os.fstat(lock.fd).st_mtime
-                    dead = self.stale_timeout is not None and age_s > self.stale_timeout
+                    dead = self._is_older(os.fstat(lock.fd).st_mtime)
             finally:
                 lock.close()
         except OSError as error:
@@ -5417,7 +5511,7 @@ class TicketQueue:
 
     def _after_fork(self) -> None:
         """In a forked child: it holds none of its parent's tickets."""
-        self._held = {}
+        self._held, self._touched_s = {}, {}
 
 
 # ==================================================================================================

@@ -71,6 +71,7 @@ SYSCALLS = (
     *("rename", "replace", "link", "unlink", "mkdir", "rmdir", "chmod", "listdir", "scandir"),
     "pwrite",
 )
+EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546  # f_type of statfs(2)
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
 MEMORY_BYTES = 1 << 28  # that must be free in /dev/shm: twenty thousand tasks take a third
 
@@ -109,6 +110,11 @@ def fake_os(*missing: str, **functions: Callable[..., Any]) -> types.ModuleType:
     fake.__dict__.update({name: it for name, it in vars(os).items() if name not in missing})
     fake.__dict__.update(functions)
     return fake
+
+
+def on_file_system(fs_type: int) -> Any:
+    """Let femtoqueue take all directories for some of a file system, by its f_type."""
+    return mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=fs_type))
 
 
 @contextlib.contextmanager
@@ -1774,7 +1780,7 @@ class LostReply(QueueCase):
 
     def setUp(self) -> None:
         super().setUp()
-        patch = mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0x6969))
+        patch = on_file_system(NFS)
         patch.start()
         self.addCleanup(patch.stop)
 
@@ -1911,6 +1917,32 @@ class LostReply(QueueCase):
             task = q.take("k")
         self.assertEqual(task and task.data, b"3")
 
+    def test_a_lock_that_another_host_has_is_asked_for_again_and_again(self) -> None:
+        """A client of NFS that waits asks the server after a second, then after two, then four;
+        and two of three bricks of GlusterFS never came to rest after a network had been cut."""
+        import fcntl
+
+        q, flock, asked = self.queue(), femtoqueue._flock, []
+        q.push(b"1", key="k")
+        other = self.locked("k")
+
+        def noted(fd: int, how: int) -> bool | None:
+            asked.append(how)
+            if len(asked) == 5:
+                other.close()
+            return flock(fd, how)
+
+        with mock.patch.object(femtoqueue, "_flock", noted):
+            q.push(b"2", key="k")
+        self.assertEqual(asked, 5 * [fcntl.LOCK_EX | fcntl.LOCK_NB])
+
+    def test_a_ticket_is_taken(self) -> None:
+        self.queue()
+        line = TicketQueue(self.file("line"))
+        with self.lost():
+            ticket, _ = line.register()
+        self.assertTrue(line.is_head(ticket))
+
     def test_a_late_worker_is_not_taken_for_the_one_that_finished(self) -> None:
         """done/<id> is there, but by another's delivery."""
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
@@ -1964,16 +1996,24 @@ class LostReply(QueueCase):
             task = q.pop()
         self.assertEqual((task and task.data, calls.count("rename")), (b"1", 2))
 
-    def test_on_a_local_file_system_a_file_that_is_gone_is_gone(self) -> None:
-        """There the answer is never lost: an error, as it came."""
-        q = self.queue()
-        with (
-            mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0xEF53)),
-            self.lost(),
-            self.assertRaises(FileNotFoundError),
-        ):
-            q.push(b"1")
-        self.assertEqual(self.states(), {})
+    def test_on_other_file_systems_a_file_that_is_gone_is_gone(self) -> None:
+        """ext4 and GlusterFS never ask twice: an error, as it came. On GlusterFS, after a network
+        was cut, one of its replicas may show as carried out what another host was faster at."""
+        for type_ in (EXT4, FUSE):
+            with on_file_system(type_):
+                q = self.queue()
+                with self.lost(), self.assertRaises(FileNotFoundError):
+                    q.push(b"1")
+                self.assertEqual(self.states(), {})
+                ident = q.push(b"2")
+                with self.lost():
+                    self.assertIsNone(q.pop())
+                lease = self.file("inflight-n1", *self.names("inflight-n1"))
+                os.rename(lease, self.file("pending", ident))
+                task = self.pop(q)
+                with self.lost(), self.assertRaises(LeaseLost):
+                    q.done(task)
+                os.unlink(self.file("done", task.id))
 
 
 class Sharing(QueueCase):
@@ -3115,6 +3155,81 @@ class KeyedByRename(Keyed):
         self.skipTest("needs what this class is without")
 
 
+class Healed(QueueCase):
+    """After a network was cut, GlusterFS brings back names that had been renamed, as second links
+    to their files."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        patch = on_file_system(FUSE)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def test_a_finished_task_that_is_brought_back_is_not_delivered_again(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        for end in (q.done, q.fail):
+            task_id = q.push(b"1")
+            task = self.pop(q)
+            end(task)
+            finished = self.file("done" if end == q.done else "failed", task_id)
+            for name in (task_id, f"{1:020d}~1~{task_id}"):
+                os.link(finished, self.file("pending", name))
+            q.push(b"2")
+            with mock.patch.object(self, "check_invariants"):
+                self.assertEqual(self.drain(other), [b"2"])
+            self.assertEqual(self.names("pending"), [])
+            self.check_invariants()
+
+    def test_a_lease_that_is_brought_back_goes_when_it_ends(self) -> None:
+        q, clock = self.queue(), self.clock()
+        task_id = q.push(b"1")
+        task = self.pop(q)
+        q.done(task)
+        os.link(self.file("done", task_id), self.file(task.path))
+        clock.advance(3600)
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"done": 1})
+
+    def test_a_claim_whose_file_can_not_be_looked_at_or_put_back_is_given_back_later(self) -> None:
+        """The network is cut just then: the lease is of no worker, so it does not last."""
+        q, is_cut = self.queue(timeout_stale_ms=None), itertools.count()
+
+        def cut(name: str, args: tuple[Any, ...]) -> None:
+            is_look = name == "stat" and "/inflight-n1/" in args[0]
+            if is_look or (name == "rename" and next(is_cut)):
+                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), args[0])
+
+        q.push(b"1")
+        with hooked(cut), self.assertRaises(OSError):
+            q.pop()
+        task = q.pop(60)
+        self.assertEqual(task and task.data, b"1")
+
+    def test_of_a_key_it_stands_in_no_way(self) -> None:
+        """Neither of a look-up, nor of a push, nor of the key's own task."""
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        q.done(self.pop(q))
+        os.link(self.file("done", ident), self.file("pending", ident))
+        self.assertFalse(q.contains("k"))
+        newer = q.push(b"2", key="k")
+        self.assertNotEqual(newer, ident)
+        task = q.take("k")
+        self.assertEqual(task and task.data, b"2")
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"done": 1, "inflight-n1": 1})
+
+    def test_what_a_person_links_or_copies_is_delivered(self) -> None:
+        """A copy of a finished task; a task of which a backup is a link."""
+        q = self.queue()
+        ident = q.push(b"1")
+        q.done(self.pop(q))
+        shutil.copy(self.file("done", ident), self.file("pending", ident))
+        self.assertEqual(self.drain(q), [b"1"])
+        os.link(self.file("pending", q.push(b"2")), self.file("backup"))
+        self.assertEqual(self.drain(q), [b"2"])
+
+
 class KeyedOnSharedFileSystem(Keyed):
     """The same where other hosts may write: only listings and renames tell the truth, keys/<hash>
     is not used, and names can't be exchanged."""
@@ -3124,11 +3239,8 @@ class KeyedOnSharedFileSystem(Keyed):
 
     def setUp(self) -> None:
         refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        for name, patched in (
-            ("_exchange", mock.Mock(side_effect=refused)),
-            ("_fs_type", mock.Mock(return_value=0x6969)),
-        ):
-            patch = mock.patch.object(femtoqueue, name, patched)
+        no_exchange = mock.patch.object(femtoqueue, "_exchange", mock.Mock(side_effect=refused))
+        for patch in (no_exchange, on_file_system(NFS)):
             patch.start()
             self.addCleanup(patch.stop)
         super().setUp()
@@ -5744,17 +5856,118 @@ class Tickets(QueueCase):
         self.assertFalse(os.path.exists(self.file("line")))
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
+    def test_a_number_that_another_host_drew_meanwhile_is_drawn_again(self) -> None:
+        for taken, ticket in ((f"last~{1:020d}", 2), (f"last~{5:020d}", 6)):
+            line, left = self.line(), [taken]
+
+            def draw(name: str, args: tuple[Any, ...], left: list[str] = left) -> None:
+                if name in ("open", "replace") and "/last~" in str(args[0]) and left:
+                    taken = left.pop()
+                    for noted in self.names("line"):
+                        if noted.startswith("last~"):
+                            os.unlink(self.file("line", noted))
+                    self.put(taken, b"", "line")
+
+            with (
+                on_file_system(NFS),
+                hooked(draw),
+            ):
+                self.assertEqual(line.register()[0], ticket)
+
+    def test_of_two_tickets_of_one_number_one_is_first(self) -> None:
+        """A host that was cut off, and lost the lock under which it registers, drew it too."""
+        lines = self.line(), self.line()
+        members = []
+        for line in lines:
+            with mock.patch.object(line, "_next_number", mock.Mock(return_value=1)):
+                members.append(line.register()[1])
+        self.assertEqual([line.is_head(1) for line in lines].count(True), 1)
+        self.assertTrue(self.line().is_head(1))
+        first = members.index(min(members))
+        self.assertTrue(lines[first].is_head(1))
+        lines[first].remove(members[first])
+        self.assertTrue(lines[1 - first].is_head(1))
+
+    def test_a_ticket_that_is_swept_away_before_it_is_one_is_made_again(self) -> None:
+        """A host that was cut off has lost the lock under which it registers, and another one has
+        taken what it found for that of a dead process."""
+        line, swept = self.line(), itertools.count()
+
+        def sweep(name: str, args: tuple[Any, ...]) -> None:
+            is_ticket = os.path.basename(str(args[0])).startswith(".")
+            if name in ("rename", "replace") and is_ticket and not next(swept):
+                os.unlink(args[0])
+
+        with hooked(sweep):
+            ticket, member = line.register()
+        self.assertTrue(line.is_head(ticket))
+        self.assertTrue(line.remove(member))
+        self.assertTrue(line.is_empty())
+
+    def test_a_ticket_that_can_not_be_removed_is_not_held_any_longer(self) -> None:
+        """As when the network is cut. The line goes on without it once it is reached again."""
+        line, cut = self.line(), OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
+        with (
+            mock.patch.object(femtoqueue, "os", fake_os(unlink=mock.Mock(side_effect=cut))),
+            self.assertRaises(OSError),
+            line.turn(),
+        ):
+            pass
+        self.assertTrue(line.is_empty())
+
+    def test_a_member_that_may_have_been_passed_over_has_no_turn(self) -> None:
+        """It could not touch its ticket for so long that another host may be removing it now."""
+        line, clock = TicketQueue(self.file("line"), stale_timeout=40), self.clock()
+        for late_s, is_shared, is_head in ((32, False, True), (28, True, True), (32, True, False)):
+            ticket, member = line.register()
+            clock.advance(late_s)
+            place = on_file_system(NFS if is_shared else EXT4)
+            with self.subTest(late_s=late_s), place:
+                line._touch(member, line._held[member][1])  # as the thread does, which hides it
+                self.assertEqual(line.is_head(ticket), is_head)
+                self.assertEqual(line.is_head(ticket), is_head)
+                self.assertEqual(line.remove(member), is_head)
+
+    def test_a_member_whose_ticket_another_host_removed_has_no_turn(self) -> None:
+        """NFS says ESTALE, and its list of names may be an old one."""
+        line = TicketQueue(self.file("line"), stale_timeout=40)
+        ticket, member = line.register()
+        stale = mock.Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+        with (
+            on_file_system(NFS),
+            mock.patch.object(femtoqueue, "os", fake_os(utime=stale)),
+        ):
+            self.assertFalse(line.is_head(ticket))
+        self.assertFalse(line.remove(member))
+
+    def test_a_late_member_is_told_in_its_turn(self) -> None:
+        line, clock = TicketQueue(self.file("line"), stale_timeout=40), self.clock()
+        register = line.register
+
+        def register_late() -> tuple[int, str]:
+            registered = register()
+            clock.advance(32)
+            return registered
+
+        with (
+            on_file_system(NFS),
+            mock.patch.object(line, "register", register_late),
+            self.assertRaisesRegex(femtoqueue.FemtoQueueError, "passed over"),
+            line.turn(60),
+        ):
+            pass
+
     def test_on_a_file_system_of_several_hosts_the_directory_stays(self) -> None:
         """Another host may hold the lock of a "last" that was removed."""
         line = self.line()
         line.remove(line.register()[1])
-        with mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0x6969)):
+        with on_file_system(NFS):
             self.assertFalse(line.maybe_cleanup())
         self.assertEqual(self.names("line"), ["last"])
 
     def test_on_a_file_system_of_several_hosts_numbers_are_names(self) -> None:
         """A host may read as it was what another has written to "last"."""
-        with mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=0x6969)):
+        with on_file_system(NFS):
             for number in (1, 2, 3):
                 line = self.line()
                 ticket, member = line.register()
@@ -6475,7 +6688,7 @@ class Hearing(QueueCase):
 
     def test_without_a_descriptor_or_on_a_shared_file_system_it_polls(self) -> None:
         """inotify does not hear other hosts, so nobody relies on it there."""
-        with mock.patch.object(femtoqueue, "_fs_type", return_value=0x6969):
+        with on_file_system(NFS):
             bell = femtoqueue._Watcher(self.queue()._files.root)
             self.assertFalse(bell.sees_all_writers)
             pauses_s = itertools.islice(self.queue()._waits.pauses_s(bell, float("inf")), 8)
@@ -7444,7 +7657,7 @@ class Checking(QueueCase):
     def test_clocks_and_file_systems_that_are_odd_are_told(self) -> None:
         q, clock = self.queue(), self.clock()
         clock.wall_shift_s -= 3600
-        with mock.patch.object(femtoqueue, "_fs_type", return_value=0x6969):
+        with on_file_system(NFS):
             found = q.check()
         self.assertEqual([it.kind for it in found], ["network file system", "clock"])
         self.assertIn("NFS", found[0].text)
