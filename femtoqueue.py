@@ -51,9 +51,9 @@ Each move is one system call, and takes effect when that call returns:
     save       _Transitions.save_checkpoint    creating/         checkpoints/<id>         rename
 
 _KeyIndex.move moves a task with a key, under the lock of the key; _Files.move moves any other.
-Three steps do more: replace may first rename the task to a new time; a release or reclaim with a
-payload buffered behind the task takes that payload along (_KeyIndex._return_with_buffered); a
-quarantine that can't write to failed/ moves the task to the back of pending/.
+Four steps do more: claim unlinks a task's second name (_Files.has_ended); replace may first rename
+it to a new time; release and reclaim take along the payload that is buffered behind the task
+(_KeyIndex._return_with_buffered); a quarantine that can't write to failed/ moves it to the back.
 
 Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
 task: the rename gives it a *lease*, which ends at its *deadline* or with the worker; the lease's
@@ -76,8 +76,8 @@ delivered; it ends in failed/ with the reason. With sync_after_write=True what r
 survives power loss; without, a task not yet on disk may be missing after one.
 
 Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without
-sync) when power was lost after done(): make handlers idempotent. A process stopped (SIGSTOP) at
-work on a key holds up that key and one in 256 others.
+sync) when power was lost after done(): make handlers idempotent. Between hosts, it may after a
+network was cut; a key may have two then. A process stopped at work on a key holds up 1 key in 256.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
 have wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a
@@ -95,7 +95,7 @@ Rooms of this file; each uses only those above it:
      7. Queue clock        orders and deadlines
      8. Backlog            the batch of names in pending/, and the next times
      9. Lease directory    claiming into it, and the lock that shows life
-    10. Key states         keys/<hash>: where the task of each key is
+    10. Key states         where the task of each key is: keys/<hash>, or listings
     11. Keys               their locks; finding and moving tasks with a key
     12. Keyed pushes       replacing, updating and buffering their payloads
     13. Transitions        each change of a task's state
@@ -166,9 +166,9 @@ __version__ = "1.0.0.dev0"
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
 # Those, overlay, zfs, bcachefs, ramfs: only this kernel writes to them, and inotify reports it all.
 _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
-_NFS_TYPE, _FUSE_TYPE = 0x6969, 0x65735546  # GlusterFS is mounted through FUSE
+_FUSE_TYPE = 0x65735546  # GlusterFS is mounted through FUSE
 _NETWORK_TYPES = {
-    **{_NFS_TYPE: "NFS", _FUSE_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"},
+    **{0x6969: "NFS", _FUSE_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"},
     **{0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre", 0x01161970: "GFS2"},
     **{0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS", 0x19830326: "BeeGFS"},
 }
@@ -255,10 +255,9 @@ def _is_shared(fs_type: int) -> bool:
     return fs_type not in (0, *_LOCAL_TYPES)
 
 
-def _asks_again(fs_type: int) -> bool:
-    """Whether a call that raised ENOENT may have been carried out: by an NFS server that rebooted
-    before it answered, and was asked again. A client of GlusterFS, which is mounted through FUSE,
-    does not ask again."""
+def _may_lose_replies(fs_type: int) -> bool:
+    """Whether ENOENT may mean that a call was carried out: an NFS client asks again when the server
+    rebooted before it answered. So may those of other file systems; of GlusterFS, by FUSE, not."""
     return _is_shared(fs_type) and fs_type != _FUSE_TYPE
 
 
@@ -1153,7 +1152,7 @@ _NO_FLOCK_ERRNOS = (
     *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EBADF, errno.EINVAL),
 )
-_LOCK_POLL_S = 0.01
+_SHARED_LOCK_POLL_S = 0.01
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
@@ -1202,18 +1201,25 @@ class _FileLock:
         Raises BlockingIOError if it is not free and wait is False, OSError where there is no flock.
         """
         locked = self.try_exclusive()
-        if locked is False and wait and not _is_shared(_fs_type(self.path)):
-            locked = _flock(self.fd, fcntl.LOCK_EX)
-        # Other hosts may have it. There flock() waits badly: an NFS client asks the server again
-        # after 1, 2, 4 … seconds; the bricks of GlusterFS, after a network was cut, never came to
-        # rest. No longer pause for one that has waited for long.
-        while locked is False and wait:
-            time.sleep(_LOCK_POLL_S)
-            locked = self.try_exclusive()
+        if locked is False and wait:
+            locked = self._wait_exclusive()
         if locked is False:
             raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
         if locked is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
+
+    def _wait_exclusive(self) -> bool | None:
+        """Wait for the exclusive lock; None: there are no locks here.
+
+        Where another host may have it, poll, and always at one pace: who waits in flock() is asked
+        for again after 1, 2, 4 … seconds by an NFS client, and keeps bricks of GlusterFS busy for
+        ever if the network was cut meanwhile.
+        """
+        if not _is_shared(_fs_type(self.path)):
+            return _flock(self.fd, fcntl.LOCK_EX)
+        while (locked := self.try_exclusive()) is False:
+            time.sleep(_SHARED_LOCK_POLL_S)
+        return locked
 
     def is_at_path(self) -> bool:
         """Whether the path still leads to what was opened."""
@@ -1360,11 +1366,11 @@ def _move_over(source: str, target: str, must_exist: bool = False) -> None:
 def _was_moved(source: str, target: str) -> bool:
     """Whether a rename that raised FileNotFoundError was carried out all the same.
 
-    On GlusterFS, one that failed because another host's was first may have been carried out on
-    one replica: a target that is seen there proves nothing.
+    A target that GlusterFS shows proves nothing: one of its replicas may have carried out a rename
+    that failed, because another host was first.
     """
-    asks_again = _asks_again(_fs_type(os.path.dirname(target)))
-    return asks_again and _exists_afresh(target) and not _exists_afresh(source)
+    may_be = _may_lose_replies(_fs_type(os.path.dirname(target)))
+    return may_be and _exists_afresh(target) and not _exists_afresh(source)
 
 
 def _write_new(
@@ -1464,15 +1470,23 @@ class _Files:
     # Looking
 
     def has_ended(self, path: str) -> bool:
-        """Whether a task's file is in done/ or failed/, too. Raises FileNotFoundError for no file.
+        """Whether a task's file is in done/, too.
 
-        After a network cut GlusterFS, healing, brings back names that were renamed meanwhile, as
-        second links to their files. A copy, by which a person runs a task again, is no link.
+        Healing after a network cut, GlusterFS brings back a name that had been renamed, as a second
+        link to the file. A copy, by which a person runs a task again, is another file. In failed/ a
+        second link may be the older one: of a task that was retried.
         """
-        if self.fs_type != _FUSE_TYPE or os.stat(self.root + path).st_nlink == 1:
+        if self.fs_type != _FUSE_TYPE:
             return False
-        ends = (f"{self.root}{state}/{_id_of(path)}" for state in ("done", "failed"))
-        return any(_exists(end) and os.path.samefile(self.root + path, end) for end in ends)
+        try:
+            ours = os.lstat(self.root + path)
+            return ours.st_nlink > 1 and os.path.samestat(
+                ours, os.lstat(f"{self.root}done/{_id_of(path)}")
+            )
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
+            return False  # not done; if its file is gone, whoever reads it will see
 
     def exists(self, path: str) -> bool:
         return _exists(self.root + path)
@@ -1639,7 +1653,7 @@ class _Files:
             try:
                 os.unlink(self.root + source)
             except FileNotFoundError:
-                if is_ours is None or not _asks_again(self.fs_type) or not is_ours():
+                if is_ours is None or not _may_lose_replies(self.fs_type) or not is_ours():
                     raise
             return target
         _move(self.root + source, self.root + target, is_ours)
@@ -2053,7 +2067,8 @@ class _LeaseDir:
     def claim(self, source: str, attempts: int, ident: str, length_ns: int) -> str:
         """Rename a waiting task into the directory that we hold locked; return the lease's path.
 
-        Returns "" if another worker was first, or if the directory is not open (any more).
+        Returns "" if another worker was first, if the directory is not open (any more), or if the
+        task had ended: then its second name is removed, see _Files.has_ended().
         """
         with self._lock:
             if self.closes:
@@ -2063,12 +2078,8 @@ class _LeaseDir:
             name = _lease_name(deadline_ns, attempts, boot, ident)
             lease = f"{self.directory}/{name}"
             try:
-                if fcntl is None:
-                    os.rename(self._files.root + source, self._files.root + lease)
-                elif self._held is None:
+                if not self._rename_in(source, name):
                     return ""  # RACE: closed by another thread
-                else:
-                    os.rename(self._files.root + source, name, dst_dir_fd=self._held.fd)
                 if self._files.has_ended(lease):
                     self._files.remove(lease)
                     return ""
@@ -2085,9 +2096,19 @@ class _LeaseDir:
                 return ""
             return lease
 
+    def _rename_in(self, source: str, name: str) -> bool:
+        """Rename a task into our directory; False if that is not open."""
+        if fcntl is None:
+            os.rename(self._files.root + source, f"{self.path}/{name}")
+        elif self._held is None:
+            return False
+        else:
+            os.rename(self._files.root + source, name, dst_dir_fd=self._held.fd)
+        return True
+
     def _was_claimed(self, name: str) -> bool:
         """Whether a claim that raised FileNotFoundError was carried out; see _was_moved()."""
-        if not _asks_again(self._files.fs_type):
+        if not _may_lose_replies(self._files.fs_type):
             return False
         try:
             return name in os.listdir(self.path)
@@ -2156,7 +2177,8 @@ class _LeaseDir:
 
 
 # ==================================================================================================
-# 10. Key states: the file keys/<hash>. The lock itself is taken in room 11, _KeyIndex.lock().
+# 10. Key states: where the task of each key is, by the file keys/<hash>, or by listings where other
+#     hosts write. The lock itself is taken in room 11, _KeyIndex.lock().
 #     Invariant: the path in a state is a hint, which find() checks and corrects. A key without a
 #     state has no task, except after power loss: then repair() finds what is in keys/.
 # ==================================================================================================
@@ -3452,9 +3474,11 @@ class _Housekeeper:
     def _reclaim_from(self, directory: str, first_error: _FirstError) -> None:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
         now_ns = self._clock.now_ns()
-        leases = self._files.entries(directory)
         is_own = directory == self._lease_dir.directory
         orphans = self._lease_dir.orphans if is_own else set()
+        marked = {*orphans}
+        leases = self._files.entries(directory)
+        orphans -= marked.difference(entry.name for entry in leases)  # those that never came to be
         running: list[_Entry] = []
         ended: list[_Entry] = []
         for entry in leases:
@@ -5261,6 +5285,16 @@ class FemtoQueue:
 # ==================================================================================================
 
 
+class _HeldTicket:
+    """A ticket of ours: its number, its locked file, when (wall clock) it was last touched before
+    another host could have passed it over, and whether it was the first in line."""
+
+    __slots__ = ("had_turn", "lock", "number", "touched_s")
+
+    def __init__(self, number: int, lock: _FileLock, touched_s: float) -> None:
+        self.number, self.lock, self.touched_s, self.had_turn = number, lock, touched_s, False
+
+
 class TicketQueue:
     """First come, first served, between processes: a line of tickets in a directory.
 
@@ -5271,25 +5305,26 @@ class TicketQueue:
     passed over at once on its own host, and a living one never is. On other hosts, and after a
     reboot, a ticket is passed over when its file was not touched for stale_timeout seconds (wall
     clock; None: never); is_head() touches it, and turn() does while it waits and while it is held.
-    Where other hosts may take part, a member that waits gives up its ticket after three quarters of
-    that time (which should be 10 s or more): another host may be about to pass it over.
+    Hosts that share a line need the same stale_timeout, of 10 s or more. There, a waiting member
+    that could not touch its ticket for three quarters of that time gives it up: another host may be
+    about to pass it over. A member that is cut off during its turn is passed over, and not told.
 
     queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
-    its parent's tickets. A lock by tickets is as good as flock is: on one host. Raises OSError
-    where there is no flock, ValueError or TypeError for an invalid stale_timeout.
+    its parent's tickets. Raises OSError where there is no flock, ValueError or TypeError for an
+    invalid stale_timeout.
     """
 
     def __init__(
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
-        self._held: dict[str, tuple[int, _FileLock]] = {}  # member -> its ticket and its lock
-        self._touched_s: dict[str, float] = {}  # member -> when it was last touched in time
+        self._held: dict[str, _HeldTicket] = {}  # by member
         if stale_timeout is not None:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
         self._root = os.path.join(os.path.abspath(os.fspath(queue_dir)), "")
         _make_dir(os.path.dirname(self._root), 0o700, sync=False)
+        self._is_shared = _is_shared(_fs_type(self._root))  # other hosts may have members in line
         boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
         self._boot = _boot_tag(boot_id, self._root)
         _fork_hooks[self] = TicketQueue._after_fork
@@ -5300,17 +5335,19 @@ class TicketQueue:
 
         Blocks only while other processes register.
         """
-        while True:
-            with self._locked() as last:
-                try:
-                    return self._register(last)
-                except (FileNotFoundError, FileExistsError):
-                    # RACE: this host was cut off, and lost the lock of "last" (NFS). Another one
-                    # drew a number meanwhile, or took our file for that of a dead process.
-                    continue
+        for _ in range(_MAX_LISTINGS):
+            with contextlib.suppress(FileNotFoundError, FileExistsError), self._locked() as last:
+                return self._register(last)
+            time.sleep(_SHARED_LOCK_POLL_S)
+        with self._locked() as last:
+            return self._register(last)
 
     def _register(self, last: _FileLock) -> tuple[int, str]:
-        """Do as register(), with the lock of "last" held."""
+        """Do as register(), with the lock of "last" held.
+
+        RACE: a host that was cut off has lost that lock (NFS). If another one registered meanwhile,
+        or took our file for that of a dead process, raises FileNotFoundError or FileExistsError.
+        """
         ticket, began_s = self._next_number(last), time.time()
         name = _ticket_name(ticket, self._boot, os.urandom(8).hex())
         lock = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
@@ -5320,37 +5357,49 @@ class TicketQueue:
             _unlink_if_exists(f"{self._root}.{name}", or_fail=False)
             lock.close()
             raise
-        self._held[name], self._touched_s[name] = (ticket, lock), began_s
+        self._held[name] = _HeldTicket(ticket, lock, began_s)
+        if self._is_shared and self._noted() > _last_number_name(ticket):
+            self.remove(name)  # a higher one may be the first in line, and have its turn
+            raise FileExistsError(errno.EEXIST, "another host was faster", self._root + name)
         return ticket, name
 
     def _next_number(self, last: _FileLock) -> int:
         """Return the next number, and note it: in "last", whose lock is held.
 
         On a file system of several hosts the name of an empty file has it: a host may read contents
-        that another has written as they were (GlusterFS: for a second), but it lists the new names.
+        that another has written as they were (GlusterFS: for a second), but it lists the new names;
+        and of two that rename it, one fails.
         """
-        noted = max(filter(_parse_last_number, os.listdir(self._root)), default="")
+        noted = self._noted()
         in_line = (ticket for ticket, _ in self._tickets())
         number = max(int(os.read(last.fd, 20) or 0), int(noted[-20:] or 0), *in_line) + 1
-        if not _is_shared(_fs_type(self._root)):
+        if not self._is_shared:
             os.pwrite(last.fd, b"%020d" % number, 0)
         elif noted:
-            _move(self._root + noted, self._root + _last_number_name(number), _always)
+            os.rename(self._root + noted, self._root + _last_number_name(number))
         else:
             _write_new(self._root + _last_number_name(number), b"")
         return number
 
+    def _noted(self) -> str:
+        """Return the name of the file that has the last number, "" if there is none."""
+        return max(filter(_parse_last_number, os.listdir(self._root)), default="")
+
     def is_head(self, ticket: int) -> bool:
-        """Say whether that ticket is the first of those whose members live, and touch it."""
-        line = (it for it in self._tickets() if self._lives(it[1]))
-        first, member = next(line, (0, ""))
-        # Two hosts drew one number if one was cut off meanwhile, and lost the lock of "last".
-        ours = {name: lock for name, (it, lock) in list(self._held.items()) if it == ticket}
-        is_first = first == ticket and (member in ours or not ours)
-        for name, lock in ours.items():
-            if not self._touch(name, lock):  # after the look: that may have taken long
-                self.remove(name)
+        """Say whether that ticket is the first of those whose members live.
+
+        Touches it if it is ours. False, too, if another host may have passed it over meanwhile:
+        then one that waits is given up, and one that was the first before is yours to remove.
+        """
+        is_first = ticket == next((t for t, name in self._tickets() if self._lives(name)), None)
+        for member, held in list(self._held.items()):
+            if held.number != ticket:
+                continue
+            if not self._touch(held):  # after the look: that may have taken long
+                if not held.had_turn:
+                    self.remove(member)
                 return False
+            held.had_turn |= is_first
         return is_first
 
     def remove(self, member: str) -> bool:
@@ -5360,13 +5409,12 @@ class TicketQueue:
         """
         if not isinstance(member, str) or not _parse_ticket(member) or member[0] == ".":
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
-        self._touched_s.pop(member, None)
-        _, lock = self._held.pop(member, (0, None))
+        held = self._held.pop(member, None)
         try:
             return _unlink_if_exists(self._root + member)
         finally:  # if it can't be removed, it must at least not be held any more
-            if lock is not None:
-                lock.close()
+            if held is not None:
+                held.lock.close()
 
     def cleanup_stale(self) -> int:
         """Remove the tickets of members that died or went stale; return how many."""
@@ -5382,7 +5430,7 @@ class TicketQueue:
         A register() meanwhile waits, and makes it again. Tickets begin at 1 then. On a file system
         of several hosts it stays: another host may take a lock that was removed for the one there.
         """
-        if not os.path.isdir(self._root) or _is_shared(_fs_type(self._root)):
+        if not os.path.isdir(self._root) or self._is_shared:
             return False
         with self._locked():
             if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
@@ -5396,7 +5444,8 @@ class TicketQueue:
         """Wait for our turn, hold it for the block, and give it up. Yields the ticket.
 
         timeout: seconds to wait, None: for ever. Raises TimeoutError, out of line then; and
-        FemtoQueueError if another host may have passed us over, or a person removed our ticket.
+        FemtoQueueError if, while it waits, another host may have passed its ticket over, or a
+        person removed it.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         ticket, member = self.register()
@@ -5426,33 +5475,24 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         """Touch a member's ticket now and then, until it is over."""
         while not over.wait((self.stale_timeout or 0) / 4):
-            _, lock = self._held.get(member, (0, None))
-            with contextlib.suppress(OSError):  # RACE: given up just now
-                if lock is not None:
-                    self._touch(member, lock)
+            with contextlib.suppress(OSError, KeyError):  # RACE: given up just now
+                self._touch(self._held[member])
 
-    def _touch(self, member: str, lock: _FileLock) -> bool:
+    def _touch(self, held: _HeldTicket) -> bool:
         """Touch a ticket; False if another host has passed it over, or may do so just now."""
         began_s = time.time()
         try:
-            os.utime(lock.fd)
+            os.utime(held.lock.fd)
         except OSError as error:
             if error.errno not in _MISSING_ERRNOS:
                 raise
             return False  # ESTALE
-        if self._is_late(member):
+        # RACE: a host that saw it stale may remove it only now, and take its turn. So ours must not
+        # be the next, though the ticket is there, and young again. A quarter less: clocks differ.
+        if self._is_older(held.touched_s, 0.75) and self._is_shared:
             return False
-        self._touched_s[member] = began_s
+        held.touched_s = began_s
         return True
-
-    def _is_late(self, member: str) -> bool:
-        """Whether another host may have seen a ticket of ours stale.
-
-        RACE: that host may remove it only now, and take its turn. So this member must not have the
-        next one, though the ticket is there, and young again. A quarter less: clocks differ.
-        """
-        touched_s = self._touched_s.get(member, float("inf"))
-        return self._is_older(touched_s, 0.75) and _is_shared(_fs_type(self._root))
 
     def _is_older(self, touched_s: float, part: float = 1) -> bool:
         """Whether a ticket was last touched longer ago than that part of stale_timeout."""
@@ -5511,7 +5551,7 @@ class TicketQueue:
 
     def _after_fork(self) -> None:
         """In a forked child: it holds none of its parent's tickets."""
-        self._held, self._touched_s = {}, {}
+        self._held = {}
 
 
 # ==================================================================================================

@@ -113,7 +113,7 @@ def fake_os(*missing: str, **functions: Callable[..., Any]) -> types.ModuleType:
 
 
 def on_file_system(fs_type: int) -> Any:
-    """Let femtoqueue take all directories for some of a file system, by its f_type."""
+    """Let femtoqueue take every directory to be on a file system of that f_type."""
     return mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=fs_type))
 
 
@@ -212,10 +212,18 @@ class QueueCase(unittest.TestCase):
     foreign: tuple[str, ...] = ()
     in_memory = False  # True: the tests promise nothing about the disk
     memory = memory_dir()
+    fs_type: int | None = None  # of which femtoqueue takes every directory to be; None: its own
 
     def setUp(self) -> None:
         self.path = self.new_dir(self.memory if self.in_memory else None)
         femtoqueue._log().disabled = True  # corrupt tasks are logged, and are many here
+        if self.fs_type is not None:
+            self.patched(on_file_system(self.fs_type))
+
+    def patched(self, patch: Any) -> None:
+        """Apply a patch until the test ends."""
+        patch.start()
+        self.addCleanup(patch.stop)
 
     def new_dir(self, place: str | None = None) -> str:
         """Make a directory in that one, or in the temporary directory; it goes with the test."""
@@ -235,9 +243,7 @@ class QueueCase(unittest.TestCase):
 
     def clock(self) -> Clock:
         clock = Clock()
-        patch = mock.patch.object(femtoqueue, "time", clock)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.patched(mock.patch.object(femtoqueue, "time", clock))
         return clock
 
     def pop(self, q: FemtoQueue) -> FemtoTask:
@@ -257,9 +263,7 @@ class QueueCase(unittest.TestCase):
 
     def hasten(self, constant: str, value: float) -> None:
         """Let femtoqueue wait for that long, not for as long as its constant says."""
-        patch = mock.patch.object(femtoqueue, constant, value)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.patched(mock.patch.object(femtoqueue, constant, value))
 
     def fail_with(self, code: int) -> None:
         raise OSError(code, os.strerror(code))
@@ -1778,11 +1782,7 @@ class LostReply(QueueCase):
     """A server of NFS that reboots after a rename, and before it has answered, is asked again, and
     answers that there is no such file. The step was taken: it must not look as if it were not."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        patch = on_file_system(NFS)
-        patch.start()
-        self.addCleanup(patch.stop)
+    fs_type = NFS
 
     @contextlib.contextmanager
     def lost(
@@ -1916,25 +1916,6 @@ class LostReply(QueueCase):
         with self.lost():
             task = q.take("k")
         self.assertEqual(task and task.data, b"3")
-
-    def test_a_lock_that_another_host_has_is_asked_for_again_and_again(self) -> None:
-        """A client of NFS that waits asks the server after a second, then after two, then four;
-        and two of three bricks of GlusterFS never came to rest after a network had been cut."""
-        import fcntl
-
-        q, flock, asked = self.queue(), femtoqueue._flock, []
-        q.push(b"1", key="k")
-        other = self.locked("k")
-
-        def noted(fd: int, how: int) -> bool | None:
-            asked.append(how)
-            if len(asked) == 5:
-                other.close()
-            return flock(fd, how)
-
-        with mock.patch.object(femtoqueue, "_flock", noted):
-            q.push(b"2", key="k")
-        self.assertEqual(asked, 5 * [fcntl.LOCK_EX | fcntl.LOCK_NB])
 
     def test_a_ticket_is_taken(self) -> None:
         self.queue()
@@ -3146,9 +3127,7 @@ class KeyedByRename(Keyed):
 
     def setUp(self) -> None:
         refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        patch = mock.patch.object(femtoqueue, "_exchange", side_effect=refused)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.patched(mock.patch.object(femtoqueue, "_exchange", side_effect=refused))
         super().setUp()
 
     def needs_exchange(self) -> None:
@@ -3159,26 +3138,32 @@ class Healed(QueueCase):
     """After a network was cut, GlusterFS brings back names that had been renamed, as second links
     to their files."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        patch = on_file_system(FUSE)
-        patch.start()
-        self.addCleanup(patch.stop)
+    fs_type = FUSE
 
     def test_a_finished_task_that_is_brought_back_is_not_delivered_again(self) -> None:
         q, other = self.queue(), self.queue("n2")
-        for end in (q.done, q.fail):
-            task_id = q.push(b"1")
-            task = self.pop(q)
-            end(task)
-            finished = self.file("done" if end == q.done else "failed", task_id)
-            for name in (task_id, f"{1:020d}~1~{task_id}"):
-                os.link(finished, self.file("pending", name))
-            q.push(b"2")
-            with mock.patch.object(self, "check_invariants"):
-                self.assertEqual(self.drain(other), [b"2"])
-            self.assertEqual(self.names("pending"), [])
-            self.check_invariants()
+        ident = q.push(b"1")
+        q.done(self.pop(q))
+        for name in (ident, f"{1:020d}~1~{ident}"):
+            os.link(self.file("done", ident), self.file("pending", name))
+        q.push(b"2")
+        with mock.patch.object(self, "check_invariants"):
+            self.assertEqual(self.drain(other), [b"2"])
+        self.assertEqual(self.names("pending"), [])
+
+    def test_a_retried_task_whose_dead_letter_is_brought_back_is_delivered(self) -> None:
+        """Of its two names nothing tells which is the older one."""
+        q = self.queue()
+        for key in (None, "k"):
+            ident = q.push(b"1", key=key)
+            q.fail(self.pop(q))
+            q.retry(ident)
+            (name,) = self.names("pending")
+            os.link(self.file("pending", name), self.file("failed", ident))
+            self.assertEqual(key is not None and q.contains(key), key is not None)
+            task = q.pop()
+            self.assertEqual(task and task.id, ident)
+            os.unlink(self.file("failed", ident))
 
     def test_a_lease_that_is_brought_back_goes_when_it_ends(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -3190,13 +3175,29 @@ class Healed(QueueCase):
         self.assertIsNone(q.pop())
         self.assertEqual(self.states(), {"done": 1})
 
+    def test_a_claim_whose_file_is_not_found_then_is_not_lost(self) -> None:
+        """A person took the whole directory away just then; or another host's mount was old."""
+        q = self.queue(timeout_stale_ms=None)
+        q.push(b"1")
+        for code in (errno.ENOENT, errno.ESTALE):
+
+            def miss(name: str, args: tuple[Any, ...], code: int = code) -> None:
+                if name == "lstat" and "/inflight-n1/" in args[0]:
+                    raise OSError(code, os.strerror(code), args[0])
+
+            with self.subTest(code=code), hooked(miss):
+                task = q.pop()
+                self.assertEqual(task and task.data, b"1")
+            assert task is not None
+            q.release(task)
+
     def test_a_claim_whose_file_can_not_be_looked_at_or_put_back_is_given_back_later(self) -> None:
         """The network is cut just then: the lease is of no worker, so it does not last."""
-        q, is_cut = self.queue(timeout_stale_ms=None), itertools.count()
+        q, renames = self.queue(timeout_stale_ms=None), itertools.count()
 
         def cut(name: str, args: tuple[Any, ...]) -> None:
-            is_look = name == "stat" and "/inflight-n1/" in args[0]
-            if is_look or (name == "rename" and next(is_cut)):
+            is_look = name == "lstat" and "/inflight-n1/" in args[0]
+            if is_look or (name == "rename" and next(renames)):
                 raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), args[0])
 
         q.push(b"1")
@@ -3205,7 +3206,24 @@ class Healed(QueueCase):
         task = q.pop(60)
         self.assertEqual(task and task.data, b"1")
 
-    def test_of_a_key_it_stands_in_no_way(self) -> None:
+    def test_claims_that_failed_leave_no_marks(self) -> None:
+        """Nor could they be undone: each may have been carried out, until a listing tells."""
+        q, clock = self.queue(), self.clock()
+        q.push(b"1")
+
+        def cut(name: str, args: tuple[Any, ...]) -> None:
+            if name == "rename":
+                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), args[0])
+
+        for _ in range(3):
+            with hooked(cut), self.assertRaises(OSError):
+                q.pop()
+        self.assertEqual(len(q._lease_dir.orphans), 3)
+        clock.advance(60)
+        self.pop(q)
+        self.assertEqual(q._lease_dir.orphans, set())
+
+    def test_a_keyed_task_that_is_brought_back_is_not_in_the_way(self) -> None:
         """Neither of a look-up, nor of a push, nor of the key's own task."""
         q = self.queue()
         ident = q.push(b"1", key="k")
@@ -3219,6 +3237,31 @@ class Healed(QueueCase):
         self.assertIsNone(q.pop())
         self.assertEqual(self.states(), {"done": 1, "inflight-n1": 1})
 
+    def test_a_name_that_leads_nowhere_is_set_aside(self) -> None:
+        """A symbolic link, say. It is no task that another worker took first."""
+        q = self.queue(timeout_stale_ms=None)
+        ident = q.push(b"1")
+        os.unlink(self.file("pending", ident))
+        os.symlink("nowhere", self.file("pending", ident))
+        self.assertIsNone(q.pop())
+        self.assertEqual((self.names("pending"), self.names("inflight-n1")), ([], []))
+        self.assertIn(ident, self.names("failed"))
+
+    def test_a_task_that_had_ended_and_is_purged_as_it_is_claimed_is_delivered(self) -> None:
+        """Nothing shows any more that it had ended."""
+        q = self.queue(timeout_stale_ms=None)
+        ident = q.push(b"1")
+        q.done(self.pop(q))
+        os.link(self.file("done", ident), self.file("pending", ident))
+
+        def purge(name: str, args: tuple[Any, ...]) -> None:
+            if name == "lstat" and "/done/" in str(args[0]):
+                os.unlink(args[0])
+
+        with hooked(purge):
+            task = q.pop()
+        self.assertEqual(task and task.data, b"1")
+
     def test_what_a_person_links_or_copies_is_delivered(self) -> None:
         """A copy of a finished task; a task of which a backup is a link."""
         q = self.queue()
@@ -3230,20 +3273,31 @@ class Healed(QueueCase):
         self.assertEqual(self.drain(q), [b"2"])
 
 
-class KeyedOnSharedFileSystem(Keyed):
+class KeyedOnSharedFileSystem(KeyedByRename):
     """The same where other hosts may write: only listings and renames tell the truth, keys/<hash>
     is not used, and names can't be exchanged."""
 
     has_states = False
-    replacing = ("exchange", "rename", "replace", "replace")
+    fs_type = NFS
 
-    def setUp(self) -> None:
-        refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        no_exchange = mock.patch.object(femtoqueue, "_exchange", mock.Mock(side_effect=refused))
-        for patch in (no_exchange, on_file_system(NFS)):
-            patch.start()
-            self.addCleanup(patch.stop)
-        super().setUp()
+    def test_a_lock_that_another_host_has_is_asked_for_again_and_again(self) -> None:
+        """flock() would wait badly: it is only tried."""
+        import fcntl
+
+        q, flock, asked = self.queue(), femtoqueue._flock, []
+        q.push(b"1", key="k")
+        other = self.locked("k")
+
+        def noted(fd: int, how: int) -> bool | None:
+            asked.append(how)
+            if len(asked) == 5:
+                other.close()
+            return flock(fd, how)
+
+        with mock.patch.object(femtoqueue, "_flock", noted):
+            q.push(b"2", key="k")
+        self.assertEqual(asked, 5 * [fcntl.LOCK_EX | fcntl.LOCK_NB])
+        self.assertEqual(self.drain(q), [b"2"])
 
     def test_a_record_that_is_listed_is_asked_for_until_it_is_found(self) -> None:
         """GlusterFS opens for a second what another host has replaced, and finds nothing."""
@@ -3285,9 +3339,6 @@ class KeyedOnSharedFileSystem(Keyed):
         with hooked(undo):
             q.push(b"3", key="k")
         self.assertEqual([task.data for task in q.tasks("pending")], [b"3"])
-
-    def needs_exchange(self) -> None:
-        self.skipTest("needs what this class is without")
 
     def test_a_push_that_raised_after_its_task_was_taken_does_not_make_room_for_another(
         self,
@@ -5731,25 +5782,28 @@ class KeyedConcurrency(QueueCase):
             self.assertFalse(late, f"{key}: {value} is missed, {delivered} came last")
 
 
-class Tickets(QueueCase):
-    """First come, first served: one at a time, in the order of the numbers, over the dead."""
-
+class TicketCase(QueueCase):
     def line(self, stale_timeout: float | None = None) -> TicketQueue:
         return TicketQueue(self.file("line"), stale_timeout)
 
     def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
         return {}
 
+
+class Tickets(TicketCase):
+    """First come, first served: one at a time, in the order of the numbers, over the dead."""
+
     def test_numbers_begin_at_one_and_the_lowest_is_at_the_head(self) -> None:
         line, other = self.line(), self.line()
         tickets = [queue.register() for queue in (line, other, line)]
         self.assertEqual([number for number, _ in tickets], [1, 2, 3])
-        self.assertEqual([line.is_head(n) for n in (1, 2, 3, 4)], [True, False, False, False])
+        self.assertEqual([line.is_head(n) for n in (0, 1, 2, 3)], [False, True, False, False])
         self.assertTrue(other.remove(tickets[1][1]))
         self.assertTrue(line.remove(tickets[0][1]))
         self.assertFalse(line.remove(tickets[0][1]))
         self.assertEqual((line.is_head(1), line.is_head(3), line.is_empty()), (False, True, False))
         line.remove(tickets[2][1])
+        self.assertEqual((line.is_head(0), line.is_empty()), (False, True))
         self.assertEqual((line.register()[0], line.is_empty()), (4, False))
 
     def test_arguments_are_checked(self) -> None:
@@ -5856,54 +5910,6 @@ class Tickets(QueueCase):
         self.assertFalse(os.path.exists(self.file("line")))
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
-    def test_a_number_that_another_host_drew_meanwhile_is_drawn_again(self) -> None:
-        for taken, ticket in ((f"last~{1:020d}", 2), (f"last~{5:020d}", 6)):
-            line, left = self.line(), [taken]
-
-            def draw(name: str, args: tuple[Any, ...], left: list[str] = left) -> None:
-                if name in ("open", "replace") and "/last~" in str(args[0]) and left:
-                    taken = left.pop()
-                    for noted in self.names("line"):
-                        if noted.startswith("last~"):
-                            os.unlink(self.file("line", noted))
-                    self.put(taken, b"", "line")
-
-            with (
-                on_file_system(NFS),
-                hooked(draw),
-            ):
-                self.assertEqual(line.register()[0], ticket)
-
-    def test_of_two_tickets_of_one_number_one_is_first(self) -> None:
-        """A host that was cut off, and lost the lock under which it registers, drew it too."""
-        lines = self.line(), self.line()
-        members = []
-        for line in lines:
-            with mock.patch.object(line, "_next_number", mock.Mock(return_value=1)):
-                members.append(line.register()[1])
-        self.assertEqual([line.is_head(1) for line in lines].count(True), 1)
-        self.assertTrue(self.line().is_head(1))
-        first = members.index(min(members))
-        self.assertTrue(lines[first].is_head(1))
-        lines[first].remove(members[first])
-        self.assertTrue(lines[1 - first].is_head(1))
-
-    def test_a_ticket_that_is_swept_away_before_it_is_one_is_made_again(self) -> None:
-        """A host that was cut off has lost the lock under which it registers, and another one has
-        taken what it found for that of a dead process."""
-        line, swept = self.line(), itertools.count()
-
-        def sweep(name: str, args: tuple[Any, ...]) -> None:
-            is_ticket = os.path.basename(str(args[0])).startswith(".")
-            if name in ("rename", "replace") and is_ticket and not next(swept):
-                os.unlink(args[0])
-
-        with hooked(sweep):
-            ticket, member = line.register()
-        self.assertTrue(line.is_head(ticket))
-        self.assertTrue(line.remove(member))
-        self.assertTrue(line.is_empty())
-
     def test_a_ticket_that_can_not_be_removed_is_not_held_any_longer(self) -> None:
         """As when the network is cut. The line goes on without it once it is reached again."""
         line, cut = self.line(), OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN))
@@ -5914,67 +5920,6 @@ class Tickets(QueueCase):
         ):
             pass
         self.assertTrue(line.is_empty())
-
-    def test_a_member_that_may_have_been_passed_over_has_no_turn(self) -> None:
-        """It could not touch its ticket for so long that another host may be removing it now."""
-        line, clock = TicketQueue(self.file("line"), stale_timeout=40), self.clock()
-        for late_s, is_shared, is_head in ((32, False, True), (28, True, True), (32, True, False)):
-            ticket, member = line.register()
-            clock.advance(late_s)
-            place = on_file_system(NFS if is_shared else EXT4)
-            with self.subTest(late_s=late_s), place:
-                line._touch(member, line._held[member][1])  # as the thread does, which hides it
-                self.assertEqual(line.is_head(ticket), is_head)
-                self.assertEqual(line.is_head(ticket), is_head)
-                self.assertEqual(line.remove(member), is_head)
-
-    def test_a_member_whose_ticket_another_host_removed_has_no_turn(self) -> None:
-        """NFS says ESTALE, and its list of names may be an old one."""
-        line = TicketQueue(self.file("line"), stale_timeout=40)
-        ticket, member = line.register()
-        stale = mock.Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
-        with (
-            on_file_system(NFS),
-            mock.patch.object(femtoqueue, "os", fake_os(utime=stale)),
-        ):
-            self.assertFalse(line.is_head(ticket))
-        self.assertFalse(line.remove(member))
-
-    def test_a_late_member_is_told_in_its_turn(self) -> None:
-        line, clock = TicketQueue(self.file("line"), stale_timeout=40), self.clock()
-        register = line.register
-
-        def register_late() -> tuple[int, str]:
-            registered = register()
-            clock.advance(32)
-            return registered
-
-        with (
-            on_file_system(NFS),
-            mock.patch.object(line, "register", register_late),
-            self.assertRaisesRegex(femtoqueue.FemtoQueueError, "passed over"),
-            line.turn(60),
-        ):
-            pass
-
-    def test_on_a_file_system_of_several_hosts_the_directory_stays(self) -> None:
-        """Another host may hold the lock of a "last" that was removed."""
-        line = self.line()
-        line.remove(line.register()[1])
-        with on_file_system(NFS):
-            self.assertFalse(line.maybe_cleanup())
-        self.assertEqual(self.names("line"), ["last"])
-
-    def test_on_a_file_system_of_several_hosts_numbers_are_names(self) -> None:
-        """A host may read as it was what another has written to "last"."""
-        with on_file_system(NFS):
-            for number in (1, 2, 3):
-                line = self.line()
-                ticket, member = line.register()
-                line.remove(member)
-                self.assertEqual(ticket, number)
-        self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
-        self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
 
     def test_the_age_of_another_hosts_ticket_is_that_of_its_open_file(self) -> None:
         """A host may remember for a minute when a path was last touched."""
@@ -6059,6 +6004,139 @@ class Tickets(QueueCase):
 
 def child_is_alive(child: Child) -> bool:
     return os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
+
+class SharedTickets(TicketCase):
+    """The same between hosts. One that was cut off has lost its locks, and is not told (NFS)."""
+
+    fs_type = NFS
+
+    def numbered(self, number: int) -> str:
+        return self.file("line", f"last~{number:020d}")
+
+    def test_numbers_are_names(self) -> None:
+        """A host may read as it was what another has written to "last"."""
+        for number in (1, 2, 3):
+            line = self.line()
+            ticket, member = line.register()
+            line.remove(member)
+            self.assertEqual(ticket, number)
+        self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
+        self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
+
+    def test_the_directory_stays(self) -> None:
+        """Another host may hold the lock of a "last" that was removed."""
+        line = self.line()
+        line.remove(line.register()[1])
+        self.assertFalse(line.maybe_cleanup())
+        self.assertEqual(self.names("line"), ["last", f"last~{1:020d}"])
+
+    def test_a_number_that_another_host_draws_meanwhile_is_not_drawn_twice(self) -> None:
+        """Whether ours is being noted, or noted and not in line yet, when that host has its turn:
+        a lower number would take its place."""
+        line = self.line()
+        steps = (("open", "/last~", 1, 2), ("rename", "/last~", 5, 6), ("replace", "/.", 8, 9))
+        for call, part, theirs, ours in steps:
+            left = [theirs]
+
+            def draw(name: str, args: tuple[Any, ...], step: Any = (call, part, left)) -> None:
+                call, part, left = step
+                if name == call and part in str(args[0]) and left:
+                    number = left.pop()
+                    if name == "open":
+                        self.put(f"last~{number:020d}", b"", "line")
+                    else:
+                        (noted,) = (it for it in self.names("line") if it.startswith("last~"))
+                        os.rename(self.file("line", noted), self.numbered(number))
+
+            with self.subTest(call=call), hooked(draw):
+                ticket, member = line.register()
+                self.assertEqual((ticket, left), (ours, []))
+                self.assertEqual(line._tickets(), [(ticket, member)])
+                line.remove(member)
+
+    def test_a_number_that_can_not_be_noted_is_an_error(self) -> None:
+        """GlusterFS may list a name for minutes which it does not find, until it has healed."""
+        line = self.line()
+        self.put(f"last~{5:020d}", b"", "line")
+        gone = mock.Mock(side_effect=FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
+        with mock.patch.object(femtoqueue, "os", fake_os(rename=gone)):
+            self.assertRaises(FileNotFoundError, line.turn(60).__enter__)
+        self.assertTrue(line.is_empty())
+
+    def test_a_ticket_that_is_swept_away_before_it_is_one_is_made_again(self) -> None:
+        """Another host took it for that of a dead process."""
+        line, swept = self.line(), itertools.count()
+
+        def sweep(name: str, args: tuple[Any, ...]) -> None:
+            is_ticket = os.path.basename(str(args[0])).startswith(".")
+            if name in ("rename", "replace") and is_ticket and not next(swept):
+                os.unlink(args[0])
+
+        with hooked(sweep):
+            ticket, member = line.register()
+        self.assertTrue(line.is_head(ticket))
+        self.assertTrue(line.remove(member))
+        self.assertTrue(line.is_empty())
+
+    def late(self, late_s: float) -> tuple[TicketQueue, int, str]:
+        """Return a line, and a member of it that could touch its ticket only after so long."""
+        line, clock = self.line(stale_timeout=40), self.clock()
+        ticket, member = line.register()
+        clock.advance(late_s)
+        line._touch(line._held[member])  # as the thread of turn(), which hides what it says
+        return line, ticket, member
+
+    def test_a_member_that_may_have_been_passed_over_has_no_turn(self) -> None:
+        """Another host may be removing its ticket just now."""
+        for late_s, is_head in ((28, True), (32, False)):
+            line, ticket, member = self.late(late_s)
+            with self.subTest(late_s=late_s), on_file_system(0):  # cut off again: not known
+                self.assertEqual(line.is_head(ticket), is_head)
+                self.assertEqual(line.is_head(ticket), is_head)
+                self.assertEqual(line.remove(member), is_head)
+
+    def test_on_one_host_nobody_is_passed_over(self) -> None:
+        with on_file_system(EXT4):
+            line, ticket, _ = self.late(32)
+        self.assertTrue(line.is_head(ticket))
+
+    def test_who_is_late_in_its_turn_is_told_and_keeps_others_out_until_it_stops(self) -> None:
+        line, clock = self.line(stale_timeout=40), self.clock()
+        ticket, member = line.register()
+        waiting, _ = line.register()
+        self.assertTrue(line.is_head(ticket))
+        clock.advance(32)
+        self.assertEqual((line.is_head(ticket), line.is_head(ticket)), (False, False))
+        os.utime(self.file("line", member), (clock.time(), clock.time()))
+        self.assertFalse(self.line(stale_timeout=40).is_head(waiting))
+        self.assertTrue(line.remove(member))
+        self.assertTrue(self.line(stale_timeout=40).is_head(waiting))
+
+    def test_a_late_member_is_told_by_turn(self) -> None:
+        line, clock = self.line(stale_timeout=40), self.clock()
+        register = line.register
+
+        def register_late() -> tuple[int, str]:
+            registered = register()
+            clock.advance(32)
+            return registered
+
+        with (
+            mock.patch.object(line, "register", register_late),
+            self.assertRaisesRegex(femtoqueue.FemtoQueueError, "passed over"),
+            line.turn(60),
+        ):
+            pass
+
+    def test_a_member_whose_ticket_another_host_removed_has_no_turn(self) -> None:
+        """NFS says ESTALE, and its list of names may be an old one."""
+        line = self.line(stale_timeout=40)
+        ticket, member = line.register()
+        stale = mock.Mock(side_effect=OSError(errno.ESTALE, os.strerror(errno.ESTALE)))
+        with mock.patch.object(femtoqueue, "os", fake_os(utime=stale)):
+            self.assertFalse(line.is_head(ticket))
+        self.assertFalse(line.remove(member))
 
 
 class Shrinking(QueueCase):
@@ -6294,9 +6372,7 @@ class Waiting(QueueCase):
     def setUp(self) -> None:
         super().setUp()
         if self.polling:
-            patch = mock.patch.object(femtoqueue, "_libc", return_value=None)
-            patch.start()
-            self.addCleanup(patch.stop)
+            self.patched(mock.patch.object(femtoqueue, "_libc", return_value=None))
 
     def waiting(self, q: FemtoQueue, work: Callable[[], object]) -> threading.Thread:
         """Start work() in a thread, and return when it waits."""
@@ -6902,9 +6978,7 @@ class PollingCoroutines(Coroutines):
 
     def setUp(self) -> None:
         super().setUp()
-        patch = mock.patch.object(femtoqueue, "_libc", return_value=None)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.patched(mock.patch.object(femtoqueue, "_libc", return_value=None))
 
 
 class Processing(QueueCase):
