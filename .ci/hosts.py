@@ -18,9 +18,9 @@ hosts have one monotonic clock, so that times can be compared. Proved:
   - what is done or failed is never delivered again;
   - while all is well nothing raises, and nobody waits for long;
   - tasks of a producer are claimed in the order of their pushes by each worker;
-  - of keyed tasks and of tickets what is said below, but that peek() and take() may miss the task
-    of one who was killed, and that a ticket may be passed over while a host is cut off; after each
-    storm each host gets a turn;
+  - of keyed tasks, of one key in one storm and of fifty in the next, what is said below, but that
+    peek() and take() may miss the task of one who was killed; turns do not overlap, and after each
+    storm each host gets one, but a ticket may be passed over while a host is cut off;
   - all mounts and, after healing, all bricks show the same files (but for lease directories that
     Gluster forgot on one brick, which no mount shows, and what raised pushes left in creating/).
 
@@ -28,7 +28,8 @@ After a host was cut off, Gluster's healing may bring back a name that had been 
 The queue drops the name if the task has ended, as far as Gluster shows that both are one file. Else
 a task that had ended comes once more, or one that waits is claimed by two hosts. Both are counted,
 and are no failure while not all is well; nor is what follows for a key: such a task is delivered
-after a newer one, or is a dead letter beside it.
+after a newer one, or is a dead letter beside it. Nor is a key's second task that was pushed while a
+host was cut off, which may lose its locks; the dead letter that it becomes is printed.
 
 Another phase, which injects no faults, is about keyed tasks. On each host two processes push and
 two take, release, fail and finish tasks, first of one key, then of ten, then of fifty. All of them
@@ -476,6 +477,7 @@ class Actor:
             time.sleep(self.chance.choice((0.0, 0.1)) * self.chance.random())
 
     def take_turn(self) -> None:
+        """Wait for a turn, have it, and note both."""
         began_s = self.now_s()
         self.line = self.line or TicketQueue(f"{self.queue}-line", self.stale_s)
         with self.line.turn(self.timeout_s) as ticket:
@@ -678,7 +680,7 @@ def break_queue(how: str) -> None:
 # The phase that must catch it, what it replaces, and what the phase must say.
 BROKEN: dict[str, tuple[str, type, str, str]] = {
     "copy_and_unlink": ("calm", femtoqueue._LeaseDir, "claim", "in two hands|stands in"),
-    "no_fence": ("storms", femtoqueue._Files, "move", "had 0|not refused"),
+    "no_fence": ("storms", femtoqueue._Files, "move", r"\(\) by .*, when|not refused"),
     "careless": ("storms", femtoqueue._Files, "publish", "is lost|never delivered"),
     "youngest_first": ("calm", femtoqueue._Housekeeper, "_list_pending", "in the order"),
     "removed_lock": ("keys", femtoqueue._KeyStates, "close", "crowded|overlapping"),
@@ -774,9 +776,10 @@ class Stage:
         if self.cluster.lost_bricks() > self.lost:
             raise Unable("this machine is too busy: a brick did not answer while all was well")
 
-    def fault(self, text: str, *steps: Callable[[], None]) -> None:
+    def fault(self, text: str, *steps: Callable[[], None], cuts_off: bool = False) -> None:
+        """Let something bad happen. cuts_off: a host that goes on is not reached for a while."""
         self.check_machine()
-        self.me.note("fault", int("cut off" in text))
+        self.me.note("fault", int(cuts_off))
         say(f"{text}")
         for step in steps:
             step()
@@ -877,11 +880,16 @@ def episodes(stage: Stage) -> dict[str, list[tuple[float, Callable[[], None]]]]:
         "cut": [
             (2, lambda: stage.start(two, "hold")),
             (2, lambda: stage.wait_for("got")),
-            (2, lambda: stage.fault(f"host {two} is cut off", lambda: net.cut(two))),
+            (2, lambda: stage.fault(f"host {two} is cut off", lambda: net.cut(two), cuts_off=True)),
             (24, lambda: stage.cure("it comes back", lambda: net.join(two))),
         ],
         "quorum": [
-            (3, lambda: stage.fault(no_quorum, lambda: net.cut(three), lambda: net.kill(one))),
+            (
+                3,
+                lambda: stage.fault(
+                    no_quorum, lambda: net.cut(three), lambda: net.kill(one), cuts_off=True
+                ),
+            ),
             (16, lambda: stage.cure("both come back", lambda: net.join(three), net.revive)),
         ],
     }
@@ -944,10 +952,10 @@ class Turn:
 
 
 class Events:
-    """What was noted, read back."""
+    """What was noted, read back. may_come_back: healing brings names back (GlusterFS)."""
 
-    def __init__(self, log: str, may_double: bool = False) -> None:
-        self.may_double = may_double
+    def __init__(self, log: str, may_come_back: bool = False) -> None:
+        self.may_come_back = may_come_back
         with open(log, encoding="ascii") as file:
             self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
         self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
@@ -1048,14 +1056,14 @@ class Events:
         """Whether GlusterFS made two of one file. Both deliveries are the same one: each was a
         rename of the file from where it waited, and only one such rename can succeed."""
         one, other = ((it.id, it.attempts, it.name) for it in (first, second))
-        is_odd = one == other and host_of(first.actor) != host_of(second.actor)
-        return self.may_double and is_odd and not self.is_calm(second.began_s, second.got_s)
+        is_same = one == other and host_of(first.actor) != host_of(second.actor)
+        return self.may_come_back and is_same and not self.is_calm(second.began_s, second.got_s)
 
     def came_back(self, ident: str, until_s: float = float("inf")) -> bool:
         """Whether a task had ended by then, while not all was well: GlusterFS brought it back."""
         ends = (d for d in self.deliveries.get(ident, ()) if d.how in ("done", "fail"))
-        odd = (d for d in ends if not self.is_calm(d.began_s, d.ended_s))
-        return self.may_double and any(d.ended_s < until_s for d in odd)
+        troubled = (d for d in ends if not self.is_calm(d.began_s, d.ended_s))
+        return self.may_come_back and any(d.ended_s < until_s for d in troubled)
 
     def gone_s(self, actor: str) -> float:
         return self.gone.get(actor, float("inf"))
@@ -1071,7 +1079,7 @@ class Events:
 
     def lost_locks(self, ident: str) -> bool:
         """Whether the last payload of a task was pushed after a host was cut off, and before all
-        was well: NFS takes the locks of such a host away, which knows nothing of it."""
+        was well: the server takes the locks of such a host away, which knows nothing of it."""
         push = self.tried[self.pushed[ident]] if ident in self.pushed else Push("-", 0.0)
         ends = ((cut, min(h for h in [*self.heals, float("inf")] if h > cut)) for cut in self.cuts)
         return any(push.ended_s > cut and push.began_s < heal for cut, heal in ends)
@@ -1127,7 +1135,7 @@ def check_fence(events: Events) -> int:
 def check_calm(events: Events) -> None:
     for began_s, ended_s, what, code in events.errors:
         if events.is_calm(began_s, ended_s):
-            raise Violation(f"{what} raised {os.strerror(code)} while all was well, at {began_s}")
+            raise Violation(f"{what} raised {error_name(code)} while all was well, at {began_s}")
     for began_s, ended_s, what in events.calls:
         if ended_s - began_s > LONGEST_CALL_S and events.is_calm(began_s, ended_s):
             raise Violation(f"{what} took {ended_s - began_s:.1f} s while all was well")
@@ -1168,12 +1176,15 @@ def check_order(events: Events) -> None:
             raise Violation(f"{actor} got the tasks of {producer} in the order {order}")
 
 
+def error_name(code: int) -> str:
+    """Return the name of an errno; of 0 that of an error that has none."""
+    return errno.errorcode.get(code, "FemtoQueueError")
+
+
 def report(events: Events) -> None:
     deliveries = [d for many in events.deliveries.values() for d in many]
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
-    errors = collections.Counter(
-        f"{what} {os.strerror(n) if n else 'raised'}" for _, _, what, n in events.errors
-    )
+    errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
     killed = sum(" killed " in line for line in events.lines)
     pushes = sum(what == "push" for _, _, what in events.calls)
@@ -1195,8 +1206,8 @@ def storm_faults(
     found.update(turn_faults(events, hosts))
     for number, files in enumerate(stage.at_rest, 1):
         idents = {path[-29:] for path in files}
-        odd = {it for it in idents if events.came_back(it) or events.lost_locks(it)}
-        wrong = crowded_at_rest(files, odd)
+        excused = {it for it in idents if events.came_back(it) or events.lost_locks(it)}
+        wrong = crowded_at_rest(files, excused)
         found["crowded keys"] += (f"after storm {number}, {it}" for it in wrong)
     found["tasks left"] += set.union(*places_of_keys(left))
     found["leases lost early"] += lost_early(events)
@@ -1212,7 +1223,7 @@ def storm_faults(
 
 
 def check_storm(stage: Stage) -> None:
-    events = Events(stage.log, may_double=True)
+    events = Events(stage.log, may_come_back=True)
     report(events)
     say(f"{check_hands(events)} were in two hands, because healing brought a name back")
     say(f"{check_fence(events)} that had ended came back once more, after healing")
@@ -1383,14 +1394,14 @@ def crowded(events: Events, seen: set[str], left: set[str]) -> Iterator[str]:
         yield f"{ident} stays in the drained queue"
 
 
-def crowded_at_rest(files: set[str], odd: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key. Those of `odd` don't count, which
-    healing brought back, or which a host without its locks left."""
-    live, behind = (most_of_a_key(ids - odd) for ids in places_of_keys(files))
+def crowded_at_rest(files: set[str], excused: set[str]) -> Iterator[str]:
+    """Yield what is wrong with the number of tasks of a key. Those excused don't count: healing
+    brought them back, or a host without its locks left them."""
+    places = [ids - excused for ids in places_of_keys(files)]
+    live, behind = map(most_of_a_key, places)
     if live > 1 or behind > 1:
-        yield f"a key has {live} live tasks and {behind} payloads behind: " + " ".join(
-            sorted(path for path in files if path[-29:] not in odd and path[-8:-7] in "89abcdef")
-        )
+        paths = sorted(path for path in files if path[-29:] in set.union(*places))
+        yield f"a key has {live} live tasks and {behind} payloads behind: {' '.join(paths)}"
 
 
 def buried(stage: Stage, events: Events, left: set[str]) -> Iterator[str]:
@@ -1421,17 +1432,17 @@ def may_fail(it: Delivery) -> bool:
 
 
 def raised(events: Events) -> Iterator[str]:
-    """Yield the errors that calls raised, and the leases that were lost before their deadline. Who
-    could not touch a ticket for long may be told that it was passed over: that has no number."""
+    """Yield the errors that calls raised, and the leases that were lost before their deadline. That
+    a ticket was passed over, a FemtoQueueError, counts only if all was well."""
     for began_s, at, what, code in events.errors:
         if code or events.is_calm(began_s, at):
-            yield f"{what} raised {errno.errorcode.get(code, 'another error')} at {at:.3f}"
+            yield f"{what} raised {error_name(code)} at {at:.3f}"
     yield from lost_early(events)
 
 
 def lost_early(events: Events) -> Iterator[str]:
     for it in itertools.chain(*events.deliveries.values()):
-        tolerated = events.may_double and not events.is_calm(it.got_s, it.ended_s)
+        tolerated = events.may_come_back and not events.is_calm(it.got_s, it.ended_s)
         if it.how == "lost" and it.ended_s < it.deadline_s - SKEW_S and not tolerated:
             yield f"{it.actor} lost the lease of {it.id}, which ended later"
 
