@@ -5353,14 +5353,15 @@ class TicketQueue:
         lock = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
         try:
             _move(f"{self._root}.{name}", self._root + name, _always)
+            if self._is_shared and self._noted() > _last_number_name(ticket):
+                # Who drew the higher one may have been first in line, and have its turn.
+                raise FileExistsError(errno.EEXIST, "another host was faster", self._root + name)
         except BaseException:
-            _unlink_if_exists(f"{self._root}.{name}", or_fail=False)
+            for path in (f"{self._root}.{name}", self._root + name):
+                _unlink_if_exists(path, or_fail=False)
             lock.close()
             raise
         self._held[name] = _HeldTicket(ticket, lock, began_s)
-        if self._is_shared and self._noted() > _last_number_name(ticket):
-            self.remove(name)  # a higher one may be the first in line, and have its turn
-            raise FileExistsError(errno.EEXIST, "another host was faster", self._root + name)
         return ticket, name
 
     def _next_number(self, last: _FileLock) -> int:

@@ -6079,6 +6079,17 @@ class SharedTickets(TicketCase):
         self.assertTrue(line.remove(member))
         self.assertTrue(line.is_empty())
 
+    def test_who_can_not_make_sure_of_a_number_is_not_in_line(self) -> None:
+        line = self.line()
+
+        def cut(name: str, args: tuple[Any, ...]) -> None:
+            if name == "listdir" and any(it[0].isdigit() for it in self.names("line")):
+                raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
+
+        with hooked(cut), self.assertRaises(OSError):
+            line.register()
+        self.assertEqual(line._tickets(), [])
+
     def late(self, late_s: float) -> tuple[TicketQueue, int, str]:
         """Return a line, and a member of it that could touch its ticket only after so long."""
         line, clock = self.line(stale_timeout=40), self.clock()
