@@ -5285,6 +5285,9 @@ class FemtoQueue:
 # ==================================================================================================
 
 
+_MAX_REDRAWS = 8  # of a ticket, by a host that was cut off meanwhile
+
+
 class _HeldTicket:
     """A ticket of ours: its number, its locked file, when (wall clock) it was last touched before
     another host could have passed it over, and whether it was the first in line."""
@@ -5335,7 +5338,7 @@ class TicketQueue:
 
         Blocks only while other processes register.
         """
-        for _ in range(_MAX_LISTINGS):
+        for _ in range(_MAX_REDRAWS):
             with contextlib.suppress(FileNotFoundError, FileExistsError), self._locked() as last:
                 return self._register(last)
             time.sleep(_SHARED_LOCK_POLL_S)

@@ -70,7 +70,6 @@ take other hosts' members for dead must all be caught.
 from __future__ import annotations
 
 import argparse
-import bisect
 import collections
 import contextlib
 import errno
@@ -92,11 +91,13 @@ from typing import Any
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+import verdict
+from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS, Unable, Violation, say
+
 import femtoqueue
 from benchmark_mini import Floor, Queue
 from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, LeaseLost, TicketQueue
 
-SKEW_S = 0.1
 PACKAGES = ("glusterfs-server", "glusterfs-client")
 TOOLS = ("glusterd", "gluster", "mount.glusterfs", "ip", "unshare", "nsenter", "setpriv")
 HOSTS = (1, 2, 3)
@@ -128,8 +129,6 @@ OPTIONS = {
     # A name whose file was replaced on one brick only stays unhealed without it, now and then.
     "cluster.favorite-child-policy": "majority",
 }
-LEASE_MS = 5000
-LONGEST_CALL_S = 20.0  # while all is well; here, where three hosts share two cores
 SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
 KINDS = {  # who notes what
     "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch", "take_turns"),
@@ -137,27 +136,12 @@ KINDS = {  # who notes what
 }
 PHASES = ("calm", "keys", "storms")
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
-RECENT_S = 1.0  # for so long a mount may answer from its cache
 STALE_S = 30.0  # of a ticket that another host's member does not touch
 STORM_STALE_S = 10.0
 CLEAR_S = 90.0  # for a turn, in a storm
 STORM_KEYS = (1, 50)  # in one storm after the other
-LOOK_UPS = ("contains", "peek", "take")
 ROUNDS = 5
 SIZES = (0, 50, 5000, 100_000)
-
-
-class Unable(Exception):
-    """This machine can't show it."""
-
-
-class Violation(Exception):
-    pass
-
-
-def say(text: str) -> None:
-    """Print a line of the report at once."""
-    print(f"{os.path.basename(sys.argv[0]).removesuffix('.py')}: {text}", flush=True)
 
 
 # Hosts
@@ -492,11 +476,11 @@ class Actor:
         renamed meanwhile. So what both show is counted, and nothing is counted twice.
         """
         root = self.queue.replace(MOUNT, BRICK)
-        looks, most, before = 0, (0, 0), places_of_keys(unfinished(root))
+        looks, most, before = 0, (0, 0), verdict.places_of_keys(unfinished(root))
         while not self.is_over():
             time.sleep(0.01)
-            now = places_of_keys(unfinished(root))
-            here = tuple(most_of_a_key(a & b) for a, b in zip(before, now, strict=True))
+            now = verdict.places_of_keys(unfinished(root))
+            here = tuple(verdict.most_of_a_key(a & b) for a, b in zip(before, now, strict=True))
             looks, most, before = looks + 1, (max(most[0], here[0]), max(most[1], here[1])), now
         self.note("watched", looks, *most)
 
@@ -597,24 +581,6 @@ def unfinished(root: str) -> set[str]:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a worker's own is gone
             paths |= {f"{directory}/{name}" for name in os.listdir(f"{root}/{directory}")}
     return paths
-
-
-def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return the ids of keyed tasks that wait or are in flight, and of those behind them."""
-    live, behind = set(), set()
-    for path in paths:
-        state, _, name = path.partition("/")
-        if re.fullmatch(r"(.*~)?0[0-9]{19}-[89a-f][0-9a-f]{7}", name):
-            if state == "keys":
-                behind.add(name[-29:])
-            elif state in ("pending", "scheduled") or state.startswith("inflight-"):
-                live.add(name[-29:])
-    return live, behind
-
-
-def most_of_a_key(ids: Iterable[str]) -> int:
-    """Return how many tasks the key with the most tasks has. An id ends with a hash of the key."""
-    return max(collections.Counter(name[-8:] for name in ids).values(), default=0)
 
 
 def check_payload(data: bytes) -> str:
@@ -860,6 +826,11 @@ class Stage:
             self.start(host, "drain", idle_s=LEASE_MS / 1e3 + 3)
         self.finish(120)
 
+    def reasons(self) -> list[str]:
+        """Return the lines "./<id>.error:<reason>" of the dead letters that have one."""
+        script = f"cd {self.queue}/failed && find . -name '*.error' -exec grep -H . {{}} +"
+        return self.cluster.hosts[1].run("sh", "-c", f"{script} || true").splitlines()
+
     def files(self, host: int, root: str) -> set[str]:
         """Return what a host sees of the queue, through its mount or on its brick."""
         listing = self.cluster.hosts[host].run("find", root, "-type", "f", "-printf", r"%P\n")
@@ -895,302 +866,24 @@ def episodes(stage: Stage) -> dict[str, list[tuple[float, Callable[[], None]]]]:
     }
 
 
-# The verdict
+# Phases
 
 
-@dataclass
-class Delivery:
-    """A task in somebody's hands: from got_s until the first of what ends it."""
-
-    actor: str
-    id: str
-    began_s: float
-    got_s: float
-    deadline_s: float
-    attempts: int
-    name: str
-    tried_s: float = float("inf")
-    ended_s: float = float("inf")
-    how: str = ""
-    called_s: float = float("inf")  # of the call that succeeded
-
-    def claimed_s(self) -> float:
-        """Return when it was leased, at the earliest; not for a lease that was renewed."""
-        return max(self.began_s, self.deadline_s - LEASE_MS / 1e3 - SKEW_S)
-
-
-@dataclass
-class Push:
-    """One payload of a key, and the times at which push() was called and returned."""
-
-    key: str
-    began_s: float
-    ended_s: float = float("inf")
-    actor: str = ""
-
-
-@dataclass
-class LookUp:
-    """A call that asked for the task of a key, and whether it was told of one."""
-
-    actor: str
-    call: str
-    began_s: float
-    ended_s: float
-    found: bool
-
-
-@dataclass
-class Turn:
-    """A member of a line had its turn from got_s to ended_s."""
-
-    ticket: int
-    actor: str
-    began_s: float
-    got_s: float
-    ended_s: float = float("inf")
-
-
-class Events:
-    """What was noted, read back. may_come_back: healing brings names back (GlusterFS)."""
-
-    def __init__(self, log: str, may_come_back: bool = False) -> None:
-        self.may_come_back = may_come_back
-        with open(log, encoding="ascii") as file:
-            self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
-        self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
-        self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
-        self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
-        self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
-        self.errors: list[tuple[float, float, str, int]] = []  # begin, end, call, errno
-        self.refused: set[str] = set()  # payloads whose push() raised
-        self.faults: list[float] = []
-        self.cuts: list[float] = []  # those of the faults that cut off a host
-        self.heals: list[float] = []
-        self.calls: list[tuple[float, float, str]] = []
-        self.looks, self.most, self.most_behind = 0, 0, 0
-        self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
-        self.turns: list[Turn] = []
-        for line in self.lines:
-            at, actor, word, *values = line.split()
-            getattr(self, f"read_{word}")(float(at), actor, *values)
-
-    def read_ready(self, at: float, actor: str) -> None:
-        pass
-
-    def read_push(self, at: float, actor: str, number: str, began: str, key: str) -> None:
-        self.tried[f"{actor}:{number}"] = Push(key, float(began), actor=actor)
-
-    def read_pushed(self, at: float, actor: str, number: str, ident: str, began: str) -> None:
-        self.pushed[ident] = f"{actor}:{number}"
-        self.tried[f"{actor}:{number}"].ended_s = at
-        self.calls.append((float(began), at, "push"))
-
-    def read_got(
-        self, at: float, actor: str, ident: str, began: str, deadline: str, *rest: str
-    ) -> None:
-        got = Delivery(actor, ident, float(began), at, float(deadline), int(rest[0]), rest[1])
-        self.deliveries[ident].append(got)
-        self.calls.append((float(began), at, "pop"))
-
-    def read_extended(self, at: float, actor: str, ident: str, deadline: str) -> None:
-        self.last(actor, ident).deadline_s = float(deadline)
-
-    def read_settle(self, at: float, actor: str, ident: str) -> None:
-        delivery = self.last(actor, ident)
-        delivery.tried_s = min(delivery.tried_s, at)
-
-    def settled(self, how: str, at: float, actor: str, ident: str, began: str) -> None:
-        delivery = self.last(actor, ident)
-        delivery.how, delivery.ended_s, delivery.called_s = how, at, float(began)
-        self.calls.append((float(began), at, how))
-
-    def read_done(self, at: float, *rest: str) -> None:
-        self.settled("done", at, *rest)
-
-    def read_fail(self, at: float, *rest: str) -> None:
-        self.settled("fail", at, *rest)
-
-    def read_release(self, at: float, *rest: str) -> None:
-        self.settled("release", at, *rest)
-
-    def read_lost(self, at: float, *rest: str) -> None:
-        self.settled("lost", at, *rest)
-
-    def read_error(self, at: float, actor: str, *what: str) -> None:
-        call, number, began, code, where = what
-        if call == "push":
-            self.refused.add(f"{actor}:{number}")
-        self.errors.append((float(began), at, where, int(code)))
-
-    def read_killed(self, at: float, _: str, actor: str) -> None:
-        self.gone[actor] = at
-
-    def read_closing(self, at: float, actor: str) -> None:
-        self.gone[actor] = at
-
-    def read_fault(self, at: float, _: str, is_cut: str) -> None:
-        self.faults.append(at)
-        if is_cut == "1":
-            self.cuts.append(at)
-
-    def read_healed(self, at: float, _: str) -> None:
-        self.heals.append(at)
-
-    def read_watched(self, at: float, _: str, *counts: str) -> None:
-        self.looks, self.most, self.most_behind = map(int, counts)
-
-    def read_looked(self, at: float, actor: str, call: str, key: str, *rest: str) -> None:
-        began, found = rest
-        self.look_ups[key].append(LookUp(actor, call, float(began), at, found == "1"))
-        self.calls.append((float(began), at, call))
-
-    def read_turn(self, at: float, actor: str, ticket: str, began: str) -> None:
-        self.turns.append(Turn(int(ticket), actor, float(began), at))
-
-    def read_turned(self, at: float, actor: str, ticket: str) -> None:
-        turn = next(it for it in reversed(self.turns) if it.actor == actor)
-        turn.ended_s = at
-
-    def is_doubled(self, first: Delivery, second: Delivery) -> bool:
-        """Whether GlusterFS made two of one file. Both deliveries are the same one: each was a
-        rename of the file from where it waited, and only one such rename can succeed."""
-        one, other = ((it.id, it.attempts, it.name) for it in (first, second))
-        is_same = one == other and host_of(first.actor) != host_of(second.actor)
-        return self.may_come_back and is_same and not self.is_calm(second.began_s, second.got_s)
-
-    def came_back(self, ident: str, until_s: float = float("inf")) -> bool:
-        """Whether a task had ended by then, while not all was well: GlusterFS brought it back."""
-        ends = (d for d in self.deliveries.get(ident, ()) if d.how in ("done", "fail"))
-        troubled = (d for d in ends if not self.is_calm(d.began_s, d.ended_s))
-        return self.may_come_back and any(d.ended_s < until_s for d in troubled)
-
-    def gone_s(self, actor: str) -> float:
-        return self.gone.get(actor, float("inf"))
-
-    def held_until_s(self, it: Delivery) -> float:
-        """Return until when a worker had a task by right. It ends when it is settled, which is
-        sure to happen only after the call began. Each host has a queue clock of its own, and they
-        are set one after the other."""
-        return min(it.deadline_s - SKEW_S, it.tried_s, self.gone_s(it.actor))
-
-    def last(self, actor: str, ident: str) -> Delivery:
-        return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
-
-    def lost_locks(self, ident: str) -> bool:
-        """Whether the last payload of a task was pushed after a host was cut off, and before all
-        was well: the server takes the locks of such a host away, which knows nothing of it."""
-        push = self.tried[self.pushed[ident]] if ident in self.pushed else Push("-", 0.0)
-        ends = ((cut, min(h for h in [*self.heals, float("inf")] if h > cut)) for cut in self.cuts)
-        return any(push.ended_s > cut and push.began_s < heal for cut, heal in ends)
-
-    def tell(self, ident: str) -> None:
-        """Print what was noted of a task, and all faults."""
-        for line in self.lines:
-            if ident in line or line.split()[2] in ("fault", "healed"):
-                say(f"  {line}")
-
-    def is_calm(self, began_s: float, ended_s: float) -> bool:
-        """Whether all was well: nothing was cut off or killed, and all was healed."""
-        times = itertools.zip_longest(self.faults, self.heals, fillvalue=float("inf"))
-        return all(ended_s < fault or began_s > heal for fault, heal in times)
-
-
-def check_hands(events: Events) -> int:
-    """No delivery begins while another has the task by right. Return how many did so because the
-    file system had made two of one file; see Events.is_doubled()."""
-    doubled = 0
-    for ident, deliveries in events.deliveries.items():
-        for first, second in itertools.combinations(deliveries, 2):
-            until_s = events.held_until_s(first)
-            if second.got_s >= until_s:
-                continue
-            if not events.is_doubled(first, second):
-                events.tell(ident)
-                raise Violation(
-                    f"{ident} is in two hands: {first.actor} has it until {until_s:.3f}, "
-                    f"{second.actor} got it at {second.got_s:.3f}"
-                )
-            doubled += 1
-    return doubled
-
-
-def check_fence(events: Events) -> int:
-    """No settling succeeds after another delivery began. Return how many came back that had ended:
-    none whose deliveries all ended while all was well."""
-    back = set()
-    for ident, deliveries in events.deliveries.items():
-        for first, second in itertools.combinations(deliveries, 2):
-            late = first.how in ("done", "fail", "release") and second.got_s < first.called_s
-            if late and not events.is_doubled(first, second):
-                raise Violation(f"{first.how}() by {first.actor}, when {second.actor} had {ident}")
-            if first.how in ("done", "fail") and second.began_s > first.ended_s:
-                before = deliveries[: deliveries.index(second)]
-                if all(events.is_calm(d.began_s, d.ended_s) for d in before):
-                    raise Violation(f"{ident} had ended ({first}), and came back: {second}")
-                back.add(ident)
-    return len(back)
-
-
-def check_calm(events: Events) -> None:
-    for began_s, ended_s, what, code in events.errors:
-        if events.is_calm(began_s, ended_s):
-            raise Violation(f"{what} raised {error_name(code)} while all was well, at {began_s}")
-    for began_s, ended_s, what in events.calls:
-        if ended_s - began_s > LONGEST_CALL_S and events.is_calm(began_s, ended_s):
-            raise Violation(f"{what} took {ended_s - began_s:.1f} s while all was well")
-
-
-def check_places(events: Events, files: set[str]) -> None:
-    """Each acknowledged task is in done/ or failed/, once; nothing else is but what was begun."""
-    places: dict[str, list[str]] = collections.defaultdict(list)
-    for path in files:
-        state, _, name = path.partition("/")
-        if not state.startswith(("creating", "clock-", "locks")) and not name.endswith(".error"):
-            places[name[-29:]].append(path)
-    for ident, name in events.pushed.items():
-        if ident not in places and events.tried[name].key == "-":  # others: see key_faults()
-            raise Violation(f"{name}, {ident}, was acknowledged and is lost")
-    for ident, paths in places.items():
-        ends = sum(delivery.how in ("done", "fail") for delivery in events.deliveries[ident])
-        ended = all(path.startswith(("done/", "failed/")) for path in paths)
-        if femtoqueue._is_keyed(ident) and events.came_back(ident):
-            ends += 1  # beside a newer task of its key it became a dead letter
-        if not ended or len(paths) > max(1, ends):
-            raise Violation(f"{ident} stands in {' and '.join(sorted(paths))}")
-        names = {delivery.name for delivery in events.deliveries[ident]}
-        if not names <= events.tried.keys():
-            raise Violation(f"{ident} is {names}, which nobody pushed")
-
-
-def check_order(events: Events) -> None:
-    """Each worker got each producer's tasks in order, as of what nobody had before."""
-    numbers: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
-    everything = [d for deliveries in events.deliveries.values() for d in deliveries]
-    for delivery in sorted(everything, key=lambda d: d.got_s):
-        if delivery.attempts == 1:
-            producer, number = delivery.name.split(":")
-            numbers[delivery.actor, producer].append(int(number))
-    for (actor, producer), order in numbers.items():
-        if order != sorted(order):
-            raise Violation(f"{actor} got the tasks of {producer} in the order {order}")
-
-
-def error_name(code: int) -> str:
-    """Return the name of an errno; of 0 that of an error that has none."""
-    return errno.errorcode.get(code, "FemtoQueueError")
-
-
-def report(events: Events) -> None:
-    deliveries = [d for many in events.deliveries.values() for d in many]
-    ends = collections.Counter(d.how or "unsettled" for d in deliveries)
-    errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
-    longest = max(events.calls, key=lambda call: call[1] - call[0])
-    killed = sum(" killed " in line for line in events.lines)
-    pushes = sum(what == "push" for _, _, what in events.calls)
-    say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
-    say(f"{killed} processes killed; errors: {dict(errors)}")
-    say(f"longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s")
+def calm(stage: Stage, count: int) -> None:
+    """A backlog from all hosts, pushed at once; then a worker on each of them."""
+    for host in stage.cluster.hosts:
+        stage.start(host, "fill", count=count)
+    stage.finish(60)
+    time.sleep(1.1)
+    for host in stage.cluster.hosts:
+        stage.start(host, "drain", idle_s=1)
+    stage.finish(60)
+    events = verdict.Events(stage.log)
+    verdict.check_hands(events)
+    verdict.check_order(events)
+    verdict.check_calm(events)
+    verdict.check_places(events, stage.files(1, stage.queue))
+    say(f"{len(events.pushed)} tasks in order, by a worker on each host")
 
 
 def lasting(files: set[str]) -> set[str]:
@@ -1199,23 +892,23 @@ def lasting(files: set[str]) -> set[str]:
 
 
 def storm_faults(
-    stage: Stage, events: Events, left: set[str], hosts: Iterable[str]
+    stage: Stage, events: verdict.Events, left: set[str], hosts: Iterable[str]
 ) -> dict[str, list[str]]:
     """Judge keyed tasks and turns. Return what is wrong, by what was promised."""
-    found = key_faults(events)
-    found.update(turn_faults(events, hosts))
+    found = verdict.key_faults(events)
+    found.update(verdict.turn_faults(events, hosts))
     for number, files in enumerate(stage.at_rest, 1):
         idents = {path[-29:] for path in files}
         excused = {it for it in idents if events.came_back(it) or events.lost_locks(it)}
-        wrong = crowded_at_rest(files, excused)
+        wrong = verdict.crowded_at_rest(files, excused)
         found["crowded keys"] += (f"after storm {number}, {it}" for it in wrong)
-    found["tasks left"] += set.union(*places_of_keys(left))
-    found["leases lost early"] += lost_early(events)
+    found["tasks left"] += set.union(*verdict.places_of_keys(left))
+    found["leases lost early"] += verdict.lost_early(events)
     found["turns not had"] += (
         what for _, _, what, code in events.errors if "turn" in what and code == errno.ETIMEDOUT
     )
-    found["dead letters of no fail()"] += buried(stage, events, left)
-    pairs = [*by_key(events)]
+    found["dead letters of no fail()"] += verdict.buried(events, left, stage.reasons())
+    pairs = [*verdict.by_key(events)]
     deliveries, pushes = (sum(map(len, column)) for column in zip(*pairs, strict=True))
     say(f"of {len(pairs)} keys: {pushes} pushes, {deliveries} deliveries")
     say(f"{len(events.turns)} turns, of {len({it.actor for it in events.turns})} members")
@@ -1223,20 +916,20 @@ def storm_faults(
 
 
 def check_storm(stage: Stage) -> None:
-    events = Events(stage.log, may_come_back=True)
-    report(events)
-    say(f"{check_hands(events)} were in two hands, because healing brought a name back")
-    say(f"{check_fence(events)} that had ended came back once more, after healing")
+    events = verdict.Events(stage.log, may_come_back=True)
+    verdict.report(events)
+    say(f"{verdict.check_hands(events)} were in two hands, because healing brought a name back")
+    say(f"{verdict.check_fence(events)} that had ended came back once more, after healing")
     seen = {number: lasting(stage.files(number, stage.queue)) for number in HOSTS}
-    raise_any(storm_faults(stage, events, seen[1], map(str, HOSTS)))
-    check_places(events, seen[1])
+    verdict.raise_any(storm_faults(stage, events, seen[1], map(str, HOSTS)))
+    verdict.check_places(events, seen[1])
     if not seen[1] == seen[2] == seen[3]:
         raise Violation(f"the mounts differ: {seen[1] ^ seen[2] | seen[1] ^ seen[3]}")
     for number in HOSTS:
         stray = lasting(stage.files(number, stage.queue.replace(MOUNT, BRICK))) ^ seen[1]
         if not all(path.startswith("inflight-") for path in stray):
             raise Violation(f"the brick of host {number} differs from the mounts: {stray}")
-    check_calm(events)
+    verdict.check_calm(events)
     held = [d for many in events.deliveries.values() for d in many if d.actor.startswith("hold")]
     if any(d.how != "lost" for d in held):
         raise Violation(f"one was cut off, and its done() was not refused: {held}")
@@ -1249,240 +942,19 @@ def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: s
     check_storm(stage)
 
 
-def calm(stage: Stage, count: int) -> None:
-    """A backlog from all hosts, pushed at once; then a worker on each of them."""
-    for host in stage.cluster.hosts:
-        stage.start(host, "fill", count=count)
-    stage.finish(60)
-    time.sleep(1.1)
-    for host in stage.cluster.hosts:
-        stage.start(host, "drain", idle_s=1)
-    stage.finish(60)
-    events = Events(stage.log)
-    check_hands(events)
-    check_order(events)
-    check_calm(events)
-    check_places(events, stage.files(1, stage.queue))
-    say(f"{len(events.pushed)} tasks in order, by a worker on each host")
-
-
-# Keys
-
-
-def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
-    """Yield the deliveries of each key, by time, and the pushes of it that returned, by time."""
-    deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
-    pushes: dict[str, list[Push]] = collections.defaultdict(list)
-    for delivery in itertools.chain(*events.deliveries.values()):
-        deliveries[events.tried[delivery.name].key].append(delivery)
-    for push in events.tried.values():
-        if push.ended_s < float("inf") and push.key != "-":
-            pushes[push.key].append(push)
-    for key, of_key in pushes.items():
-        yield (
-            sorted(deliveries[key], key=lambda it: it.got_s),
-            sorted(of_key, key=lambda push: push.ended_s),
-        )
-
-
-def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
-    """Yield what is wrong with the deliveries of a key that began during another one."""
-    held_until_s, holder = 0.0, None
-    for it in deliveries:
-        if holder and it.got_s < held_until_s and not events.is_doubled(holder, it):
-            yield f"{it.actor} got {it.id} at {it.got_s:.3f}, {holder.actor} had {holder.id} " + (
-                f"until {held_until_s:.3f}"
-            )
-        until_s = events.held_until_s(it)
-        if until_s > held_until_s:
-            held_until_s, holder = until_s, it
-
-
-def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
-    """Yield what is wrong with the deliveries of a key whose payload had been replaced before."""
-    ends_s = [push.ended_s for push in pushes]
-    # The latest call of push() among those that had returned at each of these times.
-    latest_s = [0.0, *itertools.accumulate((push.began_s for push in pushes), max)]
-    for it in deliveries:
-        push = events.tried[it.name]
-        newest_s = latest_s[bisect.bisect_left(ends_s, it.began_s)]
-        if push.ended_s < newest_s and not events.came_back(it.id, it.got_s):
-            late_s = it.began_s - newest_s
-            yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
-
-
-def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> list[str]:
-    """Return what is wrong with the pushes of a key that began after that of the last payload."""
-    last_s = events.tried[deliveries[-1].name].ended_s if deliveries else 0.0
-    late = [push for push in pushes if push.began_s > last_s]
-    return [f"a push to {push.key} at {push.began_s:.3f} has no delivery" for push in late]
-
-
-def must_find(
-    events: Events, it: LookUp, newest: Push, deliveries: list[Delivery], pushes: list[Push]
-) -> bool:
-    """Whether a look-up had to find a task, as the newest push that had returned before it tells:
-    a delivery ends when it is settled, and other than by release() only then is the key absent."""
-    for d in deliveries:
-        is_as_new = events.tried[d.name].ended_s >= newest.began_s
-        if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
-            return False
-    if it.call == "take":  # None, too, if another has the task in flight
-        others = [d for d in deliveries if d.actor != it.actor]
-        return not any(d.claimed_s() < it.ended_s and d.ended_s > it.began_s for d in others)
-    if it.call == "peek":  # None, too, if it moves: by a claim, when settled, by a push
-        moves = [(d.claimed_s(), d.got_s) for d in deliveries]
-        moves += [(d.tried_s, d.ended_s) for d in deliveries]
-        moves += [(push.began_s, push.ended_s) for push in pushes]
-        return not any(began < it.ended_s and ended > it.began_s for began, ended in moves)
-    return True
-
-
-def bound(
-    events: Events, deliveries: list[Delivery], pushes: list[Push]
-) -> Iterator[tuple[LookUp, Push]]:
-    """Yield the look-ups of a key that had to find a task, and the push that tells so. While
-    workers are killed, nothing notes when others take back what those had: only contains() has to
-    find it then."""
-    calls = ("contains",) if any(" killed " in line for line in events.lines) else LOOK_UPS
-    ends_s = [push.ended_s for push in pushes]
-    latest = [*itertools.accumulate(pushes, lambda *two: max(two, key=lambda push: push.began_s))]
-    for it in events.look_ups[pushes[0].key]:
-        returned = bisect.bisect_left(ends_s, it.began_s)
-        if (
-            it.call in calls
-            and returned
-            and must_find(events, it, latest[returned - 1], deliveries, pushes)
-        ):
-            yield it, latest[returned - 1]
-
-
-def unseen(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
-    """Yield what is wrong with the look-ups that had to find a task."""
-    for it, push in looked:
-        if not it.found:
-            late_s = it.began_s - push.ended_s
-            yield f"{it.actor}: {it.call}({push.key}) found nothing at {it.began_s:.3f}, " + (
-                f"{late_s:.3f} s after a push by {push.actor}"
-            )
-
-
-def host_of(actor: str) -> str:
-    return actor.partition(".")[0][-1]
-
-
-def report_look_ups(events: Events, looked: list[tuple[LookUp, Push]]) -> None:
-    """Say how many look-ups had to find a task, and how many of those a cache might have fooled:
-    another host had just pushed it."""
-    calls = collections.Counter(it.call for it, _ in looked)
-    recent = sum(
-        host_of(it.actor) != host_of(push.actor) and it.began_s - push.ended_s < RECENT_S
-        for it, push in looked
-    )
-    count = sum(map(len, events.look_ups.values()))
-    say(f"{count} look-ups; had to find a task: {dict(calls)}, {recent} just pushed elsewhere")
-
-
-def crowded(events: Events, seen: set[str], left: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key: on the brick while all ran, on a
-    mount when nothing ran, and when the queue was drained."""
-    for most, what in ((events.most, "live tasks"), (events.most_behind, "payloads behind")):
-        if most > 1:
-            yield f"a key had {most} {what} at once"
-    yield from crowded_at_rest(seen, set())
-    for ident in set.union(*places_of_keys(left)):
-        yield f"{ident} stays in the drained queue"
-
-
-def crowded_at_rest(files: set[str], excused: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key. Those excused don't count: healing
-    brought them back, or a host without its locks left them."""
-    places = [ids - excused for ids in places_of_keys(files)]
-    live, behind = map(most_of_a_key, places)
-    if live > 1 or behind > 1:
-        paths = sorted(path for path in files if path[-29:] in set.union(*places))
-        yield f"a key has {live} live tasks and {behind} payloads behind: {' '.join(paths)}"
-
-
-def buried(stage: Stage, events: Events, left: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the dead letters: no worker gave them to fail(), which writes no
-    reason here."""
-    doubles = set()
-    reasons = f"cd {stage.queue}/failed && find . -name '*.error' -exec grep -H . {{}} +"
-    for line in stage.cluster.hosts[1].run("sh", "-c", f"{reasons} || true").splitlines():
-        ident = line.removeprefix("./")[:29]
-        if events.came_back(ident):
-            continue
-        if "has a task already" in line and events.lost_locks(ident):
-            say(f"a dead letter, for a host that was cut off lost its locks: {line}")
-            doubles.add(ident)
-        else:
-            yield line
-    for path in left:
-        state, _, name = path.partition("/")
-        deliveries = events.deliveries[name[-29:]]
-        is_dead_letter = state == "failed" and not name.endswith(".error") and name not in doubles
-        if is_dead_letter and not any(map(may_fail, deliveries)) and not events.came_back(name):
-            yield f"{name} is in failed/ after {[d.how for d in deliveries]}"
-
-
-def may_fail(it: Delivery) -> bool:
-    """Whether a worker gave a task to fail(), or may have when it was killed."""
-    return it.how == "fail" or (not it.how and it.tried_s < float("inf"))
-
-
-def raised(events: Events) -> Iterator[str]:
-    """Yield the errors that calls raised, and the leases that were lost before their deadline. That
-    a ticket was passed over, a FemtoQueueError, counts only if all was well."""
-    for began_s, at, what, code in events.errors:
-        if code or events.is_calm(began_s, at):
-            yield f"{what} raised {error_name(code)} at {at:.3f}"
-    yield from lost_early(events)
-
-
-def lost_early(events: Events) -> Iterator[str]:
-    for it in itertools.chain(*events.deliveries.values()):
-        tolerated = events.may_come_back and not events.is_calm(it.got_s, it.ended_s)
-        if it.how == "lost" and it.ended_s < it.deadline_s - SKEW_S and not tolerated:
-            yield f"{it.actor} lost the lease of {it.id}, which ended later"
-
-
-def key_faults(events: Events) -> dict[str, list[str]]:
-    """Judge the deliveries and look-ups of each key. Return what is wrong, by what was promised."""
-    found: dict[str, list[str]] = collections.defaultdict(list)
-    looked: list[tuple[LookUp, Push]] = []
-    for deliveries, pushes in by_key(events):
-        looked += bound(events, deliveries, pushes)
-        found["overlapping deliveries"] += overlapping(events, deliveries)
-        found["outdated deliveries"] += outdated(events, deliveries, pushes)
-        found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
-    found["look-ups that found nothing"] += unseen(looked)
-    report_look_ups(events, looked)
-    return found
-
-
-def raise_any(found: dict[str, list[str]]) -> None:
-    """Print how often each promise was broken, and raise Violation if one was."""
-    faults = {what: texts for what, texts in found.items() if texts}
-    for what, texts in faults.items():
-        say(f"{len(texts)} {what}; the first: {texts[0]}")
-    if faults:
-        raise Violation(", ".join(f"{len(texts)} {what}" for what, texts in faults.items()))
-
-
 def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
     """Judge what was noted, with the files that a mount showed before and after the drain."""
-    events = Events(stage.log)
-    report(events)
-    found = key_faults(events)
-    found["crowded keys"] += crowded(events, seen, left)
-    found["dead letters of no fail()"] += buried(stage, events, left)
-    found["errors"] += raised(events)
+    events = verdict.Events(stage.log)
+    verdict.report(events)
+    found = verdict.key_faults(events)
+    found["crowded keys"] += verdict.crowded(events, seen, left)
+    found["dead letters of no fail()"] += verdict.buried(events, left, stage.reasons())
+    found["errors"] += verdict.raised(events)
     say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
-    raise_any(found)
-    check_hands(events)
-    check_fence(events)
-    check_calm(events)
+    verdict.raise_any(found)
+    verdict.check_hands(events)
+    verdict.check_fence(events)
+    verdict.check_calm(events)
 
 
 def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
@@ -1506,20 +978,6 @@ def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> Non
     check_keys(stage, seen, stage.files(1, stage.queue))
 
 
-# Tickets
-
-
-def turn_faults(events: Events, hosts: Iterable[str]) -> dict[str, list[str]]:
-    """Turns do not overlap, and each host has some. Return what is wrong."""
-    turns = sorted(events.turns, key=lambda it: it.got_s)
-    found: dict[str, list[str]] = {"turns overlap": []}
-    for first, second in itertools.pairwise(turns):
-        if second.got_s < min(first.ended_s, events.gone_s(first.actor)):
-            found["turns overlap"].append(f"{first} and {second}")
-    found["hosts have no turn"] = [*set(hosts).difference(host_of(it.actor) for it in turns)]
-    return found
-
-
 def tickets(stage: Stage, seconds: float = KEYS_S) -> None:
     """Take turns, by two members on each host."""
     stage.call_over(False)
@@ -1530,13 +988,16 @@ def tickets(stage: Stage, seconds: float = KEYS_S) -> None:
     stage.call_over()
     stage.finish(60)
     stage.check_machine()
-    events = Events(stage.log)
+    events = verdict.Events(stage.log)
     order = sorted(events.turns, key=lambda it: it.got_s)
     pairs = [two for two in itertools.pairwise(order) if two[1].ticket <= two[0].ticket]
-    raise_any(
-        {**turn_faults(events, map(str, HOSTS)), "turns out of order": [str(two) for two in pairs]}
+    verdict.raise_any(
+        {
+            **verdict.turn_faults(events, map(str, HOSTS)),
+            "turns out of order": [str(two) for two in pairs],
+        }
     )
-    check_calm(events)
+    verdict.check_calm(events)
     longest_s = max(it.got_s - it.began_s for it in events.turns)
     say(f"{len(events.turns)} turns of six members in order, after at most {longest_s:.1f} s")
 

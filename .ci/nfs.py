@@ -65,7 +65,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 
 import hosts
 import machines
-from hosts import BRICK, MOUNT, Unable, Violation, run, say
+import verdict
+from hosts import BRICK, MOUNT, run
 from machines import (
     CALL_S,
     KERNELS,
@@ -80,6 +81,7 @@ from machines import (
     memory_file,
     value_of,
 )
+from verdict import Unable, Violation, say
 
 import femtoqueue
 
@@ -93,6 +95,7 @@ DISK_BYTES = 1 << 30
 GRACE_S = 10
 KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
 HOME = "/femtoqueue"  # of the program in a machine
+PROGRAMS = ("verdict.py", "hosts.py", "machines.py", "nfs.py")  # a machine runs the last one
 TEXTS = {
     "/etc/exports": f"{BRICK} 10.77.0.0/24(rw,sync,no_root_squash,no_subtree_check)\n",
     "/etc/group": "root:x:0:\n_rpc:x:1:\n",
@@ -148,7 +151,7 @@ def build(work: str) -> bytes:
     run("dpkg", "-x", *glob.glob(f"{work}/{UNPACKED}_*.deb"), f"{work}/server")
     here = os.path.dirname(os.path.abspath(__file__))
     sources = {f"{here}/../{name}": HOME for name in ("femtoqueue.py", "benchmark_mini.py")}
-    sources |= {f"{here}/{name}": f"{HOME}/.ci" for name in ("hosts.py", "machines.py", "nfs.py")}
+    sources |= {f"{here}/{name}": f"{HOME}/.ci" for name in PROGRAMS}
     programs = [shutil.which(tool) or "" for tool in CLIENT_TOOLS]
     programs += [f"{work}/server/usr/sbin/{name}" for name in SERVER_TOOLS]
     return build_image(work, sources, programs, TEXTS)
@@ -811,10 +814,10 @@ EPISODES = {"server": server_cut, "client": client_cut, "net": net_cut, "server 
 
 
 def check_storm(stage: Stage) -> None:
-    events = hosts.Events(stage.log)
-    hosts.report(events)
-    hosts.check_hands(events)
-    say(f"{hosts.check_fence(events)} that had ended came back once more")
+    events = verdict.Events(stage.log)
+    verdict.report(events)
+    verdict.check_hands(events)
+    say(f"{verdict.check_fence(events)} that had ended came back once more")
     seen = {number: stage.files(number, stage.queue) for number in CLIENTS}
     there = stage.files(SERVER, stage.queue.replace(MOUNT, BRICK))
     for number, files in seen.items():
@@ -822,15 +825,15 @@ def check_storm(stage: Stage) -> None:
             raise Violation(f"host {number} does not see what the server has: {files ^ there}")
     found = hosts.storm_faults(stage, events, there, map(str, CLIENTS))
     found["answers that were not so"] += not_so(events, there)
-    hosts.raise_any(found)
-    hosts.check_places(events, there)
-    hosts.check_calm(events)
+    verdict.raise_any(found)
+    verdict.check_places(events, there)
+    verdict.check_calm(events)
 
 
-def not_so(events: hosts.Events, files: set[str]) -> Iterator[str]:
+def not_so(events: verdict.Events, files: set[str]) -> Iterator[str]:
     """Yield the errors that a hard mount must hide, at whatever time, and the calls that raised
     though they did what they were to do."""
-    yield from hosts.raised(events)
+    yield from verdict.raised(events)
     for ident, deliveries in events.deliveries.items():
         for name in {it.name for it in deliveries} & events.refused:
             yield f"the push of {name} raised, and {ident} was delivered"
@@ -867,12 +870,12 @@ def power(seed: int) -> None:
 
 
 def check_power(stage: Stage) -> None:
-    events = hosts.Events(stage.log)
-    hosts.report(events)
-    hosts.check_hands(events)
-    hosts.check_fence(events)
-    hosts.check_calm(events)
-    hosts.check_places(events, stage.files(1, stage.queue))
+    events = verdict.Events(stage.log)
+    verdict.report(events)
+    verdict.check_hands(events)
+    verdict.check_fence(events)
+    verdict.check_calm(events)
+    verdict.check_places(events, stage.files(1, stage.queue))
     of = {ident: events.tried[name] for ident, name in events.pushed.items()}
     for first, second in itertools.permutations(of, 2):
         if of[first].ended_s < of[second].began_s and first > second:
