@@ -238,7 +238,7 @@ def _libc_error(path: str) -> OSError:
 
 
 def _fs_type(directory: str) -> int:
-    """Return f_type of statfs(2); 0 where it is not available."""
+    """Return f_type of statfs(2); 0 where it is not available, or fails."""
     libc = _libc()
     if libc is None:
         return 0
@@ -256,8 +256,9 @@ def _is_shared(fs_type: int) -> bool:
 
 
 def _may_lose_replies(fs_type: int) -> bool:
-    """Whether ENOENT may mean that a call was carried out: an NFS client asks again when the server
-    rebooted before it answered. So may those of other file systems; of GlusterFS, by FUSE, not."""
+    """Whether ENOENT may mean that a call was carried out: an NFS client asks again if the server
+    rebooted before it answered. Those of other network file systems may; that of GlusterFS (FUSE)
+    does not."""
     return _is_shared(fs_type) and fs_type != _FUSE_TYPE
 
 
@@ -1211,9 +1212,9 @@ class _FileLock:
     def _wait_exclusive(self) -> bool | None:
         """Wait for the exclusive lock; None: there are no locks here.
 
-        Where another host may have it, poll, and always at one pace: who waits in flock() is asked
-        for again after 1, 2, 4 … seconds by an NFS client, and keeps bricks of GlusterFS busy for
-        ever if the network was cut meanwhile.
+        Where another host may have it, poll, always at one pace. In a waiting flock() an NFS client
+        asks the server only after 1, 2, 4 … seconds, and GlusterFS, if the network was cut
+        meanwhile, keeps its bricks busy for ever.
         """
         if not _is_shared(_fs_type(self.path)):
             return _flock(self.fd, fcntl.LOCK_EX)
@@ -1434,7 +1435,7 @@ class _Files:
     def __init__(self, data_dir: str, is_durable: bool) -> None:
         self.root = os.path.join(os.path.abspath(data_dir), "")
         self.is_durable = is_durable
-        self._fs_type = -1
+        self._fs_type = 0
 
     def make_dirs(self) -> None:
         """Make data_dir and its directories where they are missing, and the spare one."""
@@ -1462,8 +1463,8 @@ class _Files:
 
     @property
     def fs_type(self) -> int:
-        """What _fs_type() says of data_dir, asked for once."""
-        if self._fs_type < 0:
+        """What _fs_type() says of data_dir, until that is known: the network may be cut."""
+        if self._fs_type == 0:
             self._fs_type = _fs_type(self.root)
         return self._fs_type
 
@@ -1473,8 +1474,8 @@ class _Files:
         """Whether a task's file is in done/, too.
 
         Healing after a network cut, GlusterFS brings back a name that had been renamed, as a second
-        link to the file. A copy, by which a person runs a task again, is another file. In failed/ a
-        second link may be the older one: of a task that was retried.
+        link to the file. A copy, by which a person runs a task again, is another file. failed/ is
+        not looked at: there the second link may be the outdated name, of a task retried since.
         """
         if self.fs_type != _FUSE_TYPE:
             return False
@@ -2081,6 +2082,7 @@ class _LeaseDir:
                 if not self._rename_in(source, name):
                     return ""  # RACE: closed by another thread
                 if self._files.has_ended(lease):
+                    self.orphans.add(name)  # should it stay
                     self._files.remove(lease)
                     return ""
             except FileNotFoundError:
@@ -2913,10 +2915,8 @@ class _Transitions:
     # From pending/ to in flight
 
     def claim(self, waiting: str, length_ns: int) -> FemtoTask | None:
-        """Rename one waiting task into our lease directory, and read it.
-
-        Returns None if another worker was first, or the task can't be delivered.
-        """
+        """Rename a waiting task into our lease directory, and read it. None: another worker was
+        first, or it can't be delivered."""
         found = _match_waiting(waiting)
         if found is None:
             return None  # not ours
@@ -2925,7 +2925,10 @@ class _Transitions:
         if fcntl is None and _is_keyed(ident):
             return None  # it could be leased, but never finished
         if self._max_attempts is not None and attempts >= self._max_attempts:
-            self._dead_letter_exhausted(waiting, attempts)
+            if self._files.has_ended(waiting):
+                self._files.remove(waiting)  # as _LeaseDir.claim() does
+            else:
+                self._dead_letter_exhausted(waiting, attempts)
         else:
             counted = min(attempts + 1, _MAX_ATTEMPTS)
             lease = self._lease_dir.claim(waiting, counted, ident, length_ns)
@@ -3478,7 +3481,7 @@ class _Housekeeper:
         orphans = self._lease_dir.orphans if is_own else set()
         marked = {*orphans}
         leases = self._files.entries(directory)
-        orphans -= marked.difference(entry.name for entry in leases)  # those that never came to be
+        orphans -= marked.difference(entry.name for entry in leases)  # gone, or never made
         running: list[_Entry] = []
         ended: list[_Entry] = []
         for entry in leases:
@@ -3708,7 +3711,7 @@ class _Taker:
             return None
         with self._lock:
             self._house.run_overdue()
-        while True:
+        for _ in range(_MAX_LISTINGS):
             if self._lease_dir.is_suspect:
                 self._transitions.open_lease_dir()
             try:
@@ -3719,6 +3722,7 @@ class _Taker:
                 return None
             if task is not None or not path:
                 return task  # RACE: else a pop() was quicker, and we see it in flight now
+        return None
 
     def _run_jobs(self) -> None:
         if time.monotonic() >= self._house.next_run_s:
@@ -5280,12 +5284,12 @@ class FemtoQueue:
 # ==================================================================================================
 # 21. Tickets: first come, first served, between processes.
 #     Invariant: a ticket's file appears locked, and in the order of the numbers: both under the
-#     lock of the file "last". A lock that ended never comes back, so that any process may remove
-#     the ticket of a dead member.
+#     lock of the file "last"; who lost that lock takes its ticket back. A lock that ended never
+#     comes back, so that any process may remove the ticket of a dead member.
 # ==================================================================================================
 
 
-_MAX_REDRAWS = 8  # of a ticket, by a host that was cut off meanwhile
+_MAX_REDRAWS = 8  # of a ticket's number, by a host that was cut off meanwhile
 
 
 class _HeldTicket:
@@ -5310,7 +5314,8 @@ class TicketQueue:
     clock; None: never); is_head() touches it, and turn() does while it waits and while it is held.
     Hosts that share a line need the same stale_timeout, of 10 s or more. There, a waiting member
     that could not touch its ticket for three quarters of that time gives it up: another host may be
-    about to pass it over. A member that is cut off during its turn is passed over, and not told.
+    about to pass it over. A member that is cut off during its turn is passed over; is_head() tells
+    it then, turn() does not.
 
     queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
     its parent's tickets. Raises OSError where there is no flock, ValueError or TypeError for an
@@ -5336,20 +5341,25 @@ class TicketQueue:
         """Take the next ticket; return its number, from 1, and its member: its file's name in
         queue_dir.
 
-        Blocks only while other processes register.
+        Blocks only while other processes register. Raises OSError if this host was cut off, and
+        others registered, again and again meanwhile.
         """
-        for _ in range(_MAX_REDRAWS):
-            with contextlib.suppress(FileNotFoundError, FileExistsError), self._locked() as last:
-                return self._register(last)
+        redraws = 0
+        while True:
+            try:
+                with self._locked() as last:
+                    return self._register(last)
+            except OSError as error:
+                redraws += 1
+                if redraws > _MAX_REDRAWS or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
+                    raise
             time.sleep(_SHARED_LOCK_POLL_S)
-        with self._locked() as last:
-            return self._register(last)
 
     def _register(self, last: _FileLock) -> tuple[int, str]:
         """Do as register(), with the lock of "last" held.
 
         RACE: a host that was cut off has lost that lock (NFS). If another one registered meanwhile,
-        or took our file for that of a dead process, raises FileNotFoundError or FileExistsError.
+        or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or EEXIST.
         """
         ticket, began_s = self._next_number(last), time.time()
         name = _ticket_name(ticket, self._boot, os.urandom(8).hex())
@@ -5390,10 +5400,11 @@ class TicketQueue:
         return max(filter(_parse_last_number, os.listdir(self._root)), default="")
 
     def is_head(self, ticket: int) -> bool:
-        """Say whether that ticket is the first of those whose members live.
+        """Say whether that ticket is the first of those whose members live; touch it if it is ours.
 
-        Touches it if it is ours. False, too, if another host may have passed it over meanwhile:
-        then one that waits is given up, and one that was the first before is yours to remove.
+        False, too, if ours was not touched for so long that another host may have passed it over.
+        If it never was the first, it is removed. If it was, its turn may be another's by now: stop,
+        and remove() it.
         """
         is_first = ticket == next((t for t, name in self._tickets() if self._lives(name)), None)
         for member, held in list(self._held.items()):

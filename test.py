@@ -3165,6 +3165,43 @@ class Healed(QueueCase):
             self.assertEqual(task and task.id, ident)
             os.unlink(self.file("failed", ident))
 
+    def test_a_task_that_was_done_at_the_last_attempt_is_no_dead_letter(self) -> None:
+        q, clock = self.queue(max_attempts=1), self.clock()
+        ident = q.push(b"1")
+        task = self.pop(q)
+        q.done(task)
+        os.link(self.file("done", ident), self.file(task.path))
+        clock.advance(3600)
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"done": 1})
+
+    def test_a_name_that_can_not_be_removed_then_is_in_flight_for_nobody_for_long(self) -> None:
+        q, clock = self.queue(timeout_stale_ms=None), self.clock()
+        ident = q.push(b"1")
+        q.done(self.pop(q))
+        os.link(self.file("done", ident), self.file("pending", ident))
+        cut = mock.Mock(side_effect=OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN)))
+        with mock.patch.object(femtoqueue, "os", fake_os(unlink=cut)):
+            self.assertIsNone(q.pop())
+        self.assertEqual(len(self.names("inflight-n1")), 1)
+        clock.advance(60)
+        self.assertIsNone(q.pop())
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"done": 1})
+
+    def test_what_a_cut_network_does_not_tell_is_asked_again(self) -> None:
+        q = self.queue()
+        with on_file_system(0):
+            self.assertFalse(q.contains("k"))
+        self.assertTrue(q._files.is_shared)
+
+    def test_a_name_that_is_listed_and_not_found_is_not_taken_for_ever(self) -> None:
+        """GlusterFS may list it for minutes, until it has healed."""
+        q = self.queue()
+        ident = f"{1:020d}-00000000"
+        with mock.patch.object(q._taker, "_path_of_id", return_value=f"pending/{ident}"):
+            self.assertIsNone(q.take(id=ident))
+
     def test_a_lease_that_is_brought_back_goes_when_it_ends(self) -> None:
         q, clock = self.queue(), self.clock()
         task_id = q.push(b"1")
@@ -3176,7 +3213,7 @@ class Healed(QueueCase):
         self.assertEqual(self.states(), {"done": 1})
 
     def test_a_claim_whose_file_is_not_found_then_is_not_lost(self) -> None:
-        """A person took the whole directory away just then; or another host's mount was old."""
+        """A person took the directory away just then, or this host's view is old (ESTALE)."""
         q = self.queue(timeout_stale_ms=None)
         q.push(b"1")
         for code in (errno.ENOENT, errno.ESTALE):
@@ -3218,7 +3255,7 @@ class Healed(QueueCase):
         for _ in range(3):
             with hooked(cut), self.assertRaises(OSError):
                 q.pop()
-        self.assertEqual(len(q._lease_dir.orphans), 3)
+        self.assertTrue(q._lease_dir.orphans)
         clock.advance(60)
         self.pop(q)
         self.assertEqual(q._lease_dir.orphans, set())
@@ -6055,14 +6092,19 @@ class SharedTickets(TicketCase):
                 self.assertEqual(line._tickets(), [(ticket, member)])
                 line.remove(member)
 
-    def test_a_number_that_can_not_be_noted_is_an_error(self) -> None:
+    def test_a_number_that_can_not_be_noted_is_drawn_again_and_at_last_an_error(self) -> None:
         """GlusterFS may list a name for minutes which it does not find, until it has healed."""
         line = self.line()
         self.put(f"last~{5:020d}", b"", "line")
-        gone = mock.Mock(side_effect=FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT)))
-        with mock.patch.object(femtoqueue, "os", fake_os(rename=gone)):
-            self.assertRaises(FileNotFoundError, line.turn(60).__enter__)
-        self.assertTrue(line.is_empty())
+        for code in (errno.ENOENT, errno.ESTALE):
+            gone = OSError(code, os.strerror(code))
+            rename = mock.Mock(side_effect=gone)
+            with mock.patch.object(femtoqueue, "os", fake_os(rename=rename)):
+                self.assertRaises(OSError, line.turn(60).__enter__)
+            self.assertTrue(line.is_empty())
+            rename = mock.Mock(side_effect=[gone, gone, None])
+            with mock.patch.object(femtoqueue, "os", fake_os(rename=rename)):
+                line.remove(line.register()[1])
 
     def test_a_ticket_that_is_swept_away_before_it_is_one_is_made_again(self) -> None:
         """Another host took it for that of a dead process."""
@@ -6114,15 +6156,44 @@ class SharedTickets(TicketCase):
 
     def test_who_is_late_in_its_turn_is_told_and_keeps_others_out_until_it_stops(self) -> None:
         line, clock = self.line(stale_timeout=40), self.clock()
+        with mock.patch.object(femtoqueue, "_read_boot_id", return_value="another host's"):
+            other = self.line(stale_timeout=40)
         ticket, member = line.register()
-        waiting, _ = line.register()
         self.assertTrue(line.is_head(ticket))
         clock.advance(32)
-        self.assertEqual((line.is_head(ticket), line.is_head(ticket)), (False, False))
-        os.utime(self.file("line", member), (clock.time(), clock.time()))
-        self.assertFalse(self.line(stale_timeout=40).is_head(waiting))
+
+        def touch(fd: int) -> None:
+            os.utime(fd, (clock.time(), clock.time()))
+
+        with mock.patch.object(femtoqueue, "os", fake_os(utime=touch)):
+            self.assertEqual((line.is_head(ticket), line.is_head(ticket)), (False, False))
+        waiting, _ = other.register()
+        clock.advance(20)
+        self.assertFalse(other.is_head(waiting))  # touched 20 s ago
         self.assertTrue(line.remove(member))
-        self.assertTrue(self.line(stale_timeout=40).is_head(waiting))
+        self.assertTrue(other.is_head(waiting))
+
+    def test_a_call_that_hangs_counts_from_its_beginning(self) -> None:
+        """Nobody knows when the server carried it out."""
+        line, clock, hangs = self.line(stale_timeout=40), self.clock(), ["replace"]
+
+        def hang(name: str, args: tuple[Any, ...]) -> None:
+            if name in hangs:
+                hangs.remove(name)
+                clock.advance(32)
+
+        with hooked(hang):
+            ticket, _ = line.register()
+        self.assertFalse(line.is_head(ticket))
+        ticket, _ = line.register()
+        hangs.append("listdir")
+        with hooked(hang):
+            self.assertFalse(line.is_head(ticket))
+        ticket, _ = line.register()
+        with mock.patch.object(femtoqueue, "os", fake_os(utime=lambda fd: clock.advance(25))):
+            self.assertTrue(line.is_head(ticket))
+        clock.advance(29)
+        self.assertFalse(line.is_head(ticket))
 
     def test_a_late_member_is_told_by_turn(self) -> None:
         line, clock = self.line(stale_timeout=40), self.clock()

@@ -309,7 +309,10 @@ def check_places(events: Events, files: set[str]) -> None:
         if ident not in places and events.tried[name].key == "-":  # others: see key_faults()
             raise Violation(f"{name}, {ident}, was acknowledged and is lost")
     for ident, paths in places.items():
-        ends = sum(it.may_have_ended("done", "fail") for it in events.deliveries[ident])
+        ends = sum(
+            it.how in ("done", "fail") or (events.may_come_back and it.may_have_ended())
+            for it in events.deliveries[ident]
+        )
         ended = all(path.startswith(("done/", "failed/")) for path in paths)
         if femtoqueue._is_keyed(ident) and events.came_back(ident):
             ends += 1  # beside a newer task of its key it became a dead letter
