@@ -417,10 +417,16 @@ def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> 
 
 
 def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> list[str]:
-    """Return what is wrong with the pushes of a key that began after that of the last payload."""
-    last_s = events.tried[deliveries[-1].name].ended_s if deliveries else 0.0
+    """Return what is wrong with the pushes of a key that began after that of the last payload.
+
+    That is the one that was claimed last: a pop() that hung may hand out an older one later. But
+    not one that GlusterFS brought back, be it with an older payload.
+    """
+    own = (it for it in deliveries if not events.came_back(it.id, it.got_s))
+    last = max(own, key=Delivery.claimed_s, default=None)
+    last_s = events.tried[last.name].ended_s if last else 0.0
     late = [push for push in pushes if push.began_s > last_s]
-    return [f"a push to {push.key} at {push.began_s:.3f} has no delivery" for push in late]
+    return [f"a push to {push.key} at {push.began_s:.3f} came after {last}" for push in late]
 
 
 def must_find(
