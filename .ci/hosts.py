@@ -671,6 +671,7 @@ class Stage:
         self.log = self.new_log(work, f"events-{broken}{phase}")
         self.queue = f"{MOUNT}/jobs{broken}{phase}"
         self.running: dict[str, tuple[Any, Actor, Any]] = {}  # host, actor, process
+        self.dying: list[Any] = []  # processes that were killed, and wait
         self.starts = itertools.count(1)
         self.lost = hosts.lost_bricks()
         self.at_rest: list[set[str]] = []  # the queue's files after each storm
@@ -721,12 +722,18 @@ class Stage:
         self.start(host, actor.kind, **{name: getattr(actor, name) for name in fields})
 
     def end(self, process: Any) -> None:
+        """Kill a process. One that waits for a lock where the network is cut dies after that."""
         process.kill()
-        process.communicate()
+        try:
+            process.communicate(timeout=1)
+        except subprocess.TimeoutExpired:
+            self.dying.append(process)
 
     def finish(self, timeout_s: float) -> list[str]:
-        """Wait for all actors; return what they printed."""
+        """Wait for all actors, and those that were killed; return what the former printed."""
         outputs = []
+        while self.dying:
+            self.dying.pop().communicate(timeout=timeout_s)
         for host, actor, process in self.running.values():
             try:
                 output, _ = process.communicate(timeout=timeout_s)

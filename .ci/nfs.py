@@ -705,7 +705,6 @@ class Stage(hosts.Stage):
     def __init__(self, lab: Lab, seed: int, broken: str, phase: str) -> None:
         super().__init__(lab, "", seed, broken, phase)  # type: ignore[arg-type]
         self.off: list[hosts.Actor] = []  # what ran on a host whose power was cut
-        self.dying: list[Call] = []
         lab.hear(self.hear)
 
     def new_log(self, work: str, name: str) -> str:
@@ -731,11 +730,6 @@ class Stage(hosts.Stage):
         """Kill a process. It may not end before it reaches the server."""
         process.kill()
         self.dying.append(process)
-
-    def finish(self, timeout_s: float) -> list[str]:
-        while self.dying:
-            self.dying.pop().communicate(timeout_s)
-        return super().finish(timeout_s)
 
     def cut_power(self, number: int) -> None:
         """End a client, and all that runs there."""
