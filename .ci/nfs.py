@@ -7,8 +7,8 @@ and busybox-static; installs them if they are missing, and fetches nfs-kernel-se
 no server is started on this machine. Takes five minutes, without KVM; --full takes half an hour.
 
 Three machines (machines.py) with Debian's kernel: a server, with an ext4 disk that it exports with
-sync, and two clients that mount it with default options (hard). The leases and the grace time of
-the server are 10 s. Their processes tell this program what they do through a port that a power cut
+sync, and two clients that mount it with default options (hard). The leases of the server are 10 s,
+its grace time 20. Their processes tell this program what they do through a port that a power cut
 does not touch. They do as those of hosts.py, and are judged by the same functions. Phases:
 
   - basic: what one client does, the other one sees: order, done, fail, retry, release, schedule,
@@ -21,8 +21,9 @@ does not touch. They do as those of hosts.py, and are judged by the same functio
     As in hosts.py; besides, no call raises any error at any time, for hard mounts wait (but a
     ticket may be passed over); no push that raised is delivered; nobody is told that his lease
     was lost who had ended the task, or whose deadline is still to come; both clients see what
-    the server's disk has. A client that is cut off loses its locks, and is not told: if a key has
-    two tasks then, the dead letter that one becomes is printed, and no failure;
+    the server's disk has. A client that is cut off, or comes after the grace time, loses its locks,
+    and is not told: if a key has two tasks then, the dead letter that one becomes is printed, and
+    no failure;
   - replay: the server carries out one request, and its power is cut before the client has the
     answer. The client asks again, and the server, which has forgotten, says that there is no such
     file. Each call must return as if nothing had happened;
@@ -92,7 +93,7 @@ CLIENT_TOOLS = ("mount.nfs", "rpc.statd", "rpcbind", "sm-notify")
 TOOLS = (QEMU, "busybox", "mkfs.ext4", *CLIENT_TOOLS)
 SERVER, CLIENTS = 9, (1, 2)
 DISK_BYTES = 1 << 30
-GRACE_S = 10
+LEASE_S, GRACE_S = 10, 20  # of the server
 KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
 HOME = "/femtoqueue"  # of the program in a machine
 PROGRAMS = ("verdict.py", "hosts.py", "machines.py", "nfs.py")  # a machine runs the last one
@@ -121,12 +122,12 @@ mkdir -p /var/lib/nfs/sm /var/lib/nfs/sm.bak /var/lib/nfs/nfsdcld
 touch /var/lib/nfs/etab /var/lib/nfs/rmtab
 mount -t rpc_pipefs none /run/rpc_pipefs
 mount -t nfsd none /proc/fs/nfsd
-echo {GRACE_S} >/proc/fs/nfsd/nfsv4leasetime
+echo {LEASE_S} >/proc/fs/nfsd/nfsv4leasetime
 echo {GRACE_S} >/proc/fs/nfsd/nfsv4gracetime
 echo {GRACE_S} >/proc/sys/fs/nfs/nlm_grace_period
 rpcbind
 rpc.statd
-nfsdcld -p /run/rpc_pipefs/nfsd
+nfsdcld -p /run/rpc_pipefs
 exportfs -r
 rpc.mountd
 rpc.nfsd 8
@@ -700,11 +701,12 @@ class Stage(hosts.Stage):
     """Actors in the machines of a laboratory."""
 
     cluster: Any  # a Lab
-    tail_s = 15.0  # the grace time, in which nobody gets a lock, and some more
+    tail_s = GRACE_S + 5.0  # in the grace time nobody gets a lock
 
     def __init__(self, lab: Lab, seed: int, broken: str, phase: str) -> None:
         super().__init__(lab, "", seed, broken, phase)  # type: ignore[arg-type]
         self.off: list[hosts.Actor] = []  # what ran on a host whose power was cut
+        self.lost_locks = dict.fromkeys(CLIENTS, 0)  # how often, since it was booted
         lab.hear(self.hear)
 
     def new_log(self, work: str, name: str) -> str:
@@ -754,8 +756,18 @@ class Stage(hosts.Stage):
         began_s = time.monotonic()
         for number in self.cluster.hosts:
             self.host(number).run("touch", f"{MOUNT}/healed{number}")
+            self.note_lost_locks(number)
         self.me.note("healed")
         say(f"all is well after {time.monotonic() - began_s:.0f} s")
+
+    def note_lost_locks(self, number: int) -> None:
+        """Note, if its kernel says so, that a client was cut off, or came after the grace time."""
+        found = "dmesg | grep -c 'lost .* locks' || true"
+        count = int(self.host(number).run("sh", "-c", found))
+        if count > self.lost_locks[number]:
+            self.me.note("unlocked")
+            say(f"host {number} lost its locks")
+        self.lost_locks[number] = count
 
     def files(self, host: int, root: str) -> set[str]:
         output, _ = self.host(host).ask("files", root=root).communicate()
@@ -800,7 +812,7 @@ def net_cut(stage: Stage) -> list[tuple[float, Callable[[], None]]]:
                 f"host {number} is cut off", lambda: cut.add(number), cuts_off=True
             ),
         ),
-        (2 * GRACE_S + 5, lambda: stage.cure("it comes back", cut.clear)),
+        (2 * LEASE_S + 5, lambda: stage.cure("it comes back", cut.clear)),
     ]
 
 

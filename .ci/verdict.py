@@ -115,7 +115,7 @@ class Events:
         self.errors: list[tuple[float, float, str, int]] = []  # begin, end, call, errno
         self.refused: set[str] = set()  # payloads whose push() raised
         self.faults: list[float] = []
-        self.cuts: list[float] = []  # those of the faults that cut off a host
+        self.cuts: list[float] = []  # those of the faults that took a host's locks away
         self.heals: list[float] = []
         self.calls: list[tuple[float, float, str]] = []
         self.looks, self.most, self.most_behind = 0, 0, 0
@@ -183,6 +183,9 @@ class Events:
         self.faults.append(at)
         if is_cut == "1":
             self.cuts.append(at)
+
+    def read_unlocked(self, at: float, _: str) -> None:
+        self.cuts.append(self.faults[-1])
 
     def read_healed(self, at: float, _: str) -> None:
         self.heals.append(at)
