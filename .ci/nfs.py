@@ -7,8 +7,8 @@ and busybox-static; installs them if they are missing, and fetches nfs-kernel-se
 no server is started on this machine. Takes five minutes, without KVM; --full takes half an hour.
 
 Three machines (machines.py) with Debian's kernel: a server, with an ext4 disk that it exports with
-sync, and two clients that mount it with default options (hard). The leases of the server are 10 s,
-its grace time 20. Their processes tell this program what they do through a port that a power cut
+sync, and two clients that mount it with default options (hard). The leases and the grace time of
+the server are 10 s. Their processes tell this program what they do through a port that a power cut
 does not touch. They do as those of hosts.py, and are judged by the same functions. Phases:
 
   - basic: what one client does, the other one sees: order, done, fail, retry, release, schedule,
@@ -93,7 +93,7 @@ CLIENT_TOOLS = ("mount.nfs", "rpc.statd", "rpcbind", "sm-notify")
 TOOLS = (QEMU, "busybox", "mkfs.ext4", *CLIENT_TOOLS)
 SERVER, CLIENTS = 9, (1, 2)
 DISK_BYTES = 1 << 30
-LEASE_S, GRACE_S = 10, 20  # of the server
+GRACE_S = 10  # of the server, and how long its leases are
 KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
 HOME = "/femtoqueue"  # of the program in a machine
 PROGRAMS = ("verdict.py", "hosts.py", "machines.py", "nfs.py")  # a machine runs the last one
@@ -122,7 +122,7 @@ mkdir -p /var/lib/nfs/sm /var/lib/nfs/sm.bak /var/lib/nfs/nfsdcld
 touch /var/lib/nfs/etab /var/lib/nfs/rmtab
 mount -t rpc_pipefs none /run/rpc_pipefs
 mount -t nfsd none /proc/fs/nfsd
-echo {LEASE_S} >/proc/fs/nfsd/nfsv4leasetime
+echo {GRACE_S} >/proc/fs/nfsd/nfsv4leasetime
 echo {GRACE_S} >/proc/fs/nfsd/nfsv4gracetime
 echo {GRACE_S} >/proc/sys/fs/nfs/nlm_grace_period
 rpcbind
@@ -812,7 +812,7 @@ def net_cut(stage: Stage) -> list[tuple[float, Callable[[], None]]]:
                 f"host {number} is cut off", lambda: cut.add(number), cuts_off=True
             ),
         ),
-        (2 * LEASE_S + 5, lambda: stage.cure("it comes back", cut.clear)),
+        (2 * GRACE_S + 5, lambda: stage.cure("it comes back", cut.clear)),
     ]
 
 
