@@ -5288,7 +5288,6 @@ class FemtoQueue:
 #     comes back, so that any process may remove the ticket of a dead member.
 # ==================================================================================================
 
-
 _MAX_REDRAWS = 8  # of a ticket's number, by a host that was cut off meanwhile
 
 

@@ -733,6 +733,11 @@ class Stage(hosts.Stage):
         process.kill()
         self.dying.append(process)
 
+    def finish(self, timeout_s: float) -> list[str]:
+        while self.dying:  # all must end: the server is reached again
+            self.dying.pop().communicate(timeout_s)
+        return super().finish(timeout_s)
+
     def cut_power(self, number: int) -> None:
         """End a client, and all that runs there."""
         for name, (host, actor, _) in list(self.running.items()):
