@@ -6793,7 +6793,6 @@ def _full_screen() -> Iterator[Callable[[float], str] | None]:
     None where there is no terminal."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     try:
-        import signal
         import termios
         import tty
     except ImportError:  # not POSIX
@@ -6803,13 +6802,11 @@ def _full_screen() -> Iterator[Callable[[float], str] | None]:
         return
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    keys = _KeyReader(fd)
     try:
         tty.setcbreak(fd)
         print("\x1b[?1049h\x1b[?25l", end="", flush=True)  # the alternate screen, no cursor
-        yield functools.partial(_read_key, fd)
+        yield keys.read
     except OSError as error:
         if error.errno != errno.EIO or error.filename is not None:
             raise  # not the terminal that is gone
@@ -6819,15 +6816,36 @@ def _full_screen() -> Iterator[Callable[[float], str] | None]:
             termios.tcsetattr(fd, termios.TCSADRAIN, before)
 
 
-def _read_key(fd: int, seconds: float) -> str:
-    """Wait for a key and return it: "" if none was pressed, Ctrl-D if the terminal is gone."""
-    import select
+class _KeyReader:
+    """Reads the keys of a terminal, and exits when a signal asks for it.
 
-    if not select.select([fd], [], [], seconds)[0]:
-        return ""
-    with contextlib.suppress(OSError):
-        return os.read(fd, 1).decode("ascii", "replace") or "\x04"
-    return "\x04"
+    RACE: what the handler raises is lost if the signal comes while Python finalizes an object, as
+    at the end of an import. So read() looks at the signals, too.
+    """
+
+    def __init__(self, fd: int) -> None:
+        import select
+        import signal
+
+        self._select, self._fd = select.select, fd
+        self._signals: list[int] = []
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, self._end)
+
+    def read(self, seconds: float) -> str:
+        """Wait for a key and return it: "" if none was pressed, Ctrl-D if the terminal is gone."""
+        if self._signals:
+            sys.exit(128 + self._signals[0])
+        if not self._select([self._fd], [], [], seconds)[0]:
+            return ""
+        with contextlib.suppress(OSError):
+            return os.read(self._fd, 1).decode("ascii", "replace") or "\x04"
+        return "\x04"
+
+    def _end(self, number: int, frame: object) -> NoReturn:
+        self._signals.append(number)
+        sys.exit(128 + number)
 
 
 class _Top:

@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import enum
 import errno
+import faulthandler
 import functools
 import gc
 import io
@@ -73,6 +74,8 @@ SYSCALLS = (
 )
 EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546  # f_type of statfs(2)
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
+PATIENCE_S = 60  # until what a test waits for is taken to be lost
+SUITE_S = 900  # until a class of tests is taken to hang: the longest one takes half a minute
 MEMORY_BYTES = 1 << 28  # that must be free in /dev/shm: twenty thousand tasks take a third
 
 
@@ -8638,6 +8641,7 @@ class Terminal(QueueCase):
         size: tuple[int, int] = (24, 100),
         env: dict[str, str] | None = None,
         is_controlling: bool = True,
+        prelude: str = "",
         **streams: Any,
     ) -> None:
         """Start a command whose streams are a terminal of that many rows and columns."""
@@ -8650,7 +8654,7 @@ class Terminal(QueueCase):
         self.resize(*size)
         self.before = termios.tcgetattr(self.slave)
         code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); " * is_controlling
-        code += "import sys, femtoqueue; sys.exit(femtoqueue.main())"
+        code += f"import sys, femtoqueue\n{prelude}\nsys.exit(femtoqueue.main())"
         hidden = ("FEMTOQUEUE_DIR", "COLUMNS", "LINES", "NO_COLOR")
         ours = {name: it for name, it in os.environ.items() if name not in hidden}
         alive, ends = os.pipe()
@@ -8687,21 +8691,28 @@ class Terminal(QueueCase):
 
     def see(self, text: str, is_there: bool = True) -> list[str]:
         """Wait until the screen has a text, or has it no more, and return its lines."""
+        end_s = time.monotonic() + PATIENCE_S
         while (text in str(self.screen)) != is_there:
-            readable = select.select([self.master, *self.alive], [], [], 60)[0]
-            self.assertEqual(readable, [self.master], f"ended, or a minute passed:\n{self.screen}")
+            readable = self.readable(end_s, self.master, *self.alive)
+            self.assertEqual(readable, [self.master], f"it has ended:\n{self.screen}")
             self.screen.feed(os.read(self.master, 1 << 16))
         return str(self.screen).split("\n")
 
     def end(self) -> int:
         """Wait until the command has ended, feed its last words, and return its exit status."""
+        end_s = time.monotonic() + PATIENCE_S
         descriptors = self.alive if self.master < 0 else [*self.alive, self.master]
-        while readable := select.select(descriptors, [], [], 60)[0]:
-            if self.master in readable:
+        while True:
+            if self.master in self.readable(end_s, *descriptors):
                 self.screen.feed(os.read(self.master, 1 << 16))
             elif not os.read(self.alive[0], 1):  # it is closed: this was the last process
-                return self.process.wait(60)
-        raise AssertionError(f"a minute passed:\n{self.screen}")
+                return self.process.wait(PATIENCE_S)
+
+    def readable(self, end_s: float, *descriptors: int) -> list[int]:
+        """Wait until one of them can be read; but not for ever, though `top` goes on drawing."""
+        readable = select.select(descriptors, [], [], max(0, end_s - time.monotonic()))[0]
+        self.assertTrue(readable and time.monotonic() < end_s, f"in vain:\n{self.screen}")
+        return readable
 
     def assert_restored(self) -> None:
         import termios
@@ -8749,6 +8760,25 @@ class Terminal(QueueCase):
             self.assertEqual(self.end(), 128 + number)
             self.assert_restored()
             self.assertEqual(str(self.screen), "")
+
+    def test_top_ends_though_what_the_signal_raised_was_lost(self) -> None:
+        """Python ignores what is raised where it finalizes an object; so did `top`, for ever."""
+        self.queue()
+        self.top(
+            prelude="""if True:
+            import os, signal
+            class Dying:
+                def __del__(self):
+                    os.kill(os.getpid(), signal.SIGTERM)
+                    for _ in range(1000):  # here, and not later
+                        pass
+            stats = femtoqueue.FemtoQueue.stats
+            femtoqueue.FemtoQueue.stats = lambda queue: (Dying(), stats(queue))[1]
+            sys.unraisablehook = lambda ignored: None
+            """
+        )
+        self.assertEqual(self.end(), 128 + signal.SIGTERM)
+        self.assert_restored()
 
     def test_top_in_a_small_window_shows_what_fits(self) -> None:
         """To the last column, in a window of one row too, and in another size when it changes."""
@@ -8813,8 +8843,15 @@ class Terminal(QueueCase):
         self.start("work", self.path, *words, "--", "sh", "-c", script, **settings)
 
     def let_one_go_on(self) -> None:
-        with open(self.fifo, "w", encoding="ascii") as fifo:
-            fifo.write("\n")
+        """Wait until a task reads the FIFO, and write the line."""
+        end_s = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end_s:
+            with contextlib.suppress(OSError):  # ENXIO: nobody reads it
+                fd = os.open(self.fifo, os.O_WRONLY | os.O_NONBLOCK)
+                os.write(fd, b"\n")
+                return os.close(fd)
+            time.sleep(0.001)
+        raise AssertionError(f"no task waits:\n{self.screen}")
 
     def test_work_shows_its_progress_in_the_last_line(self) -> None:
         """Under what the commands print; in the end it makes room for the counts."""
@@ -8888,7 +8925,7 @@ class Terminal(QueueCase):
         """Its last words are lost; that is no trouble."""
         self.queue().push(b"x")
         self.work()
-        self.see("done 0, failed 0, waiting 0")
+        self.see("begun\ndone 0, failed 0, waiting 0")
         self.hang_up()
         self.let_one_go_on()
         self.assertEqual(self.end(), 0)
@@ -9362,7 +9399,7 @@ class Spread(unittest.TestSuite):
     """Suites that are run by worker processes; each takes the next suite when it is ready.
 
     A worker is the leader of a process group, which is killed when the run ends. It reports a
-    suite's results as text. A suite whose worker died is an error.
+    suite's results as text. A suite whose worker died is an error. Workers that hang are aborted.
     """
 
     LISTS = ("failures", "errors", "skipped", "expectedFailures")
@@ -9426,6 +9463,7 @@ class Spread(unittest.TestSuite):
         try:
             os.setpgid(0, 0)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            faulthandler.enable()
             while number := os.read(numbers, 1):
                 sender.send((number[0], *self.report(self.suites[number[0]], result)))
             status = 0
@@ -9458,6 +9496,7 @@ class Spread(unittest.TestSuite):
     ) -> list[unittest.TestSuite]:
         """Add the reports to the result. Return the suites without a report."""
         left = dict(enumerate(self.suites))
+        hung_s = time.monotonic() + SUITE_S
         while receivers and not result.shouldStop:
             for receiver in multiprocessing.connection.wait(receivers, 1):
                 assert isinstance(receiver, Connection)
@@ -9468,6 +9507,10 @@ class Spread(unittest.TestSuite):
                     continue
                 del left[number]
                 self.merge(result, *report)
+                hung_s = time.monotonic() + SUITE_S
+            if time.monotonic() > hung_s:
+                for pid in pids:
+                    os.kill(pid, signal.SIGABRT)  # it says where it hangs
             self.reap(pids)
         return [*left.values()]
 
