@@ -8839,7 +8839,8 @@ class Terminal(QueueCase):
         """Work on tasks that each print a line, and then wait for a line of the FIFO."""
         self.fifo = tempfile.mktemp(dir=self.path)
         os.mkfifo(self.fifo)
-        script = f"echo begun; read line < {self.fifo}"
+        # Once more, if it meets the end of the line that was meant for the task before.
+        script = f"echo begun; until read line < {self.fifo}; do :; done"
         self.start("work", self.path, *words, "--", "sh", "-c", script, **settings)
 
     def let_one_go_on(self) -> None:
