@@ -9382,6 +9382,15 @@ class Migration(ReadmeCase):
 # Classes side by side
 
 
+def heed_signals() -> None:
+    """Undo what nohup(1) and a shell's `&` do to signals, which commands under test inherit."""
+    handlers: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
+    for name, handler in handlers.items():
+        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
+        if number and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
 class ReportedTest(unittest.TestCase):
     """Stands in a result for a test that a worker process ran."""
 
@@ -9465,6 +9474,7 @@ class Spread(unittest.TestSuite):
             os.setpgid(0, 0)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             faulthandler.enable()
+            heed_signals()
             while number := os.read(numbers, 1):
                 sender.send((number[0], *self.report(self.suites[number[0]], result)))
             status = 0
@@ -9563,6 +9573,7 @@ class Runner(unittest.TextTestRunner):
         processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
         processes = min(processors, len(suites))
         if processes < 2 or not hasattr(os, "fork"):
+            heed_signals()
             return super().run(test)
         longest = [suites.pop(name) for name in self.LONGEST if name in suites]
         return super().run(Spread([*longest, *suites.values()], processes))
