@@ -51,9 +51,9 @@ Each move is one system call, and takes effect when that call returns:
     save       _Transitions.save_checkpoint    creating/         checkpoints/<id>         rename
 
 _KeyIndex.move moves a task with a key, under the lock of the key; _Files.move moves any other.
-Four steps do more: claim unlinks a task's second name (_Files.has_ended); replace may first rename
-it to a new time; release and reclaim take along the payload that is buffered behind the task
-(_KeyIndex._return_with_buffered); a quarantine that can't write to failed/ moves it to the back.
+Four steps do more. Claim removes the name of a task that is in done/ too (_Files.is_done). Replace
+may first rename the task to a new time. Release and reclaim take along the payload buffered behind
+it (_KeyIndex._return_with_buffered). A quarantine that can't write to failed/ moves it to the back.
 
 Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
 task: the rename gives it a *lease*, which ends at its *deadline* or with the worker; the lease's
@@ -76,8 +76,8 @@ delivered; it ends in failed/ with the reason. With sync_after_write=True what r
 survives power loss; without, a task not yet on disk may be missing after one.
 
 Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without
-sync) when power was lost after done(): make handlers idempotent. Between hosts, it may after a
-network was cut; a key may have two then. A process stopped at work on a key holds up 1 key in 256.
+sync) when power was lost after done(): make handlers idempotent. Between hosts, a cut network may
+do the same, and give a key two tasks. A process stopped at work on a key holds up 1 key in 256.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
 have wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a
@@ -237,8 +237,9 @@ def _libc_error(path: str) -> OSError:
     return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
 
 
-def _fs_type(directory: str) -> int:
-    """Return f_type of statfs(2); 0 where it is not available, or fails."""
+def _fs_type(path: str) -> int:
+    """Return f_type of statfs(2), 0 where there is no such call. Raises OSError if it fails: what
+    another host may write to must not be taken for local."""
     libc = _libc()
     if libc is None:
         return 0
@@ -246,8 +247,9 @@ def _fs_type(directory: str) -> int:
 
     # struct statfs begins with the type; 256 bytes are enough for any of them.
     status = (ctypes.c_long * 32)()
-    failed = libc.statfs(os.fsencode(directory), status)
-    return 0 if failed else status[0] & 0xFFFFFFFF
+    if libc.statfs(os.fsencode(path), status):
+        raise _libc_error(path)
+    return status[0] & 0xFFFFFFFF
 
 
 def _is_shared(fs_type: int) -> bool:
@@ -256,9 +258,9 @@ def _is_shared(fs_type: int) -> bool:
 
 
 def _may_lose_replies(fs_type: int) -> bool:
-    """Whether ENOENT may mean that a call was carried out: an NFS client asks again if the server
-    rebooted before it answered. Those of other network file systems may; that of GlusterFS (FUSE)
-    does not."""
+    """Whether ENOENT may mean that a call was carried out. An NFS client repeats a call if the
+    server rebooted before it answered. Clients of other network file systems may, too; that of
+    GlusterFS (FUSE) does not."""
     return _is_shared(fs_type) and fs_type != _FUSE_TYPE
 
 
@@ -1016,7 +1018,6 @@ def _add_to_message(error: Exception, text: str) -> None:
 
 _READ_BYTES = 4096  # a record of this size or less is read with one call
 _HEAD_BYTES = 1024  # holds any header
-_STALE_S = 12.0  # nine were seen, on a busy machine
 
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 
@@ -1104,24 +1105,6 @@ def _read_rest(fd: int, start: int, length: int) -> bytes:
         parts.append(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _read_listed(path: str, ident: str) -> tuple[bytes, str | None]:
-    """Do as _read_record() with a record that a listing has just shown.
-
-    GlusterFS opens for a second what its name led to before another host renamed a file over it,
-    and finds nothing. So while the name is listed, what it leads to is asked for again.
-    """
-    end_s, pauses_s = time.monotonic() + _STALE_S, _backoff_s(_STALE_S / 60)
-    directory, name = os.path.split(path)
-    while True:
-        try:
-            return _read_record(path, ident)
-        except OSError as error:
-            is_stale = error.errno in _MISSING_ERRNOS and _is_shared(_fs_type(directory))
-            if not is_stale or time.monotonic() > end_s or name not in os.listdir(directory):
-                raise
-        time.sleep(next(pauses_s))
 
 
 def _read_head(path: str) -> tuple[str | None, int | None]:
@@ -1216,7 +1199,7 @@ class _FileLock:
         asks the server only after 1, 2, 4 … seconds, and GlusterFS, if the network was cut
         meanwhile, keeps its bricks busy for ever.
         """
-        if not _is_shared(_fs_type(self.path)):
+        if not _is_shared(_fs_type(os.path.dirname(self.path))):
             return _flock(self.fd, fcntl.LOCK_EX)
         while (locked := self.try_exclusive()) is False:
             time.sleep(_SHARED_LOCK_POLL_S)
@@ -1324,7 +1307,6 @@ if hasattr(os, "register_at_fork"):
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
 _RENAMES_OPEN_FILES = os.name == "posix"
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
-
 
 _Check = Callable[[], bool] | None
 
@@ -1435,7 +1417,6 @@ class _Files:
     def __init__(self, data_dir: str, is_durable: bool) -> None:
         self.root = os.path.join(os.path.abspath(data_dir), "")
         self.is_durable = is_durable
-        self._fs_type = 0
 
     def make_dirs(self) -> None:
         """Make data_dir and its directories where they are missing, and the spare one."""
@@ -1450,27 +1431,22 @@ class _Files:
                 _sync_dir(os.path.dirname(data_dir))
         try:
             os.mkdir(f"{self.root}spare")
-        except FileExistsError:
-            pass
         except OSError as error:
-            if error.errno not in _NO_WRITE_ERRNOS:
+            if error.errno not in (errno.EEXIST, *_NO_WRITE_ERRNOS):
                 raise
 
-    @property
+    @functools.cached_property
     def is_shared(self) -> bool:
         """Whether what this host reads of a file or a name may be old: another host changed it."""
         return _is_shared(self.fs_type)
 
-    @property
+    @functools.cached_property
     def fs_type(self) -> int:
-        """What _fs_type() says of data_dir, until that is known: the network may be cut."""
-        if self._fs_type == 0:
-            self._fs_type = _fs_type(self.root)
-        return self._fs_type
+        return _fs_type(self.root)
 
     # Looking
 
-    def has_ended(self, path: str) -> bool:
+    def is_done(self, path: str) -> bool:
         """Whether a task's file is in done/, too.
 
         Healing after a network cut, GlusterFS brings back a name that had been renamed, as a second
@@ -1488,6 +1464,14 @@ class _Files:
             if error.errno not in _MISSING_ERRNOS:
                 raise
             return False  # not done; if its file is gone, whoever reads it will see
+
+    def drop_done(self, path: str) -> bool:
+        """Remove the second name of a task that is in done/, too; False if it is not."""
+        if not self.is_done(path):
+            return False
+        _log().warning("task %s is done; %s, which came back, is removed", _id_of(path), path)
+        self.remove(path)
+        return True
 
     def exists(self, path: str) -> bool:
         return _exists(self.root + path)
@@ -2069,7 +2053,7 @@ class _LeaseDir:
         """Rename a waiting task into the directory that we hold locked; return the lease's path.
 
         Returns "" if another worker was first, if the directory is not open (any more), or if the
-        task had ended: then its second name is removed, see _Files.has_ended().
+        task had ended: then its second name is removed, see _Files.is_done().
         """
         with self._lock:
             if self.closes:
@@ -2081,9 +2065,8 @@ class _LeaseDir:
             try:
                 if not self._rename_in(source, name):
                     return ""  # RACE: closed by another thread
-                if self._files.has_ended(lease):
+                if self._files.drop_done(lease):
                     self.orphans.add(name)  # should it stay
-                    self._files.remove(lease)
                     return ""
             except FileNotFoundError:
                 self.is_suspect = True
@@ -2185,6 +2168,7 @@ class _LeaseDir:
 #     state has no task, except after power loss: then repair() finds what is in keys/.
 # ==================================================================================================
 
+_STALE_S = 12.0  # until a name that leads to nothing is a phantom; nine were seen on a busy machine
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
 # A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
@@ -2225,44 +2209,81 @@ def _read_key_states(root: str, tag: str) -> dict[str, _KeyState]:
         os.close(fd)
 
 
-def _list_key_states(files: _Files, tag: str, but: str = "") -> dict[str, _KeyState]:
-    """Return the states of a hash as the directories tell them, without the file at `but`.
+class _Listings:
+    """Keyed tasks as the directories tell them, for file systems of several hosts.
 
-    For file systems of several hosts. Contents and single names that another host changed may be
-    read as they were for a second (GlusterFS) or thirty (NFS); listings and renames are answered by
-    the server, and so is what is opened right after its directory was listed.
+    Contents and single names that another host changed may be read as they were for a second
+    (GlusterFS) or thirty (NFS); listings and renames are answered by the server, and so is what is
+    opened right after its directory was listed. A name that GlusterFS has yet to heal is listed for
+    minutes, and leads to nothing: a phantom, which has no key.
     """
-    for _ in range(_MAX_LISTINGS):
+
+    def __init__(self, files: _Files) -> None:
+        self._files = files
+        self._phantoms: set[str] = set()
+
+    def states(self, tag: str, but: str = "") -> dict[str, _KeyState]:
+        """Return the states of a hash, without the file at `but`."""
+        for _ in range(_MAX_LISTINGS):
+            try:
+                return self._states_once(tag, but)
+            except OSError as error:  # RACE: a task moved after its directory was listed
+                if error.errno not in _MISSING_ERRNOS:
+                    raise
+        return self._states_once(tag, but)
+
+    def _states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
+        """Do as states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
+        states: dict[str, _KeyState] = {}
+        for entry in self._files.find("keys", *_LIVE):
+            if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
+                continue
+            name = self.key_at(entry)
+            state = states.setdefault(name, _KeyState("")) if name else _KeyState("")
+            if entry.directory == "keys":
+                state.buffered = entry.name
+            else:
+                state.path = entry.path
+        return states
+
+    def key_at(self, entry: _Entry) -> str:
+        """Return the encoded key of a record, "" if it has none or is not whole.
+
+        Raises FileNotFoundError for a new phantom: its task may have moved to what was listed
+        before it, so that only another listing can do without it.
+        """
+        was_phantom = entry.path in self._phantoms
         try:
-            return _list_key_states_once(files, tag, but)
-        except OSError as error:  # RACE: a task moved after its directory was listed
-            if error.errno not in _MISSING_ERRNOS:
+            _, key = self.read(entry.path, entry.id)
+        except CorruptTask:
+            return ""
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS or not was_phantom:
                 raise
-    return _list_key_states_once(files, tag, but)
+            return ""
+        return "" if key is None else _encode_key(key)
 
+    def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
+        """Do as _read_record() with a record that a listing has just shown.
 
-def _list_key_states_once(files: _Files, tag: str, but: str) -> dict[str, _KeyState]:
-    """Do as _list_key_states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
-    states: dict[str, _KeyState] = {}
-    for entry in files.find("keys", *_LIVE):
-        if _tag_of(entry.id) != tag or entry.path == but or files.has_ended(entry.path):
-            continue
-        name = _key_at(files, entry)
-        state = states.setdefault(name, _KeyState("")) if name else _KeyState("")
-        if entry.directory == "keys":
-            state.buffered = entry.name
-        else:
-            state.path = entry.path
-    return states
-
-
-def _key_at(files: _Files, entry: _Entry) -> str:
-    """Return the encoded key of a record, "" if it has none or is not whole."""
-    try:
-        _, key = _read_listed(files.root + entry.path, entry.id)
-    except CorruptTask:
-        return ""
-    return "" if key is None else _encode_key(key)
+        GlusterFS opens for a second what its name led to before another host renamed a file over
+        it, and finds nothing. So while the name is listed, what it leads to is asked for again.
+        """
+        end_s, pauses_s = time.monotonic() + _STALE_S, _backoff_s(_STALE_S / 60)
+        directory, name = os.path.split(self._files.root + path)
+        while True:
+            try:
+                record = _read_record(self._files.root + path, ident)
+                self._phantoms.discard(path)
+                return record
+            except OSError as error:
+                is_stale = error.errno in _MISSING_ERRNOS and self._files.is_shared
+                if not is_stale or path in self._phantoms or name not in os.listdir(directory):
+                    raise
+                if time.monotonic() > end_s:
+                    self._phantoms.add(path)
+                    raise
+            time.sleep(next(pauses_s))
 
 
 class _KeyStates:
@@ -2278,8 +2299,9 @@ class _KeyStates:
     such file.
     """
 
-    def __init__(self, files: _Files, tag: str) -> None:
-        self.tag, self._files, self._path = tag, files, f"{files.root}keys/{tag}"
+    def __init__(self, files: _Files, listings: _Listings, tag: str) -> None:
+        self.tag, self._files, self._listings = tag, files, listings
+        self._path = f"{files.root}keys/{tag}"
         self.states: dict[str, _KeyState] = {}
         self._saved: str | None = None  # None: the states have not been read
         self._fd = -1  # of keys/<hash>, if it is there
@@ -2294,7 +2316,7 @@ class _KeyStates:
         states: dict[str, _KeyState] = {}
         saved = b""
         if self._files.is_shared:
-            states = _list_key_states(self._files, self.tag)
+            states = self._listings.states(self.tag)
         else:
             with contextlib.suppress(FileNotFoundError):
                 self._open(create)
@@ -2378,7 +2400,7 @@ class _KeyIndex:
         self, files: _Files, clock: _QueueClock, backlog: _Backlog, lease_dir: _LeaseDir
     ) -> None:
         self._files, self._clock, self._backlog = files, clock, backlog
-        self._lease_dir = lease_dir
+        self._lease_dir, self._listings = lease_dir, _Listings(files)
         self._held = threading.local()  # .lock: the last one that this thread took; .files: all
         self.needs_repair = False
 
@@ -2406,7 +2428,7 @@ class _KeyIndex:
         file_lock = files[name] = shared or self._open_lock(name)
         try:
             file_lock.acquire_exclusive(wait)
-            held = self._held.lock = _KeyStates(self._files, tag)
+            held = self._held.lock = _KeyStates(self._files, self._listings, tag)
             try:
                 held.read(create)
                 yield held
@@ -2443,6 +2465,13 @@ class _KeyIndex:
     ) -> contextlib.AbstractContextManager[_KeyStates | None]:
         """Hold the lock of a task's key, if it has one; see lock()."""
         return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else _NO_LOCK
+
+    def lock_if_shared(self, ident: str) -> contextlib.AbstractContextManager[_KeyStates | None]:
+        """Hold the lock of a task's key between a look at another task and what follows from it.
+
+        Only where other hosts write: of two that were claimed at once, each lists the other.
+        """
+        return self.lock_of(ident) if self._files.is_shared else _NO_LOCK
 
     # Finding
 
@@ -2526,7 +2555,7 @@ class _KeyIndex:
                 return None
         with self.lock(tag) as held:
             if self._files.is_shared:
-                state = _list_key_states(self._files, tag, but=lease).get(name)
+                state = self._listings.states(tag, but=lease).get(name)
                 path = state.path if state is not None else None
             else:
                 path = self.find(held, name)
@@ -2535,6 +2564,12 @@ class _KeyIndex:
             if not path and name not in held.states:
                 held.states[name] = _KeyState(lease)
         return None
+
+    def read_afresh(self, path: str, ident: str) -> tuple[bytes, str | None]:
+        """Read a leased record whose payload another host may have replaced: without a listing, the
+        old one would be read for a second (GlusterFS)."""
+        os.listdir(os.path.dirname(self._files.root + path))
+        return self._listings.read(path, ident)
 
     # Moving
 
@@ -2671,14 +2706,17 @@ class _KeyIndex:
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
         self.needs_repair = False
+        errors = _FirstError()
         buffered = {_tag_of(name) for name in self._names(_FORMS["keys"])}
         idle = {*map(_tag_of, self.idle())}
         for tag in sorted(buffered | idle):
-            with contextlib.suppress(BlockingIOError), self.lock(tag, wait=False) as held:
+            busy = contextlib.suppress(BlockingIOError)
+            with errors, busy, self.lock(tag, wait=False) as held:
                 for name in [*held.states]:
                     self.find(held, name, thorough=tag not in idle)
                 if tag in buffered:
                     self._index_unlisted(held)
+        errors.raise_if_any()
 
     def idle(self) -> list[str]:
         """Return the names in keys/, states and newer payloads, of keys that have no task."""
@@ -2705,7 +2743,7 @@ class _KeyIndex:
                 continue
             state, name = _KeyState("", entry.name), ""
             with contextlib.suppress(FileNotFoundError):
-                name = _key_at(self._files, entry)
+                name = self._listings.key_at(entry)
             if name in held.states:
                 continue  # when that one has ended
             if name:
@@ -2925,9 +2963,7 @@ class _Transitions:
         if fcntl is None and _is_keyed(ident):
             return None  # it could be leased, but never finished
         if self._max_attempts is not None and attempts >= self._max_attempts:
-            if self._files.has_ended(waiting):
-                self._files.remove(waiting)  # as _LeaseDir.claim() does
-            else:
+            if not self._files.drop_done(waiting):
                 self._dead_letter_exhausted(waiting, attempts)
         else:
             counted = min(attempts + 1, _MAX_ATTEMPTS)
@@ -2946,18 +2982,18 @@ class _Transitions:
     ) -> FemtoTask | None:
         """Read a claimed task. None: it is gone (undo the claim) or corrupt (quarantine).
         was_claimed: it may have been before, so that it may have a checkpoint."""
-        lease, checkpoint, read = held.path, None, _read_record
+        lease, checkpoint = held.path, None
         try:
             if _is_keyed(ident) and self._files.is_shared:
-                # Its payload may have been replaced by another host: without a listing, the old
-                # one would be read for a second (GlusterFS).
-                os.listdir(self._lease_dir.path)
-                read = _read_listed
-            data, key = read(self._files.root + lease, ident)
-            other = None if key is None else self._keys.other_task(key, lease)
-            if key is not None and other is not None:
-                self.quarantine(lease, str(KeyInFlight(key, other)))
-                return None
+                data, key = self._keys.read_afresh(lease, ident)
+            else:
+                data, key = _read_record(self._files.root + lease, ident)
+            if key is not None:
+                with self._keys.lock_if_shared(ident):
+                    other = self._keys.other_task(key, lease)
+                    if other is not None:
+                        self.quarantine(lease, str(KeyInFlight(key, other)))
+                        return None
             if was_claimed:
                 checkpoint = self._read_checkpoint(ident, data)
         except CorruptTask as error:
@@ -3767,6 +3803,7 @@ class _Watcher:
     """
 
     def __init__(self, root: str, for_threads: bool = True) -> None:
+        is_local = _fs_type(root) in _LOCAL_TYPES
         self.events, self.fd = 0, -1
         self._root, self._libc = root, _libc()
         self._root_watch = 0
@@ -3781,7 +3818,7 @@ class _Watcher:
             except OSError:  # no descriptors: it polls
                 os.close(self.fd)
                 self.fd = -1
-        self.sees_all_writers = self._watch() and _fs_type(root) in _LOCAL_TYPES
+        self.sees_all_writers = self._watch() and is_local
 
     def _watch(self) -> bool:
         """Watch the directories; again, where one of them was replaced. False if that fails."""
@@ -5292,8 +5329,8 @@ _MAX_REDRAWS = 8  # of a ticket's number, by a host that was cut off meanwhile
 
 
 class _HeldTicket:
-    """A ticket of ours: its number, its locked file, when (wall clock) it was last touched before
-    another host could have passed it over, and whether it was the first in line."""
+    """A ticket of this object: its number, its locked file, when the last touch that was in time
+    began (wall clock), and whether it ever was the first in line."""
 
     __slots__ = ("had_turn", "lock", "number", "touched_s")
 
@@ -5329,9 +5366,9 @@ class TicketQueue:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
-        self._root = os.path.join(os.path.abspath(os.fspath(queue_dir)), "")
+        self._files = _Files(os.fspath(queue_dir), is_durable=False)
+        self._root = self._files.root
         _make_dir(os.path.dirname(self._root), 0o700, sync=False)
-        self._is_shared = _is_shared(_fs_type(self._root))  # other hosts may have members in line
         boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
         self._boot = _boot_tag(boot_id, self._root)
         _fork_hooks[self] = TicketQueue._after_fork
@@ -5347,15 +5384,17 @@ class TicketQueue:
         while True:
             try:
                 with self._locked() as last:
-                    return self._register(last)
+                    ticket, member, held = self._register(last)
+                self._held[member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
+                return ticket, member
             except OSError as error:
                 redraws += 1
                 if redraws > _MAX_REDRAWS or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
                     raise
             time.sleep(_SHARED_LOCK_POLL_S)
 
-    def _register(self, last: _FileLock) -> tuple[int, str]:
-        """Do as register(), with the lock of "last" held.
+    def _register(self, last: _FileLock) -> tuple[int, str, _HeldTicket]:
+        """Take the next ticket, with the lock of "last" held; return number, member and file.
 
         RACE: a host that was cut off has lost that lock (NFS). If another one registered meanwhile,
         or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or EEXIST.
@@ -5365,7 +5404,7 @@ class TicketQueue:
         lock = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
         try:
             _move(f"{self._root}.{name}", self._root + name, _always)
-            if self._is_shared and self._noted() > _last_number_name(ticket):
+            if self._files.is_shared and self._noted() > _last_number_name(ticket):
                 # Who drew the higher one may have been first in line, and have its turn.
                 raise FileExistsError(errno.EEXIST, "another host was faster", self._root + name)
         except BaseException:
@@ -5373,8 +5412,7 @@ class TicketQueue:
                 _unlink_if_exists(path, or_fail=False)
             lock.close()
             raise
-        self._held[name] = _HeldTicket(ticket, lock, began_s)
-        return ticket, name
+        return ticket, name, _HeldTicket(ticket, lock, began_s)
 
     def _next_number(self, last: _FileLock) -> int:
         """Return the next number, and note it: in "last", whose lock is held.
@@ -5386,7 +5424,7 @@ class TicketQueue:
         noted = self._noted()
         in_line = (ticket for ticket, _ in self._tickets())
         number = max(int(os.read(last.fd, 20) or 0), int(noted[-20:] or 0), *in_line) + 1
-        if not self._is_shared:
+        if not self._files.is_shared:
             os.pwrite(last.fd, b"%020d" % number, 0)
         elif noted:
             os.rename(self._root + noted, self._root + _last_number_name(number))
@@ -5444,7 +5482,7 @@ class TicketQueue:
         A register() meanwhile waits, and makes it again. Tickets begin at 1 then. On a file system
         of several hosts it stays: another host may take a lock that was removed for the one there.
         """
-        if not os.path.isdir(self._root) or self._is_shared:
+        if not os.path.isdir(self._root) or self._files.is_shared:
             return False
         with self._locked():
             if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
@@ -5479,7 +5517,8 @@ class TicketQueue:
             yield ticket
         finally:
             over.set()
-            self.remove(member)
+            if member in self._held:  # not in a forked child; nor if is_head() has removed it
+                self.remove(member)
 
     def __del__(self) -> None:
         if self._held and _FileLock is not None:  # None: the interpreter ends
@@ -5503,7 +5542,7 @@ class TicketQueue:
             return False  # ESTALE
         # RACE: a host that saw it stale may remove it only now, and take its turn. So ours must not
         # be the next, though the ticket is there, and young again. A quarter less: clocks differ.
-        if self._is_older(held.touched_s, 0.75) and self._is_shared:
+        if self._is_older(held.touched_s, 0.75) and self._files.is_shared:
             return False
         held.touched_s = began_s
         return True
@@ -5531,7 +5570,8 @@ class TicketQueue:
                         _unlink_if_exists(self._root + name)
                 yield lock
             finally:
-                lock.close()
+                with contextlib.suppress(OSError):  # what was done under the lock is done
+                    lock.close()
             return
 
     def _tickets(self) -> list[tuple[int, str]]:
