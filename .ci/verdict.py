@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import collections
 import errno
+import functools
 import itertools
 import os
 import re
@@ -46,7 +47,7 @@ def say(text: str) -> None:
 
 @dataclass
 class Delivery:
-    """A task in somebody's hands: from got_s until the first of what ends it."""
+    """A lease of a task: from got_s until the first of what ends it."""
 
     actor: str
     id: str
@@ -112,7 +113,7 @@ class Events:
         self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
-        self.errors: list[tuple[float, float, str, int]] = []  # begin, end, call, errno
+        self.errors: list[tuple[float, float, str, int]] = []  # begin, end, functions, errno
         self.refused: set[str] = set()  # payloads whose push() raised
         self.faults: list[float] = []
         self.cuts: list[float] = []  # those of the faults that took a host's locks away
@@ -212,8 +213,8 @@ class Events:
         is_same = one == other and host_of(first.actor) != host_of(second.actor)
         return self.may_come_back and is_same and not self.is_calm(second.began_s, second.got_s)
 
-    def came_back(self, ident: str, until_s: float = float("inf")) -> bool:
-        """Whether a task had ended by then, while not all was well: GlusterFS brought it back."""
+    def may_have_come_back(self, ident: str, until_s: float = float("inf")) -> bool:
+        """Whether a task had ended by then, while not all was well: GlusterFS may bring it back."""
         ends = (d for d in self.deliveries.get(ident, ()) if d.how in ("done", "fail"))
         troubled = (d for d in ends if not self.is_calm(d.began_s, d.ended_s))
         return self.may_come_back and any(d.ended_s < until_s for d in troubled)
@@ -233,9 +234,20 @@ class Events:
     def lost_locks(self, ident: str) -> bool:
         """Whether the last payload of a task was pushed after a host was cut off, and before all
         was well: the server takes the locks of such a host away, which knows nothing of it."""
-        push = self.tried[self.pushed[ident]] if ident in self.pushed else Push("-", 0.0)
         ends = ((cut, min(h for h in [*self.heals, float("inf")] if h > cut)) for cut in self.cuts)
-        return any(push.ended_s > cut and push.began_s < heal for cut, heal in ends)
+        times = [(it.began_s, min(it.ended_s, self.gone_s(it.actor))) for it in self.pushes(ident)]
+        return any(
+            ended_s > cut and began_s < heal for cut, heal in ends for began_s, ended_s in times
+        )
+
+    def pushes(self, ident: str) -> list[Push]:
+        """Return the last push of a task that returned; if none did, those that it may be from:
+        of a key with its hash, and interrupted."""
+        if ident in self.pushed:
+            return [self.tried[self.pushed[ident]]]
+        own = (it for it in self.tried.values() if it.ended_s == float("inf") and it.key != "-")
+        tag_of = functools.lru_cache(lambda key: femtoqueue._key_tag(femtoqueue._encode_key(key)))
+        return [it for it in own if tag_of(it.key) == ident[-8:]]
 
     def tell(self, ident: str) -> None:
         """Print what was noted of a task, and all faults."""
@@ -256,7 +268,7 @@ def host_of(actor: str) -> str:
     return actor.partition(".")[0][-1]
 
 
-def check_hands(events: Events) -> int:
+def check_leases(events: Events) -> int:
     """No delivery begins while another has the task by right. Return how many did so because the
     file system had made two of one file; see Events.is_doubled()."""
     doubled = 0
@@ -268,7 +280,7 @@ def check_hands(events: Events) -> int:
             if not events.is_doubled(first, second):
                 events.tell(ident)
                 raise Violation(
-                    f"{ident} is in two hands: {first.actor} has it until {until_s:.3f}, "
+                    f"{ident} is leased twice: {first.actor} has it until {until_s:.3f}, "
                     f"{second.actor} got it at {second.got_s:.3f}"
                 )
             doubled += 1
@@ -277,7 +289,7 @@ def check_hands(events: Events) -> int:
 
 def check_fence(events: Events) -> int:
     """No settling succeeds after another delivery began. Return how many came back that had ended:
-    none whose deliveries all ended while all was well."""
+    none on NFS, and none whose deliveries all ended while all was well."""
     back = set()
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
@@ -286,7 +298,8 @@ def check_fence(events: Events) -> int:
                 raise Violation(f"{first.how}() by {first.actor}, when {second.actor} had {ident}")
             if first.how in ("done", "fail") and second.began_s > first.ended_s:
                 before = deliveries[: deliveries.index(second)]
-                if all(events.is_calm(d.began_s, d.ended_s) for d in before):
+                is_calm = all(events.is_calm(d.began_s, d.ended_s) for d in before)
+                if is_calm or not events.may_come_back:
                     raise Violation(f"{ident} had ended ({first}), and came back: {second}")
                 back.add(ident)
     return len(back)
@@ -309,15 +322,18 @@ def check_places(events: Events, files: set[str]) -> None:
         if not state.startswith(("creating", "clock-", "locks")) and not name.endswith(".error"):
             places[name[-29:]].append(path)
     for ident, name in events.pushed.items():
-        if ident not in places and events.tried[name].key == "-":  # others: see key_faults()
+        # Those of a key may have been replaced: see key_faults().
+        may_be_gone = events.tried[name].key != "-" and not events.deliveries[ident]
+        if ident not in places and not may_be_gone:
             raise Violation(f"{name}, {ident}, was acknowledged and is lost")
     for ident, paths in places.items():
+        hows = ("done", "fail")
         ends = sum(
-            it.how in ("done", "fail") or (events.may_come_back and it.may_have_ended())
+            it.may_have_ended(*hows) if events.may_come_back else it.how in hows
             for it in events.deliveries[ident]
         )
         ended = all(path.startswith(("done/", "failed/")) for path in paths)
-        if femtoqueue._is_keyed(ident) and events.came_back(ident):
+        if femtoqueue._is_keyed(ident) and events.may_have_come_back(ident):
             ends += 1  # beside a newer task of its key it became a dead letter
         if not ended or len(paths) > max(1, ends):
             raise Violation(f"{ident} stands in {' and '.join(sorted(paths))}")
@@ -414,7 +430,7 @@ def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> 
     for it in deliveries:
         push = events.tried[it.name]
         newest_s = latest_s[bisect.bisect_left(ends_s, it.began_s)]
-        if push.ended_s < newest_s and not events.came_back(it.id, it.got_s):
+        if push.ended_s < newest_s and not events.may_have_come_back(it.id, it.got_s):
             late_s = it.began_s - newest_s
             yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
 
@@ -425,7 +441,7 @@ def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Pus
     That is the one that was claimed last: a pop() that hung may hand out an older one later. But
     not one that GlusterFS brought back, be it with an older payload.
     """
-    own = (it for it in deliveries if not events.came_back(it.id, it.got_s))
+    own = (it for it in deliveries if not events.may_have_come_back(it.id, it.got_s))
     last = max(own, key=Delivery.claimed_s, default=None)
     last_s = events.tried[last.name].ended_s if last else 0.0
     late = [push for push in pushes if push.began_s > last_s]
@@ -514,16 +530,15 @@ def crowded_at_rest(files: set[str], excused: set[str]) -> Iterator[str]:
         yield f"a key has {live} live tasks and {behind} payloads behind: {' '.join(paths)}"
 
 
-def buried(events: Events, left: set[str], reasons: Iterable[str]) -> Iterator[str]:
+def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -> Iterator[str]:
     """Yield what is wrong with the dead letters: no worker gave them to fail(), which writes no
     reason here. reasons: lines "./<id>.error:<reason>"."""
     doubles = set()
     for line in reasons:
         ident = line.removeprefix("./")[:29]
-        if events.came_back(ident):
-            continue
-        if "has a task already" in line and events.lost_locks(ident):
-            say(f"a dead letter, for a host that was cut off lost its locks: {line}")
+        is_excused = events.may_have_come_back(ident) or events.lost_locks(ident)
+        if "has a task already" in line and is_excused:
+            say(f"a dead letter, for it came back, or a host had lost its locks: {line}")
             doubles.add(ident)
         else:
             yield line
@@ -532,8 +547,12 @@ def buried(events: Events, left: set[str], reasons: Iterable[str]) -> Iterator[s
         deliveries = events.deliveries[name[-29:]]
         is_dead_letter = state == "failed" and not name.endswith(".error") and name not in doubles
         may_fail = any(it.may_have_ended("fail") for it in deliveries)
-        if is_dead_letter and not may_fail and not events.came_back(name):
-            yield f"{name} is in failed/ after {[d.how for d in deliveries]}"
+        if is_dead_letter and not may_fail:
+            text = f"{name} is in failed/ after {[d.how for d in deliveries]}"
+            if events.may_have_come_back(name):
+                say(f"{text}: it came back")
+            else:
+                yield text
 
 
 def raised(events: Events) -> Iterator[str]:
@@ -546,10 +565,17 @@ def raised(events: Events) -> Iterator[str]:
 
 
 def lost_early(events: Events) -> Iterator[str]:
+    """Yield the leases that were lost before their deadline. On GlusterFS, while not all is well,
+    those whose name its replicas do not agree on are only counted."""
+    tolerated = 0
     for it in itertools.chain(*events.deliveries.values()):
-        tolerated = events.may_come_back and not events.is_calm(it.got_s, it.ended_s)
-        if it.how == "lost" and it.ended_s < it.deadline_s - SKEW_S and not tolerated:
-            yield f"{it.actor} lost the lease of {it.id}, which ended later"
+        if it.how == "lost" and it.ended_s < it.deadline_s - SKEW_S:
+            if events.may_come_back and not events.is_calm(it.got_s, it.ended_s):
+                tolerated += 1
+            else:
+                yield f"{it.actor} lost the lease of {it.id}, which ended later"
+    if tolerated:
+        say(f"{tolerated} leases were lost before their deadline, while not all was well")
 
 
 def key_faults(events: Events) -> dict[str, list[str]]:
