@@ -1066,8 +1066,8 @@ def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> N
         if phase not in phases:
             continue
         try:
-            if phase == "storms":
-                storms(hosts, work, seed, ["cut"], broken)
+            if phase == "storms":  # without a quorum each push raises, else those of one host
+                storms(hosts, work, seed, ["quorum" if broken == "careless" else "cut"], broken)
             elif room is TicketQueue:
                 tickets(Stage(hosts, work, seed, broken, "-tickets"))
             elif phase == "keys":
