@@ -4699,13 +4699,14 @@ class Twin:
 
     def replace(self, task: Known, data: bytes, due_ns: int | None) -> None:
         """A push for a key that waits. Without a new time its place is kept, for workers too who
-        listed it under the name that counts its deliveries."""
-        step = self.entered.get((task.at_ns, task.attempts, task.id))
+        listed it under a name that counts its deliveries, however many it has had since."""
+        place = (task.at_ns, task.id)
+        steps = [step for name, step in self.entered.items() if (name[0], name[2]) == place]
         task.data, task.attempts = data, 0
         if due_ns is not None:
             self.move(task, "scheduled", due_ns)
-        elif step is not None:
-            self.entered.setdefault((task.at_ns, 0, task.id), step)
+        elif steps:
+            self.entered.setdefault((task.at_ns, 0, task.id), min(steps))
 
     def put_behind(self, task: Known, ident: str, data: bytes, due_ns: int | None) -> None:
         newer = task.behind
