@@ -5021,7 +5021,7 @@ class Fuzz:
         leased = task is not None and task.state == "inflight"
         demand(refused == (leased and policy == "reject"), f"refused: {refused}")
         if task is None:
-            self.model.pushing = True
+            self.model.pushing = key is None  # of a keyed one, its object knows
             self.model.add(ident, data, key, due_ns)
         elif leased and policy == "buffer":
             self.model.put_behind(task, ident, data, due_ns)
