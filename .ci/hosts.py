@@ -16,7 +16,7 @@ hosts have one monotonic clock, so that times can be compared. Proved:
   - no task is leased twice: whoever has it lives, has not settled it, and its lease has not ended;
   - done() and fail() of one who was cut off raise LeaseLost once another has had the task;
   - what is done or failed is never delivered again (but see below);
-  - while all is well nothing raises, and nobody waits for long;
+  - while all is well nothing raises, and no call takes longer than 40 s;
   - tasks of a producer are claimed in the order of their pushes by each worker;
   - of keyed tasks, of one key in one storm and of fifty in the next, what is said below, but that
     peek() and take() may miss the task of one who was killed; turns do not overlap, and after each

@@ -24,7 +24,9 @@ import femtoqueue
 
 LEASE_MS = 5000  # of all workers
 SKEW_S = 0.1  # by which the clocks of hosts may differ
-LONGEST_CALL_S = 20.0  # while all is well; here, where three hosts share two cores
+# While all is well. On NFS, 23 were seen: eight processes want one key, on emulated processors, and
+# those of the host that has its lock are the first to see it free.
+LONGEST_CALL_S = 40.0
 RECENT_S = 1.0  # for so long a mount may answer from its cache
 LOOK_UPS = ("contains", "peek", "take")
 
