@@ -1018,6 +1018,8 @@ def _add_to_message(error: Exception, text: str) -> None:
 
 _READ_BYTES = 4096  # a record of this size or less is read with one call
 _HEAD_BYTES = 1024  # holds any header
+_READ_TRIES = 4  # one after the other; three were needed
+_Read = TypeVar("_Read")
 
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 
@@ -1065,7 +1067,7 @@ def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
                 return payload, None
             return _read_other(fd, head, ident)
         finally:
-            os.close(fd)
+            os.close(fd)  # must raise what it raises; see _read_afresh()
     except OSError:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CorruptTask(ident, "not a regular file") from None
@@ -1122,6 +1124,22 @@ def _read_head(path: str) -> tuple[str | None, int | None]:
     if header is None:
         return None, None
     return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
+
+
+def _read_afresh(read: Callable[..., _Read], path: str, *ident: str) -> _Read:
+    """Call _read_record() or _read_head() for a record that another host may have replaced.
+
+    Raises FileNotFoundError if there is none, also for ESTALE. After each listing, GlusterFS may
+    lead a name to the file that was replaced; that is gone, as open() or close() tells, and then
+    the name is looked up. So try again, without a listing in between.
+    """
+    for _ in range(_READ_TRIES):
+        try:
+            return read(path, *ident)
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 # ==================================================================================================
@@ -2168,7 +2186,7 @@ class _LeaseDir:
 #     state has no task, except after power loss: then repair() finds what is in keys/.
 # ==================================================================================================
 
-_STALE_S = 12.0  # until a name that leads to nothing is a phantom; nine were seen on a busy machine
+_STALE_S = 12.0  # of pauses, until a name that leads to nothing is a phantom
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
 # A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
@@ -2213,8 +2231,8 @@ class _Listings:
     """Keyed tasks as the directories tell them, for file systems of several hosts.
 
     Contents and single names that another host changed may be read as they were for a second
-    (GlusterFS) or thirty (NFS); listings and renames are answered by the server, and so is what is
-    opened right after its directory was listed. A name that GlusterFS has yet to heal is listed for
+    (GlusterFS) or thirty (NFS); listings and renames are answered by the server, and so is what
+    _read_afresh() reads after a listing. A name that GlusterFS has yet to heal is listed for
     minutes, and leads to nothing: a phantom, which has no key.
     """
 
@@ -2257,8 +2275,8 @@ class _Listings:
             _, key = self.read(entry.path, entry.id)
         except CorruptTask:
             return ""
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS or not was_phantom:
+        except FileNotFoundError:
+            if not was_phantom:
                 raise
             return ""
         return "" if key is None else _encode_key(key)
@@ -2266,24 +2284,26 @@ class _Listings:
     def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
         """Do as _read_record() with a record that a listing has just shown.
 
-        GlusterFS opens for a second what its name led to before another host renamed a file over
-        it, and finds nothing. So while the name is listed, what it leads to is asked for again.
+        As long as its name is listed, try again. Only pauses count, not the time: a mount that
+        hangs for as long knows no more than before.
         """
-        end_s, pauses_s = time.monotonic() + _STALE_S, _backoff_s(_STALE_S / 60)
         directory, name = os.path.split(self._files.root + path)
+        pauses_s, slept_s = _backoff_s(_STALE_S / 60), 0.0
         while True:
             try:
-                record = _read_record(self._files.root + path, ident)
+                record = _read_afresh(_read_record, self._files.root + path, ident)
                 self._phantoms.discard(path)
                 return record
-            except OSError as error:
-                is_stale = error.errno in _MISSING_ERRNOS and self._files.is_shared
-                if not is_stale or path in self._phantoms or name not in os.listdir(directory):
+            except FileNotFoundError:
+                is_known = path in self._phantoms or not self._files.is_shared
+                if is_known or name not in os.listdir(directory):
                     raise
-                if time.monotonic() > end_s:
+                if slept_s > _STALE_S:
                     self._phantoms.add(path)
                     raise
-            time.sleep(next(pauses_s))
+            pause_s = next(pauses_s)
+            time.sleep(pause_s)
+            slept_s += pause_s
 
 
 class _KeyStates:
@@ -2690,7 +2710,7 @@ class _KeyIndex:
         Raises KeyInFlight if it has.
         """
         try:
-            _, key = _read_record(self._files.root + source, _id_of(source))
+            _, key = _read_afresh(_read_record, self._files.root + source, _id_of(source))
         except (CorruptTask, FileNotFoundError):
             return  # a corrupt one has no key, and pop() will quarantine it
         if key is None:
@@ -3035,7 +3055,7 @@ class _Transitions:
         if not (_exists_afresh(path) if self._files.is_shared else _exists(path)):
             return None
         try:
-            saved, _ = _read_record(path, ident)
+            saved, _ = _read_afresh(_read_record, path, ident)
         except FileNotFoundError:
             return None  # RACE: a person removed it
         except CorruptTask as error:  # power loss: the work begins anew
@@ -3052,7 +3072,7 @@ class _Transitions:
         root, data = self._files.root, task.data
         if task.size_bytes is None:  # of attach(): the payload was not read
             try:
-                data, _ = _read_record(root + task.path, task.id)
+                data, _ = _read_afresh(_read_record, root + task.path, task.id)
             except FileNotFoundError:
                 os.stat(root)  # gone: disk trouble
                 raise self.lease_lost(task) from None
@@ -3651,10 +3671,10 @@ def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) 
     others: dict[str, Any] = {"_path": entry.path, "_anchor_ns": anchor_ns}
     try:
         if data:
-            payload, key = _read_record(path, entry.id)
+            payload, key = _read_afresh(_read_record, path, entry.id)
         else:
             payload = b""
-            key, others["size_bytes"] = _read_head(path)
+            key, others["size_bytes"] = _read_afresh(_read_head, path)
     except FileNotFoundError:
         return None  # RACE: it moved on
     if entry.directory == "failed":
@@ -3803,7 +3823,6 @@ class _Watcher:
     """
 
     def __init__(self, root: str, for_threads: bool = True) -> None:
-        is_local = _fs_type(root) in _LOCAL_TYPES
         self.events, self.fd = 0, -1
         self._root, self._libc = root, _libc()
         self._root_watch = 0
@@ -3818,7 +3837,7 @@ class _Watcher:
             except OSError:  # no descriptors: it polls
                 os.close(self.fd)
                 self.fd = -1
-        self.sees_all_writers = self._watch() and is_local
+        self.sees_all_writers = self._watch() and _fs_type(root) in _LOCAL_TYPES
 
     def _watch(self) -> bool:
         """Watch the directories; again, where one of them was replaced. False if that fails."""
@@ -4587,7 +4606,7 @@ class _Inspector:
         for entry in self._files.find(*STATES, "keys"):
             full_path = self._files.root + entry.path
             try:
-                _read_record(full_path, entry.id)
+                _read_afresh(_read_record, full_path, entry.id)
             except FileNotFoundError:
                 continue  # it moved on
             except OSError as error:
