@@ -4763,15 +4763,24 @@ class Twin:
             self.move(task, "scheduled", due_ns)
 
     def replace(self, task: Known, data: bytes, due_ns: int | None) -> None:
-        """A push for a key that waits. Without a new time its place is kept, for workers too who
-        listed it under a name that counts its deliveries, however many it has had since."""
-        place = (task.at_ns, task.id)
-        steps = [step for name, step in self.entered.items() if (name[0], name[2]) == place]
+        """A push for a key that waits. Without a new time its place is kept."""
         task.data, task.attempts = data, 0
         if due_ns is not None:
             self.move(task, "scheduled", due_ns)
-        elif steps:
-            self.entered.setdefault((task.at_ns, 0, task.id), min(steps))
+        else:
+            self.entered.setdefault((task.at_ns, 0, task.id), self.step)
+
+    def listed_step(self, task: Known) -> int:
+        """Return the first step of which a listing may have given this name of a task. A new
+        payload keeps the place and begins anew, so its name is tried by workers too who listed one
+        that counts deliveries."""
+        is_new = task.key is not None and not task.attempts
+        steps = [
+            step
+            for (at_ns, attempts, ident), step in self.entered.items()
+            if (at_ns, ident) == (task.at_ns, task.id) and (is_new or attempts == task.attempts)
+        ]
+        return min(steps, default=0)
 
     def put_behind(self, task: Known, ident: str, data: bytes, due_ns: int | None) -> None:
         newer = task.behind
@@ -5152,7 +5161,7 @@ class Fuzz:
         if self.paused_ns is not None:
             demand(model.now_ns() - self.paused_ns < 1.01e9, "PAUSED, and delivered")
         listed = w.number not in was.told
-        step = model.entered.get((was.at_ns, was.attempts, was.id), 0)
+        step = model.listed_step(was)
         for task in model.those("pending"):
             if task.at_ns >= was.at_ns:
                 break
