@@ -195,6 +195,8 @@ _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 _FIRST_PAUSE_S = 0.001  # of a backoff between two polls
+_LOOKS = 4  # for a file that another host may have replaced; three were needed
+_Seen = TypeVar("_Seen")
 
 
 def _wall_ns() -> int:
@@ -317,6 +319,27 @@ def _refresh(directory: str) -> None:
     if os.name == "posix":
         with contextlib.suppress(OSError):  # the look that follows gets it too
             os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
+
+
+def _read_text(path: str) -> str:
+    with open(path, "rb") as file:
+        return file.read().decode("utf-8", "replace")
+
+
+def _look_afresh(look: Callable[..., _Seen], path: str, *rest: str) -> _Seen:
+    """Call look() for a file that another host may have replaced.
+
+    Raises FileNotFoundError if it is not there, also for ESTALE. After each listing, GlusterFS may
+    lead a name to the file that was replaced; that is gone, as read() or close() tells, and then
+    the name is looked up. So try again, without a listing in between.
+    """
+    for _ in range(_LOOKS):
+        try:
+            return look(path, *rest)
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
+                raise
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 def _exists_afresh(path: str) -> bool:
@@ -1018,8 +1041,6 @@ def _add_to_message(error: Exception, text: str) -> None:
 
 _READ_BYTES = 4096  # a record of this size or less is read with one call
 _HEAD_BYTES = 1024  # holds any header
-_READ_TRIES = 4  # one after the other; three were needed
-_Read = TypeVar("_Read")
 
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 
@@ -1067,7 +1088,7 @@ def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
                 return payload, None
             return _read_other(fd, head, ident)
         finally:
-            os.close(fd)  # must raise what it raises; see _read_afresh()
+            os.close(fd)  # must raise what it raises; see _look_afresh()
     except OSError:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CorruptTask(ident, "not a regular file") from None
@@ -1124,22 +1145,6 @@ def _read_head(path: str) -> tuple[str | None, int | None]:
     if header is None:
         return None, None
     return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
-
-
-def _read_afresh(read: Callable[..., _Read], path: str, *ident: str) -> _Read:
-    """Call _read_record() or _read_head() for a record that another host may have replaced.
-
-    Raises FileNotFoundError if there is none, also for ESTALE. After each listing, GlusterFS may
-    lead a name to the file that was replaced; that is gone, as open() or close() tells, and then
-    the name is looked up. So try again, without a listing in between.
-    """
-    for _ in range(_READ_TRIES):
-        try:
-            return read(path, *ident)
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
 
 # ==================================================================================================
@@ -1359,8 +1364,8 @@ def _move_over(source: str, target: str, must_exist: bool = False) -> None:
     """Rename a file that only we move over one that may be there; must_exist: that is there, or
     FileNotFoundError is raised."""
     number = os.stat(source).st_ino
-    if must_exist:
-        os.lstat(target)  # last: a person may just have moved it, and the rename would make two
+    if must_exist:  # last: a person may just have moved it, and the rename would make two
+        _look_afresh(os.lstat, target)
     _move(source, target, lambda: os.stat(target).st_ino == number)
 
 
@@ -1562,8 +1567,7 @@ class _Files:
     def reason_of(self, ident: str) -> str | None:
         """Return what failed/<id>.error says, None if there is none."""
         try:
-            with open(f"{self.root}failed/{ident}.error", "rb") as file:
-                return file.read().decode("utf-8", "replace").removesuffix("\n")
+            return _look_afresh(_read_text, f"{self.root}failed/{ident}.error").removesuffix("\n")
         except FileNotFoundError:
             return None
 
@@ -1693,7 +1697,7 @@ class _Files:
         """Replace an empty pending/ that was large once by a new directory: ext4 never shrinks one.
 
         rename() succeeds only on an empty directory, so nothing can be lost; a push that comes
-        between finds out in _move().
+        between finds out in _move(). Not for other hosts, which may look into the old one for long.
         """
         pending = f"{self.root}pending"
         old = os.lstat(pending)
@@ -2186,7 +2190,7 @@ class _LeaseDir:
 #     state has no task, except after power loss: then repair() finds what is in keys/.
 # ==================================================================================================
 
-_STALE_S = 12.0  # of pauses, until a name that leads to nothing is a phantom
+_STALE_S = 12.0  # until a name that leads to nothing is a phantom
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
 # A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
@@ -2284,26 +2288,25 @@ class _Listings:
     def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
         """Do as _read_record() with a record that a listing has just shown.
 
-        As long as its name is listed, try again. Only pauses count, not the time: a mount that
-        hangs for as long knows no more than before.
+        As long as its name is listed, try again. The time alone says nothing: a mount that hung
+        knows no more than before.
         """
         directory, name = os.path.split(self._files.root + path)
-        pauses_s, slept_s = _backoff_s(_STALE_S / 60), 0.0
-        while True:
+        is_known = path in self._phantoms or not self._files.is_shared
+        tries, end_s = (5, 0.0) if is_known else (20, time.monotonic() + _STALE_S)
+        for count, pause_s in enumerate(_backoff_s(_STALE_S / 60), 1):
             try:
-                record = _read_afresh(_read_record, self._files.root + path, ident)
+                record = _look_afresh(_read_record, self._files.root + path, ident)
                 self._phantoms.discard(path)
                 return record
             except FileNotFoundError:
-                is_known = path in self._phantoms or not self._files.is_shared
-                if is_known or name not in os.listdir(directory):
+                if name not in os.listdir(directory):
                     raise
-                if slept_s > _STALE_S:
+                if count >= tries and time.monotonic() > end_s:
                     self._phantoms.add(path)
                     raise
-            pause_s = next(pauses_s)
             time.sleep(pause_s)
-            slept_s += pause_s
+        raise AssertionError("pauses never end")
 
 
 class _KeyStates:
@@ -2542,9 +2545,11 @@ class _KeyIndex:
     def locate(self, path: str, thorough: bool = True) -> str | None:
         """Return where a task is that was at `path`, None if it does not wait and is not leased.
 
-        Lists pending/ only if it is not where a pop() would have brought it.
+        Lists pending/ only if it is not where a pop() would have brought it. Where other hosts
+        write, the lease is the one that was found under the lock; another may be a phantom.
         """
-        if _state_of(path) != "inflight" and os.path.lexists(self._files.root + path):
+        is_fresh = _state_of(path) != "inflight" or self._files.is_shared
+        if is_fresh and os.path.lexists(self._files.root + path):
             return path
         elsewhere = ("pending", "scheduled", "inflight") if thorough else ()
         entry = self._files.find_id(_id_of(path), "inflight", *elsewhere)
@@ -2586,9 +2591,10 @@ class _KeyIndex:
         return None
 
     def read_afresh(self, path: str, ident: str) -> tuple[bytes, str | None]:
-        """Read a leased record whose payload another host may have replaced: without a listing, the
-        old one would be read for a second (GlusterFS)."""
-        os.listdir(os.path.dirname(self._files.root + path))
+        """Read a record that another host may have replaced: without a listing, the old one would
+        be read for a second (GlusterFS)."""
+        if self._files.is_shared:
+            os.listdir(os.path.dirname(self._files.root + path))
         return self._listings.read(path, ident)
 
     # Moving
@@ -2707,12 +2713,12 @@ class _KeyIndex:
     def reserve(self, held: _KeyStates, source: str, target: str) -> None:
         """Make sure that the key of a failed task has no other, and say that it will be there.
 
-        Raises KeyInFlight if it has.
+        Raises KeyInFlight if it has, FileNotFoundError if the task is gone.
         """
         try:
-            _, key = _read_afresh(_read_record, self._files.root + source, _id_of(source))
-        except (CorruptTask, FileNotFoundError):
-            return  # a corrupt one has no key, and pop() will quarantine it
+            _, key = _look_afresh(_read_record, self._files.root + source, _id_of(source))
+        except CorruptTask:
+            return  # it has no key, and pop() will quarantine it
         if key is None:
             return
         path = self.find(held, _encode_key(key))
@@ -3051,11 +3057,11 @@ class _Transitions:
 
     def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
         """Return how far the work on that payload had come: of a key, another may be here now."""
-        path = f"{self._files.root}checkpoints/{ident}"
-        if not (_exists_afresh(path) if self._files.is_shared else _exists(path)):
+        path, is_shared = f"checkpoints/{ident}", self._files.is_shared
+        if not (_exists_afresh if is_shared else _exists)(self._files.root + path):
             return None
         try:
-            saved, _ = _read_afresh(_read_record, path, ident)
+            saved, _ = self._keys.read_afresh(path, ident)
         except FileNotFoundError:
             return None  # RACE: a person removed it
         except CorruptTask as error:  # power loss: the work begins anew
@@ -3072,7 +3078,7 @@ class _Transitions:
         root, data = self._files.root, task.data
         if task.size_bytes is None:  # of attach(): the payload was not read
             try:
-                data, _ = _read_afresh(_read_record, root + task.path, task.id)
+                data, _ = _look_afresh(_read_record, root + task.path, task.id)
             except FileNotFoundError:
                 os.stat(root)  # gone: disk trouble
                 raise self.lease_lost(task) from None
@@ -3494,7 +3500,7 @@ class _Housekeeper:
         """List the oldest names, unless the queue is paused."""
         if self._look_around():
             self._backlog.clear()
-        elif not self._backlog.refill():
+        elif not self._backlog.refill() and not self._files.is_shared:
             self._files.shrink_pending(self._clock.new_id)
 
     def _enqueue_due(self) -> None:
@@ -3564,10 +3570,10 @@ class _Housekeeper:
         if self._young_ns is None:
             return False
         try:
-            age_ns = _wall_ns() - os.lstat(self._files.root + entry.path).st_ctime_ns
+            status = _look_afresh(os.lstat, self._files.root + entry.path)
         except FileNotFoundError:
             return False  # RACE: settled or reclaimed meanwhile
-        return 0 <= age_ns < self._young_ns
+        return 0 <= _wall_ns() - status.st_ctime_ns < self._young_ns
 
     def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
         """Reclaim a dead worker's leases and remove its directory; leave a living one alone.
@@ -3671,10 +3677,10 @@ def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) 
     others: dict[str, Any] = {"_path": entry.path, "_anchor_ns": anchor_ns}
     try:
         if data:
-            payload, key = _read_afresh(_read_record, path, entry.id)
+            payload, key = _look_afresh(_read_record, path, entry.id)
         else:
             payload = b""
-            key, others["size_bytes"] = _read_afresh(_read_head, path)
+            key, others["size_bytes"] = _look_afresh(_read_head, path)
     except FileNotFoundError:
         return None  # RACE: it moved on
     if entry.directory == "failed":
@@ -4606,7 +4612,7 @@ class _Inspector:
         for entry in self._files.find(*STATES, "keys"):
             full_path = self._files.root + entry.path
             try:
-                _read_afresh(_read_record, full_path, entry.id)
+                _look_afresh(_read_record, full_path, entry.id)
             except FileNotFoundError:
                 continue  # it moved on
             except OSError as error:

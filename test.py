@@ -3224,8 +3224,9 @@ class Healed(QueueCase):
             self.assertIsNone(q.take(id=ident))
 
     @contextlib.contextmanager
-    def phantom(self, directory: str, name: str) -> Iterator[list[float]]:
-        """List a name that leads to nothing; yield how long femtoqueue sleeps meanwhile."""
+    def phantom(self, directory: str, name: str, listing_s: float = 0) -> Iterator[list[float]]:
+        """List a name that leads to nothing; yield how long femtoqueue sleeps meanwhile.
+        listing_s: how long it takes to list a directory."""
         clock = self.clock()
         slept: list[float] = []
 
@@ -3234,6 +3235,7 @@ class Healed(QueueCase):
             clock.advance(seconds)
 
         def listdir(path: str) -> list[str]:
+            clock.advance(listing_s)
             return os.listdir(path) + [name] * (os.path.basename(path.rstrip("/")) == directory)
 
         sleeps = mock.patch.object(clock, "sleep", sleep, create=True)
@@ -3252,22 +3254,123 @@ class Healed(QueueCase):
             self.assertEqual(self.drain(other), [b"2", b"3"])
             self.assertLess(sum(slept), 3 * femtoqueue._STALE_S)  # once for each of the two
 
+    def test_a_phantom_is_told_in_time_where_listings_are_slow(self) -> None:
+        q = self.queue()
+        ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-8:]}", femtoqueue._STALE_S
+        with self.phantom("pending", ident, listing_s=seconds) as slept:
+            q.push(b"2", key="k")
+        self.assertLess(len(slept), 40)
+
+    def test_a_phantom_that_comes_to_life_is_found(self) -> None:
+        q, tries = self.queue(), itertools.count()
+        ident = q.push(b"1", key="k")
+        os.rename(self.file("pending", ident), self.file("aside"))
+        with self.phantom("pending", ident):
+            self.assertFalse(q.contains("k"))
+        os.rename(self.file("aside"), self.file("pending", ident))
+        clock = self.clock()
+
+        def outdate(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0].endswith(ident) and next(tries) < 8:
+                raise FileNotFoundError(errno.ENOENT, "as it was", args[0])
+
+        with mock.patch.object(clock, "sleep", clock.advance, create=True), hooked(outdate):
+            self.assertEqual(q.push(b"2", key="k"), ident)
+
+    def test_a_phantom_beside_the_lease_of_its_task_does_not_hold_up_an_update(self) -> None:
+        """It was looked for at the phantom, without a pause, for as long as that was listed."""
+        q, other = self.queue(), self.queue("n2")
+        ident = q.push(b"1", key="k")
+        task = self.pop(q)
+        earlier = f"{1:020d}~{os.path.basename(task.path).partition('~')[2]}"
+        with self.phantom("inflight-n1", earlier):
+            self.assertEqual(other.push(b"2", key="k", if_in_flight="update"), ident)
+        q.release(task)
+        self.assertEqual(self.drain(q), [b"2"])
+
     @contextlib.contextmanager
-    def outdated_listings(self, ending: str, misses: int = 1) -> Iterator[None]:
-        """After a listing, a name leads to a file that is gone, for that many calls of open(): so
-        does GlusterFS after another host has replaced it."""
+    def outdated_listings(self, ending: str, misses: int = 1, call: str = "open") -> Iterator[None]:
+        """After a listing, a name leads to a file that is gone, for that many calls of open(), or
+        of lstat(): so does GlusterFS after another host has replaced it."""
         left, clock = 0, self.clock()
 
         def outdate(name: str, args: tuple[Any, ...]) -> None:
             nonlocal left
             if name in ("listdir", "scandir"):
                 left = misses
-            elif name == "open" and args[0].endswith(ending) and left:
+            elif name == call and args[0].endswith(ending) and left:
                 left -= 1
                 raise OSError(errno.ESTALE if left else errno.ENOENT, "outdated", args[0])
 
         with mock.patch.object(clock, "sleep", clock.advance, create=True), hooked(outdate):
             yield
+
+    def test_a_payload_is_not_believed_before_its_file_is_closed(self) -> None:
+        """GlusterFS may open it, and read what it remembers, without a word to its bricks."""
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        closed: list[int] = []
+
+        def close(fd: int) -> None:
+            os.close(fd)
+            closed.append(fd)
+            if len(closed) < 3:
+                raise OSError(errno.ENOENT, "outdated")
+
+        with mock.patch.object(femtoqueue, "os", fake_os(close=close)):
+            path = self.file("pending", ident)
+            record = femtoqueue._look_afresh(femtoqueue._read_record, path, ident)
+        self.assertEqual((record, len(closed)), ((b"1", "k"), 3))
+
+    def test_a_lease_that_each_listing_leads_astray_is_updated(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        ident = q.push(b"1", key="k")
+        task = self.pop(q)
+        refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        exchange = mock.patch.object(femtoqueue, "_exchange", side_effect=refused)
+        with exchange, self.outdated_listings(os.path.basename(task.path), 3, call="lstat"):
+            self.assertEqual(other.push(b"2", key="k", if_in_flight="update"), ident)
+        q.release(task)
+        self.assertEqual(self.drain(q), [b"2"])
+
+    def test_a_lease_of_another_host_that_was_just_renewed_is_left_alone(self) -> None:
+        """Its deadline has passed by this host's clock only."""
+        q, other = self.queue(), self.queue("n2")
+        q.push(b"1")
+        task = self.pop(q)
+        name = os.path.basename(task.path)
+        with mock.patch.object(other._house, "_young_ns", 30 * 10**9):
+            with self.outdated_listings(name, call="lstat"):
+                (entry,) = other._files.entries("inflight-n1")
+                self.assertTrue(other._house._renewed_recently(entry))
+            q.done(task)
+            self.assertFalse(other._house._renewed_recently(entry))
+
+    def test_a_failed_task_that_can_not_be_read_is_not_retried(self) -> None:
+        """Its key may have another task."""
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        q.fail(self.pop(q))
+        with self.outdated_listings(f"failed/{ident}", 100):
+            self.assertRaises(TaskNotFound, q.retry, ident)
+        self.assertEqual(self.names("failed"), [ident])
+        q.retry(ident)
+
+    def test_a_reason_that_another_host_has_replaced_is_read(self) -> None:
+        q = self.queue()
+        q.push(b"1")
+        q.fail(self.pop(q), "why")
+        stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+        answers = mock.Mock(side_effect=[stale, io.BytesIO(b"why\n")])
+        with mock.patch.object(femtoqueue, "open", answers, create=True):
+            self.assertEqual([task.error for task in q.tasks("failed")], ["why"])
+
+    def test_pending_is_not_replaced_where_others_may_look_into_the_old_one(self) -> None:
+        q = self.queue()
+        before = os.stat(self.file("pending")).st_ino
+        with mock.patch.object(femtoqueue, "_SHRINK_BYTES", -1):
+            self.assertIsNone(q.pop())
+        self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
     def test_a_name_that_each_listing_leads_astray_is_no_phantom(self) -> None:
         """It was taken for one, so that its key got a second task, and lost a payload by that."""
@@ -3278,7 +3381,7 @@ class Healed(QueueCase):
                 self.assertEqual(other.push(b"2", key="k"), ident)
                 task = q.peek(key="k")
                 self.assertEqual(task and task.data, b"2")
-        with self.outdated_listings(ident):
+        with self.outdated_listings(ident, 3):
             self.assertEqual([it.key for it in q.tasks("pending", data=False)], ["k"])
             self.assertEqual([it.kind for it in q.check()], ["network file system"])
             self.assertEqual(self.drain(q), [b"2"])
@@ -3289,9 +3392,14 @@ class Healed(QueueCase):
         task = self.pop(q)
         q.checkpoint(task, b"half")
         q.release(task)
+        seen: list[str] = []
         with self.outdated_listings(f"checkpoints/{ident}"):
             task = self.pop(other)
         self.assertEqual(task.checkpoint, b"half")
+        other.release(task)
+        with hooked(lambda name, args: seen.append(f"{name} {os.path.basename(str(args[0]))}")):
+            task = self.pop(other)
+        self.assertLess(seen.index("listdir checkpoints"), seen.index(f"open {ident}"))
         other.done(task)
 
     def test_a_mount_that_hangs_makes_no_phantom(self) -> None:
@@ -3468,7 +3576,7 @@ class KeyedOnSharedFileSystem(KeyedByRename):
 
         with hooked(stale), mock.patch.object(time, "sleep") as sleep:
             q.push(b"2", key="k")
-        self.assertEqual(sleep.call_count, 20 / femtoqueue._READ_TRIES)
+        self.assertEqual(sleep.call_count, 20 / femtoqueue._LOOKS)
         tries = itertools.count()
 
         def stale_lease(name: str, args: tuple[Any, ...]) -> None:
