@@ -2236,7 +2236,7 @@ class _Listings:
 
     Contents and single names that another host changed may be read as they were for a second
     (GlusterFS) or thirty (NFS); listings and renames are answered by the server, and so is what
-    _read_afresh() reads after a listing. A name that GlusterFS has yet to heal is listed for
+    _look_afresh() reads after a listing. A name that GlusterFS has yet to heal is listed for
     minutes, and leads to nothing: a phantom, which has no key.
     """
 
@@ -3057,8 +3057,9 @@ class _Transitions:
 
     def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
         """Return how far the work on that payload had come: of a key, another may be here now."""
-        path, is_shared = f"checkpoints/{ident}", self._files.is_shared
-        if not (_exists_afresh if is_shared else _exists)(self._files.root + path):
+        path = f"checkpoints/{ident}"
+        exists = _exists_afresh if self._files.is_shared else _exists
+        if not exists(self._files.root + path):
             return None
         try:
             saved, _ = self._keys.read_afresh(path, ident)
