@@ -434,6 +434,7 @@ def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> 
         newest_s = latest_s[bisect.bisect_left(ends_s, it.began_s)]
         if push.ended_s < newest_s and not events.may_have_come_back(it.id, it.got_s):
             late_s = it.began_s - newest_s
+            events.tell(it.id)
             yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
 
 
