@@ -120,6 +120,12 @@ def on_file_system(fs_type: int) -> Any:
     return mock.patch.object(femtoqueue, "_fs_type", mock.Mock(return_value=fs_type))
 
 
+def without_exchange() -> Any:
+    """Let the kernel refuse to exchange two names."""
+    refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+    return mock.patch.object(femtoqueue, "_exchange", side_effect=refused)
+
+
 @contextlib.contextmanager
 def hooked(hook: Callable[[str, tuple[Any, ...]], None]) -> Iterator[None]:
     """Call hook(name, arguments) before each system call that femtoqueue makes."""
@@ -3134,8 +3140,7 @@ class KeyedByRename(Keyed):
     replacing = ("exchange", "rename", "replace", "replace")
 
     def setUp(self) -> None:
-        refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        self.patched(mock.patch.object(femtoqueue, "_exchange", side_effect=refused))
+        self.patched(without_exchange())
         super().setUp()
 
     def needs_exchange(self) -> None:
@@ -3254,6 +3259,20 @@ class Healed(QueueCase):
             self.assertEqual(self.drain(other), [b"2", b"3"])
             self.assertLess(sum(slept), 3 * femtoqueue._STALE_S)  # once for each of the two
 
+    @contextlib.contextmanager
+    def outdated_at_first(self, ending: str, seconds: float = 0) -> Iterator[None]:
+        """A name leads to a file that is gone, for the first eight calls of open(), whatever is
+        listed between them. seconds: how long each of them takes."""
+        clock, tries = self.clock(), itertools.count()
+
+        def outdate(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0].endswith(ending) and next(tries) < 8:
+                clock.advance(seconds)
+                raise FileNotFoundError(errno.ENOENT, "as it was", args[0])
+
+        with mock.patch.object(clock, "sleep", clock.advance, create=True), hooked(outdate):
+            yield
+
     def test_a_phantom_is_told_in_time_where_listings_are_slow(self) -> None:
         q = self.queue()
         ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-8:]}", femtoqueue._STALE_S
@@ -3262,19 +3281,13 @@ class Healed(QueueCase):
         self.assertLess(len(slept), 40)
 
     def test_a_phantom_that_comes_to_life_is_found(self) -> None:
-        q, tries = self.queue(), itertools.count()
+        q = self.queue()
         ident = q.push(b"1", key="k")
         os.rename(self.file("pending", ident), self.file("aside"))
         with self.phantom("pending", ident):
             self.assertFalse(q.contains("k"))
         os.rename(self.file("aside"), self.file("pending", ident))
-        clock = self.clock()
-
-        def outdate(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and args[0].endswith(ident) and next(tries) < 8:
-                raise FileNotFoundError(errno.ENOENT, "as it was", args[0])
-
-        with mock.patch.object(clock, "sleep", clock.advance, create=True), hooked(outdate):
+        with self.outdated_at_first(ident):
             self.assertEqual(q.push(b"2", key="k"), ident)
 
     def test_a_phantom_beside_the_lease_of_its_task_does_not_hold_up_an_update(self) -> None:
@@ -3326,9 +3339,10 @@ class Healed(QueueCase):
         q, other = self.queue(), self.queue("n2")
         ident = q.push(b"1", key="k")
         task = self.pop(q)
-        refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        exchange = mock.patch.object(femtoqueue, "_exchange", side_effect=refused)
-        with exchange, self.outdated_listings(os.path.basename(task.path), 3, call="lstat"):
+        with (
+            without_exchange(),
+            self.outdated_listings(os.path.basename(task.path), 3, call="lstat"),
+        ):
             self.assertEqual(other.push(b"2", key="k", if_in_flight="update"), ident)
         q.release(task)
         self.assertEqual(self.drain(q), [b"2"])
@@ -3403,15 +3417,9 @@ class Healed(QueueCase):
         other.done(task)
 
     def test_a_mount_that_hangs_makes_no_phantom(self) -> None:
-        q, clock, tries = self.queue(), self.clock(), itertools.count()
+        q = self.queue()
         ident = q.push(b"1", key="k")
-
-        def hang(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and args[0].endswith(ident) and next(tries) < 8:
-                clock.advance(femtoqueue._STALE_S)
-                raise FileNotFoundError(errno.ENOENT, "as it was", args[0])
-
-        with mock.patch.object(clock, "sleep", clock.advance, create=True), hooked(hang):
+        with self.outdated_at_first(ident, seconds=femtoqueue._STALE_S):
             self.assertEqual(q.push(b"2", key="k"), ident)
 
     def test_a_lease_that_is_yet_to_be_healed_does_not_hold_up_what_waits(self) -> None:
