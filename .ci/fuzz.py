@@ -36,14 +36,23 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
-from test import Fuzz, StandingClock, demand
+from test import (
+    Fuzz,
+    Record,
+    StandingClock,
+    demand,
+    is_hex,
+    is_id,
+    is_ours,
+    is_task,
+    read_record,
+    record,
+)
 
 STEPS = 400  # of one seed of lives
 PATIENCE_S = 60  # of real time, for one seed
 BOUND = 200  # seeds by which a broken queue is caught
-HEX = "0123456789abcdef"
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-Record = tuple[bytes, "str | None"]
 
 
 @contextlib.contextmanager
@@ -69,74 +78,6 @@ def an_end() -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-# What a name is
-
-
-def is_number(text: str) -> bool:
-    """20 digits, of a nanosecond before the year 2255."""
-    return len(text) == 20 and set(text) <= set("0123456789") and int(text) < 9 * 10**18
-
-
-def is_hex(text: str) -> bool:
-    return len(text) == 8 and set(text) <= set(HEX)
-
-
-def is_id(text: str) -> bool:
-    return len(text) == 29 and text[20] == "-" and is_number(text[:20]) and is_hex(text[21:])
-
-
-def is_task(state: str, name: str) -> bool:
-    """Whether that is the name of a task in that state, as the docstring has them."""
-    *stamp, ident = name.split("~")
-    if not is_id(ident) or (state == "keys" and ident[21] not in "89abcdef"):
-        return False
-    if not stamp:
-        return state in ("pending", "done", "failed", "keys")
-    number, attempts = stamp[0], stamp[1] if len(stamp) > 1 else ""
-    if not is_number(number) or not 1 <= len(attempts) <= 6 or not set(attempts) <= set(HEX[:10]):
-        return False
-    # By hand, a task may come from anywhere under the name that it had there.
-    allowed = {"scheduled": (2,), "keys": (2,), "inflight": (3,)}.get(state, (2, 3))
-    return len(stamp) in allowed and all(map(is_hex, stamp[2:]))
-
-
-def is_ours(state: str, name: str) -> bool:
-    """Whether the queue may do with that file what it likes: a task, or a companion of one."""
-    stem, dot, kind = name.partition(".")
-    if state == "creating":
-        return is_id(stem) and (not dot or kind in ("clock", "error", "pending"))
-    if state == "failed" and name.endswith(".error"):
-        return is_id(name[:-6])
-    if state == "keys" and is_hex(name):
-        return name[0] in "89abcdef"
-    return is_task(state, name)
-
-
-# What a record is
-
-
-def read_record(content: bytes) -> Record | None:
-    """Return payload and key, None if that is no whole record."""
-    header, newline, payload = content.partition(b"\n")
-    magic, _, rest = header.partition(b" ")
-    fields = rest.split(b" ")
-    if magic != b"FQ1" or not newline or not 2 <= len(fields) <= 3:
-        return None
-    name = fields[2] if len(fields) > 2 else b""
-    sound = len(fields) == 2 or (name and all(32 < byte < 127 for byte in name))
-    right = b"%08x" % binascii.crc32(name + payload) == fields[0]
-    length = fields[1].lstrip(b"0") or fields[1][-1:]
-    if not sound or not right or length != b"%d" % len(payload):
-        return None
-    raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), name)
-    return payload, raw.decode("utf-8", "replace") if name else None
-
-
-def record(payload: bytes, name: bytes = b"") -> bytes:
-    header = b"FQ1 %08x %d" % (binascii.crc32(name + payload), len(payload))
-    return header + (b" " + name if name else b"") + b"\n" + payload
 
 
 class Names:
