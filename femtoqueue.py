@@ -32,23 +32,23 @@ Each move is one system call, and takes effect when that call returns:
 
     step       room and method                 from              to                       by
     publish    _Files.publish                  creating/<id>     pending/, scheduled/     rename
-    due        _Transitions.enqueue_scheduled  scheduled/        pending/<now>~<n>~<id>   rename
+    due        _Worker.enqueue_scheduled      scheduled/        pending/<now>~<n>~<id>   rename
     claim      _LeaseDir.claim                 pending/          inflight-<node>/         rename
     undo       _LeaseDir.undo_claim            inflight-<node>/  pending/                 rename
-    finish     _Transitions.finish             inflight-<node>/  done/<id>                rename
+    finish     _Worker.finish                 inflight-<node>/  done/<id>                rename
                  without keep_done             inflight-<node>/  nowhere                  unlink
-    fail       _Transitions.fail               inflight-<node>/  failed/<id>; its .error  rename
-    release    _Transitions.requeue            inflight-<node>/  pending/ or scheduled/   rename
-    extend     _Transitions.extend             inflight-<node>/  the same, a new deadline rename
-    reclaim    _Transitions.reclaim            an ended lease    pending/, its old place  rename
-    quarantine _Transitions.quarantine         inflight, pending failed/<id>; its .error  rename
-    retry      _Transitions.requeue_failed     failed/<id>       pending/<now>~0~<id>     rename
+    fail       _Worker.fail                   inflight-<node>/  failed/<id>; its .error  rename
+    release    _Worker.requeue                inflight-<node>/  pending/ or scheduled/   rename
+    extend     _Worker.extend                 inflight-<node>/  the same, a new deadline rename
+    reclaim    _Worker.reclaim                an ended lease    pending/, its old place  rename
+    quarantine _Worker.quarantine             inflight, pending failed/<id>; its .error  rename
+    retry      _Worker.requeue_failed         failed/<id>       pending/<now>~0~<id>     rename
     purge      FemtoQueue.purge, _purge_done   done/, failed/    nowhere                  unlink
     replace    _KeyPusher.push, _Files.swap    creating/<id>     for a waiting record     renameat2
     update     _KeyPusher.push, _Files.swap    creating/<id>     for a leased record      renameat2
     buffer     _KeyPusher.push                 creating/<id>     keys/<id>                rename
     promote    _KeyIndex._promote_buffered     keys/<id>         pending/, scheduled/     rename
-    save       _Transitions.save_checkpoint    creating/         checkpoints/<id>         rename
+    save       _Worker.save_checkpoint        creating/         checkpoints/<id>         rename
 
 _KeyIndex.move moves a task with a key, under the lock of the key; _Files.move moves any other.
 Four steps do more. Claim removes the name of a task that is in done/ too (_Files.is_done). Replace
@@ -1886,8 +1886,8 @@ def _oldest_names(
 class _Backlog:
     """Guarded by the queue's lock, as a task moves: see FemtoQueue."""
 
-    def __init__(self, files: _Files, lock: threading.RLock) -> None:
-        self._pending, self._lock = f"{files.root}pending", lock
+    def __init__(self, worker: _Worker) -> None:
+        self._pending, self._lock = f"{worker.files.root}pending", worker.lock
         self.names: list[str] = []  # the oldest last
         self._seen = 0  # how many names pending/ had when it was listed last
         self.next_due_ns = 0  # the earliest due time that is known, wall clock
@@ -1953,20 +1953,12 @@ class _LeaseDir:
     descriptor meanwhile. `closes` counts the calls of close().
     """
 
-    def __init__(
-        self,
-        files: _Files,
-        clock: _QueueClock,
-        backlog: _Backlog,
-        lock: threading.RLock,
-        node_id: str,
-        *,
-        detached: bool,
-    ) -> None:
-        self._files, self._clock, self._backlog, self._lock = files, clock, backlog, lock
-        self.node_id, self._detached = node_id, detached
-        self.directory = f"inflight-{node_id}"
-        self.path = files.root + self.directory
+    def __init__(self, worker: _Worker) -> None:
+        self._files, self._clock = worker.files, worker.clock
+        self._backlog, self._lock = worker.backlog, worker.lock
+        self._detached = worker.detached
+        self.directory = f"inflight-{worker.node_id}"
+        self.path = self._files.root + self.directory
         self.orphans: set[str] = set()  # names of leases in it that no living worker holds
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
@@ -2419,11 +2411,9 @@ class _KeyIndex:
     """Finds, replaces, buffers and moves keyed tasks. `needs_repair` is set when a keyed task may
     have ended without the payload behind it: repair() is due."""
 
-    def __init__(
-        self, files: _Files, clock: _QueueClock, backlog: _Backlog, lease_dir: _LeaseDir
-    ) -> None:
-        self._files, self._clock, self._backlog = files, clock, backlog
-        self._lease_dir, self._listings = lease_dir, _Listings(files)
+    def __init__(self, worker: _Worker) -> None:
+        self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
+        self._lease_dir, self._listings = worker.lease_dir, _Listings(worker.files)
         self._held = threading.local()  # .lock: the last one that this thread took; .files: all
         self.needs_repair = False
 
@@ -2790,10 +2780,9 @@ _NO_LOCK = contextlib.nullcontext()
 class _KeyPusher:
     """Pushes payloads for keys."""
 
-    def __init__(
-        self, files: _Files, clock: _QueueClock, backlog: _Backlog, keys: _KeyIndex
-    ) -> None:
-        self._files, self._clock, self._backlog, self._keys = files, clock, backlog, keys
+    def __init__(self, worker: _Worker) -> None:
+        self._files, self._clock = worker.files, worker.clock
+        self._backlog, self._keys = worker.backlog, worker.keys
 
     def push(
         self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
@@ -2951,28 +2940,28 @@ def _reason(error: str | BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-class _Transitions:
-    """What happens to tasks. `lock` is the queue's: it is held while a task moves into our lease
-    directory or out of it, so that a renewal and a done() in two threads don't cross."""
+class _Worker:
+    """What belongs to one process on one queue, and what happens to tasks. `lock` is held while a
+    task moves into our lease directory or out of it, so that a renewal and a done() in two threads
+    don't cross."""
 
-    def __init__(
-        self,
-        *,
-        files: _Files,
-        clock: _QueueClock,
-        backlog: _Backlog,
-        lease_dir: _LeaseDir,
-        keys: _KeyIndex,
-        lock: threading.RLock,
-        max_attempts: int | None,
-    ) -> None:
-        self._files, self._clock, self._backlog = files, clock, backlog
-        self._lease_dir, self._keys, self._lock = lease_dir, keys, lock
-        self._max_attempts = max_attempts
+    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock) -> None:
+        self.files, self.clock, self.lock = files, clock, threading.RLock()
+        self.node_id = queue._given_node_id or f"{os.getpid()}-{clock.tag}"
+        self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
+        self.timeout_stale_ms, self.length_ns = queue.timeout_stale_ms, queue._length_ns
+        self.detached, self.poll_interval_s = queue.detached, queue.poll_interval_s
+        self.backlog = _Backlog(self)
+        self.lease_dir = _LeaseDir(self)
+        self.keys = _KeyIndex(self)
+        self.house = _Housekeeper(self)
+        self.pusher, self.taker = _KeyPusher(self), _Taker(self)
+        self.waits = _Waits(self)
+        self.renewer = _LeaseRenewer(self)
 
     def open_lease_dir(self) -> None:
         """Open our lease directory unless it is open, and reclaim what a former holder left."""
-        for entry in self._lease_dir.ensure_open():
+        for entry in self.lease_dir.ensure_open():
             with contextlib.suppress(OSError):  # the next look at leases tries again, and raises
                 self.reclaim(entry)
 
@@ -2988,19 +2977,19 @@ class _Transitions:
         was_claimed, attempts = attempts is not None, attempts or 0
         if fcntl is None and _is_keyed(ident):
             return None  # it could be leased, but never finished
-        if self._max_attempts is not None and attempts >= self._max_attempts:
-            if not self._files.drop_done(waiting):
+        if self.max_attempts is not None and attempts >= self.max_attempts:
+            if not self.files.drop_done(waiting):
                 self._dead_letter_exhausted(waiting, attempts)
         else:
             counted = min(attempts + 1, _MAX_ATTEMPTS)
-            lease = self._lease_dir.claim(waiting, counted, ident, length_ns)
+            lease = self.lease_dir.claim(waiting, counted, ident, length_ns)
             if lease:
-                held = _Lease(lease, length_ns, self._lease_dir.closes)
+                held = _Lease(lease, length_ns, self.lease_dir.closes)
                 return self._read_claimed(waiting, ident, counted, held, was_claimed)
         if attempts and _is_keyed(ident):
             # RACE: its payload was replaced after we listed it; its place is still this one.
             return self.claim(_reset_path(waiting, None), length_ns)
-        self._backlog.drop_taken()
+        self.backlog.drop_taken()
         return None
 
     def _read_claimed(
@@ -3010,13 +2999,13 @@ class _Transitions:
         was_claimed: it may have been before, so that it may have a checkpoint."""
         lease, checkpoint = held.path, None
         try:
-            if _is_keyed(ident) and self._files.is_shared:
-                data, key = self._keys.read_afresh(lease, ident)
+            if _is_keyed(ident) and self.files.is_shared:
+                data, key = self.keys.read_afresh(lease, ident)
             else:
-                data, key = _read_record(self._files.root + lease, ident)
+                data, key = _read_record(self.files.root + lease, ident)
             if key is not None:
-                with self._keys.lock_if_shared(ident):
-                    other = self._keys.other_task(key, lease)
+                with self.keys.lock_if_shared(ident):
+                    other = self.keys.other_task(key, lease)
                     if other is not None:
                         self.quarantine(lease, str(KeyInFlight(key, other)))
                         return None
@@ -3026,12 +3015,12 @@ class _Transitions:
             self.quarantine(lease, error.reason)
             return None
         except FileNotFoundError:
-            self._lease_dir.undo_claim(lease, waiting)
+            self.lease_dir.undo_claim(lease, waiting)
             return None
         except BaseException as error:
             self._return_unreadable(lease, waiting, error)
             raise
-        anchor_ns = self._clock.anchor_ns
+        anchor_ns = self.clock.anchor_ns
         return FemtoTask(ident, data, attempts, key, checkpoint, _lease=held, _anchor_ns=anchor_ns)
 
     def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
@@ -3044,11 +3033,11 @@ class _Transitions:
         is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
         if isinstance(error, Exception) and not is_transient and _state_of(waiting) == "pending":
             ident, attempts = _id_of(waiting), _attempts_of(waiting)
-            target = f"pending/{_task_name(self._clock.next_order(), attempts, ident)}"
+            target = f"pending/{_task_name(self.clock.next_order(), attempts, ident)}"
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
             # CRASH: before it, a lease like any
             try:
-                self._backlog.note_enqueued(self._keys.move(lease, target))
+                self.backlog.note_enqueued(self.keys.move(lease, target))
             except OSError:
                 self.orphan(lease)
                 raise
@@ -3058,11 +3047,11 @@ class _Transitions:
     def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
         """Return how far the work on that payload had come: of a key, another may be here now."""
         path = f"checkpoints/{ident}"
-        exists = _exists_afresh if self._files.is_shared else _exists
-        if not exists(self._files.root + path):
+        exists = _exists_afresh if self.files.is_shared else _exists
+        if not exists(self.files.root + path):
             return None
         try:
-            saved, _ = self._keys.read_afresh(path, ident)
+            saved, _ = self.keys.read_afresh(path, ident)
         except FileNotFoundError:
             return None  # RACE: a person removed it
         except CorruptTask as error:  # power loss: the work begins anew
@@ -3071,12 +3060,12 @@ class _Transitions:
         of_data = _header(data)
         if saved.startswith(of_data):
             return saved[len(of_data) :]
-        self._files.remove(f"checkpoints/{ident}")
+        self.files.remove(f"checkpoints/{ident}")
         return None
 
     def save_checkpoint(self, task: FemtoTask, payload: bytes) -> None:
         """Put a checkpoint in place, and renew the lease, which is the fence."""
-        root, data = self._files.root, task.data
+        root, data = self.files.root, task.data
         if task.size_bytes is None:  # of attach(): the payload was not read
             try:
                 data, _ = _look_afresh(_read_record, root + task.path, task.id)
@@ -3084,13 +3073,13 @@ class _Transitions:
                 os.stat(root)  # gone: disk trouble
                 raise self.lease_lost(task) from None
         record = _header(data) + payload
-        with self._files.replacement(self._clock.new_id(), _header(record), record) as aside:
+        with self.files.replacement(self.clock.new_id(), _header(record), record) as aside:
             if not os.path.isdir(f"{root}checkpoints"):
-                _make_dir(f"{root}checkpoints", 0o777, self._files.is_durable)
-            with self._keys.lock_of(task.id), self._lock:
+                _make_dir(f"{root}checkpoints", 0o777, self.files.is_durable)
+            with self.keys.lock_of(task.id), self.lock:
                 self.renew(task)  # it holds for far longer than the next line
                 _move_over(root + aside, f"{root}checkpoints/{task.id}")
-        self._files.commit_dir("checkpoints")
+        self.files.commit_dir("checkpoints")
         _set_checkpoint(task, payload)
 
     # From in flight
@@ -3103,24 +3092,24 @@ class _Transitions:
         """
         lease = _lease_of(task)
         if _is_keyed(task.id):
-            with self._keys.lock_of(task.id):
-                gone_to = self._end(task, lease, target, self._keys.move)
+            with self.keys.lock_of(task.id):
+                gone_to = self._end(task, lease, target, self.keys.move)
         else:
-            gone_to = self._end(task, lease, target, self._files.move)
+            gone_to = self._end(task, lease, target, self.files.move)
         if task.checkpoint is not None and _is_end(target):
-            self._files.remove(f"checkpoints/{task.id}")
+            self.files.remove(f"checkpoints/{task.id}")
         return gone_to
 
     def _end(self, task: FemtoTask, lease: _Lease, target: str, move: Callable[..., str]) -> str:
         """Move a task out of its lease, with the lock of its key held if it has one."""
         is_ours = functools.partial(self._is_ours, task, lease, time.monotonic())
-        with self._lock:
+        with self.lock:
             try:
                 gone_to = move(lease.path, target, is_ours=is_ours)
             except FileNotFoundError:
                 directory = os.path.dirname(target)
                 # A directory that is gone is disk trouble.
-                os.stat(self._files.root + (directory if directory in _STATE_DIRS else ""))
+                os.stat(self.files.root + (directory if directory in _STATE_DIRS else ""))
                 raise self.lease_lost(task) from None
             lease.outcome = _OUTCOMES.get(target.partition("/")[0], "")
         return gone_to
@@ -3128,12 +3117,12 @@ class _Transitions:
     def _is_ours(self, task: FemtoTask, lease: _Lease, began_s: float) -> bool:
         """Whether only a person can have ended a lease, if not we: it was running when we began,
         and neither this delivery nor the queue object had ended it."""
-        has_ended = lease.outcome or lease.closes != self._lease_dir.closes
+        has_ended = lease.outcome or lease.closes != self.lease_dir.closes
         return not has_ended and self.left_ns(task) / 1e9 + time.monotonic() > began_s
 
     def lease_lost(self, task: FemtoTask) -> LeaseLost:
         """Return the error that says how long ago the lease of a task ended, or why else."""
-        late_ns = self._clock.now_ns() - _stamp_of(task.path)
+        late_ns = self.clock.now_ns() - _stamp_of(task.path)
         if late_ns >= 0:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
@@ -3145,21 +3134,21 @@ class _Transitions:
         path = _lease_of(task).path
         if keep:
             gone_to = self.end_lease(task, f"done/{task.id}")
-            if self._files.is_durable:
-                self._files.commit(gone_to)
+            if self.files.is_durable:
+                self.files.commit(gone_to)
             return
         # Sync the lease first: after power loss the task must not be in pending/ again.
         with contextlib.suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
-            self._files.commit(path)
+            self.files.commit(path)
         directory = os.path.dirname(path)
         self.end_lease(task, "")
-        self._files.commit_dir(directory)
+        self.files.commit_dir(directory)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
         """Move a leased task back to pending/, or to scheduled/."""
         gone_to = self.end_lease(task, target)
-        self._backlog.note_enqueued(gone_to)
-        self._files.commit(gone_to)
+        self.backlog.note_enqueued(gone_to)
+        self.files.commit(gone_to)
 
     def requeue_uncounted(self, task: FemtoTask) -> None:
         """Return a task to the front of pending/, and do not count this delivery."""
@@ -3173,61 +3162,61 @@ class _Transitions:
     def extend(self, task: FemtoTask, length_ns: int) -> None:
         """Rename a lease to another deadline: length_ns from now."""
         lease = _lease_of(task)
-        with self._keys.lock_of(task.id), self._lock:
+        with self.keys.lock_of(task.id), self.lock:
             if lease.is_renewed:  # the next renewal is due only then
                 length_ns = max(length_ns, lease.length_ns)
-            deadline_ns = self._clock.now_ns() + length_ns
+            deadline_ns = self.clock.now_ns() + length_ns
             renewed, path = False, _with_stamp(lease.path, deadline_ns)
             try:
                 self.end_lease(task, path)
                 renewed = True
             finally:  # also when Ctrl-C came between the rename and here
-                if renewed or os.path.lexists(self._files.root + path):
+                if renewed or os.path.lexists(self.files.root + path):
                     lease.path = path
-            self._backlog.next_end_ns = min(self._backlog.next_end_ns, deadline_ns)
+            self.backlog.next_end_ns = min(self.backlog.next_end_ns, deadline_ns)
 
     def is_leased(self, task: FemtoTask) -> bool:
         """Whether the lease is still there, whatever its deadline says."""
-        return self._files.exists(task.path)
+        return self.files.exists(task.path)
 
     def left_ns(self, task: FemtoTask) -> int:
         """Return how long a lease still lasts."""
-        return _stamp_of(task.path) - self._clock.now_ns()
+        return _stamp_of(task.path) - self.clock.now_ns()
 
     def renew(self, task: FemtoTask, wait: bool = True) -> None:
         """Extend a lease by its own length, but never to less than is left.
 
         Raises BlockingIOError if the lock of its key is not free and wait is False.
         """
-        with self._keys.lock_of(task.id, wait), self._lock:
+        with self.keys.lock_of(task.id, wait), self.lock:
             self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 
     def orphan(self, lease: str) -> None:
         """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/."""
-        with self._lock:
-            self._lease_dir.orphans.add(lease.partition("/")[2])
-            self._backlog.next_end_ns = 0
+        with self.lock:
+            self.lease_dir.orphans.add(lease.partition("/")[2])
+            self.backlog.next_end_ns = 0
 
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
         front = _front_path(entry.id, entry.attempts or 0)
         try:
-            target = self._keys.move(entry.path, front, wait=False)
+            target = self.keys.move(entry.path, front, wait=False)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
         except OSError as error:
-            if entry.directory == self._lease_dir.directory:
-                self._lease_dir.orphans.add(entry.name)  # we are alive: only this mark ends it
+            if entry.directory == self.lease_dir.directory:
+                self.lease_dir.orphans.add(entry.name)  # we are alive: only this mark ends it
             if isinstance(error, BlockingIOError):
                 return  # RACE: another process is at work on its key; next time
             raise
-        self._lease_dir.orphans.discard(entry.name)
-        self._backlog.note_enqueued(target)
+        self.lease_dir.orphans.discard(entry.name)
+        self.backlog.note_enqueued(target)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
         """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
         first_error = _FirstError()
-        for entry in self._files.entries(directory):
+        for entry in self.files.entries(directory):
             if entry.boot != _DETACHED and boot in (None, entry.boot):
                 with first_error:
                     self.reclaim(entry)
@@ -3247,14 +3236,14 @@ class _Transitions:
         reason_path = f"failed/{ident}.error"
         if error is None:
             move()
-            _unlink_if_exists(self._files.root + reason_path)  # of a failure retried by hand
+            _unlink_if_exists(self.files.root + reason_path)  # of a failure retried by hand
         else:
             text = _reason(error).encode("utf-8", "backslashreplace")
-            aside = f"{self._clock.new_id()}.error"
-            with self._files.replacement(aside, text, b"") as path:
+            aside = f"{self.clock.new_id()}.error"
+            with self.files.replacement(aside, text, b"") as path:
                 move()
-                _move_over(self._files.root + path, self._files.root + reason_path)
-        self._files.commit(f"failed/{ident}")
+                _move_over(self.files.root + path, self.files.root + reason_path)
+        self.files.commit(f"failed/{ident}")
 
     def _dead_letter_exhausted(self, waiting: str, attempts: int) -> None:
         """Move a task that was delivered too often to failed/."""
@@ -3269,7 +3258,7 @@ class _Transitions:
         of pending/: it must not block other tasks, whose work may free disk space.
         """
         ident = _id_of(source)
-        back = _task_name(self._clock.next_order(), _attempts_of(source), ident)
+        back = _task_name(self.clock.next_order(), _attempts_of(source), ident)
         try:
             self._quarantine(source, back, reason, wait)
         except FileNotFoundError:
@@ -3284,38 +3273,38 @@ class _Transitions:
             except OSError:
                 with contextlib.suppress(FileNotFoundError):
                     # RACE: another worker took it. Or it has moved, and what failed was the sync.
-                    self._keys.move(source, f"pending/{back}", wait)
+                    self.keys.move(source, f"pending/{back}", wait)
                 raise
-        self._files.remove(f"checkpoints/{ident}")
+        self.files.remove(f"checkpoints/{ident}")
         _log().error("task %s is in failed/: %s", ident, reason)
 
     def _quarantine(self, source: str, back: str, reason: str | None, wait: bool) -> None:
         """Move a task to failed/; under the name `back` if a dead letter of its id is there."""
         ident = _id_of(source)
-        if os.path.lexists(f"{self._files.root}failed/{ident}"):
+        if os.path.lexists(f"{self.files.root}failed/{ident}"):
             # By hand. It stays as it is, and so does its reason.
-            self._keys.move(source, f"failed/{back}", wait)
+            self.keys.move(source, f"failed/{back}", wait)
             return
         target = f"failed/{ident}"
-        move = functools.partial(self._keys.move, source, target, wait, is_ours=_always)
+        move = functools.partial(self.keys.move, source, target, wait, is_ours=_always)
         self._dead_letter(ident, reason, move)
 
     def requeue_failed(self, source: str) -> bool:
         """Put a failed task at the back, its attempts at 0; False if it is not there any more."""
         ident = _id_of(source)
-        target = f"pending/{_task_name(self._clock.next_order(), 0, ident)}"
+        target = f"pending/{_task_name(self.clock.next_order(), 0, ident)}"
         try:
-            with self._keys.lock_of(ident) as held:
+            with self.keys.lock_of(ident) as held:
                 if held is not None:
-                    self._keys.reserve(held, source, target)
+                    self.keys.reserve(held, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
-                _unlink_if_exists(f"{self._files.root}failed/{ident}.error")
-                self._keys.move(source, target, is_ours=_always)
+                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
+                self.keys.move(source, target, is_ours=_always)
         except FileNotFoundError:
-            os.stat(f"{self._files.root}pending")  # gone: disk trouble
+            os.stat(f"{self.files.root}pending")  # gone: disk trouble
             return False  # RACE: another process retried or removed it
-        self._backlog.note_enqueued(target)
-        self._files.commit(target)
+        self.backlog.note_enqueued(target)
+        self.files.commit(target)
         return True
 
     # From scheduled/
@@ -3326,9 +3315,9 @@ class _Transitions:
         It is synced: on btrfs, a later push's sync of pending/ alone left the task in scheduled/
         as well after power loss.
         """
-        name = _task_name(self._clock.next_order(), _attempts_of(source), _id_of(source))
-        path = self._keys.move(source, f"pending/{name}", wait, _always)
-        self._files.commit(path)
+        name = _task_name(self.clock.next_order(), _attempts_of(source), _id_of(source))
+        path = self.keys.move(source, f"pending/{name}", wait, _always)
+        self.files.commit(path)
         return path
 
 
@@ -3372,26 +3361,18 @@ class _PeriodicJob:
             self.at_s = ended_s + max(self.every_s, pause_s)
 
 
+_Transitions = _Worker
+
+
 class _Housekeeper:
     """Lists pending/, enqueues due tasks, reclaims leases, removes leftovers. `lock` is the
     queue's: it is held while a job runs."""
 
-    def __init__(
-        self,
-        *,
-        files: _Files,
-        clock: _QueueClock,
-        backlog: _Backlog,
-        lease_dir: _LeaseDir,
-        keys: _KeyIndex,
-        transitions: _Transitions,
-        lock: threading.RLock,
-        timeout_stale_ms: float | None,
-        keep_done: bool | float,
-    ) -> None:
-        self._files, self._clock, self._backlog = files, clock, backlog
-        self._lease_dir, self._keys, self._transitions = lease_dir, keys, transitions
-        self._lock, self._keep_done = lock, keep_done
+    def __init__(self, worker: _Worker) -> None:
+        self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
+        self._lease_dir, self._keys, self._worker = worker.lease_dir, worker.keys, worker
+        self._lock, self._keep_done = worker.lock, worker.keep_done
+        timeout_stale_ms, keep_done = worker.timeout_stale_ms, worker.keep_done
         self._young_ns = None if timeout_stale_ms is None else _lease_length_ns(timeout_stale_ms)
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self.finished = 0  # tasks that this object finished since done/ was purged last
@@ -3466,7 +3447,7 @@ class _Housekeeper:
         """
         now_s = time.monotonic()
         if now_s >= self.look_s or self._is_paused or self._lease_dir.is_suspect:
-            self._transitions.open_lease_dir()
+            self._worker.open_lease_dir()
             self._is_paused = self._files.is_paused
             self.look_s = now_s + _LOOK_INTERVAL_S
         return self._is_paused
@@ -3516,7 +3497,7 @@ class _Housekeeper:
                 break
             with first_error:
                 try:
-                    self._transitions.enqueue_scheduled(entry.path, wait=False)
+                    self._worker.enqueue_scheduled(entry.path, wait=False)
                 except FileNotFoundError:
                     continue  # RACE: another worker moved it
                 except BlockingIOError:
@@ -3554,7 +3535,7 @@ class _Housekeeper:
             is_final = self._lease_dir.deadline_is_final(entry) or entry.name in orphans
             if is_final or not self._renewed_recently(entry):
                 with first_error:
-                    self._transitions.reclaim(entry)
+                    self._worker.reclaim(entry)
         if running:
             self._backlog.next_end_ns = min(self._backlog.next_end_ns, running[0].stamp_ns)
         has_ours = any(entry.boot == self._clock.boot for entry in leases)
@@ -3589,7 +3570,7 @@ class _Housekeeper:
             return
         try:
             if lock.try_exclusive() and lock.is_at_path():
-                self._transitions.reclaim_all(directory, self._clock.boot)
+                self._worker.reclaim_all(directory, self._clock.boot)
                 self._keys.needs_repair = True  # it may have died before it promoted a payload
                 self.next_run_s = 0.0
                 if has_ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
@@ -3693,22 +3674,10 @@ def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) 
 class _Taker:
     """Looks for tasks to lease. `lock` is the queue's."""
 
-    def __init__(
-        self,
-        *,
-        files: _Files,
-        clock: _QueueClock,
-        backlog: _Backlog,
-        lease_dir: _LeaseDir,
-        keys: _KeyIndex,
-        transitions: _Transitions,
-        house: _Housekeeper,
-        lock: threading.RLock,
-        length_ns: int,
-    ) -> None:
-        self._files, self._clock, self._backlog, self._keys = files, clock, backlog, keys
-        self._lease_dir, self._transitions = lease_dir, transitions
-        self._house, self._lock, self._length_ns = house, lock, length_ns
+    def __init__(self, worker: _Worker) -> None:
+        self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
+        self._keys, self._lease_dir, self._worker = worker.keys, worker.lease_dir, worker
+        self._house, self._lock, self._length_ns = worker.house, worker.lock, worker.length_ns
 
     def length_of(self, lease_ms: float | None) -> int:
         """Return the length of a delivery's lease in nanoseconds; None: the queue's."""
@@ -3730,7 +3699,7 @@ class _Taker:
                 if listings > _MAX_LISTINGS or not self._house.refill():
                     return None
                 continue
-            task = self._transitions.claim(f"pending/{name}", length_ns)
+            task = self._worker.claim(f"pending/{name}", length_ns)
             if task is not None:
                 return task
 
@@ -3776,11 +3745,11 @@ class _Taker:
             self._house.run_overdue()
         for _ in range(_MAX_LISTINGS):
             if self._lease_dir.is_suspect:
-                self._transitions.open_lease_dir()
+                self._worker.open_lease_dir()
             try:
                 with self._keys.lock_of(ident, wait):
                     path = find()
-                    task = self._transitions.claim(path, length_ns) if path else None
+                    task = self._worker.claim(path, length_ns) if path else None
             except BlockingIOError:
                 return None
             if task is not None or not path:
@@ -3797,7 +3766,7 @@ class _Taker:
             path = self._keys.find(held, name) or ""
         if _state_of(path) == "scheduled" and _stamp_of(path) <= _wall_ns():
             with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
-                return self._transitions.enqueue_scheduled(path)
+                return self._worker.enqueue_scheduled(path)
         return path if _state_of(path) == "pending" else ""
 
     def _path_of_id(self, ident: str) -> str:
@@ -3988,16 +3957,9 @@ class _Waits:
     """The waits on one queue object. `house` tells when something comes due; a look is a function
     that returns what it found, or None."""
 
-    def __init__(
-        self,
-        root: str,
-        lease_dir: _LeaseDir,
-        house: _Housekeeper,
-        transitions: _Transitions,
-        longest_poll_s: float,
-    ) -> None:
-        self._root, self._lease_dir, self._house = root, lease_dir, house
-        self._transitions, self._longest_poll_s = transitions, longest_poll_s
+    def __init__(self, worker: _Worker) -> None:
+        self._root, self._lease_dir, self._house = worker.files.root, worker.lease_dir, worker.house
+        self._worker, self._longest_poll_s = worker, worker.poll_interval_s
         self._lock = threading.RLock()
         self.watcher: _Watcher | None = None
         self.loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _AsyncWaiters]
@@ -4045,7 +4007,7 @@ class _Waits:
         if task is _NO_TASK:
             return
         try:
-            self._transitions.requeue_uncounted(task)
+            self._worker.requeue_uncounted(task)
         except LeaseLost:
             pass  # close() did
         except OSError as error:
@@ -4155,12 +4117,12 @@ def _retry_delay_s(first_s: float, attempts: int) -> float:
 class _LeaseRenewer:
     """Renews the leases of the tasks that are being processed, in one thread.
 
-    `lock` is the queue's. The thread holds the queue's collaborators, not the queue: a dropped
-    queue object gives up its lease directory at once.
+    The thread holds the worker, not the queue: a dropped queue object gives up its lease directory
+    at once.
     """
 
-    def __init__(self, transitions: _Transitions, lock: threading.RLock) -> None:
-        self._transitions, self._lock = transitions, lock
+    def __init__(self, worker: _Worker) -> None:
+        self._worker, self._lock = worker, worker.lock
         # By the id() of the task. Weak: the `with` holds the block, for as long as there is one.
         self._blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         self.stop = threading.Event()  # set: no thread renews
@@ -4227,13 +4189,13 @@ class _LeaseRenewer:
     def _renew(self, task: FemtoTask) -> None:
         """Renew a lease, unless the next time will do, or its block has ended meanwhile."""
         lease = _lease_of(task)
-        left_ns = self._transitions.left_ns(task)
+        left_ns = self._worker.left_ns(task)
         if not lease.is_renewed or lease.outcome:
             return
         if left_ns - self.pause_s * 1e9 >= lease.length_ns * (1 - _RENEWAL):
             return  # the thread runs more often than this lease needs
         # Not waiting for the lock of its key: a process may be stopped while it has it.
-        self._transitions.renew(task, wait=False)
+        self._worker.renew(task, wait=False)
 
 
 class _Processing:
@@ -4243,11 +4205,9 @@ class _Processing:
     WorkCounts; "" while it runs, or if its end could not be written.
     """
 
-    def __init__(
-        self, queue: Any, task: FemtoTask, transitions: _Transitions, renewer: _LeaseRenewer
-    ) -> None:
+    def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
-        self._transitions, self._renewer = transitions, renewer
+        self._worker, self._renewer = worker, worker.renewer
         self._lease, self._pid = _lease_of(task), os.getpid()
 
     @property
@@ -4257,10 +4217,10 @@ class _Processing:
     def __enter__(self) -> FemtoTask:
         """Check or renew the lease, and have it renewed. Raises LeaseLost."""
         task = self.task
-        if self._transitions.left_ns(task) < self._lease.length_ns * 2 / 3:
-            self._transitions.renew(task)
-        elif not self._transitions.is_leased(task):
-            raise self._transitions.lease_lost(task)
+        if self._worker.left_ns(task) < self._lease.length_ns * 2 / 3:
+            self._worker.renew(task)
+        elif not self._worker.is_leased(task):
+            raise self._worker.lease_lost(task)
         self._renewer.add(self)
         return task
 
@@ -4297,7 +4257,7 @@ class _Processing:
 
     def orphan(self) -> None:
         """Have the task delivered again soon: its delivery can't be ended."""
-        self._transitions.orphan(self.task.path)
+        self._worker.orphan(self.task.path)
 
 
 # ==================================================================================================
@@ -4543,18 +4503,9 @@ class _WorkerPool:
 class _Inspector:
     """What check() finds, and mends with `repair`."""
 
-    def __init__(
-        self,
-        files: _Files,
-        clock: _QueueClock,
-        keys: _KeyIndex,
-        transitions: _Transitions,
-        house: _Housekeeper,
-        *,
-        repair: bool,
-    ) -> None:
-        self._files, self._clock, self._keys = files, clock, keys
-        self._transitions, self._house, self._repair = transitions, house, repair
+    def __init__(self, worker: _Worker, repair: bool) -> None:
+        self._files, self._clock, self._keys = worker.files, worker.clock, worker.keys
+        self._worker, self._house, self._repair = worker, worker.house, repair
 
     def findings(self) -> Iterator[Finding]:
         """Yield what is odd; a directory that can't be read is a finding too."""
@@ -4623,7 +4574,7 @@ class _Inspector:
                     continue  # a dead letter for just that
                 mend = self._repair and entry.directory in ("pending", "scheduled")
                 if mend:
-                    self._transitions.quarantine(entry.path, error.reason)
+                    self._worker.quarantine(entry.path, error.reason)
                 yield Finding("corrupt", entry.path, error.reason, mend)
 
     def _twice(self) -> Iterator[Finding]:
@@ -4762,36 +4713,15 @@ class FemtoQueue:
     def _init_worker(self) -> None:
         """Create the state that belongs to one process: worker id, lock, cached listing. Called
         again in a forked child, which must not share it."""
-        files, clock, lock = self._files, self._clock, threading.RLock()
-        self.node_id = self._given_node_id or f"{os.getpid()}-{clock.tag}"
-        backlog = _Backlog(files, lock)
-        lease_dir = _LeaseDir(files, clock, backlog, lock, self.node_id, detached=self.detached)
-        keys = _KeyIndex(files, clock, backlog, lease_dir)
-        parts: dict[str, Any] = {"files": files, "clock": clock, "backlog": backlog, "lock": lock}
-        parts |= {"lease_dir": lease_dir, "keys": keys}
-        self._lock, self._backlog, self._lease_dir, self._keys = lock, backlog, lease_dir, keys
-        self._pusher = _KeyPusher(files, clock, backlog, keys)
-        self._transitions = _Transitions(**parts, max_attempts=self.max_attempts)
-        self._house = _Housekeeper(
-            **parts,
-            transitions=self._transitions,
-            timeout_stale_ms=self.timeout_stale_ms,
-            keep_done=self.keep_done,
-        )
-        self._taker = _Taker(
-            **parts,
-            transitions=self._transitions,
-            house=self._house,
-            length_ns=self._length_ns,
-        )
-        self._waits = _Waits(
-            *(files.root, lease_dir, self._house, self._transitions, self.poll_interval_s)
-        )
-        self._renewer = _LeaseRenewer(self._transitions, lock)
+        worker = self._worker = _Worker(self, self._files, self._clock)
+        self.node_id = worker.node_id
+        self._lock, self._backlog, self._lease_dir = worker.lock, worker.backlog, worker.lease_dir
+        self._keys, self._transitions, self._house = worker.keys, worker, worker.house
+        self._taker, self._waits, self._renewer = worker.taker, worker.waits, worker.renewer
 
     def _after_fork(self) -> None:
         """In a forked child: become a worker of its own."""
-        self._house.close()
+        self._worker.house.close()
         self._clock.init_worker()
         self._init_worker()
 
@@ -4873,7 +4803,7 @@ class FemtoQueue:
         ident = self._clock.new_id()
         path = f"scheduled/{_task_name(due_ns, 0, ident)}"
         self._files.publish(ident, data, path)
-        self._backlog.note_enqueued(path)
+        self._worker.backlog.note_enqueued(path)
         return ident
 
     def _push_keyed(
@@ -4890,10 +4820,10 @@ class FemtoQueue:
         name = _encode_key(key)
         payload = data if type(data) is bytes else _as_bytes(data)
         while True:
-            with self._lease_dir.waiting_since(None):
-                if self._lease_dir.is_suspect:
-                    self._transitions.open_lease_dir()
-                ident = self._pusher.push(name, payload, if_in_flight, due_ns)
+            with self._worker.lease_dir.waiting_since(None):
+                if self._worker.lease_dir.is_suspect:
+                    self._worker.open_lease_dir()
+                ident = self._worker.pusher.push(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
 
@@ -4914,13 +4844,15 @@ class FemtoQueue:
         for disk trouble: a task that could not be read is at the back of pending/ then; trouble
         with other workers' directories, scheduled/ or creating/ is raised when no task waits.
         """
-        length_ns = self._length_ns if lease_ms is None else self._taker.length_of(lease_ms)
+        length_ns = self._length_ns if lease_ms is None else self._worker.taker.length_of(lease_ms)
         if timeout == 0:
             try:
-                return self._taker.take_oldest(length_ns)
+                return self._worker.taker.take_oldest(length_ns)
             except _Closed:  # in a signal handler, during a wait that close() has ended
                 return None
-        return self._waits.wait_for(lambda: self._taker.take_oldest(length_ns), _end_s(timeout))
+        return self._worker.waits.wait_for(
+            lambda: self._worker.taker.take_oldest(length_ns), _end_s(timeout)
+        )
 
     async def pop_async(
         self, timeout: float | None = None, *, lease_ms: float | None = None
@@ -4930,9 +4862,9 @@ class FemtoQueue:
         Cancelling it leaves no task leased: one that it had just got is back at its place, and
         that delivery is not counted.
         """
-        length_ns = self._taker.length_of(lease_ms)
-        return await self._waits.wait_for_async(
-            lambda: self._taker.take_oldest(length_ns), _end_s(timeout), ""
+        length_ns = self._worker.taker.length_of(lease_ms)
+        return await self._worker.waits.wait_for_async(
+            lambda: self._worker.taker.take_oldest(length_ns), _end_s(timeout), ""
         )
 
     def take(
@@ -4953,8 +4885,8 @@ class FemtoQueue:
         timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
         id, TypeError unless one of the two is given.
         """
-        look, _ = self._taker.finder_of(key, id, lease_ms, wait=True)
-        return self._waits.wait_for(look, _end_s(timeout))
+        look, _ = self._worker.taker.finder_of(key, id, lease_ms, wait=True)
+        return self._worker.waits.wait_for(look, _end_s(timeout))
 
     async def take_async(
         self,
@@ -4965,8 +4897,8 @@ class FemtoQueue:
         lease_ms: float | None = None,
     ) -> FemtoTask | None:
         """Do as take() does, without blocking the event loop; see pop_async()."""
-        look, line = self._taker.finder_of(key, id, lease_ms, wait=False)
-        return await self._waits.wait_for_async(look, _end_s(timeout), line)
+        look, line = self._worker.taker.finder_of(key, id, lease_ms, wait=False)
+        return await self._worker.waits.wait_for_async(look, _end_s(timeout), line)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
@@ -4978,11 +4910,11 @@ class FemtoQueue:
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
         def look() -> FemtoTask | None:
-            task = self._taker.take_oldest(self._length_ns)
+            task = self._worker.taker.take_oldest(self._length_ns)
             return task if task is not None or self._files.has_work() else _NO_TASK
 
         def tasks() -> Iterator[FemtoTask]:
-            while (task := self._waits.wait_for(look, _end_s(timeout), False)) is not None:
+            while (task := self._worker.waits.wait_for(look, _end_s(timeout), False)) is not None:
                 if task is _NO_TASK:
                     return
                 yield task
@@ -4999,7 +4931,7 @@ class FemtoQueue:
         def look() -> bool | None:
             return None if self._files.has_work() else True
 
-        return self._waits.wait_for(look, _end_s(timeout), False) is True
+        return self._worker.waits.wait_for(look, _end_s(timeout), False) is True
 
     # Ending a delivery
 
@@ -5008,8 +4940,8 @@ class FemtoQueue:
 
         Raises LeaseLost if the task is not this delivery's any more.
         """
-        self._house.finished += 1
-        self._transitions.finish(task, bool(self.keep_done))
+        self._worker.house.finished += 1
+        self._worker.finish(task, bool(self.keep_done))
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
         """Make the task a dead letter in failed/, where retry() finds it.
@@ -5020,7 +4952,7 @@ class FemtoQueue:
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
         _lease_of(task)
-        self._transitions.fail(task, error)
+        self._worker.fail(task, error)
 
     def release(
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
@@ -5041,7 +4973,7 @@ class FemtoQueue:
             target = _front_path(task.id, attempts)
         else:
             target = f"pending/{_task_name(self._clock.next_order(), attempts, task.id)}"
-        self._transitions.requeue(task, target)
+        self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
         """Renew the lease: it ends `ms` milliseconds from now (None: as long as it was taken for).
@@ -5050,7 +4982,7 @@ class FemtoQueue:
         """
         lease = _lease_of(task)
         length_ns = lease.length_ns if ms is None else _lease_length_ns(_positive("ms", ms))
-        self._transitions.extend(task, length_ns)
+        self._worker.extend(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to settle or extend it here.
@@ -5066,7 +4998,7 @@ class FemtoQueue:
                 length_ns = self._length_ns
                 if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
                     length_ns = max(entry.stamp_ns - self._clock.now_ns(), 10**9)
-                closes = self._lease_dir.closes
+                closes = self._worker.lease_dir.closes
                 others: dict[str, Any] = {"_lease": _Lease(entry.path, length_ns, closes)}
                 others |= {"_anchor_ns": self._clock.anchor_ns, "size_bytes": None}
                 # It may have a checkpoint, which has to go with it.
@@ -5087,7 +5019,7 @@ class FemtoQueue:
         done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
         the lease was lost.
         """
-        return _Processing(self, task, self._transitions, self._renewer)
+        return _Processing(self, task, self._worker)
 
     def checkpoint(self, task: FemtoTask, data: bytes | bytearray | memoryview) -> None:
         """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
@@ -5099,7 +5031,7 @@ class FemtoQueue:
         does.
         """
         _lease_of(task)
-        self._transitions.save_checkpoint(task, bytes(_as_bytes(data)))
+        self._worker.save_checkpoint(task, bytes(_as_bytes(data)))
 
     def work(
         self,
@@ -5125,7 +5057,7 @@ class FemtoQueue:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
         if stop is not None and not callable(getattr(stop, "is_set", None)):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
-        lease_dir = self._lease_dir
+        lease_dir = self._worker.lease_dir
         closes = lease_dir.closes
 
         def is_stopped() -> bool:
@@ -5139,9 +5071,9 @@ class FemtoQueue:
         Other workers see it when they list pending/ next, within a second or so.
         """
         os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
-        with self._lock:
-            self._backlog.clear()
-            self._house.look_s = 0.0
+        with self._worker.lock:
+            self._worker.backlog.clear()
+            self._worker.house.look_s = 0.0
 
     def resume(self) -> None:
         """Remove data_dir/PAUSED, by whomever it was made. Waiting calls look again."""
@@ -5150,7 +5082,9 @@ class FemtoQueue:
     @property
     def paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
-        self._house.look_s = 0.0  # the next pop() is not to hand out what was said to be held back
+        self._worker.house.look_s = (
+            0.0  # the next pop() is not to hand out what was said to be held back
+        )
         return self._files.is_paused
 
     # Dead letters and upkeep
@@ -5166,7 +5100,7 @@ class FemtoQueue:
         if not os.path.lexists(self._files.root + path):
             entry = self._files.find_id(id, "failed")
             path = entry.path if entry else ""
-        if not path or not self._transitions.requeue_failed(path):
+        if not path or not self._worker.requeue_failed(path):
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
@@ -5177,7 +5111,7 @@ class FemtoQueue:
         count = 0
         for entry in self._files.find("failed"):
             with contextlib.suppress(KeyInFlight):
-                count += self._transitions.requeue_failed(entry.path)
+                count += self._worker.requeue_failed(entry.path)
         return count
 
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
@@ -5208,10 +5142,7 @@ class FemtoQueue:
         wait go to failed/, what dead workers held back to pending/, keys and leftovers go. Reads
         every task; while others work, what just moves may be found odd.
         """
-        inspector = _Inspector(
-            *(self._files, self._clock, self._keys, self._transitions, self._house), repair=repair
-        )
-        return [*inspector.findings()]
+        return [*_Inspector(self._worker, repair).findings()]
 
     # Looking
 
@@ -5221,7 +5152,7 @@ class FemtoQueue:
         files = self._files
         pending = files.entries("pending")
         oldest_ns = min((entry.stamp_ns for entry in pending), default=None)
-        nodes = tuple(map(self._house.node_stats, files.node_dirs()))
+        nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
         return Stats(
             pending=len(pending),
             scheduled=len(files.entries("scheduled")),
@@ -5258,7 +5189,7 @@ class FemtoQueue:
         if (id is None) == (key is None):
             raise TypeError("peek takes an id or a key")
         if id is None:
-            path = self._keys.path_of(key)
+            path = self._worker.keys.path_of(key)
             return None if path is None else self._read_entry(_entry_of(path))
         _check_id(id)
         for directory in ("done", "failed", "pending"):
@@ -5272,7 +5203,7 @@ class FemtoQueue:
 
     def contains(self, key: str) -> bool:
         """Say whether a task of that key waits or is in flight."""
-        return self._keys.path_of(key) is not None
+        return self._worker.keys.path_of(key) is not None
 
     def keys(self, state: str) -> Iterator[str]:
         """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
@@ -5305,14 +5236,14 @@ class FemtoQueue:
         object may be used again; its next pop() opens a directory again. Dropping the object, or
         leaving its `with` block, does the same as close().
         """
-        lease_dir = self._lease_dir
-        with self._lock:
+        lease_dir = self._worker.lease_dir
+        with self._worker.lock:
             lease_dir.closes += 1
-            self._renewer.stop.set()
-            self._waits.end_all()
-            self._house.close()
-            self._backlog.clear()
-            lease_dir.close(lambda: self._transitions.reclaim_all(lease_dir.directory, None))
+            self._worker.renewer.stop.set()
+            self._worker.waits.end_all()
+            self._worker.house.close()
+            self._worker.backlog.clear()
+            lease_dir.close(lambda: self._worker.reclaim_all(lease_dir.directory, None))
 
     def __enter__(self) -> FemtoQueue:
         return self
@@ -5322,9 +5253,11 @@ class FemtoQueue:
 
     def __del__(self) -> None:
         # The constructor may have raised. _FileLock is None when the interpreter ends.
-        lease_dir: _LeaseDir | None = self.__dict__.get("_lease_dir")
-        if lease_dir is not None and lease_dir.is_open and _FileLock is not None:
-            self.close()
+        worker: _Worker | None = self.__dict__.get("_worker")
+        if worker is not None and _FileLock is not None:
+            if worker.lease_dir.is_open:
+                self.close()
+            worker.__dict__.clear()  # it is in a cycle with its parts; what they hold goes now
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments of the constructor, for pickle."""

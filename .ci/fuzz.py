@@ -502,7 +502,7 @@ def ended_late(transitions: femtoqueue._Transitions, task: FemtoTask, target: st
 
 
 def opened_only(transitions: femtoqueue._Transitions) -> None:
-    transitions._lease_dir.ensure_open()
+    transitions.lease_dir.ensure_open()
 
 
 def read_unchecked(path: str, ident: str) -> tuple[bytes, str | None]:
