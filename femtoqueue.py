@@ -2735,12 +2735,12 @@ class _KeyIndex:
         errors.raise_if_any()
 
     def idle(self) -> list[str]:
-        """Return the names in keys/, states and newer payloads, of keys that have no task."""
+        """Return the paths in keys/, states and newer payloads, of keys that have no task."""
         names = self._names(_parse_tag) + self._names(_FORMS["keys"])
         if not names:
             return []
         busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)}
-        return [name for name in names if _tag_of(name) not in busy]
+        return [f"keys/{name}" for name in names if _tag_of(name) not in busy]
 
     def _names(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
@@ -4504,21 +4504,29 @@ class _Inspector:
     """What check() finds, and mends with `repair`."""
 
     def __init__(self, worker: _Worker, repair: bool) -> None:
-        self._files, self._clock, self._keys = worker.files, worker.clock, worker.keys
-        self._worker, self._house, self._repair = worker, worker.house, repair
+        self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
         """Yield what is odd; a directory that can't be read is a finding too."""
+        keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
-            *(self._file_systems, self._queue_clock, self._foreign, self._records, self._twice),
-            *(self._workers, self._idle_keys, self._stale_files),
+            self._file_systems(),
+            self._queue_clock(),
+            self._foreign(),
+            self._records(),
+            self._twice(),
+            self._workers(),
+            self._of_no_use("key without a task", "nothing of it waits", keys.idle, keys.repair),
+            self._of_no_use(
+                *("leftover", "more than an hour old"), house.stale_files, house.remove_stale_files
+            ),
         ):
             try:
-                yield from look()
+                yield from look
             except OSError as error:
-                root = self._files.root
-                path = os.path.relpath(error.filename or root, root)
-                yield Finding("unreadable", path, str(error))
+                yield Finding(
+                    "unreadable", os.path.relpath(error.filename or root, root), str(error)
+                )
 
     def _file_systems(self) -> Iterator[Finding]:
         """A network file system, and directories on another one."""
@@ -4537,40 +4545,39 @@ class _Inspector:
     def _directories(self) -> list[str]:
         """Return the directories of the queue."""
         root = self._files.root
-        names = [name for name in sorted(os.listdir(root)) if os.path.isdir(root + name)]
-        return [name for name in names if name in _NAMES_IN or _parse_node_dir(name)]
+        names = [name for name in os.listdir(root) if name in _NAMES_IN or _parse_node_dir(name)]
+        return sorted(name for name in names if os.path.isdir(root + name))
 
     def _queue_clock(self) -> Iterator[Finding]:
         """A clock that is ahead of the wall clock."""
-        ahead_s = (self._clock.now_ns() - _wall_ns()) / 1e9
+        clock = self._worker.clock
+        ahead_s = (clock.now_ns() - _wall_ns()) / 1e9
         if ahead_s > 1:
             text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
-            yield Finding("clock", f"clock-{self._clock.boot}", text)
+            yield Finding("clock", f"clock-{clock.boot}", text)
 
     def _foreign(self) -> Iterator[Finding]:
         """Names that are not the queue's."""
-        root, directories = self._files.root, self._directories()
-        for name in sorted({*os.listdir(root)} - {*directories, "PAUSED"}):
-            if not _parse_clock(name):
-                yield Finding("foreign", name, "not of the queue's")
-        for directory in directories:
-            forms = _NAMES_IN.get(directory, (_FORMS["inflight"],))
-            for name in sorted(os.listdir(root + directory)):
-                if not any(form(name) for form in forms):
-                    yield Finding("foreign", f"{directory}/{name}", "no name of a task's")
+        directories = self._directories()
+        forms = {name: _NAMES_IN.get(name, (_FORMS["inflight"],)) for name in directories}
+        for directory in (".", *directories):
+            known = forms.get(directory, ({*directories, "PAUSED"}.__contains__, _parse_clock))
+            for name in sorted(os.listdir(self._files.root + directory)):
+                if not any(form(name) for form in known):
+                    path = os.path.normpath(f"{directory}/{name}")
+                    yield Finding("foreign", path, "not of the queue's")
 
     def _records(self) -> Iterator[Finding]:
         """Records that are not whole, or can't be read."""
         for entry in self._files.find(*STATES, "keys"):
-            full_path = self._files.root + entry.path
             try:
-                _look_afresh(_read_record, full_path, entry.id)
+                _look_afresh(_read_record, self._files.root + entry.path, entry.id)
             except FileNotFoundError:
                 continue  # it moved on
             except OSError as error:
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
-                if entry.directory == "failed" and os.path.lexists(f"{full_path}.error"):
+                if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
                     continue  # a dead letter for just that
                 mend = self._repair and entry.directory in ("pending", "scheduled")
                 if mend:
@@ -4579,46 +4586,37 @@ class _Inspector:
 
     def _twice(self) -> Iterator[Finding]:
         """An id in two places."""
-        root = self._files.root
         first: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
             other = first.setdefault(entry.id, entry.path)
-            if other != entry.path and all(map(os.path.lexists, (root + other, root + entry.path))):
+            if other != entry.path and all(map(self._files.exists, (other, entry.path))):
                 yield Finding("twice", entry.path, f"there is {other} too")
 
     def _workers(self) -> Iterator[Finding]:
         """Dead workers, and leases that have ended."""
-        found = []
+        house, found = self._worker.house, []
         for directory in self._files.node_dirs():
-            stats = self._house.node_stats(directory)
+            stats = house.node_stats(directory)
             if stats.liveness == "dead":
                 found.append((directory, "dead worker", f"{stats.inflight} tasks leased"))
             elif stats.expired:
                 found.append((directory, "expired", f"{stats.expired} leases have ended"))
         if found and self._repair:
-            self._house.reclaim()
+            house.reclaim()
         for directory, kind, text in found:
-            stats = self._house.node_stats(directory)
-            ended = stats.expired or (stats.liveness == "dead" and stats.inflight)
-            yield Finding(kind, directory, text, self._repair and not ended)
+            stats = house.node_stats(directory)
+            is_left = stats.expired or (stats.liveness == "dead" and stats.inflight)
+            yield Finding(kind, directory, text, self._repair and not is_left)
 
-    def _idle_keys(self) -> Iterator[Finding]:
-        """Keys without a task."""
-        found = self._keys.idle()
+    def _of_no_use(
+        self, kind: str, text: str, look: Callable[[], list[str]], remove: Callable[[], None]
+    ) -> Iterator[Finding]:
+        """The files that look() returns, and remove() removes."""
+        found = look()
         if found and self._repair:
-            self._keys.repair()
-        for name in found:
-            mended = self._repair and not os.path.lexists(f"{self._files.root}keys/{name}")
-            yield Finding("key without a task", f"keys/{name}", "nothing of it waits", mended)
-
-    def _stale_files(self) -> Iterator[Finding]:
-        """Old files in creating/ and checkpoints/."""
-        found = self._house.stale_files()
-        if found and self._repair:
-            self._house.remove_stale_files()
+            remove()
         for path in found:
-            mended = self._repair and not os.path.lexists(self._files.root + path)
-            yield Finding("leftover", path, "more than an hour old", mended)
+            yield Finding(kind, path, text, self._repair and not self._files.exists(path))
 
 
 # ==================================================================================================
