@@ -339,6 +339,7 @@ def record(payload: bytes, name: bytes = b"") -> bytes:
     return header + (b" " + name if name else b"") + b"\n" + payload
 
 
+FOREVER_NS = 4 * 10**18  # how long a lease without an end lasts
 # Two keys of one hash.
 TWINS = "plumless", "buckeroo"
 
@@ -2463,13 +2464,14 @@ class Keyed(QueueCase):
         """Though its name changes, for its attempts begin anew: younger tasks come after it."""
         q = self.queue(max_attempts=3)
         for attempts in (1, 3):
+            q.push_many([b"first"] * 3)
             q.push(b"old", key="k")
             for _ in range(attempts):
-                q.release(self.pop(q), front=True)
+                q.release(q.take("k") or self.fail("it waits"), front=True)
             q.push_many([b"y", b"z"])
             workers = [self.queue(f"w{n}", max_attempts=3) for n in range(3)]
-            for worker in workers:
-                worker._house.refill()
+            for worker in workers:  # lists what waits
+                worker.done(self.pop(worker))
             q.push(b"new", key="k")
             tasks = [self.pop(worker) for worker in workers]
             self.assertEqual([task.data for task in tasks], [b"new", b"y", b"z"])
@@ -2635,12 +2637,12 @@ class Keyed(QueueCase):
 
     def test_a_task_that_a_person_gave_back_gets_the_newer_payload_at_the_next_repair(self) -> None:
         """`mv inflight-X/*ID pending/ID` with a newer payload behind it: one task, the newer."""
-        q = self.queue()
+        q, clock = self.queue(), self.clock()
         ident = q.push(b"old", key="k")
         lease = self.pop(q).path
         q.push(b"new", key="k")
         os.rename(self.file(lease), self.file("pending", ident))
-        q._keys.repair()
+        clock.advance(601)
         self.assertEqual((self.drain(q), q.stats().failed), ([b"new"], 0))
 
     def push_other(self, q: FemtoQueue, key: str) -> None:
@@ -2905,17 +2907,17 @@ class Keyed(QueueCase):
         self.nothing_in_keys()
 
     def test_keys_of_one_hash_do_not_mix(self) -> None:
-        with mock.patch.object(femtoqueue, "_key_tag", return_value="80000000"):
-            q = self.queue()
-            for key in ("a", "b", "c"):
-                q.push(key.encode(), key=key)
-            b = q.take("b")
-            q.push(b"newer b", key="b")
-            q.push(b"newer a", key="a")
-            assert b is not None
-            q.done(b)
-            self.assertEqual(self.drain(q), [b"newer a", b"c", b"newer b"])
-            self.nothing_in_keys()
+        q, (one, two) = self.queue(), TWINS
+        for key in TWINS:
+            q.push(key.encode(), key=key)
+        task = q.take(two)
+        q.push(b"newer two", key=two)
+        q.push(b"newer one", key=one)
+        assert task is not None
+        self.assertEqual((task.key, q.take(two)), (two, None))
+        q.done(task)
+        self.assertEqual(self.drain(q), [b"newer one", b"newer two"])
+        self.nothing_in_keys()
 
     def test_a_hint_that_is_wrong_or_rubbish_does_no_harm(self) -> None:
         """A task moved or removed by hand is looked for, or pushed anew."""
@@ -2961,18 +2963,27 @@ class Keyed(QueueCase):
         slot = key_tag("k")[-2:]
         keys = (f"{n}" for n in itertools.count())
         other = next(key for key in keys if key_tag(key).endswith(slot))
-        with q._keys.lock(key_tag("k")):
-            q.push(b"2", key=other)
-            with self.assertRaises(BlockingIOError):
-                self.locked("k", wait=False)
-        self.assertEqual(self.drain(q), [b"2"])
+        handled: list[bool] = []
+        q.pop()
+
+        def handler(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and not handled:
+                handled.append(True)
+                q.push(b"handler", key=other)
+                with self.assertRaises(BlockingIOError):
+                    self.locked("k", wait=False)
+
+        with hooked(handler):
+            q.push(b"2", key="k")
+        self.assertEqual(sorted(self.drain(q)), [b"2", b"handler"])
 
     def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"1", key="k")
         task = self.pop(q)
         q.push(b"2", key="k")
-        femtoqueue._unlink_if_exists(self.file("keys", key_tag("k")))
+        if self.has_states:
+            os.unlink(self.file("keys", key_tag("k")))
         q.done(task)
         clock.advance(601)
         self.assertEqual(self.drain(q), [b"2"])
@@ -3030,15 +3041,20 @@ class Keyed(QueueCase):
 
     def test_who_wakes_a_task_that_another_woke_before_makes_no_second_one(self) -> None:
         """It is in flight by now, and a newer payload waits behind it."""
-        q, other = self.queue(), self.queue("n2")
+        q, other, woken = self.queue(), self.queue("n2"), list[FemtoTask]()
+        seen: list[str] = []
         q.schedule(b"1", 1, key="k")
-        [name] = self.names("scheduled")
-        task = self.pop(other)
-        q.push(b"2", key="k")
-        enqueue = q._transitions.enqueue_scheduled
-        self.assertRaises(FileNotFoundError, enqueue, f"scheduled/{name}")
+
+        def wake(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and "/locks/" in args[0] and not seen:
+                seen.append(args[0])
+                woken.append(_taken(other))
+                other.push(b"2", key="k")
+
+        with hooked(wake):
+            self.assertIsNone(q.pop())
         self.assertEqual(self.states(), {"inflight-n2": 1, "keys": 1})
-        other.done(task)
+        other.done(woken[0])
         self.assertEqual(self.drain(q), [b"2"])
 
     def test_to_wait_for_a_key_does_not_hold_up_the_other_threads(self) -> None:
@@ -3050,17 +3066,17 @@ class Keyed(QueueCase):
         q.push(b"2")
         q.push(b"4", key="another")
         task = q.take("k")
-        flock, waits = femtoqueue._flock, threading.Event()
+        flock, waits = fcntl.flock, threading.Event()
 
-        def noted(lock: int, how: int) -> bool | None:
+        def noted(lock: int, how: int) -> None:
             waits.set()
-            return flock(lock, how)
+            flock(lock, how)
 
         fd = self.lock_of("k")
         fcntl.flock(fd, fcntl.LOCK_EX)
         waiter = threading.Thread(target=q.push, args=(b"3",), kwargs={"key": "k"}, daemon=True)
         worker = threading.Thread(target=self.drain, args=(q,), daemon=True)
-        with mock.patch.object(femtoqueue, "_flock", noted):
+        with mock.patch("fcntl.flock", noted):
             waiter.start()
             waits.wait(60)
         worker.start()
@@ -3127,20 +3143,33 @@ class Keyed(QueueCase):
                 os.unlink(path)
 
         with hooked(remove), contextlib.suppress(FileNotFoundError):
-            q._keys.repair()
+            q.pop()
         self.assertEqual((self.names("keys"), self.names("pending")), ([], []))
 
-    def test_an_exception_from_a_signal_leaves_no_lock_behind(self) -> None:
-        """It may come between any two lines, also before the one that closes."""
-        import fcntl
+    def test_ctrl_c_before_any_system_call_leaves_no_lock_behind(self) -> None:
+        def interrupt() -> None:
+            raise KeyboardInterrupt
 
-        q = self.queue()
-        interrupt = mock.patch.object(femtoqueue._KeyStates, "close", side_effect=KeyboardInterrupt)
-        with interrupt, self.assertRaises(KeyboardInterrupt):
-            q.push(b"1", key="k")
-        fd = self.lock_of("k")
-        self.addCleanup(os.close, fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for number in itertools.count():
+            q, key = self.queue(f"w{number}"), f"{number}"
+            q.push(b"0", key="another")
+            q.done(self.pop(q))
+            step, pushed = Step(number, interrupt), b""
+            try:
+                with hooked(step):
+                    q.push(b"1", key=key)
+                    pushed = b"1"
+                    q.push(b"2", key=key)
+                    pushed = b"2"
+            except KeyboardInterrupt:
+                gc.collect()
+            self.locked(key, wait=False).close()
+            q.push(b"3", key=key)
+            self.assertEqual(self.drain(q), [b"3"])
+            q.close()
+            if not step.reached:
+                break
+        self.assertEqual(pushed, b"2")
 
     def test_ctrl_c_right_after_the_end_of_a_task_does_not_keep_the_one_behind_it(self) -> None:
         q, replace = self.queue(), os.replace
@@ -3199,13 +3228,12 @@ class Keyed(QueueCase):
 
     def test_many_keys_of_one_hash_are_all_remembered(self) -> None:
         """More than a megabyte of hints."""
-        with mock.patch.object(femtoqueue, "_key_tag", return_value="80000000"):
-            q = self.queue()
-            lines = "".join(f"{'x' * 200}{n} pending/{n:020d}-80000000 -\n" for n in range(5000))
-            ident = q.push(b"1", key="k")
-            self.put("80000000", f"{lines}k pending/{ident} -\n\n".encode(), "keys")
-            self.assertEqual(q.push(b"2", key="k"), ident)
-            self.assertEqual(self.drain(q), [b"2"])
+        q, tag = self.queue(), key_tag("k")
+        lines = "".join(f"{'x' * 200}{n} pending/{n:020d}-{tag} -\n" for n in range(5000))
+        ident = q.push(b"1", key="k")
+        self.put(tag, f"{lines}k pending/{ident} -\n\n".encode(), "keys")
+        self.assertEqual(q.push(b"2", key="k"), ident)
+        self.assertEqual(self.drain(q), [b"2"])
 
     def test_a_leased_task_that_a_person_removed_lets_in_the_one_behind_it(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -3224,13 +3252,11 @@ class Keyed(QueueCase):
         q = self.queue("same", timeout_stale_ms=None)
         q.push(b"1", key="k")
         lease = self.pop(q).path
+        dies(q)
         os.rename(self.file("inflight-same"), self.file("inflight-other"))
         other, clock = self.queue("other"), self.clock()
         fd = self.lock_of("k")
         fcntl.flock(fd, fcntl.LOCK_EX)
-        assert q._lease_dir._held is not None
-        q._lease_dir._held.close()
-        q._lease_dir._held = None
         self.assertIsNone(other.pop())
         self.assertEqual(self.names("inflight-other"), [os.path.basename(lease)])
         os.close(fd)
@@ -3245,10 +3271,8 @@ class Keyed(QueueCase):
         q.push(b"1", key="k")
         q.push(b"2")
         self.pop(q)
+        dies(q)
         os.rename(self.file("inflight-same"), self.file("inflight-other"))
-        assert q._lease_dir._held is not None
-        q._lease_dir._held.close()
-        q._lease_dir._held = None
         lock = self.file("locks", key_tag("k")[-2:])
         os.unlink(lock)
         os.mkdir(lock)
@@ -3294,8 +3318,8 @@ class Keyed(QueueCase):
         clock.advance(1)
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_locks_of_keys_that_have_no_task_are_removed(self) -> None:
-        """More of them than one look takes; a foreign file stays."""
+    def test_states_of_keys_that_have_no_task_are_removed(self) -> None:
+        """However many there are; a foreign file stays, and so do the locks."""
         q, clock = self.queue(), self.clock()
         self.foreign = ("notes.txt",)
         for number in range(250):
@@ -3797,17 +3821,18 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         """flock() would wait badly: it is only tried."""
         import fcntl
 
-        q, flock, asked = self.queue(), femtoqueue._flock, []
+        q, flock, asked = self.queue(), fcntl.flock, []
         q.push(b"1", key="k")
         other = self.locked("k")
 
-        def noted(fd: int, how: int) -> bool | None:
-            asked.append(how)
+        def noted(fd: int, how: int) -> None:
+            if how != fcntl.LOCK_UN:
+                asked.append(how)
             if len(asked) == 5:
                 other.close()
-            return flock(fd, how)
+            flock(fd, how)
 
-        with mock.patch.object(femtoqueue, "_flock", noted):
+        with mock.patch("fcntl.flock", noted):
             q.push(b"2", key="k")
         self.assertEqual(asked, 5 * [fcntl.LOCK_EX | fcntl.LOCK_NB])
         self.assertEqual(self.drain(q), [b"2"])
@@ -3838,15 +3863,14 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         """It moves the task against the order in which they are listed, without the key's lock."""
         q, other = self.queue(), self.queue("n2")
         ident = q.push(b"1", key="k")
-        other._transitions.open_lease_dir()
-        lease = other._lease_dir.claim(f"pending/{ident}", 1, ident, 10**10)
+        lease = self.pop(other).path
         listed: list[str] = []
 
         def undo(name: str, args: tuple[Any, ...]) -> None:
             if name == "list":
                 listed.append(os.path.basename(args[0]))
                 if listed.count("pending") == 1 and listed[-1] == "inflight-n2":
-                    other._lease_dir.undo_claim(lease, f"pending/{ident}")
+                    os.rename(self.file(lease), self.file("pending", ident))  # as the undoing does
 
         q.push(b"2", key="k")  # buffered
         with hooked(undo):
@@ -3861,15 +3885,15 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         os.rename(self.file("failed", ident), self.file("aside"))
         newer = q.push(b"2", key="k")
         os.rename(self.file("aside"), self.file("pending", ident))
-        quarantine, taken = q._transitions.quarantine, []
+        taken: list[FemtoTask | None] = []
         thread = threading.Thread(target=lambda: taken.append(other.pop()))
 
-        def meet(lease: str, reason: str) -> None:
-            thread.start()
-            thread.join(0.3)
-            quarantine(lease, reason)
+        def meet(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and "/failed/" in args[1] and not thread.ident:
+                thread.start()
+                thread.join(0.3)
 
-        with mock.patch.object(q._transitions, "quarantine", meet):
+        with hooked(meet):
             taken.append(q.pop())
         thread.join(PATIENCE_S)
         self.assertEqual([task.id for task in taken if task], [newer])
@@ -4883,6 +4907,7 @@ def key_reclaimed(q: FemtoQueue, say: Say) -> None:
     _taken(dead)
     _push_said(q, say, "2")
     dies(dead)
+    q.__dict__["dead"] = dead  # it is dropped with q, where no hook hears of it
     _end_said(q, say)
 
 
@@ -4938,8 +4963,8 @@ class KeyedInterrupted(Interrupted):
             q.close()
             q.done(_taken(q))
         self.assertIn(delivered[-1] if delivered else "nothing", allowed, said)
-        if os.path.exists(f"{q._files.root}keys"):
-            self.assertEqual(os.listdir(f"{q._files.root}keys"), [])
+        if os.path.exists(self.file("keys")):
+            self.assertEqual(self.names("keys"), [])
 
     @FORK
     def test_a_kill_at_any_system_call(self) -> None:
@@ -5253,22 +5278,24 @@ class Held:
 class Worker:
     q: FemtoQueue
     number: int
+    given_node: str | None
+    lock_fd: int | None = None  # by which it holds its lease directory
 
     @property
     def lasts_ns(self) -> int:
         ms = self.q.timeout_stale_ms
-        return femtoqueue._FOREVER_NS if ms is None else int(ms * 1e6)
+        return FOREVER_NS if ms is None else int(ms * 1e6)
 
     @property
     def in_place(self) -> bool:
-        return self.q._lease_dir._held is not None
+        return self.lock_fd is not None
 
 
 class Fuzz:
     """Random operations of several objects on one queue. After each of them, the directory and
     what was returned have to be as in the model."""
 
-    KEYS = ("a", "b", "größe %/\n", "k3985819", "k4420602")  # the last two have one hash
+    KEYS = ("a", "b", "größe %/\n", *TWINS)
     NODES = ("a", "b", "b", "c", None)
 
     def __init__(self, path: str, seed: int) -> None:
@@ -5279,6 +5306,8 @@ class Fuzz:
         self.held: list[Held] = []
         self.paths: dict[str, str] = {}  # of the tasks, when they were looked at last
         self.paused_ns: int | None = None
+        self.shared_fd: int | None = None  # the last one that was locked as a lease directory
+        self.while_running = contextlib.ExitStack()
         self.numbers = itertools.count(1)
         self.settings: dict[str, Any] = {
             "timeout_stale_ms": self.chance.choice((30_000, 30_000, 700, None)),
@@ -5294,10 +5323,10 @@ class Fuzz:
 
     def run(self, steps: int) -> None:
         """Raise AssertionError, with the seed and the last operations, where they differ."""
-        with (
-            mock.patch.object(femtoqueue, "time", self.clock),
-            mock.patch.object(femtoqueue, "_read_boot_id", self.read_boot_id),
-        ):
+        with self.while_running:
+            self.while_running.enter_context(mock.patch.object(femtoqueue, "time", self.clock))
+            self.while_running.enter_context(mock.patch("fcntl.flock", self.note_locks()))
+            self.while_running.enter_context(on_boot("boot 0"))
             self.workers = [self.open(node) for node in self.NODES]
             try:
                 for _ in range(steps):
@@ -5311,8 +5340,18 @@ class Fuzz:
                 for w in self.workers:
                     w.q.close()
 
-    def read_boot_id(self) -> str:
-        return f"boot {self.model.boot}"
+    def note_locks(self) -> Callable[[int, int], None]:
+        """Return an flock() that notes a shared lock: a worker has its place from then on."""
+        import fcntl
+
+        flock = fcntl.flock
+
+        def call(fd: int, how: int) -> None:
+            flock(fd, how)
+            if how == fcntl.LOCK_SH:
+                self.shared_fd = fd
+
+        return call
 
     def do(self, op: Callable[[Worker], None], w: Worker) -> None:
         self.clock.advance(1e-5)  # longer than any step draws orders
@@ -5333,7 +5372,7 @@ class Fuzz:
             settings["timeout_stale_ms"] = self.chance.choice((30_000, 700, None))
             settings["max_attempts"] = self.chance.choice((None, 2))
         settings["keep_done"] = self.chance.random() < 0.7
-        return Worker(FemtoQueue(self.path, node, **settings), next(self.numbers))
+        return Worker(FemtoQueue(self.path, node, **settings), next(self.numbers), node)
 
     def payload(self) -> bytes:
         size = self.chance.choice((0, 3, 3, 50, 5000))
@@ -5367,42 +5406,45 @@ class Fuzz:
 
     # Places
 
-    def settle_in(self, w: Worker, was_in_place: bool) -> None:
+    def settle_in(self, w: Worker) -> None:
         """After a call that may have taken a place: what was left there is back first."""
-        if w.in_place and not was_in_place:
+        if self.shared_fd is None:
+            return
+        if not w.in_place:
             self.model.vacate(w.q.node_id)
             self.model.places[w.q.node_id] += 1
+        w.lock_fd, self.shared_fd = self.shared_fd, None
 
-    def leave(self, w: Worker, was_in_place: bool) -> None:
-        if was_in_place:
+    def leave(self, w: Worker) -> None:
+        if w.in_place:
+            w.lock_fd = None
             self.model.places[w.q.node_id] -= 1
             self.model.vacate(w.q.node_id)
 
     def close(self, w: Worker) -> None:
-        was_in_place = w.in_place
         w.q.close()
-        self.leave(w, was_in_place)
+        self.leave(w)
 
     def reopen(self, w: Worker) -> None:
         """Another object in its place: made anew, or from a pickle while the old one lives."""
-        was_in_place, node = w.in_place, w.q.node_id
-        new = self.open(self.chance.choice((node, w.q._given_node_id)))
+        new = self.open(self.chance.choice((w.q.node_id, w.given_node)))
         if self.chance.random() < 0.5:
             self.say("pickled")
             new.q = pickle.loads(pickle.dumps(w.q))
             demand(new.q.__getstate__() == w.q.__getstate__(), "a pickle lost a setting")
+            new.given_node = w.given_node
         self.workers[self.workers.index(w)] = new
-        self.leave(w, was_in_place)
+        self.leave(w)
         w.q = new.q  # the old one is dropped, which closes it
 
     def kill(self, w: Worker) -> None:
         """As SIGKILL does: its lock goes, and nothing else happens."""
-        if w.in_place:
-            assert w.q._lease_dir._held is not None
-            w.q._lease_dir._held.close()
-            w.q._lease_dir._held = None
+        if w.lock_fd is not None:
+            nowhere = os.open(os.devnull, os.O_RDONLY)
+            os.dup2(nowhere, w.lock_fd, inheritable=False)
+            os.close(nowhere)
             self.model.places[w.q.node_id] -= 1
-        self.workers[self.workers.index(w)] = self.open(w.q._given_node_id)
+        self.workers[self.workers.index(w)] = self.open(w.given_node)
 
     def reboot(self, w: Worker) -> None:
         for worker in [*self.workers]:
@@ -5410,10 +5452,11 @@ class Fuzz:
         self.clock.monotonic_shift_s = self.chance.uniform(0, 500)
         self.clock.wall_shift_s += self.chance.choice((60, 0, -86400))
         self.model.boot += 1
+        self.while_running.enter_context(on_boot(f"boot {self.model.boot}"))
         self.model.start_clock()
         for task in self.model.tasks.values():
             task.ready_ns = None
-        self.workers = [self.open(worker.q._given_node_id) for worker in self.workers]
+        self.workers = [self.open(worker.given_node) for worker in self.workers]
 
     # Pushes
 
@@ -5429,14 +5472,14 @@ class Fuzz:
         if self.chance.random() < 0.3:
             due_us = (self.clock.time() + self.chance.choice((-1, 0, 0.2, 3, 40))) * 1e6
             due_ns = int(due_us * 1000)
-        data, was_in_place, refused = self.payload(), w.in_place, False
+        data, refused = self.payload(), False
         self.say(f"{data[:8]!r} {key!r} {policy} {due_ns}")
         more: dict[str, Any] = {} if key is None else {"key": key, "if_in_flight": policy}
         try:
             ident = w.q.push(data, **more) if due_us is None else w.q.schedule(data, due_us, **more)
         except KeyInFlight as error:
             ident, refused = error.id, True
-        self.settle_in(w, was_in_place)
+        self.settle_in(w)
         self.pushed(self.model.of_key(key), (ident, data, key, due_ns), policy, refused)
 
     def pushed(
@@ -5473,10 +5516,9 @@ class Fuzz:
     # Deliveries
 
     def pop(self, w: Worker) -> None:
-        was_in_place = w.in_place
         lease = w.q.pop()
         self.say(lease and lease.id)
-        self.settle_in(w, was_in_place)
+        self.settle_in(w)
         was = self.delivered(w, lease)
         self.compare(w)
         self.check_chores(w)
@@ -5526,10 +5568,10 @@ class Fuzz:
             demand(not known and not late, f"{was} was delivered before {task}")
 
     def take(self, w: Worker) -> None:
-        key, was_in_place = self.chance.choice(self.KEYS), w.in_place
+        key = self.chance.choice(self.KEYS)
         self.say(repr(key))
         lease = w.q.take(key)
-        self.settle_in(w, was_in_place)
+        self.settle_in(w)
         demand(lease is None or lease.key == key, "take() gave another key's task")
         demand(lease is None or self.paused_ns is None, "PAUSED, and taken")
         self.delivered(w, lease)
@@ -8025,8 +8067,16 @@ class Checkpoints(QueueCase):
         task = _pushed_and_taken(q)
         with self.assertRaises(TypeError):
             q.checkpoint(task, "text")  # type: ignore[arg-type]
-        with hooked(failing("move", "checkpoints/" + task.id, errno.EIO)):
-            pass
+        for call in ("open", "write", "move"):
+
+            def refuse(name: str, args: tuple[Any, ...], call: str = call) -> None:
+                if name == call:
+                    self.fail_with(errno.EIO)
+
+            with hooked(refuse), self.assertRaises(OSError):
+                q.checkpoint(task, b"new")
+            self.assertIsNone(task.checkpoint)
+            self.assertEqual(self.names("creating"), [])
         self.check_invariants()
 
     def test_it_costs_nothing_to_tasks_that_never_use_it(self) -> None:
