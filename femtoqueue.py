@@ -1960,6 +1960,7 @@ class _LeaseDir:
         self.directory = f"inflight-{worker.node_id}"
         self.path = self._files.root + self.directory
         self.orphans: set[str] = set()  # names of leases in it that no living worker holds
+        self.unread: set[str] = set()  # of those that were claimed, and not yet delivered
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
         self._held: _FileLock | None = None
@@ -2085,7 +2086,8 @@ class _LeaseDir:
             except FileNotFoundError:
                 self.is_suspect = True
                 # RACE: another worker won; or our directory was removed
-                return lease if self._was_claimed(name) else ""
+                if not self._was_claimed(name):
+                    return ""
             except BaseException as error:
                 if getattr(error, "errno", None) not in _MISSING_ERRNOS:
                     self.undo_claim(lease, source)  # Ctrl-C may come when it is done
@@ -2093,6 +2095,7 @@ class _LeaseDir:
                 self.is_suspect = True
                 self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
                 return ""
+            self.unread.add(name)
             return lease
 
     def _rename_in(self, source: str, name: str) -> bool:
@@ -2144,6 +2147,8 @@ class _LeaseDir:
         """Give it up. reclaim() is called if no other object holds it, to end what it holds."""
         self._first_open = self.is_suspect = True
         lock, self._held = self._held, None
+        if lock is not None and lock.fd < 0:  # in a cycle of garbage its finalizer may be first
+            lock = _open_if_there(self.path, _DIR_FLAGS)
         if lock is None and fcntl is not None:
             return
         try:
@@ -2801,7 +2806,7 @@ class _KeyPusher:
                 return self._replace(held, name, payload, due_ns)
             if if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
-            if if_in_flight == "update":
+            if if_in_flight == "update" and not held.states[name].buffered:
                 return self._update(path, name, payload)
             return self._buffer(held, name, payload, due_ns)
 
@@ -2995,8 +3000,7 @@ class _Worker:
     def _read_claimed(
         self, waiting: str, ident: str, attempts: int, held: _Lease, was_claimed: bool
     ) -> FemtoTask | None:
-        """Read a claimed task. None: it is gone (undo the claim) or corrupt (quarantine).
-        was_claimed: it may have been before, so that it may have a checkpoint."""
+        """Read a claimed task, with its checkpoint; None: it is gone, corrupt or given back."""
         lease, checkpoint = held.path, None
         try:
             if _is_keyed(ident) and self.files.is_shared:
@@ -3005,8 +3009,7 @@ class _Worker:
                 data, key = _read_record(self.files.root + lease, ident)
             if key is not None:
                 with self.keys.lock_if_shared(ident):
-                    other = self.keys.other_task(key, lease)
-                    if other is not None:
+                    if other := self.keys.other_task(key, lease):
                         self.quarantine(lease, str(KeyInFlight(key, other)))
                         return None
             if was_claimed:
@@ -3020,15 +3023,19 @@ class _Worker:
         except BaseException as error:
             self._return_unreadable(lease, waiting, error)
             raise
+        finally:
+            self.lease_dir.unread.discard(lease.partition("/")[2])
         anchor_ns = self.clock.anchor_ns
-        return FemtoTask(ident, data, attempts, key, checkpoint, _lease=held, _anchor_ns=anchor_ns)
+        task = FemtoTask(ident, data, attempts, key, checkpoint, _lease=held, _anchor_ns=anchor_ns)
+        if held.closes == self.lease_dir.closes:
+            return task
+        with contextlib.suppress(LeaseLost):  # RACE: close() in another thread gave it back, or
+            self.requeue_uncounted(task)  # could not: its key was busy, its node_id is shared
+        return None
 
     def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
-        """Undo a claim that was interrupted, or whose file could not be read.
-
-        After an interrupt or a shortage the task returns to its place, else to the back: a file
-        that can't be read must not block each worker that takes the oldest task first.
-        """
+        """Undo a claim that was interrupted: the task returns to its place; or whose file could not
+        be read: to the back, else it would block each worker that takes the oldest task first."""
         target = waiting
         is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
         if isinstance(error, Exception) and not is_transient and _state_of(waiting) == "pending":
@@ -3199,7 +3206,9 @@ class _Worker:
 
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
-        front = _front_path(entry.id, entry.attempts or 0)
+        # RACE: close() in another thread than the one that reads it: nobody got this delivery.
+        attempts = (entry.attempts or 0) - (entry.name in self.lease_dir.unread)
+        front = _front_path(entry.id, attempts)
         try:
             target = self.keys.move(entry.path, front, wait=False)
         except FileNotFoundError:
@@ -3227,12 +3236,9 @@ class _Worker:
     def _dead_letter(
         self, ident: str, error: str | BaseException | None, move: Callable[[], object]
     ) -> None:
-        """Move a task to failed/ with its reason.
-
-        The rename is the commit and checks the lease, so it comes first: a worker that lost its
-        lease never writes a reason for another delivery. CRASH: after the rename, the task is in
-        failed/ without a reason.
-        """
+        """Move a task to failed/ with its reason. The rename comes first, and checks the lease: a
+        worker that lost it never writes a reason for another delivery. CRASH: after the rename, the
+        task is in failed/ without a reason."""
         reason_path = f"failed/{ident}.error"
         if error is None:
             move()
@@ -4744,8 +4750,9 @@ class FemtoQueue:
         if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
         delivery ends (a newer one replaces it), then joins the queue by its own id, or takes the
         place of the task if that came back; "update": a redelivery carries data, and done() ends
-        it with the task; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without. A
-        signal handler must not push a key that the interrupted thread is just pushing.
+        it with the task, but if a payload is behind it already, data replaces that one; "reject":
+        raises KeyInFlight. Keyed tasks need flock: OSError without. A signal handler must not push
+        a key that the interrupted thread is just pushing.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)

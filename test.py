@@ -2370,6 +2370,153 @@ class Sharing(QueueCase):
 # Keyed tasks
 
 
+class LeftBehind(QueueCase):
+    """What is given up while it is held, or read, is as if it had not been taken."""
+
+    in_memory = True
+
+    def dropped(self, lock_first: bool) -> list[Any]:
+        """Drop a queue object that has a lease, in a cycle; return what its finalizers raised."""
+        unraisable: list[Any] = []
+        with mock.patch.object(sys, "unraisablehook", unraisable.append):
+            q: Any = FemtoQueue(self.path, "n1")
+            q.push(b"x")
+            self.assertIsNotNone(q.pop())
+            if lock_first:  # the finalizers of a cycle run in the order in which they were made
+                younger = FemtoQueue.__new__(FemtoQueue)
+                younger.__dict__.update(q.__dict__)
+                q.__dict__.clear()
+                q = younger
+            q.__dict__["itself"] = q
+            del q
+            if lock_first:
+                del younger
+            gc.collect()
+        return unraisable
+
+    def test_a_queue_object_in_a_cycle_of_garbage_leaves_in_silence(self) -> None:
+        """Also if the finalizer of its lock ran first: its place is gone, its task back."""
+        for lock_first in (False, True):
+            with self.subTest(lock_first=lock_first):
+                self.assertEqual(self.dropped(lock_first), [])
+                self.assertFalse(os.path.exists(self.file("inflight-n1")))
+                q = self.queue("n2")
+                self.assertEqual(self.drain(q), [b"x"])
+
+    def test_a_task_that_is_being_read_while_close_comes_is_not_counted(self) -> None:
+        """With max_attempts=1 it would be a dead letter that nobody ever got."""
+        for call, timeout in itertools.product(("open", "read", "close"), (0, PATIENCE_S)):
+            with self.subTest(call, timeout=timeout):
+                self.close_while_reading(call, timeout)
+
+    def close_while_reading(self, call: str, timeout: float) -> None:
+        q, closed = self.queue(max_attempts=1), list[int]()
+        q.push(b"x")
+        self.assertIsNone(self.queue("n2").take(key="none"))
+
+        def close(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and "/inflight-n1/" in args[0]:
+                closed.append(0)
+            if name == call and closed == [0]:
+                closed.append(1)
+                thread = threading.Thread(target=q.close)
+                thread.start()
+                thread.join()
+
+        with hooked(close):
+            task = q.pop(timeout)
+        self.assertEqual((closed[:2], q.stats().failed), ([0, 1], 0))
+        if task is None:
+            task = self.pop(q)
+        self.assertEqual((task.data, task.attempts), (b"x", 1))
+        q.done(task)
+        q.close()
+
+
+class KeyedTable(QueueCase):
+    """Two ways to push a key, whatever state its task is in, and however a delivery then ends."""
+
+    in_memory = True
+    STATES = ("waits", "is scheduled", "is due", "is leased", "is leased with one behind")
+    PUSHES = ("buffer", "update", "reject", "schedule")
+    ENDS = ("done", "fail", "release", "to the front", "later", "lease ends", "close", "death")
+
+    def bring(self, q: FemtoQueue, key: str, state: str) -> None:
+        """Push a key's first payload, and bring it into a state."""
+        if state in ("is scheduled", "is due"):
+            due_s = time.time() + (50 if state == "is scheduled" else -1)
+            q.schedule(b"0", due_s * 1e6, key=key)
+            return
+        q.push(b"0", key=key)
+        if state != "waits":
+            q.take(key)
+        if state == "is leased with one behind":
+            q.push(b"1", key=key)
+
+    def push(self, q: FemtoQueue, key: str, way: str, data: bytes) -> bool:
+        """Return whether the payload was taken."""
+        try:
+            if way == "schedule":
+                q.schedule(data, (time.time() + 50) * 1e6, key=key)
+            else:
+                q.push(data, key=key, if_in_flight=way)
+        except KeyInFlight:
+            return False
+        return True
+
+    def end(self, q: FemtoQueue, task: FemtoTask, way: str, clock: Clock) -> None:
+        if way in ("done", "fail"):
+            getattr(q, way)(task)
+        elif way == "close":
+            q.close()
+        elif way == "death":
+            dies(q)
+        elif way == "lease ends":
+            clock.advance(31)
+        else:
+            how = {"to the front": {"front": True}, "later": {"delay_s": 9}}.get(way, {})
+            q.release(task, **how)  # type: ignore[arg-type]
+
+    def test_what_was_pushed_last_is_delivered_last(self) -> None:
+        """But for one that was put into a lease, with nothing behind it: that ends with it."""
+        clock, reader = self.clock(), self.queue("reader")
+        rows = itertools.product(self.STATES, self.PUSHES, self.PUSHES, self.ENDS)
+        for number, row in enumerate(rows):
+            with self.subTest(number=number, row=row):
+                self.check_row(f"{number}", row, clock, reader)
+
+    def check_row(
+        self, key: str, row: tuple[str, str, str, str], clock: Clock, reader: FemtoQueue
+    ) -> None:
+        state, first, second, end = row
+        q = FemtoQueue(self.path, f"w{key}", keep_done=False)
+        self.bring(q, key, state)
+        leased, behind = state.startswith("is leased"), state.endswith("behind")
+        newest, in_lease = b"1" if behind else b"0", leased and not behind
+        for way, data in ((first, b"2"), (second, b"3")):
+            if not self.push(q, key, way, data):
+                self.assertTrue(leased and way == "reject")
+                continue
+            newest = data
+            behind = behind or (leased and way in ("buffer", "schedule"))
+            in_lease = leased and not behind
+        if not leased:
+            clock.advance(51)
+            q.take(key)
+        [lease] = [task for task in reader.tasks("inflight") if task.key == key]
+        self.end(q, q.attach(lease.path) if end not in ("close", "death") else lease, end, clock)
+        clock.advance(60)
+        delivered = []
+        while (task := reader.take(key)) is not None:
+            delivered.append(task.data)
+            reader.done(task)
+        ended = end in ("done", "fail")
+        wanted = [] if ended and (in_lease or not leased) else [newest]
+        self.assertEqual(delivered, wanted)
+        self.assertFalse(reader.contains(key))
+        q.close()
+
+
 class Keyed(QueueCase):
     """At most one task of a key waits or is in flight, and what was pushed last is not missed."""
 
@@ -5496,7 +5643,7 @@ class Fuzz:
         if task is None:
             self.model.pushing = key is None  # of a keyed one, its object knows
             self.model.add(ident, data, key, due_ns)
-        elif leased and policy == "buffer":
+        elif leased and (policy == "buffer" or (policy == "update" and task.behind)):
             self.model.put_behind(task, ident, data, due_ns)
         else:
             demand(ident == task.id, f"returned was {ident}, not {task.id}")
