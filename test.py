@@ -7194,6 +7194,50 @@ class Compatibility(QueueCase):
 Tasks = list[Any]
 
 
+def until(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + PATIENCE_S
+    while not condition():
+        if time.monotonic() > end_s:
+            raise AssertionError("it did not happen")
+        time.sleep(0.001)
+
+
+Poll = Callable[[int], "list[Any]"]  # select.poll().poll
+
+
+def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
+    """Let femtoqueue wait at its descriptors by wait(poll, ms): poll(ms) is the system's call."""
+    system_poll = select.poll
+
+    class Hooked:
+        def __init__(self) -> None:
+            poll = system_poll()
+            self.register, self._poll = poll.register, poll.poll
+
+        def poll(self, ms: int) -> list[Any]:
+            return wait(self._poll, ms)
+
+    return mock.patch("select.poll", Hooked)
+
+
+@contextlib.contextmanager
+def sleepers() -> Iterator[set[int]]:
+    """Gather the identifiers of the threads that go to sleep."""
+    asleep: set[int] = set()
+    wait = threading.Condition.wait
+
+    def note(poll: Poll, ms: int) -> list[Any]:
+        asleep.add(threading.get_ident())
+        return poll(ms)
+
+    def note_too(condition: threading.Condition, timeout: float | None = None) -> bool:
+        asleep.add(threading.get_ident())
+        return wait(condition, timeout)
+
+    with hooked_poll(note), mock.patch("threading.Condition.wait", note_too):
+        yield asleep
+
+
 class Waiting(QueueCase):
     """Who waits is woken; that it was soon is the benchmark's to show."""
 
@@ -7204,38 +7248,40 @@ class Waiting(QueueCase):
         if self.polling:
             self.patched(without_libc())
 
-    def waiting(self, q: FemtoQueue, work: Callable[[], object]) -> threading.Thread:
+    def waiting(self, work: Callable[[], object]) -> threading.Thread:
         """Start work() in a thread, and return when it waits."""
         thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        while q._waits.watcher is None or not (q._waits.watcher.is_read or self.polling):
-            self.assertTrue(thread.is_alive(), "it did not wait")
-            time.sleep(0.001)
+        with sleepers() as asleep:
+            thread.start()
+            until(lambda: thread.ident in asleep or not thread.is_alive())
+        self.assertTrue(thread.is_alive(), "it did not wait")
         self.addCleanup(thread.join, 60)
         return thread
 
     @FORK
     def test_a_push_of_another_process_wakes_who_waits(self) -> None:
+        """Woken, not by chance: but for Polling, an event alone ends the wait."""
+
         def push(child: Child) -> None:
             q = FemtoQueue(self.path)
             child.wait_for_go()
             child.say(q.push(b"x"))
 
         q, child, got = self.queue(), self.child(push), Tasks()
-        thread = self.waiting(q, lambda: got.append(q.pop(60)))
+        if not self.polling:
+            self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
+        thread = self.waiting(lambda: got.append(q.pop(60)))
         child.go()
         lines, _ = child.finish()
         thread.join(60)
         self.assertEqual([task.id for task in got], lines)
-        assert q._waits.watcher is not None
-        self.assertEqual(q._waits.watcher.events > 0, not self.polling, "woken, not by chance")
 
     def test_a_task_that_comes_due_wakes_who_waits(self) -> None:
         """Also one that was scheduled by another while it waited, before all others."""
         self.hasten("base interval", 0.05)
         q, other, got = self.queue(), self.queue("n2"), Tasks()
         other.schedule(b"later", (time.time() + 3600) * 1e6)
-        thread = self.waiting(q, lambda: got.append(q.pop(60)))
+        thread = self.waiting(lambda: got.append(q.pop(60)))
         other.schedule(b"soon", (time.time() + 0.05) * 1e6)
         thread.join(60)
         self.assertEqual(got[0].data, b"soon")
@@ -7264,7 +7310,7 @@ class Waiting(QueueCase):
         q = self.queue()
         ident, child, got = q.push(b"x"), self.child(hold), Tasks()
         self.assertEqual(child.line(), ident)
-        thread = self.waiting(q, lambda: got.append(q.pop(60)))
+        thread = self.waiting(lambda: got.append(q.pop(60)))
         child.kill()
         thread.join(60)
         self.assertEqual(got[0].id, ident)
@@ -7275,7 +7321,7 @@ class Waiting(QueueCase):
         other.pause()
         self.assertTrue(q.paused)
         self.assertIsNone(q.pop(0.01))
-        thread = self.waiting(q, lambda: got.append(q.pop(60)))
+        thread = self.waiting(lambda: got.append(q.pop(60)))
         other.resume()
         thread.join(60)
         self.assertEqual((got[0].data, q.paused), (b"x", False))
@@ -7285,7 +7331,7 @@ class Waiting(QueueCase):
         """For a first task, and for one that its holder gives back."""
         q, other, got = self.queue(), self.queue("n2"), Tasks()
         q.push(b"other", key="other")
-        thread = self.waiting(q, lambda: got.append(q.take("mine", 60)))
+        thread = self.waiting(lambda: got.append(q.take("mine", 60)))
         other.push(b"first", key="mine")
         thread.join(60)
         q.release(got[0])
@@ -7362,29 +7408,25 @@ class Waiting(QueueCase):
             thread.join(60)
         self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
 
-    def test_a_forked_child_waits_by_a_bell_of_its_own(self) -> None:
-        q = self.queue()
-        while q._waits.watcher is None:
-            q.pop(0.01)
-        bell = q._waits.watcher
-        q._after_fork()
-        self.assertIsNone(q._waits.watcher)
-        q.push(b"x")
-        task = q.pop(1)
-        self.assertIsNotNone(task)
-        self.assertIsNot(q._waits.watcher, bell)
-
     def test_a_listing_of_what_is_scheduled_is_paid_for_before_the_next(self) -> None:
         """Each push of others to scheduled/ would cost every pop() a listing of it."""
-        q, other, calls = self.queue(), self.queue("n2"), []
-        q.pop()
-        q._house._enqueuing.rested_s = q._house._enqueuing.at_s = float("inf")
-        q._house.next_run_s = float("inf")
-        with hooked(lambda name, args: calls.append((name, *args))):
-            for _ in range(5):
-                other.schedule(b"x", 1e15)
+        clock = StandingClock()
+        self.patched(mock.patch.object(femtoqueue, "time", clock))
+        q, other, seconds = self.queue(), self.queue("n2"), []
+
+        def listing(name: str, args: tuple[Any, ...]) -> None:
+            if name == "list" and args[0].endswith("scheduled"):
+                seconds.append(clock.monotonic_shift_s)
+                clock.advance(0.1)
+
+        with hooked(listing):
+            for _ in range(50):
+                other.schedule(b"x", 4e15)
                 q.pop()
-        self.assertEqual([call for call in calls if call[0] == "listdir"], [])
+                clock.advance(0.1)
+        pauses_s = [after - before for before, after in itertools.pairwise(seconds)]
+        self.assertGreater(len(pauses_s), 0)
+        self.assertGreaterEqual(min(pauses_s), 2)
 
     def test_close_ends_all_waits_and_the_object_works_again(self) -> None:
         """Also of those who had just looked; none of them takes a place, or a task, afterwards."""
@@ -7411,44 +7453,39 @@ class Waiting(QueueCase):
 
     def close_while_all_wait(self, q: FemtoQueue, waits: list[Callable[[], object]]) -> None:
         """Run each in a thread of its own, and close the queue when all of them wait."""
-        entered, wait = set(), femtoqueue._Watcher.wait
-
-        def noted(watcher: femtoqueue._Watcher, events: int, seconds: float) -> None:
-            entered.add(threading.get_ident())
-            wait(watcher, events, seconds)
-
-        with mock.patch.object(femtoqueue._Watcher, "wait", noted):
-            threads = [threading.Thread(target=it, daemon=True) for it in waits]
+        threads = [threading.Thread(target=it, daemon=True) for it in waits]
+        with sleepers() as asleep:
             for thread in threads:
                 thread.start()
-            while len(entered) < len(threads):
-                time.sleep(0.001)
+            until(lambda: {thread.ident for thread in threads} <= asleep)
             q.close()
             for thread in threads:
                 thread.join(60)
 
     def test_a_wait_that_close_ends_as_it_looks_takes_nothing(self) -> None:
-        """Before each system call of the look."""
-        closed: list[int] = []
+        """Before each system call of the look; at the next one that does not hold close() up."""
+        ended = 0
         for number in itertools.count():
             q = self.queue(f"w{number}")
-            q.pop()
-            step = Meanwhile(number, functools.partial(self.close_elsewhere, q))
-            q.push(b"x")
-            q._backlog.names.clear()
+            self.queue("n2").push(b"x")
+            closer = threading.Thread(target=q.close)
+
+            def close(closer: threading.Thread = closer) -> None:
+                closer.start()
+                closer.join(0.05)  # it waits for us if we are at a claim
+
+            step = Meanwhile(number, close)
             with hooked(step):
                 task = q.pop(0.001)
-            if q._lease_dir.closes:
-                if task is not None:
-                    self.assertRaises(LeaseLost, q.done, task)
-                self.assertEqual(self.drain(self.queue("n2")), [b"x"])
-                closed.append(number)
-            else:
-                q.done(task or self.fail("it waits"))
-            q.close()
             if not step.reached:
                 break
-        self.assertGreater(len(closed), 1)
+            closer.join()
+            if task is None:
+                ended += 1
+            else:
+                self.assertRaises(LeaseLost, q.done, task)
+            self.assertEqual(self.drain(self.queue("n2")), [b"x"])
+        self.assertGreater(ended, 1)
 
     def test_a_handler_that_closes_and_pushes_during_a_wait_pushes(self) -> None:
         """The end of the wait is for the wait alone."""
@@ -7465,18 +7502,6 @@ class Waiting(QueueCase):
         with hooked(handle):
             self.assertIsNone(q.pop(60))
         self.assertEqual(self.names("pending"), done)
-
-    def close_elsewhere(self, q: FemtoQueue) -> None:
-        """In another thread; later, if this one holds the object's lock now."""
-
-        def close() -> None:
-            if q._lock.acquire(blocking=False):
-                q.close()
-                q._lock.release()
-
-        thread = threading.Thread(target=close)
-        thread.start()
-        thread.join()
 
     def test_join_waits_for_the_end_of_all_work_and_takes_none(self) -> None:
         q, other = self.queue(), self.queue("n2")
@@ -7508,7 +7533,7 @@ class Waiting(QueueCase):
                 got.append(task.data)
                 q.done(task)
 
-        thread = self.waiting(q, drain)
+        thread = self.waiting(drain)
         self.assertEqual(got, [])
         other.release(held, delay_s=0.05)
         thread.join(60)
@@ -7518,7 +7543,7 @@ class Waiting(QueueCase):
         q, other, got = self.queue(), self.queue("n2"), Tasks()
         q.push(b"1", key="key")
         held = self.pop(other)
-        thread = self.waiting(q, lambda: got.extend(q.drain()))
+        thread = self.waiting(lambda: got.extend(q.drain()))
         other.done(held)
         thread.join(60)
         self.assertFalse(thread.is_alive())
@@ -7534,80 +7559,159 @@ class Polling(Waiting):
 class Hearing(QueueCase):
     """What inotify must not miss."""
 
-    def bell(self, q: FemtoQueue) -> femtoqueue._Watcher:
-        while q._waits.watcher is None:
-            q.pop(0.01)
-        bell = q._waits.watcher
-        if bell.fd < 0:
+    def setUp(self) -> None:
+        super().setUp()
+        if through_seam("C library")() is None:
             self.skipTest("no inotify here: Polling covers what there is")
-        return bell
+
+    def popped_after(self, *steps: Callable[[], object]) -> FemtoTask:
+        """Pop, and do a step each time that it goes to sleep, between its last look and the call.
+        What it sleeps for is an event: its time is never over."""
+        left = deque(steps)
+
+        def sleep(poll: Poll, ms: int) -> list[Any]:
+            if left and not poll(0):
+                left.popleft()()
+            return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
+
+        q = self.queue()
+        with hooked_poll(sleep):
+            task = q.pop(60)
+        assert task is not None
+        return task
+
+    def replace(self, directory: str) -> None:
+        """Put an empty directory in the place of one of the queue's."""
+        os.mkdir(self.file("fresh"))
+        os.rename(self.file(directory), self.file("old"))
+        os.rename(self.file("fresh"), self.file(directory))
+
+    def test_what_came_before_the_wait_is_not_slept_over(self) -> None:
+        other = self.queue("n2")
+        self.assertEqual(self.popped_after(lambda: other.push(b"x")).data, b"x")
+
+    def test_each_of_several_threads_hears(self) -> None:
+        """Whichever of them heard it first."""
+        q, other, got = self.queue(), self.queue("n2"), []
+        threads = [
+            threading.Thread(target=lambda: got.append(_popped(q)), daemon=True) for _ in range(3)
+        ]
+        with hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)):
+            with sleepers() as asleep:
+                for thread in threads:
+                    thread.start()
+                until(lambda: {thread.ident for thread in threads} <= asleep)
+            for _ in threads:
+                other.push(b"x")
+            for thread in threads:
+                thread.join(60)
+        self.assertEqual(got, [b"x"] * 3)
 
     def test_a_pending_that_was_replaced_behind_a_push_is_watched(self) -> None:
         """One read() has both events; a watch of the old directory would hear nothing more."""
-        q, other = self.queue(), self.queue("n2")
-        self.assertIsNone(q.pop(0.01))
-        watcher = q._waits.watcher
-        assert watcher is not None
-        os.mkdir(self.file("fresh"))
-        other.push(b"1")
-        os.rename(self.file("pending"), self.file("old"))
-        os.rename(self.file("fresh"), self.file("pending"))
-        watcher.read_events()
-        events = watcher.events
-        other.push(b"2")
-        watcher.wait(events, 60)
-        self.assertGreater(watcher.events, events)
+        other = self.queue("n2")
 
-    def test_lost_events_make_it_watch_anew(self) -> None:
-        q = self.queue()
-        self.assertIsNone(q.pop(0.01))
-        watcher = q._waits.watcher
-        assert watcher is not None
-        overflow = femtoqueue._EVENT.pack(-1, 0x4000, 0, 0)
-        push = femtoqueue._EVENT.pack(watcher._root_watch + 1, 0x80, 0, 16) + bytes(16)
-        self.assertTrue(watcher._may_be_replaced(push + overflow))
-        self.assertFalse(watcher._may_be_replaced(push + push))
+        def push_and_replace() -> None:
+            other.push(b"1")
+            self.replace("pending")
 
-    def test_what_came_before_the_wait_is_not_slept_over(self) -> None:
-        """Nor is what another thread heard in between."""
-        q = self.queue()
-        bell = self.bell(q)
-        rings = bell.events
-        q.push(b"x")
-        bell.wait(rings, 60)
-        self.assertGreater(bell.events, rings)
-        bell.wait(rings, 60)
+        self.assertEqual(self.popped_after(push_and_replace, lambda: other.push(b"2")).data, b"2")
 
     def test_a_push_into_a_replaced_directory_is_heard(self) -> None:
-        q = self.queue()
-        bell = self.bell(q)
-        rings = bell.events
-        os.mkdir(self.file("creating", "fresh"))
-        os.rename(self.file("creating", "fresh"), self.file("pending"))
-        bell.wait(rings, 60)
-        while rings != bell.events:
-            rings = bell.events
-            bell.wait(rings, 0)
-        q.push(b"x")
-        bell.wait(rings, 60)
-        self.assertGreater(bell.events, rings)
+        """By the queue, which shrinks pending/, or by a person."""
+        other = self.queue("n2")
 
-    def test_without_a_descriptor_or_on_a_shared_file_system_it_polls(self) -> None:
-        """inotify does not hear other hosts, so nobody relies on it there."""
-        with on_file_system(NFS):
-            bell = femtoqueue._Watcher(self.queue()._files.root)
-            self.assertFalse(bell.sees_all_writers)
-            pauses_s = itertools.islice(self.queue()._waits.pauses_s(bell, float("inf")), 8)
-            self.assertLessEqual(max(pauses_s), 0.05)
-        with without_libc():
-            self.assertFalse(femtoqueue._Watcher(self.queue()._files.root).sees_all_writers)
+        def shrink() -> None:
+            os.mkdir(self.file("creating", "fresh"))
+            os.rename(self.file("creating", "fresh"), self.file("pending"))
+
+        self.assertEqual(self.popped_after(shrink, lambda: other.push(b"x")).data, b"x")
+        # It may list scheduled/ only later, which must be paid for; but it has heard.
+        steps = lambda: other.schedule(b"due", 0), lambda: other.push(b"x")
+        task = self.popped_after(lambda: self.replace("scheduled"), *steps)
+        self.assertIn(task.data, (b"due", b"x"))
+
+    def test_a_directory_that_was_replaced_as_events_were_lost_is_watched(self) -> None:
+        with open("/proc/sys/fs/inotify/max_queued_events", encoding="ascii") as file:
+            most = int(file.read())
+        if most > 50_000:
+            self.skipTest("more events than that are kept")
+        other, names = self.queue("n2"), [self.file("pending", name) for name in ("a", "b")]
+        self.put("a", b"foreign")
+
+        def flood_and_replace() -> None:
+            for _ in range(most // 2 + 1):
+                os.rename(names[0], names[1])
+                os.rename(names[1], names[0])
+            self.replace("pending")
+
+        self.assertEqual(self.popped_after(flood_and_replace, lambda: other.push(b"x")).data, b"x")
+
+    @FORK
+    def test_a_forked_child_leaves_its_parent_to_hear(self) -> None:
+        """What it reads from a descriptor that both have, its parent never hears."""
+        q, other = self.queue(), self.queue("n2")
+        self.assertIsNone(q.pop(0.01))
+
+        def listen(child: Child) -> None:
+            def sleep(poll: Poll, ms: int) -> list[Any]:
+                child.say("asleep")
+                return poll(PATIENCE_S * 1000)
+
+            with hooked_poll(sleep):
+                q.take("absent", 60)
+
+        child, told = self.child(listen), Tasks()
+
+        def sleep(poll: Poll, ms: int) -> list[Any]:
+            if not told:
+                child.line()
+                told.append(other.push(b"x"))
+                child.line()  # it has heard, and sleeps again
+            return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
+
+        with hooked_poll(sleep):
+            self.assertEqual(_popped(q), b"x")
+
+    def looks_in(self, seconds: float) -> int:
+        """Return how often a wait of that length lists pending/."""
+        q, looks = self.queue(), 0
+
+        def count(name: str, args: tuple[Any, ...]) -> None:
+            nonlocal looks
+            looks += name == "list" and args[0].endswith("pending")
+
+        with hooked(count):
+            self.assertIsNone(q.pop(seconds))
+        return looks
+
+    def test_where_nothing_or_not_everything_is_heard_it_polls(self) -> None:
+        """On a file system of several hosts, without inotify, and with no instance of it left."""
+        self.assertLess(self.looks_in(0.5), 6)
+        none_left = mock.Mock(wraps=through_seam("C library")())
+        none_left.inotify_init1 = mock.Mock(return_value=-1)
+        for patch in (on_file_system(NFS), without_libc(), seam("C library", lambda: none_left)):
+            with patch:
+                self.assertGreater(self.looks_in(0.5), 6)
 
     def test_no_descriptor_is_left_when_the_object_is_dropped(self) -> None:
-        q = FemtoQueue(self.path)
-        fd = self.bell(q).fd
+        import asyncio
+
+        asyncio.run(asyncio.sleep(0))
+        gc.collect()
+        before = self.descriptors()
+        q = FemtoQueue(self.path, "gone")
+        q.pop(0.01)
         del q
-        with self.assertRaises(OSError):
-            os.fstat(fd)
+        self.assertEqual(self.descriptors(), before)
+        q = FemtoQueue(self.path, "gone")
+        asyncio.run(q.pop_async(0.01))
+        del q
+        until(lambda: self.descriptors() == before)
+        self.assertNotIn("inflight-gone", os.listdir(self.path))
+
+    def descriptors(self) -> list[str]:
+        return sorted(os.listdir("/proc/self/fd"))
 
 
 class Coroutines(QueueCase):
@@ -7620,15 +7724,14 @@ class Coroutines(QueueCase):
         async def wait() -> list[FemtoTask | None]:
             waits = [q.pop_async(), q.pop_async(), q.take_async("k"), q.pop_async(60)]
             tasks = [asyncio.ensure_future(it) for it in waits]
-            while q._waits.executor is None or not any(
-                hall.waiters for hall in q._waits.loops.values()
-            ):
-                await asyncio.sleep(0.001)
+            await asyncio.to_thread(looked.wait, 60)
             closer.start()
             return await asyncio.gather(*tasks)
 
+        looked = threading.Event()
         closer = threading.Thread(target=q.close)
-        self.assertEqual(self.run_async(wait()), [None] * 4)
+        with hooked(lambda name, args: looked.set() if name == "list" else None):
+            self.assertEqual(self.run_async(wait()), [None] * 4)
         closer.join()
         self.assertFalse(os.path.exists(self.file("inflight-n1")))
         q.push(b"x")
@@ -7672,10 +7775,11 @@ class Coroutines(QueueCase):
         results = self.run_async(all_of_them())
         ids = [result for result in results[1::2] if isinstance(result, str)]
         self.assertEqual(len({*ids}), 50)
-        assert q._waits.executor is not None
-        q._waits.executor.shutdown()
-        self.assertEqual(self.states()["inflight"], 0)
-        self.assertEqual(sum(self.states().values()), 1000)
+        until(lambda: not self.names("inflight-n1"))
+        q.close()
+        self.assertEqual(self.states(), {"done": 50, "pending": 950})
+        attempts = {task.attempts for task in iter(other.pop, None)}
+        self.assertEqual(attempts, {1}, "no delivery to nobody was counted")
 
     def test_a_wait_that_is_cancelled_as_it_gets_its_task_gives_it_back(self) -> None:
         """To its place, and the delivery is not counted."""
@@ -7683,13 +7787,11 @@ class Coroutines(QueueCase):
 
         q = self.queue()
         got, go = threading.Event(), threading.Event()
-        take_oldest = q._taker.take_oldest
 
-        def slowly(lasts_ns: int) -> FemtoTask | None:
-            task = take_oldest(lasts_ns)
-            got.set()
-            go.wait(60)
-            return task
+        def read_slowly(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and "inflight-n1/" in args[0]:
+                got.set()
+                go.wait(60)
 
         async def cancel() -> None:
             waiter = asyncio.create_task(q.pop_async())
@@ -7700,10 +7802,9 @@ class Coroutines(QueueCase):
             go.set()
 
         first, _ = q.push(b"1"), q.push(b"2")
-        with mock.patch.object(q._taker, "take_oldest", slowly):
+        with hooked(read_slowly):
             self.run_async(cancel())
-            assert q._waits.executor is not None
-            q._waits.executor.shutdown()
+            until(lambda: not self.names("inflight-n1"))
         self.assertEqual(self.states(), {"pending": 2})
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (first, 1))
@@ -7713,20 +7814,20 @@ class Coroutines(QueueCase):
 
         q, go = self.queue(), threading.Event()
 
-        def stuck(lasts_ns: int) -> FemtoTask | None:
-            go.wait(60)
-            return None
+        def list_slowly(name: str, args: tuple[Any, ...]) -> None:
+            if name == "list":
+                go.wait(60)
 
         async def work() -> None:
-            with mock.patch.object(q._taker, "take_oldest", stuck):
-                waiter = asyncio.create_task(q.pop_async(0))
-                for _ in range(100):
-                    await asyncio.sleep(0)
-                self.assertFalse(waiter.done())
-                go.set()
-                self.assertIsNone(await waiter)
+            waiter = asyncio.create_task(q.pop_async(0))
+            for _ in range(100):
+                await asyncio.sleep(0)
+            self.assertFalse(waiter.done())
+            go.set()
+            self.assertIsNone(await waiter)
 
-        self.run_async(work())
+        with hooked(list_slowly):
+            self.run_async(work())
 
     def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
         import asyncio
@@ -7833,7 +7934,8 @@ class Processing(QueueCase):
 
     def test_an_exception_is_tried_again_after_a_delay_that_doubles(self) -> None:
         """A half of it at least, an hour at most; without max_attempts for ever."""
-        clock = self.clock()
+        clock = StandingClock()
+        self.patched(mock.patch.object(femtoqueue, "time", clock))
         task = self.ends(ValueError("no"), retry_delay_s=100)
         q = self.queue("n2", retry_delay_s=100)
         self.assertEqual(self.states(), {"scheduled": 1})
@@ -7842,10 +7944,23 @@ class Processing(QueueCase):
         clock.advance(52)
         self.assertEqual(self.pop(q).id, task.id)
         for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
-            delays_s = [femtoqueue._retry_delay_s(100, attempts) for _ in range(200)]
+            delays_s = [self.delay_s(q, clock, attempts) for _ in range(50)]
             self.assertLessEqual(max(delays_s), longest_s)
             self.assertGreaterEqual(min(delays_s), longest_s / 2)
             self.assertGreater(len({*delays_s}), 10, "they come apart")
+
+    def delay_s(self, q: FemtoQueue, clock: Clock, attempts: int) -> float:
+        """Return for how long a task is put off when that delivery of it fails."""
+        ident = q.push(b"x")
+        name = f"{ident[:20]}~{attempts - 1}~{ident}"
+        os.rename(self.file("pending", ident), self.file("pending", name))
+        task = _taken(q)
+        with contextlib.suppress(ValueError), q.processing(task):
+            self.assertEqual((task.id, task.attempts), (ident, attempts))
+            raise ValueError
+        name = next(it for it in self.names("scheduled") if it.endswith(ident))
+        os.unlink(self.file("scheduled", name))
+        return int(name[:20]) / 1e9 - clock.time()
 
     def test_the_last_attempt_that_raises_is_a_dead_letter_with_its_traceback(self) -> None:
         task = self.ends(ValueError("no such image"), max_attempts=1)
@@ -7876,13 +7991,6 @@ class Processing(QueueCase):
                 end(q, task)
             self.assertEqual(self.check_invariants()[task.id], state)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        for _ in range(60_000):
-            if condition():
-                return
-            time.sleep(0.001)
-        self.fail("it did not happen")
-
     def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
         q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
         q.push(b"x")
@@ -7908,11 +8016,11 @@ class Processing(QueueCase):
         with q.processing(first), q.processing(second):
             leases = {first.path, second.path}
             self.assertEqual(len({*threading.enumerate()} - before), 1)
-            self.until(lambda: not {first.path, second.path} & leases)
-        self.until(lambda: not {*threading.enumerate()} - before)
+            until(lambda: not {first.path, second.path} & leases)
+        until(lambda: not {*threading.enumerate()} - before)
         with q.processing(_pushed_and_taken(q)) as task:
             lease = task.path
-            self.until(lambda: task.path != lease)
+            until(lambda: task.path != lease)
 
     def test_an_object_that_is_dropped_leaves_its_place_at_once(self) -> None:
         """The thread that renews does not hold it."""
@@ -7930,12 +8038,18 @@ class Processing(QueueCase):
 
     def test_renewal_never_shortens_a_lease(self) -> None:
         q = self.renewing_queue()
-        task = _pushed_and_taken(q)
+        task, other = _pushed_and_taken(q), _pushed_and_taken(q)
         q.extend(task, 3_600_000)
-        with q.processing(task):
-            self.until(lambda: bool(q._renewer.stop.is_set() or q._transitions.left_ns(task)))
-            q._renewer.renew_all(q._renewer.stop)
-            self.assertGreater(q._transitions.left_ns(task), 3590 * 10**9)
+        with q.processing(task), q.processing(other):
+            for _ in range(2):  # rounds of the thread
+                lease = other.path
+                until(lambda lease=lease: other.path != lease)  # type: ignore[misc]
+            self.assertGreater(self.left_s(task), 3590)
+
+    def left_s(self, task: FemtoTask, shift_s: float = 0) -> float:
+        """Return for how long the lease of a task still lasts."""
+        assert task.until is not None
+        return task.until.timestamp() - time.time() - shift_s
 
     def test_a_lease_of_its_own_length_is_renewed_by_that(self) -> None:
         """A shorter one than those that are renewed already, too."""
@@ -7945,7 +8059,7 @@ class Processing(QueueCase):
         assert short is not None
         with q.processing(long), q.processing(short):
             leases = {long.path, short.path}
-            self.until(lambda: short.path not in leases)
+            until(lambda: short.path not in leases)
             self.assertIn(long.path, leases)
         self.assertEqual(self.states(), {"done": 2})
 
@@ -7954,18 +8068,23 @@ class Processing(QueueCase):
         task = _pushed_and_taken(q)
         with q.processing(task):
             q.extend(task, 10)
-            self.assertGreater(q._transitions.left_ns(task), 29 * 10**9)
+            self.assertGreater(self.left_s(task), 29)
 
     def test_a_renewal_that_raises_anything_is_not_the_last(self) -> None:
         """The warning of a failed one, say, which can't be written either."""
-        q = self.renewing_queue()
+        q, handler = self.renewing_queue(), logging.Handler()
         task = _pushed_and_taken(q)
+        LOG.disabled = False
+        LOG.addHandler(handler)
+        self.addCleanup(LOG.removeHandler, handler)
         with q.processing(task):
-            tried = mock.Mock(side_effect=SystemExit)
-            with mock.patch.object(q._renewer, "renew_all", tried):
-                self.until(lambda: tried.call_count > 2)
+            with (
+                hooked(failing("move", task.id, errno.EIO)),
+                mock.patch.object(handler, "handle", side_effect=SystemExit) as handle,
+            ):
+                until(lambda: handle.call_count > 2)
             lease = task.path
-            self.until(lambda: task.path != lease)
+            until(lambda: task.path != lease)
 
     def test_a_block_does_not_begin_with_a_lease_that_was_given_back(self) -> None:
         q = self.queue()
@@ -7979,7 +8098,7 @@ class Processing(QueueCase):
         task = _pushed_and_taken(q)
         clock.advance(59)
         with q.processing(task):
-            self.assertGreater(q._transitions.left_ns(task), 59 * 10**9)
+            self.assertGreater(self.left_s(task, clock.wall_shift_s), 59)
 
     def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
@@ -8010,32 +8129,43 @@ class Processing(QueueCase):
         q = self.renewing_queue()
         task = _pushed_and_taken(q)
         with q.processing(task):
-            lease = task.path
-            with hooked(failing("move", task.id, errno.EIO)):
-                tried = mock.Mock(wraps=q._transitions.extend)
-                with mock.patch.object(q._transitions, "extend", tried):
-                    self.until(lambda: tried.call_count > 0)
-            self.until(lambda: task.path != lease)
+            lease, tried = task.path, threading.Event()
+
+            def fail(name: str, args: tuple[Any, ...]) -> None:
+                if name == "move" and args[0].endswith(task.id):
+                    tried.set()
+                    self.fail_with(errno.EIO)
+
+            with hooked(fail):
+                tried.wait(60)
+            until(lambda: task.path != lease)
         self.assertEqual(self.states(), {"done": 1})
 
     def test_who_holds_up_a_key_does_not_keep_other_leases_from_renewal(self) -> None:
         """He may be stopped. The lease of that key is tried again soon."""
+        self.hasten("renewal", 0.01)
         q = self.queue()
         q.push(b"keyed", key="k")
-        keyed = self.pop(q)
-        other = _pushed_and_taken(q)
-        before = keyed.path, other.path
+        keyed, other = self.pop(q), _pushed_and_taken(q)
+        before, pauses_s, wait = (keyed.path, other.path), [], threading.Event.wait
+
+        def note(event: threading.Event, timeout: float | None = None) -> bool:
+            if threading.current_thread() is not threading.main_thread():
+                pauses_s.append(timeout or 0)
+            return wait(event, timeout)
+
+        self.patched(mock.patch("threading.Event.wait", note))
         with q.processing(keyed), q.processing(other):
             lock = self.locked("k")
             try:
-                pause_s = q._renewer.renew_all(q._renewer.stop)
+                until(lambda: len(pauses_s) > 2)
             finally:
                 lock.close()
             self.assertEqual(keyed.path, before[0])
             self.assertNotEqual(other.path, before[1])
-            self.assertLess(pause_s, q._renewer.pause_s)
-            self.assertEqual(q._renewer.renew_all(q._renewer.stop), 30 * constant("renewal"))
-            self.assertNotEqual(keyed.path, before[0])
+            self.assertLess(pauses_s[1], pauses_s[0] / 5)
+            until(lambda: keyed.path != before[0])
+            until(lambda: pauses_s[-1] == pauses_s[0])
 
     def test_a_thread_that_can_not_be_started_is_an_error_and_the_next_one_is(self) -> None:
         q = self.renewing_queue()
@@ -8045,25 +8175,28 @@ class Processing(QueueCase):
             self.fail("the block must not begin")
         with q.processing(task):
             lease = task.path
-            self.until(lambda: task.path != lease)
+            until(lambda: task.path != lease)
 
     def test_ctrl_c_at_the_start_leaves_nothing_that_is_renewed_for_nobody(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        add = q._renewer.add
+        """Before the block is entered, or after, and before the `with` has noted it."""
+        q, before = self.renewing_queue(), {*threading.enumerate()}
+        task, start = _pushed_and_taken(q), threading.Thread.start
 
-        def interrupted(processing: femtoqueue._Processing) -> None:
-            add(processing)
+        def interrupted(thread: threading.Thread) -> None:
+            start(thread)
             raise KeyboardInterrupt
 
-        with mock.patch.object(q._renewer, "add", interrupted):
+        with mock.patch("threading.Thread.start", interrupted):
             try:
                 with q.processing(task):
                     self.fail("the block must not begin")
             except KeyboardInterrupt:
                 pass
         gc.collect()
-        self.assertEqual(q._renewer.renew_all(q._renewer.stop), 0)
+        until(lambda: {*threading.enumerate()} <= before)
+        q.processing(task).__enter__()
+        gc.collect()
+        until(lambda: {*threading.enumerate()} <= before)
 
     @FORK
     def test_a_child_that_leaves_the_block_does_not_end_the_task(self) -> None:
@@ -8128,7 +8261,6 @@ class Checkpoints(QueueCase):
         self.assertEqual(self.names("checkpoints"), [])
 
     def test_done_fail_and_dead_letters_end_it(self) -> None:
-        clock = self.clock()
         for end, settings in (
             (FemtoQueue.done, {"keep_done": False}),
             (FemtoQueue.fail, {}),
@@ -8142,7 +8274,6 @@ class Checkpoints(QueueCase):
             self.assertEqual(self.names("checkpoints"), [])
         q.retry_failed()
         self.assertIsNone(self.pop(q).checkpoint)
-        clock.advance(0)
 
     @FORK
     def test_a_killed_worker_is_gone_on_from_where_it_was(self) -> None:
@@ -8214,17 +8345,22 @@ class Checkpoints(QueueCase):
         task = _pushed_and_taken(q)
         with self.assertRaises(TypeError):
             q.checkpoint(task, "text")  # type: ignore[arg-type]
-        for call in ("open", "write", "move"):
-
-            def refuse(name: str, args: tuple[Any, ...], call: str = call) -> None:
-                if name == call:
-                    self.fail_with(errno.EIO)
-
-            with hooked(refuse), self.assertRaises(OSError):
-                q.checkpoint(task, b"new")
-            self.assertIsNone(task.checkpoint)
-            self.assertEqual(self.names("creating"), [])
         self.check_invariants()
+
+    def test_one_that_can_not_be_put_in_place_leaves_the_former(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        q.checkpoint(task, b"former")
+
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and args[1].endswith(f"checkpoints/{task.id}"):
+                self.fail_with(errno.EIO)
+
+        with hooked(fail), self.assertRaises(OSError):
+            q.checkpoint(task, b"newer")
+        self.check_invariants()
+        q.release(task)
+        self.assertEqual(self.pop(q).checkpoint, b"former")
 
     def test_it_costs_nothing_to_tasks_that_never_use_it(self) -> None:
         q, calls = self.queue(), []
@@ -8331,37 +8467,30 @@ class Work(QueueCase):
             broken.wait(60)
             finished.append(task.data)
 
-        take_oldest = q._taker.take_oldest
-
-        def look(lasts_ns: int) -> FemtoTask | None:
-            task = take_oldest(lasts_ns)
-            if task is None:
-                broken.set()
-                self.fail_with(errno.EIO)
-            return task
-
-        with mock.patch.object(q._taker, "take_oldest", look), self.assertRaises(OSError):
+        with hooked(self.trouble(errno.EIO, broken)), self.assertRaises(OSError):
             q.work(handle, concurrency=2)
         self.assertEqual((finished, self.states()), ([b"x"], {"done": 1}))
+
+    def trouble(self, code: int, met: threading.Event) -> Callable[[str, tuple[Any, ...]], None]:
+        """Return a hook by which pending/ can't be listed any more when a task was taken."""
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            if name == "list" and args[0].endswith("pending") and not self.names("pending"):
+                met.set()
+                self.fail_with(code)
+
+        return hook
 
     def test_a_signal_that_comes_after_disk_trouble_still_ends_work(self) -> None:
         """As it waits for what runs: a caller that goes on after an OSError would never hear it."""
         q, broken = self.queue(), threading.Event()
         q.push(b"x")
-        take_oldest = q._taker.take_oldest
 
         def handle(task: FemtoTask) -> None:
             broken.wait(60)
             os.kill(os.getpid(), signal.SIGTERM)
 
-        def look(lasts_ns: int) -> FemtoTask | None:
-            task = take_oldest(lasts_ns)
-            if task is None:
-                broken.set()
-                self.fail_with(errno.ENOSPC)
-            return task
-
-        with mock.patch.object(q._taker, "take_oldest", look):
+        with hooked(self.trouble(errno.ENOSPC, broken)):
             self.assertEqual(q.work(handle, concurrency=2).done, 1)
 
     def test_work_whose_threads_can_not_be_started_gives_the_task_back(self) -> None:
@@ -8424,16 +8553,16 @@ class Work(QueueCase):
                 child.wait_for_go()
                 go.set()
 
-            def hear(pool: femtoqueue._WorkerPool, number: int) -> None:
-                child.say("heard")
-                heard(pool, number)
+            def set_handler(number: int, handler: Any) -> Any:
+                def hear(number: int, frame: Any) -> None:
+                    child.say("heard")
+                    handler(number, frame)
+
+                return set_signal(number, hear if callable(handler) else handler)
 
             threading.Thread(target=wait, daemon=True).start()
-            q, heard = (
-                FemtoQueue(self.path, timeout_stale_ms=None),
-                femtoqueue._WorkerPool._on_signal,
-            )
-            with mock.patch.object(femtoqueue._WorkerPool, "_on_signal", hear):
+            q, set_signal = FemtoQueue(self.path, timeout_stale_ms=None), signal.signal
+            with mock.patch("signal.signal", set_handler):
                 child.say(str(q.work(handle, concurrency=concurrency)))
 
         return self.child(work)
