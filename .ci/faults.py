@@ -58,6 +58,8 @@ from typing import Any
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+from broken import BROKEN, broken, caught_by
+
 import femtoqueue
 from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
 
@@ -658,8 +660,7 @@ class Stage:
             return file.read()
 
     def make(self, node_id: str = "n1") -> FemtoQueue:
-        kind = BROKEN[self.scene.broken][0] if self.scene.broken else FemtoQueue
-        return kind(
+        return FemtoQueue(
             self.path,
             node_id,
             sync_after_write=self.scene.sync,
@@ -704,7 +705,7 @@ def live(stage: Stage, node_id: str, script: Callable[[Life], None]) -> None:
     os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
     femtoqueue._log().addHandler(LogNotes(note))
     try:
-        with made_up(node_id) as clock:
+        with broken(stage.scene.broken), made_up(node_id) as clock:
             script(Life(lambda: stage.make(node_id), clock, note))
     except BaseException:
         note(["crash", traceback.format_exc()])
@@ -871,7 +872,7 @@ def succeed(stage: Stage, ledger: Ledger) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(os.path.join(stage.path, "PAUSED"))
         ledger.paused = False
-    with made_up("next") as clock:
+    with broken(stage.scene.broken), made_up("next") as clock:
         clock.skip(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
         life = Life(stage.make, clock, ledger.follow)
         life.open()
@@ -887,149 +888,6 @@ def run(job: Job) -> tuple[Job, str, str]:
     except Exception as error:
         known = isinstance(error, (Violation, OSError, FemtoQueueError))
         return job, "", str(error) if known else traceback.format_exc()
-
-
-# Broken queues
-
-
-class Swallows(FemtoQueue):
-    """push() acknowledges what the disk did not take."""
-
-    def push(self, data: Any, **options: Any) -> str:
-        try:
-            return super().push(data, **options)
-        except OSError:
-            return self._clock.new_id()
-
-
-class DoneAnyway(FemtoQueue):
-    """done() ignores errors."""
-
-    def done(self, task: FemtoTask) -> None:
-        with contextlib.suppress(OSError):
-            super().done(task)
-
-
-class Litters(FemtoQueue):
-    """A push that raises leaves its file in creating/."""
-
-    def push(self, data: Any, **options: Any) -> str:
-        unlink = femtoqueue._unlink_if_exists
-        femtoqueue._unlink_if_exists = lambda path, or_fail=True: True
-        try:
-            return super().push(data, **options)
-        finally:
-            femtoqueue._unlink_if_exists = unlink
-
-
-class LinksFirst(FemtoQueue):
-    """A task moves by link() and unlink(): killed between them, it is in two states."""
-
-    class Files(femtoqueue._Files):
-        def move(self, source: str, target: str, is_ours: Callable[[], bool] | None = None) -> str:
-            if not target:
-                return super().move(source, target)
-            os.link(self.root + source, self.root + target)
-            os.unlink(self.root + source)
-            return target
-
-    def __init__(self, *places: Any, **settings: Any) -> None:
-        super().__init__(*places, **settings)
-        self._files.__class__ = LinksFirst.Files
-
-
-class UnlinksFirst(FemtoQueue):
-    """A task moves by unlink() and write: killed between them, it is in none."""
-
-    class Files(femtoqueue._Files):
-        def move(self, source: str, target: str, is_ours: Callable[[], bool] | None = None) -> str:
-            with open(self.root + source, "rb") as file:
-                record = file.read()
-            os.unlink(self.root + source)
-            if target:
-                femtoqueue._write_new(self.root + target, record)
-            return target
-
-    def __init__(self, *places: Any, **settings: Any) -> None:
-        super().__init__(*places, **settings)
-        self._files.__class__ = UnlinksFirst.Files
-
-
-class TooEarly(FemtoQueue):
-    """push() returns before the task is in pending/: the next call moves it there."""
-
-    moves: tuple[str, str] | None = None
-
-    def push(self, data: Any, **options: Any) -> str:
-        if options.get("key") is not None:
-            return super().push(data, **options)
-        self.catch_up()
-        ident, root = self._clock.new_id(), self._files.root
-        aside = f"{root}creating/{ident}"
-        femtoqueue._write_new(aside, femtoqueue._header(data), data)
-        self.moves = aside, f"{root}pending/{ident}"
-        return ident
-
-    def catch_up(self) -> None:
-        moves, self.moves = self.moves, None
-        if moves is not None:
-            os.rename(*moves)
-
-    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        self.catch_up()
-        return super().pop(timeout)
-
-
-class SaysEmpty(FemtoQueue):
-    """pop() makes "nothing is there" of an error."""
-
-    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        try:
-            return super().pop(timeout)
-        except OSError:
-            return None
-
-
-class GivesUp(FemtoQueue):
-    """After an error, pop() finds nothing any more."""
-
-    broke = False
-
-    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        try:
-            return None if self.broke else super().pop(timeout)
-        except OSError:
-            self.broke = True
-            raise
-
-
-class KeepsClaim(FemtoQueue):
-    """What can't be read after the claim stays claimed."""
-
-    class Transitions(femtoqueue._Transitions):
-        def _return_unreadable(self, *_: Any) -> None:
-            pass
-
-    def __init__(self, *places: Any, **settings: Any) -> None:
-        super().__init__(*places, **settings)
-        self._transitions.__class__ = KeepsClaim.Transitions
-
-
-# With the calls at which a fault shows it, or SIGKILL.
-BROKEN: dict[str, tuple[type[FemtoQueue], tuple[str, ...]]] = {
-    broken.__name__: (broken, shows)
-    for broken, shows in (
-        (Swallows, ("writev", "rename")),
-        (DoneAnyway, ("rename",)),
-        (Litters, ("writev",)),
-        (LinksFirst, (KILL,)),
-        (UnlinksFirst, (KILL,)),
-        (TooEarly, (KILL,)),
-        (SaysEmpty, ("read",)),
-        (GivesUp, ("renameat",)),
-        (KeepsClaim, ("read",)),
-    )
-}
 
 
 # All of them
@@ -1127,10 +985,10 @@ def caught(name: str, shows: tuple[str, ...], workers: int) -> str:
 
 
 def self_check(workers: int) -> None:
-    for name, (broken, shows) in BROKEN.items():
+    for name, shows in caught_by("faults").items():
         wrong = caught(name, shows, workers)
         if not wrong:
-            raise SystemExit(f"faults: FAILED: {name} is not caught: {broken.__doc__}")
+            raise SystemExit(f"faults: FAILED: {name} is not caught: {BROKEN[name].promise}")
         print(f"faults: {name} is caught: {wrong}", flush=True)
 
 

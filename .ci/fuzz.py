@@ -21,18 +21,19 @@ import binascii
 import contextlib
 import os
 import random
-import re
 import shutil
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+from broken import broken, caught_by
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
@@ -477,86 +478,6 @@ def run(kinds: list[str], minutes: float, seed: int) -> None:
 # Broken queues
 
 
-def listed_backwards(*args: Any) -> tuple[list[str], int]:
-    names, seen = oldest_names(*args)
-    return names[::-1], seen
-
-
-def claimed_uncounted(
-    lease_dir: femtoqueue._LeaseDir, source: str, attempts: int, *rest: Any
-) -> str:
-    return claim(lease_dir, source, attempts - 1, *rest)
-
-
-def appended(
-    pusher: femtoqueue._KeyPusher, name: str, payload: bytes, _: str, due_ns: int | None
-) -> str:
-    with pusher._keys.lock(femtoqueue._key_tag(name)) as lock:
-        return pusher._push_first(lock, name, payload, due_ns)
-
-
-def ended_late(transitions: femtoqueue._Transitions, task: FemtoTask, target: str) -> str:
-    with contextlib.suppress(femtoqueue.LeaseLost):
-        return end_lease(transitions, task, target)
-    return target
-
-
-def opened_only(transitions: femtoqueue._Transitions) -> None:
-    transitions.lease_dir.ensure_open()
-
-
-def read_unchecked(path: str, ident: str) -> tuple[bytes, str | None]:
-    with open(path, "rb") as file:
-        header, _, payload = file.read().partition(b"\n")
-    name = header.split(b" ")[3:]
-    return payload, femtoqueue._decode_key(name[0].decode())[:50] if name else None
-
-
-def released_to_the_back(q: FemtoQueue, task: FemtoTask, **how: Any) -> None:
-    release(q, task, **{**how, "front": False})
-
-
-def parse_any_state(content: bytes, tag: str) -> dict[str, femtoqueue._KeyState]:
-    """As it was once: a line that leads to another key's task is believed."""
-    lines = content.decode("ascii", "replace").partition("\n\n")[0].splitlines()
-    forms = [form for line in lines if (form := femtoqueue._parse_key_state(line))]
-    return {form[1]: femtoqueue._KeyState(form[2], form[4].strip("-")) for form in forms}
-
-
-def nothing(*args: Any) -> None:
-    pass
-
-
-def loose(parse: Any) -> Callable[[str], re.Match[str] | None]:
-    return re.compile(parse.__self__.pattern.replace("{18}", "{17,18}")).fullmatch
-
-
-oldest_names, claim = femtoqueue._oldest_names, femtoqueue._LeaseDir.claim
-end_lease, release = femtoqueue._Transitions.end_lease, FemtoQueue.release
-forms = {state: loose(form) for state, form in femtoqueue._FORMS.items()}
-CLOCK, KEYS, PUSHER = femtoqueue._QueueClock, femtoqueue._KeyIndex, femtoqueue._KeyPusher
-LEASES, MOVES, HOUSE = femtoqueue._LeaseDir, femtoqueue._Transitions, femtoqueue._Housekeeper
-BROKEN: tuple[tuple[str, str, object, dict[str, Any]], ...] = (
-    ("the last in is the first out", "lives", femtoqueue, {"_oldest_names": listed_backwards}),
-    ("attempts are not counted", "lives", LEASES, {"claim": claimed_uncounted}),
-    ("max_attempts is no limit", "lives", MOVES, {"_dead_letter_exhausted": nothing}),
-    ("extend() does not", "lives", FemtoQueue, {"extend": nothing}),
-    ("a keyed push appends", "lives", PUSHER, {"push": appended}),
-    ("a newer payload is forgotten", "lives", KEYS, {"_promote_buffered": nothing}),
-    ("leases do not end", "lives", HOUSE, {"_reclaim_from": nothing}),
-    ("the dead keep what they had", "lives", HOUSE, {"_reclaim_dead_worker": nothing}),
-    ("who comes back finds nothing", "lives", MOVES, {"open_lease_dir": opened_only}),
-    ("who goes keeps what it had", "lives", MOVES, {"reclaim_all": nothing}),
-    ("a late worker may finish", "lives", MOVES, {"end_lease": ended_late}),
-    ("what is due stays", "lives", HOUSE, {"_enqueue_due": nothing}),
-    ("front is the back", "lives", FemtoQueue, {"release": released_to_the_back}),
-    ("the clock is the wall's", "lives", CLOCK, {"now_ns": lambda _: femtoqueue._wall_ns()}),
-    ("19 digits are a number", "names", femtoqueue, {"_FORMS": forms}),
-    ("no checksum is checked", "contents", femtoqueue, {"_read_record": read_unchecked}),
-    ("key states are believed", "contents", femtoqueue, {"_parse_key_states": parse_any_state}),
-)
-
-
 def fault_of(kind: str, seed: int) -> str:
     try:
         one(kind, seed)
@@ -566,9 +487,9 @@ def fault_of(kind: str, seed: int) -> str:
 
 
 def self_check(seed: int) -> None:
-    for name, kind, where, what in BROKEN:
+    for name, kind in caught_by("fuzz").items():
         for number in range(seed, seed + BOUND):
-            with mock.patch.multiple(where, **what):
+            with broken(name):
                 why = fault_of(kind, number)
             if why:
                 print(f"fuzz: {name}: seed {number - seed + 1} says: {why}", flush=True)

@@ -94,6 +94,7 @@ from typing import Any
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 import verdict
+from broken import break_queue, caught_by
 from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS, Unable, Violation, say
 
 import femtoqueue
@@ -139,6 +140,7 @@ KINDS = {  # who notes what
     "got": ("hold",),
 }
 PHASES = ("calm", "keys", "storms")
+PHASE_OF = {"quorum": "storms", "cut": "storms", "tickets": "keys"}
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
 STALE_S = 30.0  # of a ticket that another host's member does not touch
 STORM_STALE_S = 10.0
@@ -328,7 +330,7 @@ class Actor:
         self.chance = random.Random(self.seed)
         self.line: TicketQueue | None = None
         self.fd = self.open_log()
-        self.break_queue()
+        break_queue(self.broken)
         has_queue = self.kind not in ("watch", "take_turn", "take_turns", "measure")
         if has_queue:
             self.q = self.opened()
@@ -340,9 +342,6 @@ class Actor:
 
     def open_log(self) -> int:
         return os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-    def break_queue(self) -> None:
-        break_queue(self.broken)
 
     def now_s(self) -> float:
         """Return the time that all hosts have in common."""
@@ -601,69 +600,6 @@ def check_payload(data: bytes) -> str:
     if rest != random.Random(head).randbytes(len(rest)) or len(rest) not in SIZES:
         raise ValueError(f"payload {head} is torn")
     return head[:-1]
-
-
-def break_queue(how: str) -> None:
-    """Make the mistakes that the proof must see."""
-    move, publish = femtoqueue._Files.move, femtoqueue._Files.publish
-    close, lives = femtoqueue._KeyStates.close, TicketQueue._lives
-
-    def copy_and_unlink(self: Any, source: str, attempts: int, ident: str, length_ns: int) -> str:
-        deadline_ns = self._clock.now_ns() + length_ns
-        name = femtoqueue._lease_name(deadline_ns, attempts, self._clock.boot, ident)
-        lease, root = f"{self.directory}/{name}", self._files.root
-        with contextlib.suppress(OSError):  # ENOENT or ESTALE: another was first
-            shutil.copyfile(root + source, root + lease)
-            os.unlink(root + source)
-        return lease
-
-    def no_fence(self: Any, source: str, target: str, is_ours: Any = None) -> str:
-        try:
-            return move(self, source, target, is_ours)
-        except FileNotFoundError:
-            if target.startswith("done/"):
-                return target
-            raise
-
-    def careless(self: Any, *args: Any, **settings: Any) -> None:
-        with contextlib.suppress(OSError):
-            publish(self, *args, **settings)
-
-    def youngest_first(self: Any) -> None:
-        self._transitions.open_lease_dir()
-        self._backlog.names = sorted(os.listdir(f"{self._files.root}pending"))
-
-    def removed_lock(self: Any) -> None:
-        """The file of a lock is removed when it is released."""
-        close(self)
-        with contextlib.suppress(FileNotFoundError):  # it was removed before
-            os.unlink(f"{self._files.root}locks/{self.tag[-2:]}")
-
-    def waiting_only(self: Any, key: str) -> str | None:
-        """Not what is in flight."""
-        tag = femtoqueue._key_tag(femtoqueue._encode_key(key))
-        paths = (it.path for it in self._files.find("pending") if it.id.endswith(tag))
-        return next(paths, None)
-
-    def strangers_die(self: Any, name: str) -> bool:
-        """The tickets of other hosts are passed over."""
-        return femtoqueue._boot_of_ticket(name) == self._boot and lives(self, name)
-
-    if how:
-        _, room, name, _ = BROKEN[how]
-        setattr(room, name, locals()[how])
-
-
-# The phase that must catch it, what it replaces, and what the phase must say.
-BROKEN: dict[str, tuple[str, type, str, str]] = {
-    "copy_and_unlink": ("calm", femtoqueue._LeaseDir, "claim", "leased twice|stands in"),
-    "no_fence": ("storms", femtoqueue._Files, "move", r"\(\) by .*, when|not refused"),
-    "careless": ("storms", femtoqueue._Files, "publish", "is lost|never delivered"),
-    "youngest_first": ("calm", femtoqueue._Housekeeper, "_list_pending", "in the order"),
-    "removed_lock": ("keys", femtoqueue._KeyStates, "close", "crowded|overlapping"),
-    "waiting_only": ("keys", femtoqueue._KeyIndex, "path_of", "found nothing"),
-    "strangers_die": ("keys", TicketQueue, "_lives", "turns overlap"),
-}
 
 
 # The storm
@@ -1067,15 +1003,18 @@ def measure_mount(stage: Stage, name: str) -> None:
 
 
 def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
-    for broken, (phase, room, _, wanted) in BROKEN.items():
-        if phase not in phases:
+    for broken, (part, wanted) in caught_by("hosts").items():
+        if PHASE_OF.get(part, part) not in phases:
             continue
         try:
-            if phase == "storms":  # without a quorum each push raises, else those of one host
-                storms(hosts, work, seed, ["quorum" if broken == "careless" else "cut"], broken)
-            elif room is TicketQueue:
+            if part in (
+                "quorum",
+                "cut",
+            ):  # without a quorum each push raises, else those of one host
+                storms(hosts, work, seed, [part], broken)
+            elif part == "tickets":
                 tickets(Stage(hosts, work, seed, broken, "-tickets"))
-            elif phase == "keys":
+            elif part == "keys":
                 keyed(Stage(hosts, work, seed, broken, "-key"), 1, 1)
             else:
                 calm(Stage(hosts, work, seed, broken, "-calm"), 100)

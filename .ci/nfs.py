@@ -67,6 +67,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 import hosts
 import machines
 import verdict
+from broken import break_queue, caught_by
 from hosts import BRICK, MOUNT, run
 from machines import (
     CALL_S,
@@ -96,7 +97,13 @@ DISK_BYTES = 1 << 30
 GRACE_S = 10  # of the server, and how long its leases are
 KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
 HOME = "/femtoqueue"  # of the program in a machine
-PROGRAMS = ("verdict.py", "hosts.py", "machines.py", "nfs.py")  # a machine runs the last one
+PROGRAMS = (
+    "broken.py",
+    "verdict.py",
+    "hosts.py",
+    "machines.py",
+    "nfs.py",
+)  # a machine runs the last one
 TEXTS = {
     "/etc/exports": f"{BRICK} 10.77.0.0/24(rw,sync,no_root_squash,no_subtree_check)\n",
     "/etc/group": "root:x:0:\n_rpc:x:1:\n",
@@ -346,65 +353,6 @@ class GuestActor(hosts.Actor):
 
     def is_over(self) -> bool:
         return os.path.exists("/run/over")
-
-    def break_queue(self) -> None:
-        break_queue(self.broken)
-
-
-def break_queue(how: str) -> None:
-    """Make the mistakes that the proof must see."""
-    close, acquire = femtoqueue._KeyStates.close, femtoqueue._FileLock.acquire_exclusive
-
-    def link_and_unlink(self: Any, source: str, attempts: int, ident: str, length_ns: int) -> str:
-        deadline_ns = self._clock.now_ns() + length_ns
-        name = femtoqueue._lease_name(deadline_ns, attempts, self._clock.boot, ident)
-        lease, root = f"{self.directory}/{name}", self._files.root
-        try:
-            os.link(root + source, root + lease)
-        except FileNotFoundError:
-            return ""
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(root + source)
-        return lease
-
-    def removed_lock(self: Any) -> None:
-        close(self)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self._files.root}locks/{self.tag[-2:]}")
-
-    def cached_path(self: Any, wait: bool = True) -> None:
-        """Right on one host: who waited for the lock of a removed file takes that of the new."""
-        acquire(self, wait)
-        while not self.is_at_path():
-            fd = os.open(self.path, femtoqueue._LOCK_FLAGS, 0o666)
-            os.dup2(fd, self.fd, inheritable=False)
-            os.close(fd)
-            acquire(self, wait)
-
-    def no_matter(
-        self: Any, aside: str, data: bytes, path: str, *, key: str = "", **_: Any
-    ) -> None:
-        source, target = f"{self.root}creating/{aside}", self.root + path
-        femtoqueue._write_new(source, femtoqueue._header(data, key), data)
-        try:
-            os.rename(source, target)
-        except FileNotFoundError:
-            femtoqueue._unlink_if_exists(target)
-
-    if how == "link_and_unlink":
-        femtoqueue._LeaseDir.claim = link_and_unlink  # type: ignore[method-assign]
-    elif how == "cached_path":
-        femtoqueue._KeyStates.close = removed_lock  # type: ignore[method-assign]
-        femtoqueue._FileLock.acquire_exclusive = cached_path  # type: ignore[method-assign]
-    elif how == "no_matter":
-        femtoqueue._Files.publish = no_matter  # type: ignore[assignment]
-
-
-BROKEN = {  # name: the phase that must catch it, and what it must complain of
-    "link_and_unlink": ("calm", "leased twice|stands in"),
-    "cached_path": ("keys", "crowded|overlapping"),
-    "no_matter": ("replay", "but: "),
-}
 
 
 # Scripts: one call a line, on client a or b, and what it must return or raise. `a&` does not wait,
@@ -936,7 +884,7 @@ def self_check(version: str, seed: int) -> list[str]:
     """Return which broken queues are not caught."""
     wrong = []
     with laboratory(version) as lab:
-        for broken, (phase, wanted) in BROKEN.items():
+        for broken, (phase, wanted) in caught_by("nfs").items():
             try:
                 prove(lab, seed, phase, broken=broken)
                 wrong.append(f"{broken} is not caught")

@@ -33,6 +33,8 @@ from unittest import mock
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+from broken import broken, caught_by
+
 import femtoqueue
 from femtoqueue import FemtoQueue
 
@@ -328,30 +330,9 @@ def cuts(store: str, kind: str, count: int, seed: int, sync: bool) -> None:
 
 
 def self_check(store: str, seed: int) -> None:
-    fsync = os.fsync
-
-    def directories_only(fd: int) -> None:
-        if os.path.isdir(f"/proc/self/fd/{fd}"):
-            fsync(fd)
-
-    def files_only(fd: int) -> None:
-        if not os.path.isdir(f"/proc/self/fd/{fd}"):
-            fsync(fd)
-
-    def none(fd: int) -> None:
-        pass
-
-    for name, kind, broken in (
-        ("no fsync", "ext4", none),
-        ("no fsync", "xfs", none),
-        ("no fsync", "btrfs", none),
-        ("directories only", "ext4", directories_only),
-        ("files only", "ext4-nojournal", files_only),
-    ):
-        with (
-            mock.patch.object(os, "fsync", broken),
-            mock.patch.object(femtoqueue, "_find_syncfs", return_value=None),
-        ):
+    queues = caught_by("power_loss").items()
+    for name, kind in [(name, kind) for name, kinds in queues for kind in kinds]:
+        with broken(name):
             for number in range(seed, seed + 40):
                 try:
                     one_cut(store, kind, number, True)

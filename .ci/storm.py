@@ -55,10 +55,10 @@ import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+from broken import break_queue, caught_by
 from full_disk import mounted
 
 import femtoqueue
@@ -152,7 +152,8 @@ class Role:
         signal.signal(signal.SIGTERM, self.end)
         node_id = f"slot-{slot}" if self.chance.random() < 0.5 else None
         self.sync = self.chance.random() < 0.2
-        self.q = BROKEN[storm.broken](
+        break_queue(storm.broken)
+        self.q = FemtoQueue(
             storm.queue_path,
             node_id,
             LEASE_S * 1000,
@@ -1056,94 +1057,6 @@ def check(storm: Storm) -> tuple[History, list[str]]:
     return history, wrong
 
 
-# Broken queues, for --self-check
-
-
-class DoneWithoutFence(FemtoQueue):
-    def done(self, task: FemtoTask) -> None:
-        for directory, _, names in os.walk(self.data_dir):
-            for name in names:
-                if "/inflight-" in directory and name.endswith(task.id):
-                    with contextlib.suppress(FileNotFoundError):
-                        os.rename(os.path.join(directory, name), f"{self.data_dir}/done/{task.id}")
-                    return
-
-
-class AcknowledgesFirst(FemtoQueue):
-    class Files(femtoqueue._Files):
-        later: Callable[[], object] = staticmethod(lambda: None)
-
-        def publish(self, aside, data, path, **options):  # type: ignore[no-untyped-def]
-            before, publish = self.later, super().publish
-            self.later = lambda: publish(aside, data, path, **options)
-            before()
-
-    def __init__(self, *places: Any, **settings: Any) -> None:
-        super().__init__(*places, **settings)
-        self._files.__class__ = AcknowledgesFirst.Files
-
-
-class PopWithoutLease(FemtoQueue):
-    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        return next(self.tasks("pending"), None)
-
-    def done(self, task: FemtoTask) -> None:
-        for name in os.listdir(f"{self.data_dir}/pending"):
-            if name.endswith(task.id):
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(f"{self.data_dir}/pending/{name}", f"{self.data_dir}/done/{task.id}")
-
-
-class KeysAppend(FemtoQueue):
-    def push(self, data, *, key=None, if_in_flight="buffer"):  # type: ignore[no-untyped-def]
-        return super().push(data)
-
-
-class OrderByTheWallClock(FemtoQueue):
-    class Clock(femtoqueue._QueueClock):
-        def next_order(self) -> int:
-            return int(time.time() * 1e9)
-
-    def __init__(self, *places: Any, **settings: Any) -> None:
-        super().__init__(*places, **settings)
-        self._clock.__class__ = OrderByTheWallClock.Clock
-
-
-class SchedulesAtOnce(FemtoQueue):
-    def schedule(self, data, time_us, **options):  # type: ignore[no-untyped-def]
-        return super().schedule(data, time_us - 300_000, **options)
-
-
-class TakesTheRubbishOut(FemtoQueue):
-    def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        for directory in ("pending", "scheduled", "keys"):
-            for path in glob.glob(f"{self.data_dir}/{directory}/*[!0-9a-f]"):
-                with contextlib.suppress(OSError):
-                    os.unlink(path)
-        return super().pop()
-
-
-BROKEN: dict[str, type[FemtoQueue]] = {
-    "": FemtoQueue,
-    "done() without a fence": DoneWithoutFence,
-    "a push acknowledged before its rename": AcknowledgesFirst,
-    "a pop() without a lease": PopWithoutLease,
-    "a keyed push that appends": KeysAppend,
-    "order by the wall clock": OrderByTheWallClock,
-    "due 0.3 s early": SchedulesAtOnce,
-    "a pop() that tidies up": TakesTheRubbishOut,
-}
-RULES = (
-    "settled",
-    "found",
-    "held",
-    "keys",
-    "first",
-    "due",
-    "left over",
-)  # by which they are caught
-
-
 @contextlib.contextmanager
 def small_file_system(kind: str) -> Iterator[str]:
     with contextlib.ExitStack() as stack:
@@ -1182,7 +1095,7 @@ def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
 
 def self_check(args: argparse.Namespace, seed: int) -> None:
     args.seconds = min(args.seconds, 8)
-    for broken, rule in zip([*BROKEN][1:], RULES, strict=True):
+    for broken, rule in caught_by("storm").items():
         for number in range(seed, seed + 5):
             wrong = [w for w in one_storm(args, number, broken) if w.startswith(f"{rule}:")]
             if wrong:
