@@ -68,19 +68,28 @@ CHANGES = ("ENOSPC", "EIO", "EACCES")
 STATUS = ("EIO", "EACCES")
 # What a call on a file or directory may give: open(2), rename(2), ... Empty: it can't well fail.
 ERRORS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("open", "openat"), ("EIO", "EACCES", "EMFILE", "EINTR", "ENOSPC")),
-    **dict.fromkeys(("write", "writev", "pwrite64"), WRITES),
-    **dict.fromkeys(("fsync", "fdatasync", "syncfs"), WRITES),
+    **dict.fromkeys(("open", "openat", "openat2"), ("EIO", "EACCES", "EMFILE", "EINTR", "ENOSPC")),
+    **dict.fromkeys(("write", "writev", "pwrite64", "pwritev", "pwritev2"), WRITES),
+    **dict.fromkeys(("copy_file_range", "sendfile", "fallocate", "ftruncate"), WRITES),
+    **dict.fromkeys(("fsync", "fdatasync", "syncfs", "sync_file_range"), WRITES),
     **dict.fromkeys(("rename", "renameat", "renameat2", "mkdir", "mkdirat"), CHANGES),
     **dict.fromkeys(("link", "linkat"), (*CHANGES, "EPERM")),
-    **dict.fromkeys(("unlink", "unlinkat", "rmdir", "chmod", "fchmodat"), STATUS),
+    **dict.fromkeys(("symlink", "symlinkat", "mknod", "mknodat", "truncate"), CHANGES),
+    **dict.fromkeys(("utime", "utimes", "futimesat", "utimensat"), (*STATUS, "EPERM", "EROFS")),
+    **dict.fromkeys(("chown", "fchown", "lchown", "fchownat"), (*STATUS, "EPERM")),
+    **dict.fromkeys(("unlink", "unlinkat", "rmdir", "chmod", "fchmod", "fchmodat"), STATUS),
     **dict.fromkeys(("stat", "lstat", "newfstatat", "statx", "access", "faccessat"), STATUS),
-    **dict.fromkeys(("faccessat2", "readlink", "listxattr"), STATUS),
-    **dict.fromkeys(("fstat", "statfs", "fstatfs", "getdents64"), ("EIO",)),
+    **dict.fromkeys(("faccessat2", "readlink", "readlinkat", "chdir", "fchdir"), STATUS),
+    **dict.fromkeys(("listxattr", "llistxattr", "getxattr", "lgetxattr"), STATUS),
+    **dict.fromkeys(("setxattr", "fsetxattr"), (*CHANGES, "EPERM")),
+    **dict.fromkeys(("fstat", "statfs", "fstatfs", "flistxattr", "fgetxattr"), ("EIO",)),
+    **dict.fromkeys(("getdents", "getdents64"), ("EIO",)),
+    **dict.fromkeys(("pread64", "readv", "preadv", "preadv2"), ("EIO", "EINTR")),
+    "inotify_add_watch": ("ENOSPC", "ENOMEM"),
     "read": ("EIO", "EINTR"),
     "flock": ("ENOLCK", "EINTR"),
     "close": ("EIO", "ENOSPC", "EINTR"),
-    **dict.fromkeys(("lseek", "fcntl", "ioctl"), ()),
+    **dict.fromkeys(("lseek", "fcntl", "ioctl", "fadvise64", "dup", "dup2", "dup3"), ()),
 }
 SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # a file system without flock, the queue says then
 KILL = "SIGKILL"
