@@ -826,7 +826,7 @@ the checksum of a record covers its key | Corruption
 the rest of a short write is written | Faults
 -    while count < size:
 +    while count < len(header):
-a payload that read() gives in parts is whole | Lifecycle
+a payload that read() gives in parts is whole | Corruption
 -    while length > 0 and (part := os.read(fd, length)):
 +    if length > 0 and (part := os.read(fd, length)):
 a link in pending/ is no task | ForeignFiles
@@ -922,7 +922,7 @@ who comes back under its node_id takes back what it had | Liveness
 a detached lease outlives a restart of its node_id | CommandLine
 - if it.boot != _DETACHED]
 +]
-a claim that is interrupted is undone | Interrupted
+a claim that is interrupted is undone | Faults
 -                    self.undo_claim(lease, source)  # Ctrl-C may come when it is done
 -                    raise
 +                    raise
@@ -943,7 +943,7 @@ what a dead worker had comes back at once | Liveness
 a dead worker's lease of another boot ends by its deadline | Liveness
 -            if entry.boot != _DETACHED and boot in (None, entry.boot):
 +            if entry.boot != _DETACHED:
-a lease of another host that was just renewed is not taken | Sharing
+a lease of another host that was just renewed is not taken | Healed
 -            if is_final or not self._renewed_recently(entry):
 +            if entry:
 the empty directory of another host's worker stays for a minute | Liveness
@@ -970,7 +970,7 @@ nothing is delivered while PAUSED is there | ByHand
 done tasks are kept for keep_done seconds | Lifecycle
 -        before_s = time.time() - self._keep_done
 +        before_s = time.time()
-max_attempts is a limit | Leases
+max_attempts is a limit | Lifecycle
 -        if self._max_attempts is not None and attempts >= self._max_attempts:
 +        if self._max_attempts is not None and attempts > self._max_attempts:
 attempts are counted | Leases
@@ -1007,7 +1007,7 @@ a checkpoint goes with its task | Checkpoints
 a checkpoint belongs to one payload | Checkpoints
 -        if saved.startswith(of_data):
 +        if saved:
-a renewal never shortens a lease | Checkpoints
+a renewal never shortens a lease | Processing
 -            self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 +            self.extend(task, _lease_of(task).length_ns)
 the lock of a key is taken | KeyedConcurrency
@@ -1032,7 +1032,7 @@ retry() of a task whose key has another raises | Keyed
 close() ends a wait in another thread | Waiting hangs
 -            if found is not None or self._lease_dir.closes != closes:
 +            if found is not None:
-a wait hears of a task that comes between two looks | Waiting hangs
+a wait hears of a task that comes between two looks | Hearing hangs
 -                if self.events != events:
 -                    return
 -                reads = self.is_read = True
