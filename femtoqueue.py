@@ -48,7 +48,7 @@ Each move is one system call, and takes effect when that call returns:
     update     _KeyPusher.push, _Files.swap    creating/<id>     for a leased record      renameat2
     buffer     _KeyPusher.push                 creating/<id>     keys/<id>                rename
     promote    _KeyIndex._promote_buffered     keys/<id>         pending/, scheduled/     rename
-    save       _Worker.save_checkpoint        creating/         checkpoints/<id>         rename
+    save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
 _KeyIndex.move moves a task with a key, under the lock of the key; _Files.move moves any other.
 Four steps do more. Claim removes the name of a task that is in done/ too (_Files.is_done). Replace
@@ -93,21 +93,20 @@ Rooms of this file; each uses only those above it:
      5. File locks         flock, and fork
      6. Files              the steps on files; durability is decided here
      7. Queue clock        orders and deadlines
-     8. Backlog            the batch of names in pending/, and the next times
+     8. Backlog            the batch of names in pending/
      9. Lease directory    claiming into it, and the lock that shows life
     10. Key states         where the task of each key is: keys/<hash>, or listings
     11. Keys               their locks; finding and moving tasks with a key
     12. Keyed pushes       replacing, updating and buffering their payloads
-    13. Transitions        each change of a task's state
+    13. Worker             each change of a task's state
     14. Housekeeping       the jobs of pop(): listing, due tasks, dead workers
-    15. Taking             one look for a task, with a lease or without
-    16. Waiting            inotify, threads, coroutines
-    17. Processing         renewal of leases
-    18. Worker pool        the loop of work()
-    19. Inspection         check()
-    20. FemtoQueue         the public face
-    21. Tickets            TicketQueue
-    22. Command line       `femtoqueue COMMAND`
+    15. Waiting            inotify, threads, coroutines
+    16. Processing         renewal of leases, checkpoints
+    17. Worker pool        the loop of work()
+    18. Inspection         check()
+    19. FemtoQueue         the public face
+    20. Tickets            TicketQueue
+    21. Command line       `femtoqueue COMMAND`
 """
 
 from __future__ import annotations
@@ -158,8 +157,8 @@ __version__ = "1.0.0.dev0"
 
 # ==================================================================================================
 # 1. System: system calls and constants that Python lacks, and small helpers of all rooms.
-#    Invariant: libc is loaded once. Dates in names come from _wall_ns() or the queue clock only;
-#    time.monotonic() elsewhere measures pauses and timeouts.
+#    Invariant: libc is loaded once. Dates in names come from time.time_ns() or the queue clock;
+#    time.monotonic() measures pauses and timeouts.
 # ==================================================================================================
 
 # f_type of statfs(2): ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
@@ -197,14 +196,6 @@ _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLL
 _FIRST_PAUSE_S = 0.001  # of a backoff between two polls
 _LOOKS = 4  # for a file that another host may have replaced; three were needed
 _Seen = TypeVar("_Seen")
-
-
-def _wall_ns() -> int:
-    return int(time.time() * 1e9)
-
-
-def _monotonic_ns() -> int:
-    return int(time.monotonic() * 1e9)
 
 
 def _utc(ns: int) -> datetime:
@@ -467,6 +458,7 @@ STATES = ("pending", "scheduled", "inflight", "done", "failed")
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
+_EARLIEST_NS = 10**18  # September 2001: no queue clock starts sooner, so its times have 19 digits
 _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
@@ -497,7 +489,6 @@ _FORMS = {
         "reason": rf"()(){_ID}\.error",
     }.items()
 }
-_parse_waiting_path = re.compile(f"(?:pending|scheduled)/{_WAITING}").fullmatch
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
 _parse_lock = re.compile("[0-9a-f]{2}").fullmatch
 _parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
@@ -600,19 +591,6 @@ def _attempts_of(path: str) -> int:
     return int(parts[1]) if len(parts) > 1 else 0
 
 
-def _is_first_lease(path: str) -> bool:
-    """Whether a path is that of a lease, and its task had not been delivered before."""
-    return path.startswith("inflight-") and "~1~" in path
-
-
-def _match_waiting(path: str) -> tuple[str, int | None] | None:
-    """Return id and attempts of a path in pending/ or scheduled/; None if its name is not ours."""
-    match = _parse_waiting_path(path)
-    if match is None:
-        return None
-    return match[3], int(match[1]) if match[1] else None
-
-
 def _due_of(buffered: str) -> int | None:
     """Return the time for which a payload in keys/ is scheduled, None if it is for at once."""
     return _stamp_of(buffered) if "~" in buffered else None
@@ -633,10 +611,9 @@ def _is_keyed(ident: str) -> bool:
     return ident[21] > "7"
 
 
-def _may_be_renamed(name: str) -> bool:
-    """Whether a new payload would rename the task of that name in pending/ (attempts back to 0)."""
-    match = _FORMS["pending"](name)
-    return match is not None and match[1] is not None and _is_keyed(match[3])
+def _may_be_renamed(path: str) -> bool:
+    """Whether a new payload would rename a task in pending/ (attempts back to 0)."""
+    return "~" in path and _is_keyed(_id_of(path))
 
 
 def _new_name(order_ns: int, tag: str) -> str:
@@ -715,8 +692,8 @@ def _decode_key(name: str) -> str:
 
 # ==================================================================================================
 # 3. Errors and values: what the interface raises and returns, and the checks of its arguments.
-#    Invariant: a value is a snapshot. Only `_lease` and `checkpoint` of a task change, by calls on
-#    the queue that leased it.
+#    Invariant: a value is a snapshot. Of a task, calls on the queue that leased it change `_lease`
+#    and `checkpoint`.
 # ==================================================================================================
 
 _MAX_NUMBER = 10**302  # of any argument
@@ -778,21 +755,27 @@ class _CommandFailed(Exception):
 
 
 class _Lease:
-    """One delivery. `path` (inflight-<node>/<exact name>) is its fencing token; a renewal writes
-    the new one here. `length_ns`: how long a renewal makes it last. `closes`: how often its queue
-    had been closed when it began. `is_renewed`: whether a thread renews it. `outcome`: how it
-    ended, a field of WorkCounts; "" while it runs."""
+    """Where the file of a task was, and its delivery if it is leased (length_ns is not 0).
 
-    __slots__ = ("closes", "is_renewed", "length_ns", "outcome", "path")
+    `path` (inflight-<node>/<exact name>) is the fencing token; a renewal writes the new one here.
+    `length_ns`: how long a renewal makes it last. `closes`: how often its queue had been closed
+    when it began. `is_renewed`: whether a thread renews it. `outcome`: how it ended, a field of
+    WorkCounts; "" while it runs. `has_checkpoint`: it may have one.
+    """
 
-    def __init__(self, path: str, length_ns: int, closes: int) -> None:
+    __slots__ = ("closes", "has_checkpoint", "is_renewed", "length_ns", "outcome", "path")
+
+    def __init__(self, path: str, length_ns: int = 0, closes: int = 0) -> None:
         self.path, self.length_ns, self.closes = path, length_ns, closes
-        self.is_renewed, self.outcome = False, ""
+        self.is_renewed, self.outcome, self.has_checkpoint = False, "", False
+
+
+_NO_LEASE = _Lease("")
 
 
 class FemtoTask:
-    """One task, as it was when it was read. Its attributes can't be assigned; two tasks are equal
-    if id, data, attempts and key are.
+    """One task, as it was when it was read; what is assigned to it changes nothing in the queue.
+    Two tasks are equal if id, data, attempts and key are.
 
     id: for life, through retries and delays.
     data: the payload as pushed.
@@ -806,17 +789,11 @@ class FemtoTask:
     only), or was not read (attach()).
     """
 
-    id: str
-    data: bytes
-    attempts: int | None
-    key: str | None
-    checkpoint: bytes | None
-    error: str | None
-    size_bytes: int | None
-    # Of a task that was looked at, or the lease of one that was popped; and the queue clock's.
-    _path: str
-    _lease: _Lease | None
-    _anchor_ns: int
+    # _anchor_ns: of the queue clock.
+    __slots__ = (
+        *("id", "data", "attempts", "key", "checkpoint", "error", "size_bytes"),
+        *("_anchor_ns", "_lease"),
+    )
 
     def __init__(
         self,
@@ -825,21 +802,16 @@ class FemtoTask:
         attempts: int | None = 0,
         key: str | None = None,
         checkpoint: bytes | None = None,
+        _lease: _Lease = _NO_LEASE,
+        _anchor_ns: int = 0,
         *,
         error: str | None = None,
         size_bytes: int | None = -1,
-        _path: str = "",
-        _lease: _Lease | None = None,
-        _anchor_ns: int = 0,
     ) -> None:
-        fields = self.__dict__  # past __setattr__
-        fields["id"], fields["data"], fields["attempts"] = id, data, attempts
-        fields["key"], fields["checkpoint"], fields["error"] = key, checkpoint, error
-        fields["size_bytes"] = len(data) if size_bytes == -1 else size_bytes
-        fields["_path"], fields["_lease"], fields["_anchor_ns"] = _path, _lease, _anchor_ns
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"a FemtoTask can't be changed: {name}")
+        self.id, self.data, self.attempts, self.key = id, data, attempts, key
+        self.checkpoint, self.error = checkpoint, error
+        self.size_bytes = len(data) if size_bytes == -1 else size_bytes
+        self._lease, self._anchor_ns = _lease, _anchor_ns
 
     def _compared(self) -> tuple[object, ...]:
         return self.id, self.data, self.attempts, self.key
@@ -859,7 +831,7 @@ class FemtoTask:
     @property
     def path(self) -> str:
         """Where its file was, relative to data_dir; while it is leased, also its fencing token."""
-        return self._path if self._lease is None else self._lease.path
+        return self._lease.path
 
     @property
     def state(self) -> str:
@@ -881,8 +853,8 @@ class FemtoTask:
     def until(self) -> datetime | None:
         """When its lease ends, or when it is due: UTC, by the wall clock of now; else None."""
         if self.state == "inflight":
-            left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
-            return _utc(_wall_ns() + left_ns)
+            left_ns = _stamp_of(self.path) - self._anchor_ns - time.monotonic_ns()
+            return _utc(time.time_ns() + left_ns)
         return _utc(_stamp_of(self.path)) if self.state == "scheduled" else None
 
 
@@ -891,14 +863,9 @@ def _lease_of(task: object) -> _Lease:
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
         raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
-    if task._lease is None:
+    if not task._lease.length_ns:
         raise LeaseLost(task.id, False, "it carries no lease; only pop() gives one")
     return task._lease
-
-
-def _set_checkpoint(task: FemtoTask, data: bytes) -> None:
-    """Note in a task what was saved for it."""
-    task.__dict__["checkpoint"] = data
 
 
 _NO_TASK = FemtoTask("", b"")
@@ -1040,6 +1007,7 @@ def _add_to_message(error: Exception, text: str) -> None:
 # ==================================================================================================
 
 _READ_BYTES = 4096  # a record of this size or less is read with one call
+_JOINED_BYTES = 1 << 14  # a record of this size or less is written with one call
 _HEAD_BYTES = 1024  # holds any header
 
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
@@ -1067,14 +1035,16 @@ def _header(payload: bytes | memoryview, key: str = "") -> bytes:
     )
 
 
-def _write_all(fd: int, header: bytes, payload: bytes | memoryview) -> None:
-    """Write a record without joining its parts; go on after a short write."""
-    count = os.writev(fd, (header, payload)) if hasattr(os, "writev") else 0
+def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
+    """Write a record: a small one with one call, a large one without joining its parts."""
     size = len(header) + len(payload)
-    while count < size:
-        part = header if count < len(header) else memoryview(payload)
-        offset = count if part is header else count - len(header)
-        count += os.write(fd, part[offset:])
+    if size <= _JOINED_BYTES and os.write(fd, header + payload) == size:
+        return
+    os.lseek(fd, 0, os.SEEK_SET)  # after a short write, too
+    for part in (header, payload):
+        rest = memoryview(part)
+        while rest:
+            rest = rest[os.write(fd, rest) :]
 
 
 def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
@@ -1386,7 +1356,7 @@ def _write_new(
     fd = os.open(path, _CREATE_FLAGS, 0o666)
     try:
         try:
-            _write_all(fd, head, payload)
+            _write_record(fd, head, payload)
             if sync:
                 os.fsync(fd)
         finally:
@@ -1466,6 +1436,14 @@ class _Files:
     @functools.cached_property
     def fs_type(self) -> int:
         return _fs_type(self.root)
+
+    @functools.cached_property
+    def is_fuse(self) -> bool:
+        return self.fs_type == _FUSE_TYPE
+
+    @functools.cached_property
+    def may_lose_replies(self) -> bool:
+        return _may_lose_replies(self.fs_type)
 
     # Looking
 
@@ -1596,7 +1574,7 @@ class _Files:
         fd = os.open(source, _CREATE_FLAGS, 0o666)
         try:
             try:
-                _write_all(fd, header, payload)
+                _write_record(fd, header, payload)
                 if sync and _RENAMES_OPEN_FILES:
                     _move(source, target, _always)
                 if sync:
@@ -1656,20 +1634,26 @@ class _Files:
     def move(self, source: str, target: str, is_ours: _Check = None) -> str:
         """Rename a task's file, over one that is there; target "": remove it. Return target.
         is_ours: as in _move()."""
-        if not target:
-            try:
+        try:
+            if target:
+                os.replace(self.root + source, self.root + target)
+            else:
                 os.unlink(self.root + source)
-            except FileNotFoundError:
-                if is_ours is None or not _may_lose_replies(self.fs_type) or not is_ours():
-                    raise
-            return target
-        _move(self.root + source, self.root + target, is_ours)
+        except FileNotFoundError:
+            self._move_again(source, target, is_ours)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
         # finished task, whose lease came back when GlusterFS healed a host that had been cut off,
         # would be delivered for ever. A first delivery, as most are, does not pay for that.
-        if not _is_first_lease(source) and _is_end(target):
+        if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
+
+    def _move_again(self, source: str, target: str, is_ours: _Check) -> None:
+        """Do as move(), after a FileNotFoundError."""
+        if target:
+            _move(self.root + source, self.root + target, is_ours)
+        elif is_ours is None or not _may_lose_replies(self.fs_type) or not is_ours():
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there; ignore any OSError."""
@@ -1738,7 +1722,7 @@ def _read_anchor(path: str) -> int | None:
     if not re.fullmatch(rb"-?[0-9]{1,19}\n", content):
         return None
     anchor_ns = int(content)
-    return anchor_ns if 0 <= anchor_ns + _monotonic_ns() < _FARTHEST_NS else None
+    return anchor_ns if _EARLIEST_NS <= anchor_ns + time.monotonic_ns() < _FARTHEST_NS else None
 
 
 def _create_once(aside: str, path: str) -> None:
@@ -1765,7 +1749,7 @@ def _compute_anchor(files: _Files) -> int:
         newest_ns = max(newest_ns, _newest_order(files, state))
     for directory in files.node_dirs():
         newest_ns = max(newest_ns, _newest_order(files, directory))
-    return max(_wall_ns(), newest_ns + 1) - _monotonic_ns()
+    return max(time.time_ns(), newest_ns + 1, _EARLIEST_NS) - time.monotonic_ns()
 
 
 def _newest_order(files: _Files, directory: str) -> int:
@@ -1792,17 +1776,17 @@ class _QueueClock:
         self._order = 0
 
     def now_ns(self) -> int:
-        return int(time.monotonic() * 1e9) + self.anchor_ns
-
-    def next_order(self) -> int:
-        with self._lock:
-            now_ns = self.now_ns()
-            self._order = now_ns if now_ns > self._order else self._order + 1
-            return self._order
+        return time.monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
         """Return an id, for a task or for a file in creating/."""
-        return _new_name(self.next_order(), self.tag)
+        with self._lock:
+            now_ns = time.monotonic_ns() + self.anchor_ns
+            self._order = now_ns if now_ns > self._order else self._order + 1
+            return f"0{self._order}-{self.tag}"
+
+    def next_order(self) -> int:
+        return _order_of(self.new_id())
 
     def leave_boot(self) -> None:
         """Date leases by a boot that no observer shares: there are no locks, so no observer can
@@ -1833,7 +1817,7 @@ class _QueueClock:
 
     def _create(self, path: str, anchor_ns: int) -> None:
         """Write the clock file aside and put it in place, unless another process was first."""
-        aside = f"{self._files.root}creating/{_new_name(_wall_ns(), self.tag)}.clock"
+        aside = f"{self._files.root}creating/{_new_name(time.time_ns(), self.tag)}.clock"
         _write_new(aside, b"%d\n" % anchor_ns)
         try:
             os.chmod(aside, 0o644)  # for all users of this boot, whatever our umask
@@ -1843,81 +1827,69 @@ class _QueueClock:
 
 
 # ==================================================================================================
-# 8. Backlog: what this object remembers of pending/: a sorted batch of its names; and the next
-#    times at which a task is due or a lease ends.
-#    Invariant: a name in it is a hint; only the claim tells whether its task still waits.
+# 8. Backlog: what this object remembers of pending/: a sorted batch of its names.
+#    Invariant: a name in it is of a task's form, and a hint: only the claim tells whether its task
+#    still waits.
 # ==================================================================================================
 
 _MAX_BATCH = 1 << 17  # names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
+_FEW = 1000  # names that are listed in one piece
+_is_waiting = _FORMS["pending"]
 
 
-def _oldest_names(
-    directory: str, seen_before: int, ours: Callable[[str], object] | None = None
-) -> tuple[list[str], int]:
-    """Return the first names of a directory, oldest last, and how many entries it has.
+def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
+    """Return the first names of ours in a directory, oldest last, and how many entries it has.
 
     Keeps a sixteenth of a huge directory, so that a listing pays for as many pops as it reads
-    entries, times 1/16; below _MAX_BATCH names, all. Names are not checked here but by the claim,
-    unless nothing but foreign ones were kept: then they are (ours), and it begins again.
+    entries, times 1/16; below _MAX_BATCH names, all.
     """
     keep = max(_MAX_BATCH, seen_before // 16)
     names: list[str] = []
-    seen, youngest = 0, ""
+    seen, youngest = 0, "~"  # behind all of ours
     with os.scandir(directory) as entries:
-        while True:
-            chunk = [entry.name for entry in itertools.islice(entries, _CHUNK)]
+        while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
             seen += len(chunk)
-            names += filter(ours, chunk if not youngest else [n for n in chunk if n < youngest])
+            names += [name for name in chunk if name < youngest and _is_waiting(name)]
             if len(names) > 2 * keep:
                 names = sorted(names, reverse=True)[-keep:]
                 youngest = names[0]
-            if len(chunk) < _CHUNK:
-                break
     names.sort(reverse=True)
     del names[:-keep]
-    if ours is None and not any(map(_FORMS["pending"], names)):
-        if youngest:
-            return _oldest_names(directory, seen_before, _FORMS["pending"])
-        names = []
     return names, seen
 
 
 class _Backlog:
-    """Guarded by the queue's lock, as a task moves: see FemtoQueue."""
+    """Guarded by the worker's lock."""
 
     def __init__(self, worker: _Worker) -> None:
         self._pending, self._lock = f"{worker.files.root}pending", worker.lock
         self.names: list[str] = []  # the oldest last
-        self._seen = 0  # how many names pending/ had when it was listed last
-        self.next_due_ns = 0  # the earliest due time that is known, wall clock
-        self.next_end_ns = 0  # the earliest end of a lease that is known, queue clock
+        self.seen = 0  # how many names pending/ had when it was listed last
+        self._listed_s = 0.0
+        self.refill_s = 0.0  # when it is to be listed again, though names are left
 
-    def next(self) -> str:
-        """Return the oldest name and drop it; "" if none is left."""
-        with self._lock:
-            return self.names.pop() if self.names else ""
-
-    def refill(self) -> bool:
-        """List pending/; False if it is empty."""
-        self.names, self._seen = _oldest_names(self._pending, self._seen)
-        return self._seen > 0
+    def refill(self, now_s: float) -> None:
+        """List pending/; now_s: the monotonic clock."""
+        if self.seen < _FEW and now_s - self._listed_s < 1:  # it can't be huge by now
+            names = os.listdir(self._pending)
+            self.names, self.seen = sorted(filter(_is_waiting, names), reverse=True), len(names)
+            self.refill_s = now_s + 1
+        else:
+            self.names, self.seen = _oldest_names(self._pending, self.seen)
+            self.refill_s = now_s + max(1, 20 * (time.monotonic() - now_s))
+        self._listed_s = now_s
 
     def clear(self) -> None:
         """Forget the batch, so that the next pop() lists pending/."""
         self.names = []
 
-    def forget_times(self) -> None:
-        """Forget the known times, so that the next listing looks for due tasks and ended leases."""
-        self.next_due_ns = self.next_end_ns = 0
-
-    def note_enqueued(self, path: str) -> None:
-        """A task came to `path`. One in front of the batch is next; one in pending/ behind it is
-        found by the next listing."""
+    def note(self, path: str) -> None:
+        """A task came to `path` in pending/. In front of the batch it is next; behind it, the next
+        listing finds it."""
         with self._lock:
-            if _state_of(path) == "scheduled":
-                self.next_due_ns = min(self.next_due_ns, _stamp_of(path))
-            elif self.names and (name := path.partition("/")[2]) < self.names[-1]:
+            name = path.rpartition("/")[2]
+            if self.names and name < self.names[-1]:
                 self.names.append(name)
 
     def drop_taken(self) -> None:
@@ -1927,12 +1899,11 @@ class _Backlog:
         payload was replaced may be there under another name, which its claim tries.
         """
         with self._lock:
-            while (
-                self.names
-                and not os.access(f"{self._pending}/{self.names[-1]}", os.F_OK)
-                and not _may_be_renamed(self.names[-1])
-            ):
-                self.names.pop()
+            names = self.names
+            while names and not os.access(f"{self._pending}/{names[-1]}", os.F_OK):
+                if _may_be_renamed(names[-1]):
+                    break
+                names.pop()
 
 
 # ==================================================================================================
@@ -1958,9 +1929,10 @@ class _LeaseDir:
         self._backlog, self._lock = worker.backlog, worker.lock
         self._detached = worker.detached
         self.directory = f"inflight-{worker.node_id}"
-        self.path = self._files.root + self.directory
+        self._root, self.path = self._files.root, self._files.root + self.directory
         self.orphans: set[str] = set()  # names of leases in it that no living worker holds
-        self.unread: set[str] = set()  # of those that were claimed, and not yet delivered
+        # Paths of leases that were claimed and are being read: what `closes` was then.
+        self.unread: dict[str, int] = {}
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
         self._held: _FileLock | None = None
@@ -2064,59 +2036,58 @@ class _LeaseDir:
 
     # Claiming
 
-    def claim(self, source: str, attempts: int, ident: str, length_ns: int) -> str:
+    def claim(self, source: str, length_ns: int, counts: bool = True) -> str:
         """Rename a waiting task into the directory that we hold locked; return the lease's path.
 
         Returns "" if another worker was first, if the directory is not open (any more), or if the
-        task had ended: then its second name is removed, see _Files.is_done().
+        task had ended: then its second name is removed, see _Files.is_done(). Call it with the
+        worker's lock held. counts: whether it counts as a delivery.
         """
-        with self._lock:
-            if self.closes:
-                self.check_wait()
-            deadline_ns = self._clock.now_ns() + length_ns  # now: we may have waited for the lock
-            boot = _DETACHED if self._detached else self._clock.boot
-            name = _lease_name(deadline_ns, attempts, boot, ident)
-            lease = f"{self.directory}/{name}"
-            try:
-                if not self._rename_in(source, name):
-                    return ""  # RACE: closed by another thread
-                if self._files.drop_done(lease):
-                    self.orphans.add(name)  # should it stay
-                    return ""
-            except FileNotFoundError:
-                self.is_suspect = True
-                # RACE: another worker won; or our directory was removed
-                if not self._was_claimed(name):
-                    return ""
-            except BaseException as error:
-                if getattr(error, "errno", None) not in _MISSING_ERRNOS:
-                    self.undo_claim(lease, source)  # Ctrl-C may come when it is done
-                    raise
-                self.is_suspect = True
-                self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
-                return ""
-            self.unread.add(name)
-            return lease
-
-    def _rename_in(self, source: str, name: str) -> bool:
-        """Rename a task into our directory; False if that is not open."""
-        if fcntl is None:
-            os.rename(self._files.root + source, f"{self.path}/{name}")
-        elif self._held is None:
-            return False
+        if self.closes:
+            self.check_wait()
+        attempts = _attempts_of(source) if "~" in source else 0
+        if counts and attempts < _MAX_ATTEMPTS:
+            attempts += 1
+        boot = _DETACHED if self._detached else self._clock.boot
+        deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + length_ns
+        name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
+        lease = f"{self.directory}/{name}"
+        held = self._held
+        self.unread[lease] = self.closes
+        try:
+            if held is not None:
+                os.rename(self._root + source, name, dst_dir_fd=held.fd)
+            elif fcntl is None and not _is_keyed(source[-_ID_LENGTH:]):
+                os.rename(self._root + source, f"{self.path}/{name}")
+            else:
+                raise FileNotFoundError  # RACE: closed by another thread
+            if self._files.is_fuse and self._files.drop_done(lease):
+                self.orphans.add(name)  # should it stay
+                raise FileNotFoundError
+        except FileNotFoundError:
+            # RACE: another worker won; or our directory was removed
+            if self._files.may_lose_replies and self._was_claimed(name):
+                return lease
+        except BaseException as error:
+            if getattr(error, "errno", None) not in _MISSING_ERRNOS:
+                del self.unread[lease]
+                self.undo_claim(lease, source)  # Ctrl-C may come when it is done
+                raise
+            self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
+            self.is_suspect = True
         else:
-            os.rename(self._files.root + source, name, dst_dir_fd=self._held.fd)
-        return True
+            return lease
+        del self.unread[lease]
+        return ""
 
     def _was_claimed(self, name: str) -> bool:
         """Whether a claim that raised FileNotFoundError was carried out; see _was_moved()."""
-        if not _may_lose_replies(self._files.fs_type):
-            return False
         try:
             return name in os.listdir(self.path)
         except OSError:
             self.orphans.add(name)  # should it be there after all
             self._backlog.clear()  # our directory is gone: the next listing makes it
+            self.is_suspect = True
             return False
 
     def undo_claim(self, lease: str, source: str) -> None:
@@ -2419,6 +2390,7 @@ class _KeyIndex:
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._listings = worker.lease_dir, _Listings(worker.files)
+        self._worker = worker
         self._held = threading.local()  # .lock: the last one that this thread took; .files: all
         self.needs_repair = False
 
@@ -2637,7 +2609,7 @@ class _KeyIndex:
         path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
         _move(f"{self._files.root}keys/{buffered}", self._files.root + path, _always)
         state.path, state.buffered = path, ""
-        self._backlog.note_enqueued(path)
+        self._worker.note(path)
         self._files.commit(path)
         return path
 
@@ -2653,8 +2625,8 @@ class _KeyIndex:
         if _state_of(source) == "scheduled":  # no pop() takes it from there
             self._replace_and_move(record, source, target)
         else:
-            attempts, ident = _attempts_of(source), _id_of(source)
-            lease = self._lease_dir.claim(source, attempts, ident, _REPLACE_LEASE_NS)
+            with self._worker.lock:
+                lease = self._lease_dir.claim(source, _REPLACE_LEASE_NS, counts=False)
             if not lease:
                 return False
             try:
@@ -2665,7 +2637,7 @@ class _KeyIndex:
                     return not os.path.lexists(self._files.root + record)
                 raise
         state.path = target
-        self._backlog.note_enqueued(target)
+        self._worker.note(target)
         return True
 
     def _replace_and_move(self, record: str, source: str, target: str) -> None:
@@ -2787,7 +2759,7 @@ class _KeyPusher:
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock = worker.files, worker.clock
-        self._backlog, self._keys = worker.backlog, worker.keys
+        self._worker, self._keys = worker, worker.keys
 
     def push(
         self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
@@ -2825,7 +2797,7 @@ class _KeyPusher:
             with contextlib.suppress(OSError):
                 self._keys.find(held, name)  # a consumer that was quicker keeps what it has
             raise
-        self._backlog.note_enqueued(path)
+        self._worker.note(path)
         return ident
 
     def _replacement(
@@ -2868,7 +2840,7 @@ class _KeyPusher:
                 _move(root + target, root + source)  # a push that raised changed nothing
             raise
         state.path = target
-        self._backlog.note_enqueued(target)
+        self._worker.note(target)
         return replaced
 
     def _replace_pending(self, state: _KeyState, aside: str, target: str) -> bool:
@@ -2929,8 +2901,13 @@ class _KeyPusher:
 
 
 # ==================================================================================================
-# 13. Transitions: each change of a task's state, except pushes (6, 12) and purges (14, 20).
+# 13. Worker: the state machine: each change of a task's state, except pushes (6, 12) and purges
+#     (14, 20).
 #     Invariant: the rename is the commit and the fence; what is written beside it comes after it.
+#     The lock is held while a task moves into our lease directory or out of it, so that a renewal
+#     and a done() in two threads don't cross; not while a caller's payload is read or written.
+#     Order of locks: that of a key first, then the worker's. With the worker's lock held, a key's
+#     is only tried (wait=False).
 # ==================================================================================================
 
 
@@ -2946,21 +2923,19 @@ def _reason(error: str | BaseException) -> str:
 
 
 class _Worker:
-    """What belongs to one process on one queue, and what happens to tasks. `lock` is held while a
-    task moves into our lease directory or out of it, so that a renewal and a done() in two threads
-    don't cross."""
+    """What belongs to one process on one queue: its parts, and what happens to tasks."""
 
-    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock) -> None:
+    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock, node_id: str) -> None:
         self.files, self.clock, self.lock = files, clock, threading.RLock()
-        self.node_id = queue._given_node_id or f"{os.getpid()}-{clock.tag}"
+        self.node_id, self.detached = node_id, queue.detached
         self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
-        self.timeout_stale_ms, self.length_ns = queue.timeout_stale_ms, queue._length_ns
-        self.detached, self.poll_interval_s = queue.detached, queue.poll_interval_s
+        self.timeout_stale_ms, self.poll_interval_s = queue.timeout_stale_ms, queue.poll_interval_s
+        self.length_ns = _lease_length_ns(queue.timeout_stale_ms)
         self.backlog = _Backlog(self)
         self.lease_dir = _LeaseDir(self)
         self.keys = _KeyIndex(self)
+        self.pusher = _KeyPusher(self)
         self.house = _Housekeeper(self)
-        self.pusher, self.taker = _KeyPusher(self), _Taker(self)
         self.waits = _Waits(self)
         self.renewer = _LeaseRenewer(self)
 
@@ -2970,40 +2945,118 @@ class _Worker:
             with contextlib.suppress(OSError):  # the next look at leases tries again, and raises
                 self.reclaim(entry)
 
+    def note(self, path: str) -> None:
+        """A task came to `path`: to pending/, or to scheduled/."""
+        if path.startswith("pending/"):
+            self.backlog.note(path)
+        elif path.startswith("scheduled/"):
+            self.house.due.sooner((_stamp_of(path) - time.time_ns()) / 1e9)
+
+    def move(self, source: str, target: str, wait: bool = True) -> str:
+        """Move a task from one state to another; "": remove it. Return where it went.
+
+        Raises BlockingIOError if the lock of its key is not free and wait is False.
+        """
+        if _is_keyed(_id_of(source)):
+            return self.keys.move(source, target, wait, _always)
+        return self.files.move(source, target, _always)
+
     # From pending/ to in flight
 
-    def claim(self, waiting: str, length_ns: int) -> FemtoTask | None:
-        """Rename a waiting task into our lease directory, and read it. None: another worker was
-        first, or it can't be delivered."""
-        found = _match_waiting(waiting)
-        if found is None:
-            return None  # not ours
-        ident, attempts = found
-        was_claimed, attempts = attempts is not None, attempts or 0
-        if fcntl is None and _is_keyed(ident):
-            return None  # it could be leased, but never finished
-        if self.max_attempts is not None and attempts >= self.max_attempts:
-            if not self.files.drop_done(waiting):
-                self._dead_letter_exhausted(waiting, attempts)
-        else:
-            counted = min(attempts + 1, _MAX_ATTEMPTS)
-            lease = self.lease_dir.claim(waiting, counted, ident, length_ns)
+    def take_oldest(self, length_ns: int) -> FemtoTask | None:
+        """Run the jobs that are due, and lease the oldest task.
+
+        None: no task waits, the queue is paused, or other workers won all claims of _MAX_LISTINGS
+        listings. Raises the OSError of a job if no task waits.
+        """
+        backlog, listings = self.backlog, 0
+        while True:
+            if time.monotonic() >= self.house.wake_s:
+                self.house.run_due()
+            task, lease = None, ""
+            with self.lock:
+                waiting = f"pending/{backlog.names.pop()}" if backlog.names else ""
+                if waiting:
+                    lease = self.lease_dir.claim(waiting, length_ns)
             if lease:
-                held = _Lease(lease, length_ns, self.lease_dir.closes)
-                return self._read_claimed(waiting, ident, counted, held, was_claimed)
-        if attempts and _is_keyed(ident):
-            # RACE: its payload was replaced after we listed it; its place is still this one.
-            return self.claim(_reset_path(waiting, None), length_ns)
-        self.backlog.drop_taken()
+                task = self._read_claimed(waiting, lease, length_ns)
+            elif waiting:
+                task = self._claim_renamed(waiting, length_ns)
+                backlog.drop_taken()
+            else:
+                # All claims of a listing were lost: to other workers, or our directory is gone.
+                self.lease_dir.is_suspect |= listings > 0
+                listings += 1
+                if listings > _MAX_LISTINGS or not self.house.refill():
+                    return None
+            if task is not None:
+                return task
+
+    def take(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
+        """Run the jobs that are due, and lease the task of an encoded key, or ("") that of an id,
+        if it waits.
+
+        wait=False: None if another process, which may be stopped, has the lock of the key.
+        """
+        if time.monotonic() >= self.house.wake_s:
+            self.house.run_due()
+        if (key and not self.keys.may_have_task(key)) or self.files.is_paused:
+            return None
+        for number in range(_MAX_LISTINGS):
+            if number or self.lease_dir.is_suspect:
+                self.open_lease_dir()
+            try:
+                with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
+                    path = self._path_of_key(key) if key else self._path_of_id(ident)
+                    task = self._claim(path, length_ns) if path else None
+            except BlockingIOError:
+                return None
+            if task is not None or not path:
+                return task  # RACE: else a pop() was quicker, and we see it in flight now
         return None
 
-    def _read_claimed(
-        self, waiting: str, ident: str, attempts: int, held: _Lease, was_claimed: bool
-    ) -> FemtoTask | None:
-        """Read a claimed task, with its checkpoint; None: it is gone, corrupt or given back."""
-        lease, checkpoint = held.path, None
+    def _path_of_key(self, name: str) -> str:
+        """Return where a key's task is to be had, "" if it is not; one that is due is moved."""
+        with self.keys.lock(_key_tag(name)) as held:  # again: the caller has it
+            path = self.keys.find(held, name) or ""
+        if path.startswith("scheduled/") and _stamp_of(path) <= time.time_ns():
+            with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
+                return self.enqueue_scheduled(path)
+        return path if path.startswith("pending/") else ""
+
+    def _path_of_id(self, ident: str) -> str:
+        """Return where a task of that id waits, "" if it does not."""
+        if self.files.exists(f"pending/{ident}"):  # never delivered
+            return f"pending/{ident}"
+        entry = self.files.find_id(ident, "scheduled", "pending")  # as it moves
+        return entry.path if entry else ""
+
+    def _claim(self, waiting: str, length_ns: int) -> FemtoTask | None:
+        """Lease a waiting task, and read it. None: another worker was first, or it can't be
+        delivered."""
+        with self.lock:
+            lease = self.lease_dir.claim(waiting, length_ns)
+        if lease:
+            return self._read_claimed(waiting, lease, length_ns)
+        return self._claim_renamed(waiting, length_ns)
+
+    def _claim_renamed(self, waiting: str, length_ns: int) -> FemtoTask | None:
+        """RACE: the payload of a keyed task was replaced after it was listed, and its name with it:
+        its place is still this one."""
+        renamed = _reset_path(waiting, None) if _may_be_renamed(waiting) else waiting
+        return self._claim(renamed, length_ns) if renamed != waiting else None
+
+    def _read_claimed(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
+        """Read a claimed task. None: it is gone (undo the claim), a dead letter now, or given back
+        by close()."""
+        ident, checkpoint, closes = lease[-_ID_LENGTH:], None, None
+        before = _attempts_of(waiting) if "~" in waiting else 0
         try:
-            if _is_keyed(ident) and self.files.is_shared:
+            if self.max_attempts is not None and before >= self.max_attempts:
+                why = f"delivered {before} times without done() or fail(): max_attempts reached"
+                self.quarantine(lease, why)
+                return None
+            if ident[21] > "7" and self.files.is_shared:
                 data, key = self.keys.read_afresh(lease, ident)
             else:
                 data, key = _read_record(self.files.root + lease, ident)
@@ -3012,8 +3065,8 @@ class _Worker:
                     if other := self.keys.other_task(key, lease):
                         self.quarantine(lease, str(KeyInFlight(key, other)))
                         return None
-            if was_claimed:
-                checkpoint = self._read_checkpoint(ident, data)
+            if "~" in waiting:  # it may have been delivered before
+                checkpoint = _read_checkpoint(self, ident, data)
         except CorruptTask as error:
             self.quarantine(lease, error.reason)
             return None
@@ -3024,10 +3077,11 @@ class _Worker:
             self._return_unreadable(lease, waiting, error)
             raise
         finally:
-            self.lease_dir.unread.discard(lease.partition("/")[2])
-        anchor_ns = self.clock.anchor_ns
-        task = FemtoTask(ident, data, attempts, key, checkpoint, _lease=held, _anchor_ns=anchor_ns)
-        if held.closes == self.lease_dir.closes:
+            closes = self.lease_dir.unread.pop(lease, None)
+        held, attempts = _Lease(lease, length_ns, self.lease_dir.closes), before + 1
+        held.has_checkpoint = checkpoint is not None
+        task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
+        if closes == self.lease_dir.closes:
             return task
         with contextlib.suppress(LeaseLost):  # RACE: close() in another thread gave it back, or
             self.requeue_uncounted(task)  # could not: its key was busy, its node_id is shared
@@ -3038,133 +3092,96 @@ class _Worker:
         be read: to the back, else it would block each worker that takes the oldest task first."""
         target = waiting
         is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
-        if isinstance(error, Exception) and not is_transient and _state_of(waiting) == "pending":
-            ident, attempts = _id_of(waiting), _attempts_of(waiting)
-            target = f"pending/{_task_name(self.clock.next_order(), attempts, ident)}"
+        if isinstance(error, Exception) and not is_transient and waiting.startswith("pending/"):
+            target = self._back_path(lease, _attempts_of(waiting))
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
             # CRASH: before it, a lease like any
             try:
-                self.backlog.note_enqueued(self.keys.move(lease, target))
+                self.note(self.move(lease, target))
             except OSError:
                 self.orphan(lease)
                 raise
 
-    # Checkpoints
+    def _back_path(self, path: str, attempts: int) -> str:
+        """Return the path in pending/ of a task at the back of the queue."""
+        return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
 
-    def _read_checkpoint(self, ident: str, data: bytes) -> bytes | None:
-        """Return how far the work on that payload had come: of a key, another may be here now."""
-        path = f"checkpoints/{ident}"
-        exists = _exists_afresh if self.files.is_shared else _exists
-        if not exists(self.files.root + path):
-            return None
-        try:
-            saved, _ = self.keys.read_afresh(path, ident)
-        except FileNotFoundError:
-            return None  # RACE: a person removed it
-        except CorruptTask as error:  # power loss: the work begins anew
-            _log().warning("checkpoints/%s: %s", ident, error.reason)
-            return None
-        of_data = _header(data)
-        if saved.startswith(of_data):
-            return saved[len(of_data) :]
-        self.files.remove(f"checkpoints/{ident}")
-        return None
+    # From in flight, by the holder of the lease
 
-    def save_checkpoint(self, task: FemtoTask, payload: bytes) -> None:
-        """Put a checkpoint in place, and renew the lease, which is the fence."""
-        root, data = self.files.root, task.data
-        if task.size_bytes is None:  # of attach(): the payload was not read
-            try:
-                data, _ = _look_afresh(_read_record, root + task.path, task.id)
-            except FileNotFoundError:
-                os.stat(root)  # gone: disk trouble
-                raise self.lease_lost(task) from None
-        record = _header(data) + payload
-        with self.files.replacement(self.clock.new_id(), _header(record), record) as aside:
-            if not os.path.isdir(f"{root}checkpoints"):
-                _make_dir(f"{root}checkpoints", 0o777, self.files.is_durable)
-            with self.keys.lock_of(task.id), self.lock:
-                self.renew(task)  # it holds for far longer than the next line
-                _move_over(root + aside, f"{root}checkpoints/{task.id}")
-        self.files.commit_dir("checkpoints")
-        _set_checkpoint(task, payload)
+    def end_lease(self, lease: _Lease, target: str) -> str:
+        """Rename the task of a delivery from its lease to `target` ("": remove it); return the path
+        that it got. Raises LeaseLost if the lease is gone.
 
-    # From in flight
-
-    def end_lease(self, task: FemtoTask, target: str) -> str:
-        """Rename the task of a delivery from its lease to `target`; return the path it got.
-
-        Used by the holder to finish, fail, requeue and extend. Leases of other workers end in
-        reclaim() and quarantine(). Raises LeaseLost if the lease is gone.
+        By the holder. Leases of other workers end in reclaim() and quarantine().
         """
-        lease = _lease_of(task)
-        if _is_keyed(task.id):
-            with self.keys.lock_of(task.id):
-                gone_to = self._end(task, lease, target, self.keys.move)
-        else:
-            gone_to = self._end(task, lease, target, self.files.move)
-        if task.checkpoint is not None and _is_end(target):
-            self.files.remove(f"checkpoints/{task.id}")
-        return gone_to
-
-    def _end(self, task: FemtoTask, lease: _Lease, target: str, move: Callable[..., str]) -> str:
-        """Move a task out of its lease, with the lock of its key held if it has one."""
-        is_ours = functools.partial(self._is_ours, task, lease, time.monotonic())
-        with self.lock:
+        ident, is_ours = lease.path[-_ID_LENGTH:], None
+        if self.files.may_lose_replies:
+            is_ours = functools.partial(self._is_ours, lease, time.monotonic())
+        is_keyed = ident[21] > "7"
+        with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
             try:
-                gone_to = move(lease.path, target, is_ours=is_ours)
+                if is_keyed:
+                    gone_to = self.keys.move(lease.path, target, is_ours=is_ours)
+                else:
+                    gone_to = self.files.move(lease.path, target, is_ours)
             except FileNotFoundError:
                 directory = os.path.dirname(target)
                 # A directory that is gone is disk trouble.
                 os.stat(self.files.root + (directory if directory in _STATE_DIRS else ""))
-                raise self.lease_lost(task) from None
+                raise self._lost(lease) from None
             lease.outcome = _OUTCOMES.get(target.partition("/")[0], "")
+        if lease.has_checkpoint and _is_end(target):
+            self.files.remove(f"checkpoints/{ident}")
         return gone_to
 
-    def _is_ours(self, task: FemtoTask, lease: _Lease, began_s: float) -> bool:
+    def _is_ours(self, lease: _Lease, began_s: float) -> bool:
         """Whether only a person can have ended a lease, if not we: it was running when we began,
         and neither this delivery nor the queue object had ended it."""
         has_ended = lease.outcome or lease.closes != self.lease_dir.closes
-        return not has_ended and self.left_ns(task) / 1e9 + time.monotonic() > began_s
+        left_ns = _stamp_of(lease.path) - self.clock.now_ns()
+        return not has_ended and left_ns / 1e9 + time.monotonic() > began_s
 
-    def lease_lost(self, task: FemtoTask) -> LeaseLost:
-        """Return the error that says how long ago the lease of a task ended, or why else."""
-        late_ns = self.clock.now_ns() - _stamp_of(task.path)
+    def _lost(self, lease: _Lease) -> LeaseLost:
+        """Return the error that says how long ago a lease ended, or why else."""
+        late_ns = self.clock.now_ns() - _stamp_of(lease.path)
         if late_ns >= 0:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
             why = "it is not leased by this delivery any more: finished, moved, or given up before"
-        return LeaseLost(task.id, late_ns >= 0, why)
+        return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
-    def finish(self, task: FemtoTask, keep: bool) -> None:
+    def lease_lost(self, task: FemtoTask) -> LeaseLost:
+        return self._lost(_lease_of(task))
+
+    def finish(self, task: FemtoTask) -> None:
         """Move a leased task to done/, or remove it."""
-        path = _lease_of(task).path
-        if keep:
-            gone_to = self.end_lease(task, f"done/{task.id}")
+        lease = _lease_of(task)
+        if self.keep_done:
+            gone_to = self.end_lease(lease, f"done/{lease.path[-_ID_LENGTH:]}")
             if self.files.is_durable:
                 self.files.commit(gone_to)
             return
         # Sync the lease first: after power loss the task must not be in pending/ again.
         with contextlib.suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
-            self.files.commit(path)
-        directory = os.path.dirname(path)
-        self.end_lease(task, "")
-        self.files.commit_dir(directory)
+            self.files.commit(lease.path)
+        self.end_lease(lease, "")
+        self.files.commit_dir(os.path.dirname(lease.path))
+
+    def fail(self, task: FemtoTask, error: str | BaseException | None) -> None:
+        """Move a leased task to failed/ with its reason."""
+        lease = _lease_of(task)
+        ident = _id_of(lease.path)
+        self._dead_letter(ident, error, lambda: self.end_lease(lease, f"failed/{ident}"))
 
     def requeue(self, task: FemtoTask, target: str) -> None:
         """Move a leased task back to pending/, or to scheduled/."""
-        gone_to = self.end_lease(task, target)
-        self.backlog.note_enqueued(gone_to)
+        gone_to = self.end_lease(_lease_of(task), target)
+        self.note(gone_to)
         self.files.commit(gone_to)
 
     def requeue_uncounted(self, task: FemtoTask) -> None:
         """Return a task to the front of pending/, and do not count this delivery."""
         self.requeue(task, _front_path(task.id, _attempts_of(_lease_of(task).path) - 1))
-
-    def fail(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/ with its reason."""
-        target = f"failed/{task.id}"
-        self._dead_letter(task.id, error, lambda: self.end_lease(task, target))
 
     def extend(self, task: FemtoTask, length_ns: int) -> None:
         """Rename a lease to another deadline: length_ns from now."""
@@ -3172,19 +3189,14 @@ class _Worker:
         with self.keys.lock_of(task.id), self.lock:
             if lease.is_renewed:  # the next renewal is due only then
                 length_ns = max(length_ns, lease.length_ns)
-            deadline_ns = self.clock.now_ns() + length_ns
-            renewed, path = False, _with_stamp(lease.path, deadline_ns)
+            renewed, path = False, _with_stamp(lease.path, self.clock.now_ns() + length_ns)
             try:
-                self.end_lease(task, path)
+                self.end_lease(lease, path)
                 renewed = True
             finally:  # also when Ctrl-C came between the rename and here
                 if renewed or os.path.lexists(self.files.root + path):
                     lease.path = path
-            self.backlog.next_end_ns = min(self.backlog.next_end_ns, deadline_ns)
-
-    def is_leased(self, task: FemtoTask) -> bool:
-        """Whether the lease is still there, whatever its deadline says."""
-        return self.files.exists(task.path)
+            self.house.ends.sooner(length_ns / 1e9)
 
     def left_ns(self, task: FemtoTask) -> int:
         """Return how long a lease still lasts."""
@@ -3198,19 +3210,20 @@ class _Worker:
         with self.keys.lock_of(task.id, wait), self.lock:
             self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 
+    # From in flight, by others
+
     def orphan(self, lease: str) -> None:
         """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/."""
         with self.lock:
             self.lease_dir.orphans.add(lease.partition("/")[2])
-            self.backlog.next_end_ns = 0
+            self.house.ends.sooner(0)
 
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
         # RACE: close() in another thread than the one that reads it: nobody got this delivery.
-        attempts = (entry.attempts or 0) - (entry.name in self.lease_dir.unread)
-        front = _front_path(entry.id, attempts)
+        attempts = (entry.attempts or 0) - (entry.path in self.lease_dir.unread)
         try:
-            target = self.keys.move(entry.path, front, wait=False)
+            target = self.move(entry.path, _front_path(entry.id, attempts), wait=False)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
         except OSError as error:
@@ -3220,7 +3233,7 @@ class _Worker:
                 return  # RACE: another process is at work on its key; next time
             raise
         self.lease_dir.orphans.discard(entry.name)
-        self.backlog.note_enqueued(target)
+        self.note(target)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
         """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
@@ -3251,65 +3264,51 @@ class _Worker:
                 _move_over(self.files.root + path, self.files.root + reason_path)
         self.files.commit(f"failed/{ident}")
 
-    def _dead_letter_exhausted(self, waiting: str, attempts: int) -> None:
-        """Move a task that was delivered too often to failed/."""
-        reason = f"delivered {attempts} times without done() or fail(): max_attempts reached"
-        with contextlib.suppress(BlockingIOError):  # RACE: its payload is being replaced
-            self.quarantine(waiting, reason, wait=False)
-
-    def quarantine(self, source: str, reason: str, wait: bool = True) -> None:
+    def quarantine(self, source: str, reason: str) -> None:
         """Make a dead letter of a task that can't be delivered, and say so in the log.
 
         If its reason can't be written, move it without one. If that fails too, move it to the back
         of pending/: it must not block other tasks, whose work may free disk space.
         """
-        ident = _id_of(source)
-        back = _task_name(self.clock.next_order(), _attempts_of(source), ident)
-        try:
-            self._quarantine(source, back, reason, wait)
-        except FileNotFoundError:
-            return  # RACE: another worker took it, or quarantined it first
-        except BlockingIOError:
-            raise
-        except OSError:
+        ident, first_error = _id_of(source), None
+        back = self._back_path(source, _attempts_of(source))
+        is_taken = self.files.exists(f"failed/{ident}")  # by hand: it stays, and so does its reason
+        target = back.replace("pending", "failed") if is_taken else f"failed/{ident}"
+        for text in (reason, None):
             try:
-                self._quarantine(source, back, None, wait)
+                if is_taken:
+                    self.move(source, target)
+                else:
+                    self._dead_letter(ident, text, lambda: self.move(source, target))
+                break
             except FileNotFoundError:
-                pass  # it has moved: what failed was its reason
-            except OSError:
-                with contextlib.suppress(FileNotFoundError):
-                    # RACE: another worker took it. Or it has moved, and what failed was the sync.
-                    self.keys.move(source, f"pending/{back}", wait)
-                raise
+                if first_error is None:
+                    return  # RACE: another worker took it, or quarantined it first
+                break  # it has moved: what failed was its reason
+            except OSError as error:
+                first_error = first_error or error
+                if text is None:
+                    with contextlib.suppress(FileNotFoundError):
+                        # RACE: another worker took it. Or it has moved, and the sync failed.
+                        self.move(source, back)
+                    raise first_error from None
         self.files.remove(f"checkpoints/{ident}")
         _log().error("task %s is in failed/: %s", ident, reason)
 
-    def _quarantine(self, source: str, back: str, reason: str | None, wait: bool) -> None:
-        """Move a task to failed/; under the name `back` if a dead letter of its id is there."""
-        ident = _id_of(source)
-        if os.path.lexists(f"{self.files.root}failed/{ident}"):
-            # By hand. It stays as it is, and so does its reason.
-            self.keys.move(source, f"failed/{back}", wait)
-            return
-        target = f"failed/{ident}"
-        move = functools.partial(self.keys.move, source, target, wait, is_ours=_always)
-        self._dead_letter(ident, reason, move)
-
     def requeue_failed(self, source: str) -> bool:
         """Put a failed task at the back, its attempts at 0; False if it is not there any more."""
-        ident = _id_of(source)
-        target = f"pending/{_task_name(self.clock.next_order(), 0, ident)}"
+        ident, target = _id_of(source), self._back_path(source, 0)
         try:
             with self.keys.lock_of(ident) as held:
                 if held is not None:
                     self.keys.reserve(held, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
                 _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
-                self.keys.move(source, target, is_ours=_always)
+                self.move(source, target)
         except FileNotFoundError:
             os.stat(f"{self.files.root}pending")  # gone: disk trouble
             return False  # RACE: another process retried or removed it
-        self.backlog.note_enqueued(target)
+        self.note(target)
         self.files.commit(target)
         return True
 
@@ -3321,8 +3320,7 @@ class _Worker:
         It is synced: on btrfs, a later push's sync of pending/ alone left the task in scheduled/
         as well after power loss.
         """
-        name = _task_name(self.clock.next_order(), _attempts_of(source), _id_of(source))
-        path = self.keys.move(source, f"pending/{name}", wait, _always)
+        path = self.move(source, self._back_path(source, _attempts_of(source)), wait)
         self.files.commit(path)
         return path
 
@@ -3342,135 +3340,127 @@ _IDLE_NS = 60 * 10**9
 _PURGE_SLICE = 1000  # entries of done/ that one look at them takes, at least
 
 
-class _PeriodicJob:
+class _Job:
     """A job that pop() repeats: every_s seconds apart, or 20 times its last duration (at most
-    _LONGEST_PAUSE_S) if that is longer."""
+    _LONGEST_PAUSE_S) if that is longer. What is known to come sooner (a due time, the end of a
+    lease) only pulls its next time forward. `error`: with which it ended last."""
 
-    def __init__(self, run: Callable[[_Housekeeper], None], every_s: float) -> None:
-        # A plain function: a bound method would make a cycle, which only the garbage collector
-        # could free.
-        self._run, self.every_s, self.at_s = run, every_s, 0.0
-        self.rested_s = 0.0  # when it may run again, if there is a reason to
-        self.failed = False
+    def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
+        self._house, self._run, self.every_s = house, run, every_s
+        self.at_s = 0.0  # when it is to run next; all times are of the monotonic clock
+        self.rested_s = 0.0  # when it may, if there is a reason to
+        self.error: OSError | None = None
 
-    def run(self, housekeeper: _Housekeeper) -> None:
-        """Run it now, and set its next time."""
-        started_s, self.failed = time.monotonic(), True
+    def sooner(self, seconds: float) -> None:
+        """There is a reason to run in so many seconds."""
+        self.at_s = min(self.at_s, time.monotonic() + seconds)
+        self._house.wake_s = min(self._house.wake_s, self.at_s)
+
+    def run(self) -> None:
+        """Run it now, set its next time, and keep its OSError. One unreadable directory must not
+        stop deliveries: pop() raises it when it has nothing to deliver."""
+        started_s, self.error, self.at_s = time.monotonic(), None, float("inf")
         try:
-            self._run(housekeeper)
-            self.failed = False
+            self._run()  # it may call sooner()
+        except OSError as error:
+            self.error = error
         finally:  # a failed job waits too: it must not run at each pop()
             ended_s = time.monotonic()
             # It may only have hung once.
-            pause_s = min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-            self.rested_s = ended_s + pause_s
-            self.at_s = ended_s + max(self.every_s, pause_s)
-
-
-_Transitions = _Worker
+            self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
+            self.at_s = min(self.at_s, max(ended_s + self.every_s, self.rested_s))
 
 
 class _Housekeeper:
-    """Lists pending/, enqueues due tasks, reclaims leases, removes leftovers. `lock` is the
-    queue's: it is held while a job runs."""
+    """Lists pending/, enqueues due tasks, reclaims leases, removes leftovers. The worker's lock is
+    held while a job runs."""
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._keys, self._worker = worker.lease_dir, worker.keys, worker
         self._lock, self._keep_done = worker.lock, worker.keep_done
-        timeout_stale_ms, keep_done = worker.timeout_stale_ms, worker.keep_done
-        self._young_ns = None if timeout_stale_ms is None else _lease_length_ns(timeout_stale_ms)
+        timeout_ms = worker.timeout_stale_ms
+        self._young_ns = None if timeout_ms is None else _lease_length_ns(timeout_ms)
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self.finished = 0  # tasks that this object finished since done/ was purged last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
-        self.next_run_s = 0.0
+        self.wake_s = 0.0  # when a job is to run next
         self.look_s, self._is_paused = 0.0, False  # when _look_around() is due, what it saw
-        interval_s = min(_BASE_INTERVAL_S, _lease_length_ns(timeout_stale_ms) / 4e9)
-        self.listing = _PeriodicJob(_Housekeeper._list_pending, every_s=1.0)
-        self._enqueuing = _PeriodicJob(_Housekeeper._enqueue_due, _BASE_INTERVAL_S)
-        self._reclaiming = _PeriodicJob(_Housekeeper.reclaim, interval_s)
-        self._repairing = _PeriodicJob(_Housekeeper._repair_keys, _REPAIR_INTERVAL_S)
-        self._purging = _PeriodicJob(_Housekeeper._purge_done, _BASE_INTERVAL_S)
-        sweeping = _PeriodicJob(_Housekeeper.remove_stale_files, _REPAIR_INTERVAL_S)
-        self._jobs: tuple[_PeriodicJob, ...]
-        self._jobs = (self._enqueuing, self._reclaiming, self._repairing, sweeping)
-        if not isinstance(keep_done, bool):
-            self._jobs += (self._purging,)
+        ends_every_s = min(_BASE_INTERVAL_S, _lease_length_ns(timeout_ms) / 4e9)
+        self.due = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
+        self.ends = _Job(self, self.reclaim, ends_every_s)
+        self.repairing = _Job(self, self._keys.repair, _REPAIR_INTERVAL_S)
+        self._sweeping = _Job(self, self.remove_stale_files, _REPAIR_INTERVAL_S)
+        self._purging = _Job(self, self._purge_done, _BASE_INTERVAL_S)
+        self._jobs = [self.due, self.ends, self.repairing, self._sweeping]
+        if not isinstance(worker.keep_done, bool):
+            self._jobs.append(self._purging)
 
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs whose time has come: called when that of next_run_s has."""
+        """Run the jobs whose time has come, unless another thread does."""
         if not self._lock.acquire(blocking=False):
-            return  # another thread runs them
+            return
         try:
             # What is nearly due too: a waiting worker is woken once for all of them.
             soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
             for job in self._jobs:
-                if soon_s >= job.at_s or (job is self._repairing and self._keys.needs_repair):
-                    self._run_job(job)
-            if time.monotonic() >= self.listing.at_s:
-                self.listing.run(self)
-            self.next_run_s = min(job.at_s for job in (*self._jobs, self.listing))
+                if soon_s >= job.at_s or (job is self.repairing and self._keys.needs_repair):
+                    job.run()
+            if time.monotonic() >= self._backlog.refill_s:
+                self._list_pending()
+            self.wake_s = min(self._backlog.refill_s, *(job.at_s for job in self._jobs))
         finally:
             self._lock.release()
 
-    def run_overdue(self) -> None:
-        """Run the jobs for which a time has come that is known. Call it with the lock held."""
-        if _wall_ns() >= self._backlog.next_due_ns:
-            self._run_job(self._enqueuing)
-        if self._clock.now_ns() >= self._backlog.next_end_ns:
-            self._run_job(self._reclaiming)
-
     def refill(self) -> bool:
-        """When the batch is used up, run overdue jobs and list pending/.
+        """When the batch is used up, list pending/, then look for what else there is to deliver.
 
-        Returns False if there is nothing to deliver. Raises the OSError of a job then.
+        Returns False if there is nothing. Raises the OSError of a job then.
         """
         with self._lock:
-            if self._backlog.names:
-                return True  # another thread did
-            self.run_overdue()
-            self.listing.run(self)
+            if not self._backlog.names:  # else another thread did
+                self._list_pending()
             if self._backlog.names:
                 return True
-            is_rested = time.monotonic() >= self._enqueuing.rested_s
-            changed = [self._enqueuing] if is_rested and self._scheduled_changed() else []
-            jobs = changed + [job for job in self._jobs if job.failed and job not in changed]
+            jobs = [job for job in self._jobs if job.error is not None]
+            if self.due not in jobs and self._has_new_scheduled():
+                jobs.append(self.due)
             for job in jobs:
-                job.run(self)
-            return bool(jobs)  # none failed: what they moved is to be listed
+                job.run()
+                if job.error is not None:
+                    raise job.error
+            return bool(jobs)  # what they moved is to be listed
 
-    def _scheduled_changed(self) -> bool:
+    def _has_new_scheduled(self) -> bool:
         """Whether a task came to scheduled/, or left it, since it was listed."""
+        if time.monotonic() < self.due.rested_s:
+            return False
         return os.stat(f"{self._files.root}scheduled").st_mtime_ns != self._due_seen_ns
 
-    def _look_around(self) -> bool:
-        """Open our lease directory, if it is missing, and return whether the queue is paused.
+    def _list_pending(self) -> None:
+        """List the oldest names, unless the queue is paused.
 
-        Looked at each _LOOK_INTERVAL_S: a pop() of an almost empty queue, which lists pending/
-        each time, should not pay for it. A lost claim makes the lease directory suspect.
+        PAUSED and our lease directory are looked at each _LOOK_INTERVAL_S: a pop() of an almost
+        empty queue, which lists pending/ each time, should not pay for it.
         """
         now_s = time.monotonic()
         if now_s >= self.look_s or self._is_paused or self._lease_dir.is_suspect:
             self._worker.open_lease_dir()
             self._is_paused = self._files.is_paused
+            if not self._backlog.seen and not self._files.is_shared:
+                self._files.shrink_pending(self._clock.new_id)
             self.look_s = now_s + _LOOK_INTERVAL_S
-        return self._is_paused
-
-    def _run_job(self, job: _PeriodicJob) -> None:
-        """Run a maintenance job and defer its OSError. One unreadable directory must not stop
-        deliveries; the error is raised when pop() has nothing to deliver."""
-        try:
-            job.run(self)
-        except OSError:
-            self._backlog.forget_times()
+        if self._is_paused:
+            self._backlog.clear()
+            self._backlog.refill_s = now_s + 1
+        else:
+            self._backlog.refill(now_s)
 
     def rest_s(self) -> float:
-        """Return the time until a task comes due, a lease ends or a job is to run."""
-        end_ns = self._backlog.next_end_ns - self._clock.now_ns()
-        due_ns = self._backlog.next_due_ns - _wall_ns()
-        return min(end_ns / 1e9, due_ns / 1e9, self.next_run_s - time.monotonic())
+        """Return the time until a job is to run."""
+        return self.wake_s - time.monotonic()
 
     def close(self) -> None:
         """Close the listing of done/ that is kept open between two runs."""
@@ -3480,26 +3470,14 @@ class _Housekeeper:
 
     # The jobs
 
-    def _repair_keys(self) -> None:
-        """Promote payloads and remove states whose task is gone."""
-        self._keys.repair()
-
-    def _list_pending(self) -> None:
-        """List the oldest names, unless the queue is paused."""
-        if self._look_around():
-            self._backlog.clear()
-        elif not self._backlog.refill() and not self._files.is_shared:
-            self._files.shrink_pending(self._clock.new_id)
-
     def _enqueue_due(self) -> None:
         """Move what is due to the back of pending/, in the order in which it came due."""
-        now_ns = _wall_ns()
-        self._backlog.next_due_ns = _NEVER_NS
+        now_ns = time.time_ns()
         self._due_seen_ns = os.stat(f"{self._files.root}scheduled").st_mtime_ns
         first_error = _FirstError()
         for entry in self._files.entries("scheduled"):
             if entry.stamp_ns > now_ns:
-                self._backlog.next_due_ns = entry.stamp_ns
+                self.due.sooner((entry.stamp_ns - now_ns) / 1e9)
                 break
             with first_error:
                 try:
@@ -3507,8 +3485,8 @@ class _Housekeeper:
                 except FileNotFoundError:
                     continue  # RACE: another worker moved it
                 except BlockingIOError:
-                    # RACE: another process is at work on its key; next time
-                    self._backlog.next_due_ns = entry.stamp_ns
+                    # RACE: another process is at work on its key; soon
+                    self.due.sooner(_LOOK_INTERVAL_S)
         first_error.raise_if_any()
 
     def reclaim(self) -> None:
@@ -3518,7 +3496,6 @@ class _Housekeeper:
         """
         first_error = _FirstError()
         with self._lock:  # check(repair=True) calls this too
-            self._backlog.next_end_ns = _NEVER_NS
             for directory in self._files.node_dirs():
                 with first_error:
                     self._reclaim_from(directory, first_error)
@@ -3543,7 +3520,8 @@ class _Housekeeper:
                 with first_error:
                     self._worker.reclaim(entry)
         if running:
-            self._backlog.next_end_ns = min(self._backlog.next_end_ns, running[0].stamp_ns)
+            left_ns = running[0].stamp_ns - now_ns
+            self.ends.sooner(left_ns / 1e9)
         has_ours = any(entry.boot == self._clock.boot for entry in leases)
         if not is_own and (has_ours or not running):
             self._reclaim_dead_worker(directory, has_ours)
@@ -3561,7 +3539,7 @@ class _Housekeeper:
             status = _look_afresh(os.lstat, self._files.root + entry.path)
         except FileNotFoundError:
             return False  # RACE: settled or reclaimed meanwhile
-        return 0 <= _wall_ns() - status.st_ctime_ns < self._young_ns
+        return 0 <= time.time_ns() - status.st_ctime_ns < self._young_ns
 
     def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
         """Reclaim a dead worker's leases and remove its directory; leave a living one alone.
@@ -3578,8 +3556,8 @@ class _Housekeeper:
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
                 self._keys.needs_repair = True  # it may have died before it promoted a payload
-                self.next_run_s = 0.0
-                if has_ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
+                self.repairing.sooner(0)
+                if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     _remove_empty_dir(path)  # not with another boot's leases, foreign files
         finally:
             lock.close()
@@ -3634,7 +3612,7 @@ class _Housekeeper:
 
     def _lost_checkpoints(self) -> list[str]:
         """Return the ids of old checkpoints without a task; see stale_files()."""
-        before_ns = _wall_ns() - _LEFTOVER_NS
+        before_ns = time.time_ns() - _LEFTOVER_NS
         old = set()
         for entry in self._files.entries("checkpoints"):
             with contextlib.suppress(FileNotFoundError):  # RACE: its task has just ended
@@ -3647,144 +3625,7 @@ class _Housekeeper:
 
 
 # ==================================================================================================
-# 15. Taking: one look for a task, the oldest or a certain one, with the jobs that are due; and
-#     reading a task without a lease.
-#     Invariant: a look returns None only if it found no task to lease, the queue is paused, other
-#     workers won all claims of _MAX_LISTINGS listings, or (wait=False) a key's lock was not free.
-# ==================================================================================================
-
-
-def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) -> FemtoTask | None:
-    """Return the task of an entry, without a lease; None if it is not there.
-
-    data=False: by the first line of its file alone; size_bytes is None if that is not valid.
-    """
-    path, attempts = files.root + entry.path, entry.attempts
-    if attempts is None and not _is_end(entry.path):
-        attempts = 0
-    others: dict[str, Any] = {"_path": entry.path, "_anchor_ns": anchor_ns}
-    try:
-        if data:
-            payload, key = _look_afresh(_read_record, path, entry.id)
-        else:
-            payload = b""
-            key, others["size_bytes"] = _look_afresh(_read_head, path)
-    except FileNotFoundError:
-        return None  # RACE: it moved on
-    if entry.directory == "failed":
-        with contextlib.suppress(PermissionError):  # another user's: the task is shown all the same
-            others["error"] = files.reason_of(entry.id)
-    return FemtoTask(entry.id, payload, attempts, key, **others)
-
-
-class _Taker:
-    """Looks for tasks to lease. `lock` is the queue's."""
-
-    def __init__(self, worker: _Worker) -> None:
-        self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
-        self._keys, self._lease_dir, self._worker = worker.keys, worker.lease_dir, worker
-        self._house, self._lock, self._length_ns = worker.house, worker.lock, worker.length_ns
-
-    def length_of(self, lease_ms: float | None) -> int:
-        """Return the length of a delivery's lease in nanoseconds; None: the queue's."""
-        return (
-            self._length_ns
-            if lease_ms is None
-            else _lease_length_ns(_positive("lease_ms", lease_ms))
-        )
-
-    def take_oldest(self, length_ns: int) -> FemtoTask | None:
-        """Run the jobs that are due, and claim the oldest task; None if there is none."""
-        listings = 0
-        while True:
-            if time.monotonic() >= self._house.next_run_s:
-                self._house.run_due()
-            name = self._backlog.next()
-            if not name:
-                listings += 1
-                if listings > _MAX_LISTINGS or not self._house.refill():
-                    return None
-                continue
-            task = self._worker.claim(f"pending/{name}", length_ns)
-            if task is not None:
-                return task
-
-    def finder_of(
-        self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
-    ) -> tuple[Callable[[], FemtoTask | None], str]:
-        """Check the arguments of take(); return what looks once, and the line to wait in.
-
-        wait=False: a look finds nothing if another process, which may be stopped, has the lock of
-        the key.
-        """
-        length_ns = self.length_of(lease_ms)
-        if (key is None) == (id is None):
-            raise TypeError("take needs a key or an id")
-        if id is not None:
-            _check_id(id)
-            return functools.partial(self._take_id, id, length_ns, wait), f"#{id}"
-        name = _encode_key(key)
-        return functools.partial(self._take_key, name, length_ns, wait), name
-
-    def _take_key(self, name: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Look once for the task of an encoded key."""
-        if not self._keys.may_have_task(name):
-            self._run_jobs()
-            return None
-        tag = _key_tag(name)
-        return self._take(
-            _new_name(0, tag), functools.partial(self._path_of_key, name, tag), length_ns, wait
-        )
-
-    def _take_id(self, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Look once for the task of an id."""
-        return self._take(ident, functools.partial(self._path_of_id, ident), length_ns, wait)
-
-    def _take(
-        self, ident: str, find: Callable[[], str], length_ns: int, wait: bool
-    ) -> FemtoTask | None:
-        """Claim the task at the path that find() returns ("": none), under the lock of its key."""
-        self._run_jobs()
-        if self._files.is_paused:
-            return None
-        with self._lock:
-            self._house.run_overdue()
-        for _ in range(_MAX_LISTINGS):
-            if self._lease_dir.is_suspect:
-                self._worker.open_lease_dir()
-            try:
-                with self._keys.lock_of(ident, wait):
-                    path = find()
-                    task = self._worker.claim(path, length_ns) if path else None
-            except BlockingIOError:
-                return None
-            if task is not None or not path:
-                return task  # RACE: else a pop() was quicker, and we see it in flight now
-        return None
-
-    def _run_jobs(self) -> None:
-        if time.monotonic() >= self._house.next_run_s:
-            self._house.run_due()
-
-    def _path_of_key(self, name: str, tag: str) -> str:
-        """Return where a key's task is to be had; one in scheduled/ that is due is moved."""
-        with self._keys.lock(tag) as held:  # again: the caller has it
-            path = self._keys.find(held, name) or ""
-        if _state_of(path) == "scheduled" and _stamp_of(path) <= _wall_ns():
-            with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
-                return self._worker.enqueue_scheduled(path)
-        return path if _state_of(path) == "pending" else ""
-
-    def _path_of_id(self, ident: str) -> str:
-        """Return where a task of that id waits, "" if it does not."""
-        if self._files.exists(f"pending/{ident}"):  # never delivered
-            return f"pending/{ident}"
-        entry = self._files.find_id(ident, "scheduled", "pending")  # as it moves
-        return entry.path if entry else ""
-
-
-# ==================================================================================================
-# 16. Waiting: for an event in the directories, in threads and in coroutines.
+# 15. Waiting: for an event in the directories, in threads and in coroutines.
 #     Invariant: `events` grows before a waiter is notified. A caller reads it, tries to claim, and
 #     passes the value to wait(); if an event arrived in between, wait() returns at once.
 # ==================================================================================================
@@ -4104,7 +3945,7 @@ class _Waits:
 
 
 # ==================================================================================================
-# 17. Processing: keeping a lease while its task is worked on, and ending it.
+# 16. Processing: keeping a lease while its task is worked on, and ending it.
 #     Invariant: while blocks of processing() run, at most one thread per queue object renews their
 #     leases; none does if their leases have no deadline.
 # ==================================================================================================
@@ -4118,6 +3959,46 @@ def _retry_delay_s(first_s: float, attempts: int) -> float:
     part of up to half is subtracted, so that tasks that failed together spread out."""
     delay_s = min(first_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
     return delay_s * (1 - os.urandom(1)[0] / 512)
+
+
+def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
+    """Return how far the work on that payload had come: of a key, another may be here now."""
+    files, path = worker.files, f"checkpoints/{ident}"
+    exists = _exists_afresh if files.is_shared else _exists
+    if not exists(files.root + path):
+        return None
+    try:
+        saved, _ = worker.keys.read_afresh(path, ident)
+    except FileNotFoundError:
+        return None  # RACE: a person removed it
+    except CorruptTask as error:  # power loss: the work begins anew
+        _log().warning("checkpoints/%s: %s", ident, error.reason)
+        return None
+    of_data = _header(data)
+    if saved.startswith(of_data):
+        return saved[len(of_data) :]
+    files.remove(path)
+    return None
+
+
+def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
+    """Put a checkpoint in place, and renew the lease, which is the fence."""
+    files, data, lease = worker.files, task.data, _lease_of(task)
+    if task.size_bytes is None:  # of attach(): the payload was not read
+        try:
+            data, _ = _look_afresh(_read_record, files.root + task.path, task.id)
+        except FileNotFoundError:
+            os.stat(files.root)  # gone: disk trouble
+            raise worker.lease_lost(task) from None
+    record = _header(data) + payload
+    with files.replacement(worker.clock.new_id(), _header(record), record) as aside:
+        if not os.path.isdir(f"{files.root}checkpoints"):
+            _make_dir(f"{files.root}checkpoints", 0o777, files.is_durable)
+        with worker.keys.lock_of(task.id), worker.lock:
+            worker.renew(task)  # it holds for far longer than the next line
+            _move_over(files.root + aside, f"{files.root}checkpoints/{task.id}")
+    files.commit_dir("checkpoints")
+    task.checkpoint, lease.has_checkpoint = payload, True
 
 
 class _LeaseRenewer:
@@ -4225,7 +4106,7 @@ class _Processing:
         task = self.task
         if self._worker.left_ns(task) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
-        elif not self._worker.is_leased(task):
+        elif not self._worker.files.exists(task.path):
             raise self._worker.lease_lost(task)
         self._renewer.add(self)
         return task
@@ -4267,7 +4148,7 @@ class _Processing:
 
 
 # ==================================================================================================
-# 18. Worker pool: the loop behind work() and the command `work`.
+# 17. Worker pool: the loop behind work() and the command `work`.
 #     Invariant: each task that it takes is settled, given back or counted as lost, and no signal
 #     comes between two of its steps that would leave a task in flight.
 # ==================================================================================================
@@ -4501,7 +4382,7 @@ class _WorkerPool:
 
 
 # ==================================================================================================
-# 19. Inspection: check(), a method for each thing that may be odd.
+# 18. Inspection: check(), a method for each thing that may be odd.
 #     Invariant: without repair nothing is changed; with it, only what is safe while others work.
 # ==================================================================================================
 
@@ -4557,7 +4438,7 @@ class _Inspector:
     def _queue_clock(self) -> Iterator[Finding]:
         """A clock that is ahead of the wall clock."""
         clock = self._worker.clock
-        ahead_s = (clock.now_ns() - _wall_ns()) / 1e9
+        ahead_s = (clock.now_ns() - time.time_ns()) / 1e9
         if ahead_s > 1:
             text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
             yield Finding("clock", f"clock-{clock.boot}", text)
@@ -4626,7 +4507,7 @@ class _Inspector:
 
 
 # ==================================================================================================
-# 20. FemtoQueue: the public face. Its methods stand in the order of a task's life.
+# 19. FemtoQueue: the public face. Its methods stand in the order of a task's life.
 #     Invariant: _lock is held while the backlog is changed, while pop() runs jobs, and while a task
 #     moves into our lease directory or out of it; not while a caller's payload is read or written.
 # ==================================================================================================
@@ -4636,6 +4517,33 @@ _SETTINGS = frozenset(
     {"data_dir", "timeout_stale_ms", "sync_after_write", "max_attempts", "keep_done"}
     | {"retry_delay_s", "poll_interval_s", "detached"}
 )
+
+
+def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) -> FemtoTask | None:
+    """Return the task of an entry, without a lease; None if it is not there.
+
+    data=False: by the first line of its file alone; size_bytes is None if that is not valid.
+    """
+    path, attempts = files.root + entry.path, entry.attempts
+    if attempts is None and not _is_end(entry.path):
+        attempts = 0
+    try:
+        if data:
+            payload, key = _look_afresh(_read_record, path, entry.id)
+            size_bytes: int | None = len(payload)
+        else:
+            payload = b""
+            key, size_bytes = _look_afresh(_read_head, path)
+    except FileNotFoundError:
+        return None  # RACE: it moved on
+    place = _Lease(entry.path)
+    task = FemtoTask(
+        *(entry.id, payload, attempts, key, None, place, anchor_ns), size_bytes=size_bytes
+    )
+    if entry.directory == "failed":
+        with contextlib.suppress(PermissionError):  # another user's: the task is shown all the same
+            task.error = files.reason_of(entry.id)
+    return task
 
 
 class FemtoQueue:
@@ -4717,11 +4625,11 @@ class FemtoQueue:
     def _init_worker(self) -> None:
         """Create the state that belongs to one process: worker id, lock, cached listing. Called
         again in a forked child, which must not share it."""
-        worker = self._worker = _Worker(self, self._files, self._clock)
-        self.node_id = worker.node_id
+        self.node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
+        worker = self._worker = _Worker(self, self._files, self._clock, self.node_id)
         self._lock, self._backlog, self._lease_dir = worker.lock, worker.backlog, worker.lease_dir
         self._keys, self._transitions, self._house = worker.keys, worker, worker.house
-        self._taker, self._waits, self._renewer = worker.taker, worker.waits, worker.renewer
+        self._waits, self._renewer = worker.waits, worker.renewer
 
     def _after_fork(self) -> None:
         """In a forked child: become a worker of its own."""
@@ -4808,7 +4716,7 @@ class FemtoQueue:
         ident = self._clock.new_id()
         path = f"scheduled/{_task_name(due_ns, 0, ident)}"
         self._files.publish(ident, data, path)
-        self._worker.backlog.note_enqueued(path)
+        self._worker.note(path)
         return ident
 
     def _push_keyed(
@@ -4849,14 +4757,14 @@ class FemtoQueue:
         for disk trouble: a task that could not be read is at the back of pending/ then; trouble
         with other workers' directories, scheduled/ or creating/ is raised when no task waits.
         """
-        length_ns = self._length_ns if lease_ms is None else self._worker.taker.length_of(lease_ms)
+        length_ns = self._length_ns if lease_ms is None else self._length_of(lease_ms)
         if timeout == 0:
             try:
-                return self._worker.taker.take_oldest(length_ns)
+                return self._worker.take_oldest(length_ns)
             except _Closed:  # in a signal handler, during a wait that close() has ended
                 return None
         return self._worker.waits.wait_for(
-            lambda: self._worker.taker.take_oldest(length_ns), _end_s(timeout)
+            lambda: self._worker.take_oldest(length_ns), _end_s(timeout)
         )
 
     async def pop_async(
@@ -4867,9 +4775,9 @@ class FemtoQueue:
         Cancelling it leaves no task leased: one that it had just got is back at its place, and
         that delivery is not counted.
         """
-        length_ns = self._worker.taker.length_of(lease_ms)
+        length_ns = self._length_of(lease_ms)
         return await self._worker.waits.wait_for_async(
-            lambda: self._worker.taker.take_oldest(length_ns), _end_s(timeout), ""
+            lambda: self._worker.take_oldest(length_ns), _end_s(timeout), ""
         )
 
     def take(
@@ -4890,7 +4798,7 @@ class FemtoQueue:
         timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
         id, TypeError unless one of the two is given.
         """
-        look, _ = self._worker.taker.finder_of(key, id, lease_ms, wait=True)
+        look, _ = self._finder_of(key, id, lease_ms, wait=True)
         return self._worker.waits.wait_for(look, _end_s(timeout))
 
     async def take_async(
@@ -4902,8 +4810,27 @@ class FemtoQueue:
         lease_ms: float | None = None,
     ) -> FemtoTask | None:
         """Do as take() does, without blocking the event loop; see pop_async()."""
-        look, line = self._worker.taker.finder_of(key, id, lease_ms, wait=False)
+        look, line = self._finder_of(key, id, lease_ms, wait=False)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), line)
+
+    def _length_of(self, lease_ms: float | None) -> int:
+        """Return the length of a delivery's lease in nanoseconds; None: the queue's."""
+        if lease_ms is None:
+            return self._length_ns
+        return _lease_length_ns(_positive("lease_ms", lease_ms))
+
+    def _finder_of(
+        self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
+    ) -> tuple[Callable[[], FemtoTask | None], str]:
+        """Check the arguments of take(); return what looks once, and the line to wait in."""
+        length_ns = self._length_of(lease_ms)
+        if (key is None) == (id is None):
+            raise TypeError("take needs a key or an id")
+        if id is not None:
+            _check_id(id)
+        name, ident = "" if key is None else _encode_key(key), id or ""
+        look = functools.partial(self._worker.take, name, ident, length_ns, wait)
+        return look, name or f"#{ident}"
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
@@ -4915,7 +4842,7 @@ class FemtoQueue:
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
         def look() -> FemtoTask | None:
-            task = self._worker.taker.take_oldest(self._length_ns)
+            task = self._worker.take_oldest(self._length_ns)
             return task if task is not None or self._files.has_work() else _NO_TASK
 
         def tasks() -> Iterator[FemtoTask]:
@@ -4945,8 +4872,9 @@ class FemtoQueue:
 
         Raises LeaseLost if the task is not this delivery's any more.
         """
-        self._worker.house.finished += 1
-        self._worker.finish(task, bool(self.keep_done))
+        worker = self._worker
+        worker.house.finished += 1
+        worker.finish(task)
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
         """Make the task a dead letter in failed/, where retry() finds it.
@@ -4972,7 +4900,7 @@ class FemtoQueue:
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
         if delay_s:
-            due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
+            due_ns = time.time_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
             target = f"scheduled/{_task_name(due_ns, attempts, task.id)}"
         elif front:
             target = _front_path(task.id, attempts)
@@ -5003,11 +4931,12 @@ class FemtoQueue:
                 length_ns = self._length_ns
                 if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
                     length_ns = max(entry.stamp_ns - self._clock.now_ns(), 10**9)
-                closes = self._worker.lease_dir.closes
-                others: dict[str, Any] = {"_lease": _Lease(entry.path, length_ns, closes)}
-                others |= {"_anchor_ns": self._clock.anchor_ns, "size_bytes": None}
-                # It may have a checkpoint, which has to go with it.
-                return FemtoTask(entry.id, b"", entry.attempts, None, b"", **others)
+                held = _Lease(entry.path, length_ns, self._worker.lease_dir.closes)
+                anchor_ns = self._clock.anchor_ns
+                held.has_checkpoint = True  # it may have one, which has to go with it
+                return FemtoTask(
+                    *(entry.id, b"", entry.attempts, None, b"", held, anchor_ns), size_bytes=None
+                )
         raise LeaseLost(_id_of(name), True, "it is not in flight by that name (any more)")
 
     # Working
@@ -5036,7 +4965,7 @@ class FemtoQueue:
         does.
         """
         _lease_of(task)
-        self._worker.save_checkpoint(task, bytes(_as_bytes(data)))
+        _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
     def work(
         self,
@@ -5283,7 +5212,7 @@ class FemtoQueue:
 
 
 # ==================================================================================================
-# 21. Tickets: first come, first served, between processes.
+# 20. Tickets: first come, first served, between processes.
 #     Invariant: a ticket's file appears locked, and in the order of the numbers: both under the
 #     lock of the file "last"; who lost that lock takes its ticket back. A lock that ended never
 #     comes back, so that any process may remove the ticket of a dead member.
@@ -5573,7 +5502,7 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 22. Command line: a function for each command. Its docstring is the help and an example.
+# 21. Command line: a function for each command. Its docstring is the help and an example.
 #     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
 #     uses _WorkerPool (18), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
 # ==================================================================================================
