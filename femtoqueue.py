@@ -1518,8 +1518,13 @@ class _Files:
     def find_id(self, ident: str, *states: str) -> _Entry | None:
         """Return the entry of an id in these states, None if it is in none of them.
 
-        RACE: a task that moves meanwhile from a later state to an earlier one is missed.
+        Under its id alone it is found without a listing. RACE: a task that moves meanwhile from a
+        later state to an earlier one is missed.
         """
+        for state in states:
+            entry = _parse(state, ident) if state in _STATE_DIRS else None
+            if entry is not None and self.exists(entry.path):
+                return entry
         return next((entry for entry in self.find(*states) if entry.id == ident), None)
 
     def has_entries(self, directory: str) -> bool:
@@ -3026,8 +3031,6 @@ class _Worker:
 
     def _path_of_id(self, ident: str) -> str:
         """Return where a task of that id waits, "" if it does not."""
-        if self.files.exists(f"pending/{ident}"):  # never delivered
-            return f"pending/{ident}"
         entry = self.files.find_id(ident, "scheduled", "pending")  # as it moves
         return entry.path if entry else ""
 
@@ -4626,10 +4629,7 @@ class FemtoQueue:
         """Create the state that belongs to one process: worker id, lock, cached listing. Called
         again in a forked child, which must not share it."""
         self.node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
-        worker = self._worker = _Worker(self, self._files, self._clock, self.node_id)
-        self._lock, self._backlog, self._lease_dir = worker.lock, worker.backlog, worker.lease_dir
-        self._keys, self._transitions, self._house = worker.keys, worker, worker.house
-        self._waits, self._renewer = worker.waits, worker.renewer
+        self._worker = _Worker(self, self._files, self._clock, self.node_id)
 
     def _after_fork(self) -> None:
         """In a forked child: become a worker of its own."""
@@ -5030,11 +5030,8 @@ class FemtoQueue:
         by now, ValueError for an invalid id.
         """
         _check_id(id)
-        path = f"failed/{id}"
-        if not os.path.lexists(self._files.root + path):
-            entry = self._files.find_id(id, "failed")
-            path = entry.path if entry else ""
-        if not path or not self._worker.requeue_failed(path):
+        entry = self._files.find_id(id, "failed")
+        if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
@@ -5126,10 +5123,6 @@ class FemtoQueue:
             path = self._worker.keys.path_of(key)
             return None if path is None else self._read_entry(_entry_of(path))
         _check_id(id)
-        for directory in ("done", "failed", "pending"):
-            task = self._read_entry(_entry_of(f"{directory}/{id}"))
-            if task is not None:
-                return task
         # As it moves.
         states = ("keys", "scheduled", "pending", "inflight", "done", "failed")
         entry = self._files.find_id(id, *states)
@@ -5195,17 +5188,9 @@ class FemtoQueue:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the arguments of the constructor, for pickle."""
-        return {
-            "data_dir": os.path.dirname(self._files.root),
-            "node_id": self._given_node_id,
-            "timeout_stale_ms": self.timeout_stale_ms,
-            "sync_after_write": self.sync_after_write,
-            "max_attempts": self.max_attempts,
-            "keep_done": self.keep_done,
-            "retry_delay_s": self.retry_delay_s,
-            "poll_interval_s": self.poll_interval_s,
-            "detached": self.detached,
-        }
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        data_dir = os.path.dirname(self._files.root)
+        return {**settings, "data_dir": data_dir, "node_id": self._given_node_id}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         self.__init__(**settings)  # type: ignore[misc]
