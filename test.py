@@ -1,8 +1,9 @@
 """What femtoqueue promises, by test: `python test.py [-v] [Class[.test]]`.
 
 Classes run side by side, in a process for each processor; `python -m unittest test` runs them in
-one. Tests that promise nothing about the disk run in /dev/shm. If TMPDIR is set, all of them run
-in that directory: `TMPDIR=/var/tmp python test.py` proves everything on its file system.
+one. The seed of what is random is printed; FEMTOQUEUE_SEED=that gives it again. Tests that
+promise nothing about the disk run in /dev/shm. If TMPDIR is set, all of them run in that
+directory: `TMPDIR=/var/tmp python test.py` proves everything on its file system.
 
 Classes are promises, tests are outcomes. Proved here, with real processes: order, leases and
 their fencing, liveness, exactly one delivery while nobody dies, no loss when workers are killed,
@@ -105,6 +106,7 @@ EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546  # f_type of statfs(2)
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
 PATIENCE_S = 60  # until what a test waits for is taken to be lost
 LOG = logging.getLogger("femtoqueue")
+SEED = int(os.environ.get("FEMTOQUEUE_SEED") or time.time_ns() // 1000 % 10**6)
 SUITE_S = 900  # until a class of tests is taken to hang: the longest one takes half a minute
 MEMORY_BYTES = 1 << 28  # that must be free in /dev/shm: twenty thousand tasks take a third
 
@@ -446,7 +448,8 @@ def key_tag(key: str) -> str:
 class Child:
     """A forked process that runs work(child): it says lines to us, and waits for our go()."""
 
-    def __init__(self, work: Callable[[Child], object]) -> None:
+    def __init__(self, work: Callable[[Child], object], number: int = 0) -> None:
+        self.chance = random.Random(f"{SEED} {number}")
         said, says = os.pipe()
         waits, goes = os.pipe()
         self.pid = os.fork()
@@ -512,6 +515,7 @@ class QueueCase(unittest.TestCase):
 
     def setUp(self) -> None:
         self.path = self.new_dir(self.memory if self.in_memory else None)
+        self.chance, self.children = random.Random(SEED), itertools.count()
         LOG.disabled = True  # corrupt tasks are logged, and are many here
         if self.fs_type is not None:
             self.patched(on_file_system(self.fs_type))
@@ -533,7 +537,7 @@ class QueueCase(unittest.TestCase):
         return q
 
     def child(self, work: Callable[[Child], object]) -> Child:
-        child = Child(work)
+        child = Child(work, next(self.children))
         self.addCleanup(child.end)
         return child
 
@@ -1214,10 +1218,9 @@ class Ordering(QueueCase):
                 child.say(q.push(b"x"))
 
         children = [self.child(pusher) for _ in range(4)]
-        order = random.Random(1)
         ids = []
         for _ in range(100):
-            child = order.choice(children)
+            child = self.chance.choice(children)
             child.go()
             ids.append(child.line())
         q = self.queue()
@@ -6298,7 +6301,7 @@ class Lies(QueueCase):
 class Corruption(QueueCase):
     def corrupt(self, content: bytes) -> str:
         """Deliver a good task after a file of this content; return the reason that was kept."""
-        ident = f"{time.time_ns():020d}-{random.getrandbits(32):08x}"
+        ident = f"{time.time_ns():020d}-{self.chance.getrandbits(32):08x}"
         q = self.queue()
         self.put(ident, content)
         good = q.push(b"good")
@@ -6689,12 +6692,11 @@ class Concurrency(QueueCase):
                 if task:
                     q.done(task)
 
-        chance = random.Random(7)
-        workers = [Child(work) for _ in range(4)]
+        workers = [self.child(work) for _ in range(4)]
         kills = 0
         while kills < 60:
-            time.sleep(chance.random() / 100)  # when the next dies; nothing waits for it
-            index = chance.randrange(4)
+            time.sleep(self.chance.random() / 100)  # when the next dies; nothing waits for it
+            index = self.chance.randrange(4)
             kills += 1
             workers[index].end()
             workers[index] = self.child(work)
@@ -6749,7 +6751,7 @@ class KeyedConcurrency(QueueCase):
         return sorted(found)
 
     def produce(self, child: Child) -> None:
-        q, chance = FemtoQueue(self.path), random.Random(os.getpid())
+        q, chance = FemtoQueue(self.path), child.chance
         for number in itertools.count():
             key, value = f"k{chance.randrange(self.KEYS)}", f"{os.getpid()}-{number}"
             self.log("pushing", key, value)
@@ -6760,7 +6762,7 @@ class KeyedConcurrency(QueueCase):
             self.log("pushed", key, value)
 
     def consume(self, child: Child) -> None:
-        q, chance = FemtoQueue(self.path), random.Random(os.getpid())
+        q, chance = FemtoQueue(self.path), child.chance
         while True:
             task = q.pop() if chance.random() < 0.7 else q.take(f"k{chance.randrange(self.KEYS)}")
             if task is None:
@@ -6789,10 +6791,9 @@ class KeyedConcurrency(QueueCase):
 
     def test_the_last_value_is_delivered_last_and_no_two_at_once(self) -> None:
         workers = [self.child(work) for work in (self.produce, self.consume) * 4]
-        chance = random.Random(1)
         for _ in range(self.KILLS):
             time.sleep(self.SECONDS / self.KILLS)
-            at = chance.randrange(8)
+            at = self.chance.randrange(8)
             workers[at].end()
             workers[at] = self.child((self.produce, self.consume)[at % 2])
         for worker in workers:
@@ -7007,7 +7008,7 @@ class Tickets(TicketCase):
 
     def count(self, child: Child) -> None:
         """Take turns; in each, read a number from a plain file, add one, and write it back."""
-        line, chance = self.line(), random.Random(os.getpid())
+        line, chance = self.line(), child.chance
         for _ in range(200):
             with line.turn() as ticket:
                 with open(self.file("counter"), encoding="ascii") as file:
@@ -7058,7 +7059,7 @@ class Tickets(TicketCase):
     @FORK
     def test_turns_go_on_when_members_are_killed_while_they_wait_and_hold(self) -> None:
         """Never two inside, and nobody waits for the dead."""
-        chance, said = random.Random(2), list[str]()
+        chance, said = self.chance, list[str]()
         children = [self.child(self.take_turns) for _ in range(6)]
         for _ in range(60):
             time.sleep(0.02)
@@ -10759,6 +10760,7 @@ class Runner(unittest.TextTestRunner):
 
     def run(self, test: Any) -> Any:
         """Run in this process if there is one class, one processor, or no fork()."""
+        self.stream.writeln(f"seed {SEED}")
         suites: dict[str, unittest.TestSuite] = {}
         for case in self.cases(test):
             suites.setdefault(type(case).__name__, unittest.TestSuite()).addTest(case)
