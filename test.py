@@ -7455,8 +7455,180 @@ class Overwriting(QueueCase):
             self.assertEqual(file.read(), "second\n")
 
 
+def an_old_life(path: str) -> None:
+    """Make what stands in AN_OLD_QUEUE: something of everything."""
+    dead = FemtoQueue(path, "dead")
+    dead.push(b"of a dead worker")
+    dead.checkpoint(_taken(dead), b"half way")
+    for key in ("b", "d"):
+        dead.push(b"of a key in flight", key=key)
+        _taken(dead)
+    with FemtoQueue(path, "n1", detached=True) as q:
+        q.push(b"newer", key="b")
+        q.schedule(b"newer, and later", 4e15, key="d")
+        q.push(b"detached")
+        _taken(q)
+        q.push(b"done")
+        q.done(_taken(q))
+        q.push(b"failed")
+        q.fail(_taken(q), "why\nso")
+        q.push_many([b"back", b"front"])
+        back, front = _taken(q), _taken(q)
+        q.checkpoint(front, b"far")
+        q.release(front, front=True)
+        q.release(back)
+        q.push(b"waiting")
+        q.push(b"keyed", key="a")
+        q.push(b"keyed, in UTF-8", key="\u00e4")
+        q.schedule(b"later", 4e15)
+        q.schedule(b"keyed, later", 4e15, key="c")
+    dies(dead)
+
+
+# What an_old_life() left on 22 November 2026, before the inside of femtoqueue was turned around;
+# <boot> is made up. What stands here is what other versions read and write: it is not changed.
+AN_OLD_QUEUE: dict[str, bytes] = {
+    "checkpoints/01795389972166194058-7447a2b0": b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way",
+    "checkpoints/01795389972194869204-7d81427b": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
+    "clock-b0075eed": b"1795386282304985286\n",
+    "done/01795389972194201178-7d81427b": b"FQ1 102de0ab 4\ndone",
+    "failed/01795389972194487081-7d81427b": b"FQ1 9e8ba377 6\nfailed",
+    "failed/01795389972194487081-7d81427b.error": b"why\nso\n",
+    "inflight-dead/01795390002174693772~1~b0075eed~01795389972166194058-7447a2b0": (
+        b"FQ1 1453a677 16\nof a dead worker"
+    ),
+    "inflight-dead/01795390002175222658~1~b0075eed~01795389972174965679-f1beeff9": (
+        b"FQ1 3bbbae36 18 b\nof a key in flight"
+    ),
+    "inflight-dead/01795390002175875987~1~b0075eed~01795389972175702062-98dd4acc": (
+        b"FQ1 a667a525 18 d\nof a key in flight"
+    ),
+    "inflight-n1/01795390002194112112~1~00000000~01795389972192662909-7d81427b": (
+        b"FQ1 e1eefb96 8\ndetached"
+    ),
+    "keys/01795389972176802345-f1beeff9": b"FQ1 293b30c8 5 b\nnewer",
+    "keys/04000000000000000000~0~01795389972192471662-98dd4acc": (
+        b"FQ1 eaa17fa1 16 d\nnewer, and later"
+    ),
+    "keys/86b9df6f": b"c scheduled/04000000000000000000~0~01795389972196041330-86b9df6f -\n\n",
+    "keys/98dd4acc": (
+        b"d inflight-dead/01795390002175875987~1~b0075eed~01795389972175702062-98dd4acc"
+        b" 04000000000000000000~0~01795389972192471662-98dd4acc\n\n"
+    ),
+    "keys/e8b7be43": b"a pending/01795389972195579118-e8b7be43 -\n\n",
+    "keys/ed3e4e0a": b"%C3%A4 pending/01795389972195777207-ed3e4e0a -\n\n",
+    "keys/f1beeff9": (
+        b"b inflight-dead/01795390002175222658~1~b0075eed~01795389972174965679-f1beeff9"
+        b" 01795389972176802345-f1beeff9\n\n"
+    ),
+    "locks/0a": b"",
+    "locks/43": b"",
+    "locks/6f": b"",
+    "locks/cc": b"",
+    "locks/f9": b"",
+    "pending/01795389972194869204~1~01795389972194869204-7d81427b": b"FQ1 fefb62f6 5\nfront",
+    "pending/01795389972195334081~1~01795389972194816696-7d81427b": b"FQ1 6dcec137 4\nback",
+    "pending/01795389972195364688-7d81427b": b"FQ1 68da8dae 7\nwaiting",
+    "pending/01795389972195579118-e8b7be43": b"FQ1 9905554d 5 a\nkeyed",
+    "pending/01795389972195777207-ed3e4e0a": b"FQ1 e4c09620 15 %C3%A4\nkeyed, in UTF-8",
+    "scheduled/04000000000000000000~0~01795389972195894566-7d81427b": b"FQ1 ec03b249 5\nlater",
+    "scheduled/04000000000000000000~0~01795389972196041330-86b9df6f": (
+        b"FQ1 a997d51c 12 c\nkeyed, later"
+    ),
+}
+
+
 class Compatibility(QueueCase):
-    """What worked with femtoqueue 0.4.2."""
+    """What worked with femtoqueue 0.4.2, and what earlier versions left on disk."""
+
+    def lay_out(self) -> None:
+        """Put AN_OLD_QUEUE into the empty directory."""
+        for name in ("creating", "spare"):
+            os.mkdir(self.file(name))
+        for path, content in AN_OLD_QUEUE.items():
+            os.makedirs(os.path.dirname(self.file(path)), exist_ok=True)
+            self.put(path, content, "")
+
+    def test_what_an_earlier_version_left_is_understood(self) -> None:
+        self.lay_out()
+        q = self.queue("n2")
+        stats = q.stats()
+        live = stats.pending, stats.scheduled, stats.inflight, stats.buffered
+        self.assertEqual((*live, stats.done, stats.failed), (5, 2, 4, 2, 1, 1))
+        self.assertEqual({finding.kind for finding in q.check()}, {"expired"})
+        keys = [(task.data, task.key, task.attempts) for task in q.tasks("pending")]
+        plain = [(b"front", None, 1), (b"back", None, 1), (b"waiting", None, 0)]
+        self.assertEqual(keys, [*plain, (b"keyed", "a", 0), (b"keyed, in UTF-8", "\u00e4", 0)])
+        due = [(task.data, task.key) for task in q.tasks("scheduled")]
+        self.assertEqual(due, [(b"later", None), (b"keyed, later", "c")])
+        (failed,), (done,) = q.tasks("failed"), q.tasks("done")
+        self.assertEqual((failed.data, failed.error), (b"failed", "why\nso"))
+        self.assertEqual(done.data, b"done")
+
+    def test_what_an_earlier_version_left_is_delivered(self) -> None:
+        self.lay_out()
+        q, clock = self.queue("n2"), self.clock()
+        clock.advance(31)  # its boot is another's
+        got = []
+        while task := q.pop():
+            got.append((task.data, task.key, task.attempts, task.checkpoint))
+            q.done(task)
+        taken_back: list[tuple[object, ...]] = [
+            (b"of a dead worker", None, 2, b"half way"),
+            (b"newer", "b", 1, None),
+            (b"detached", None, 2, None),
+        ]
+        waited: list[tuple[object, ...]] = [
+            (b"front", None, 2, b"far"),
+            (b"back", None, 2, None),
+            (b"waiting", None, 1, None),
+            (b"keyed", "a", 1, None),
+            (b"keyed, in UTF-8", "\u00e4", 1, None),
+        ]
+        self.assertEqual(got, taken_back + waited)
+        later = {task.data: task.key for task in q.tasks("scheduled")}
+        self.assertEqual(later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"})
+        self.assertEqual(self.states(), {"done": 9, "failed": 1, "scheduled": 3})
+
+    def test_a_key_that_an_earlier_version_knows_is_known(self) -> None:
+        """What is pushed for it takes the place of what waits, or comes after what is in flight."""
+        self.lay_out()
+        q, clock = self.queue("n2"), self.clock()
+        for key in ("a", "\u00e4", "c"):
+            known = q.peek(key=key)
+            assert known is not None
+            self.assertEqual(q.push(key.encode(), key=key), known.id)
+        for key in ("b", "d"):
+            q.push(key.encode(), key=key)
+        clock.advance(31)
+        keyed = [task.data.decode() for task in iter(q.pop, None) if task.key]
+        self.assertEqual(sorted(keyed), ["a", "b", "d", "\u00e4"])
+        later = q.peek(key="c")
+        assert later is not None
+        self.assertEqual((later.data, later.state, q.stats().buffered), (b"c", "scheduled", 0))
+
+    def test_what_is_written_is_what_earlier_versions_read(self) -> None:
+        """The same life leaves the same names and contents, but for what the clock, the boot and
+        chance give."""
+        an_old_life(self.path)
+        written: dict[str, bytes] = {}
+        for directory, _, names in os.walk(self.path):
+            for name in names:
+                path = os.path.join(directory, name)
+                with open(path, "rb") as file:
+                    written[os.path.relpath(path, self.path)] = file.read()
+        self.assertEqual(self.shapes(written), self.shapes(AN_OLD_QUEUE))
+
+    def shapes(self, files: dict[str, bytes]) -> list[bytes]:
+        """Return names and contents, without what differs from life to life."""
+        shapes = []
+        for path, content in files.items():
+            shape = os.fsencode(path) + b"\n" + content
+            shape = re.sub(rb"\b[01][0-9]{18,19}\b", b"<ns>", shape)
+            shape = re.sub(rb">-[0-7][0-9a-f]{7}\b", b">-<tag>", shape)
+            shape = re.sub(rb"(~\d~|clock-)(?!00000000)[0-9a-f]{8}\b", rb"\1<boot>", shape)
+            shapes.append(shape)
+        return sorted(shapes)
 
     def test_the_loop_of_its_readme_works(self) -> None:
         q = FemtoQueue(data_dir=self.path, node_id="node1")
