@@ -5487,9 +5487,9 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 21. Command line: a function for each command. Its docstring is the help and an example.
+# 21. Command line: a function for each command, with its arguments. Its docstring is the help.
 #     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
-#     uses _WorkerPool (18), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
+#     uses _WorkerPool (17), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
 # ==================================================================================================
 
 
@@ -5499,28 +5499,18 @@ def main(argv: list[str] | None = None) -> int:
     same statuses, where the command line alone decides: --help, --version, wrong use."""
     try:
         _open_closed_streams()
-        status = _run_command(sys.argv[1:] if argv is None else argv)
+        options = _parse_arguments(sys.argv[1:] if argv is None else argv)
+        status: int | None = options.run(options)
         sys.stdout.flush()
-        return status
+        return status or 0
     except BrokenPipeError:  # the reader, as `head`, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the flush at exit succeeds
         return 0
     except KeyboardInterrupt:
-        import signal
-
-        return 128 + signal.SIGINT
+        return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError) as error:
-        text = str(error)
-        if isinstance(error, OSError) and error.filename is not None:
-            text = f"{error.filename}: {error.strerror}"
-        _write_error(f"femtoqueue: {text}")
+        _write_error(_error_text(error))
         return 1 if isinstance(error, FemtoQueueError) else 2
-
-
-def _write_error(text: str) -> None:
-    """Write one line to standard error; if that fails, there is no other place to report it."""
-    with contextlib.suppress(OSError):
-        print(" ".join(text.splitlines()), file=sys.stderr, flush=True)
 
 
 def _open_closed_streams() -> None:
@@ -5532,329 +5522,150 @@ def _open_closed_streams() -> None:
             setattr(sys, name, os.fdopen(fd, mode, closefd=False))
 
 
-def _program() -> str:
-    """Return what a person types to run this: the installed command, or the copied file."""
-    if os.path.basename(sys.argv[0]) != "femtoqueue.py":
-        return "femtoqueue"
-    return f"{os.path.basename(sys.executable) or 'python'} -m femtoqueue"
+def _error_text(error: BaseException) -> str:
+    """Return what an error says, without the number of an OSError that names its file."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return str(error)
 
 
-def _run_command(argv: list[str]) -> int:
-    """Parse a command line, run its command, and return the exit status."""
-    parser, commands = _build_parser()
-    name = argv[0] if argv else ""
-    if name not in commands:
-        if name not in ("-h", "--help", "--version"):
-            parser.error(_advise_command(argv, [*commands]))
-        parser.parse_args(argv)  # exits
-    dashes = argv.index("--") if "--" in argv else len(argv)
-    options, unknown = commands[name].parse_known_intermixed_args(argv[1:dashes])
-    options.after_dashes = argv[dashes + 1 :]
-    if name == "work" and dashes == len(argv):
-        _check_dashes(argv, options)
-    if unknown:
-        known = re.findall("(?<=[ ,])--[a-z-]+", commands[name].format_help())
-        near = _nearest(unknown[0].partition("=")[0], known)
-        hint = f"did you mean {near}?" if near else options.option_hint
-        options.error(f"unknown option {unknown[0]!r}; {hint}")
-    _find_directory(options)
-    status: int = options.run(options)
-    return status
+def _write_error(text: str) -> None:
+    """Write one line to standard error; if that fails, there is no other place to report it."""
+    with contextlib.suppress(OSError):
+        print("femtoqueue:", *text.splitlines(), file=sys.stderr, flush=True)
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    """Return the known word that is most like a mistyped one; "" if none is."""
-    import difflib
+# Command line: how commands are declared, and parsed
 
-    return next(iter(difflib.get_close_matches(word, known, 1, 0.65)), "")
-
-
-def _advise_command(argv: list[str], commands: list[str]) -> str:
-    """Say what to type instead of a command line that does not begin with a command."""
-    import shlex
-
-    if not argv:
-        return f"COMMAND is missing: {', '.join(commands)}"
-    name, *rest = argv
-    found = [word for word in rest if word in commands]
-    if name == "help":
-        return f"type: {' '.join([_program(), *found[:1]])} --help"
-    if found:
-        argv.remove(found[0])
-        return f"the command comes first: {_program()} {shlex.join([found[0], *argv])}"
-    if name.startswith("-"):
-        return f"unknown option {name!r}; see {_program()} --help"
-    near = _nearest(name, commands)
-    line = f"did you mean: {_program()} {shlex.join([near, *rest])}"
-    return f"unknown command {name!r}; {line if near else 'there are ' + ', '.join(commands)}"
+_Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
+_Declaration = Callable[[Any], object]  # adds to a parser
+_COMMANDS: dict[str, tuple[_Run, tuple[_Declaration, ...]]] = {}
 
 
-def _check_dashes(argv: list[str], options: Any) -> None:
-    """Exit with an error if the command of `work` stands there without -- in front of it."""
-    import shlex
+def _command(*declarations: _Declaration) -> Callable[[_Run], _Run]:
+    """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR."""
 
-    words = options.words
-    lacks_dir = os.environ.get("FEMTOQUEUE_DIR") and words and not os.path.isdir(words[0])
-    skipped = 0 if lacks_dir else 1  # words in front of CMD
-    if len(words) > skipped:
-        at = argv.index(words[skipped], argv.index(words[0]) + skipped)
-        line = f"{shlex.join(argv[:at])} -- {shlex.join(argv[at:])}"
-        options.error(f"put the command after --: {_program()} {line}")
+    def declare(run: _Run) -> _Run:
+        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, declarations
+        return run
+
+    return declare
 
 
-def _find_directory(options: Any) -> None:
-    """Set options.dir: the first word, or $FEMTOQUEUE_DIR if there is none or if it is one of the
-    command's own arguments. These stay in options.words."""
-    words, default = options.words, os.environ.get("FEMTOQUEUE_DIR")
-    is_left_out = not words or options.is_word(words[0])
-    options.is_default_dir = bool(default and is_left_out)
-    if options.is_default_dir:
-        options.dir = default
-    elif words and (not is_left_out or options.is_word is _is_any or os.path.isdir(words[0])):
-        options.dir = words.pop(0)
-    else:
-        options.error(f"DIR is missing: {options.usage}, or set FEMTOQUEUE_DIR")
-    if options.run is not _work_command:
-        words += options.after_dashes
-    wrong = [word for word in words if not options.is_word(word)]
-    if wrong:
-        options.error(f"unexpected argument {wrong[0]!r}; {options.word_hint}")
+def _argument(*names: str, **settings: Any) -> _Declaration:
+    return lambda parser: parser.add_argument(*names, **settings)
 
 
-# Command line: the arguments of each command
+def _either(*declarations: _Declaration) -> _Declaration:
+    """Declare options that exclude each other."""
+
+    def declare(parser: Any) -> None:
+        group = parser.add_mutually_exclusive_group()
+        for add in declarations:
+            add(group)
+
+    return declare
 
 
-def _is_any(word: str) -> bool:
-    """Accept every word."""
-    return True
-
-
-def _is_task(word: str) -> bool:
-    """Say whether a word is an id, or the path or name of a lease."""
-    return bool(_parse_id(word) or _FORMS["inflight"](word.rpartition("/")[2]))
-
-
-def _build_parser() -> tuple[Any, dict[str, Any]]:
-    """Return the parser of the command line, and those of the commands by their names."""
+def _parse_arguments(argv: list[str]) -> Any:
+    """Return the options of a command line; `run` is its command. Exits if the line is wrong."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            if message.endswith("expected one argument"):
-                message += f"; see {self.prog} --help"
-            self.exit(2, f"{self.prog}: {message}\n")  # one line, without the usage
+            _write_error(f"{message}; see {self.prog} --help")  # one line, without the usage
+            sys.exit(2)
 
-    parser = Parser(
-        prog=_program(),
-        description="A durable task queue in a directory, DIR. COMMAND --help says more.",
-        epilog="DIR may come from $FEMTOQUEUE_DIR instead. A TIME is 500ms, 30s, 5m, 2h, 7d, or "
-        "seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble.",
+    program = "femtoqueue"
+    if os.path.basename(sys.argv[0]) == "femtoqueue.py":  # copied, not installed
+        program = f"{os.path.basename(sys.executable) or 'python'} -m femtoqueue"
+    summary = "A durable task queue in a directory, DIR. COMMAND --help says more."
+    notes = (
+        "If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds."
     )
+    status = "Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."
+    parser = Parser(prog=program, description=summary, epilog=f"{notes} {status}")
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command", required=True)
-    _add_push(commands)
-    _add_work(commands)
-    _add_leases(commands)
-    _add_views(commands)
-    _add_maintenance(commands)
-    return parser, commands.choices
-
-
-def _add_command(
-    commands: Any, run: Callable[[Any], int], words: str = "", is_word: Any = None, advice: str = ""
-) -> Any:
-    """Add a command, named and documented as its function, and return its parser.
-
-    words: its arguments after DIR, for the usage. is_word: tells whether an argument can be one of
-    them (None: no); another one in front is DIR. advice: what to type instead of one that cannot.
-    """
-    import argparse
-    import textwrap
-
-    name = run.__name__[1:].removesuffix("_command")
-    text, _, example = re.sub("(?m)^ +", "", run.__doc__ or "").strip().partition("Example: ")
-    summary = text.partition("\n")[0].rstrip(".")
-    command = f"{_program()} {name}"
-    usage = f"{command} [options] DIR {words}".rstrip()
-    parser = commands.add_parser(
-        name,
-        help=summary[0].lower() + summary[1:],
-        usage=usage,
-        description="\n\n".join(textwrap.fill(it, 79) for it in text.split("\n\n")),
-        epilog="example:\n  " + example.replace("\n", "\n  ").replace("femtoqueue", _program()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("words", nargs="*", help=argparse.SUPPRESS)
-    parser.set_defaults(run=run, error=parser.error, command=command, usage=usage)
-    parser.set_defaults(is_word=is_word or (lambda word: False))
-    parser.set_defaults(word_hint=advice or usage, option_hint=f"see {command} --help")
-    return parser
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    default_dir = os.environ.get("FEMTOQUEUE_DIR")
+    note = f"No word is DIR: FEMTOQUEUE_DIR is {default_dir}" if default_dir else None
+    for name, (run, declarations) in _COMMANDS.items():
+        text = re.sub("(?m)^    ", "", run.__doc__ or "").replace("femtoqueue ", f"{program} ")
+        command = commands.add_parser(name, help=text.split("\n")[0], description=text, epilog=note)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.set_defaults(run=run, error=command.error, dir=default_dir)
+        if not default_dir:
+            command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
+        for add in declarations:
+            add(command)
+    if not argv or argv[0] not in commands.choices:
+        parser.parse_args(argv[:1])  # exits
+    dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
+    options = commands.choices[argv[0]].parse_intermixed_args(argv[1:dashes])
+    options.after_dashes = argv[dashes + 1 :]
+    return options
 
 
 def _invalid(text: str, wanted: str) -> Exception:
-    """Return the exception by which argparse rejects the value of an option."""
+    """Return the exception by which argparse rejects an argument."""
     import argparse
 
     return argparse.ArgumentTypeError(f"invalid {text!r}; {wanted}")
 
 
-def _seconds(text: str, positive: bool = False) -> float:
+def _seconds(text: str) -> float:
     """Return the seconds of a TIME."""
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
         raise _invalid(text, "a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds")
-    seconds = float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
-    if positive and not seconds:
-        raise _invalid(text, "it must be more than 0")
-    return seconds
+    return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
 
 
 def _timestamp(text: str) -> float:
     """Return seconds since the epoch: local time, unless an offset says otherwise."""
     from datetime import datetime
 
-    try:
+    with contextlib.suppress(ValueError):
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
-    except ValueError:
-        raise _invalid(text, "WHEN is 2026-12-01T08:00, or 2026-12-01T08:00+01:00") from None
+    raise _invalid(text, "WHEN is 2026-12-01T08:00, or 2026-12-01T08:00+01:00")
 
 
-def _count(text: str) -> int:
-    """Return a number of up to six digits."""
-    if not re.fullmatch("[0-9]{1,6}", text):
-        raise _invalid(text, "it must be a number from 0 to 999999")
-    return int(text)
-
-
-def _id_text(text: str) -> str:
-    """Return an id as it is."""
-    if not _parse_id(text):
-        raise _invalid(text, _ID_FORM)
+def _id_argument(text: str) -> str:
+    """Return an id, or the path or name of a lease, as it is."""
+    if not (_parse_id(text) or _FORMS["inflight"](text.rpartition("/")[2])):
+        raise _invalid(text, "an ID is the end of a task's name, or the path that `pop` printed")
     return text
 
 
-_ID_FORM = "an ID is the last 29 characters of a task's name, as `ls` prints it"
-_LEASE_FORM = "an ID is an id, or the path that `pop` printed"
-_TIME: dict[str, Any] = {"metavar": "TIME", "type": _seconds}
-_LEASE = {**_TIME, "type": functools.partial(_seconds, positive=True), "default": 30.0}
-_NUMBER: dict[str, Any] = {"metavar": "N", "type": _count}
-_TAIL_BYTES = 4096  # of the standard error of a command, as the reason of its failure
-_SYNC_HELP = "survive power loss, not only the death of processes"
-
-
-def _add_push(commands: Any) -> None:
-    """Add push and its options."""
-    parser = _add_command(commands, _push_command, "[PAYLOAD ...]", _is_any)
-    parser.set_defaults(option_hint="put a PAYLOAD that begins with - after --")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--lines", action="store_true", help="push each line of standard input")
-    add("-0", "--null", action="store_true", help="push each piece that a zero byte ends")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--delay", **_TIME, help="wait for TIME before it joins the queue")
-    add("--at", metavar="WHEN", type=_timestamp, help="wait until WHEN, as 2026-12-01T08:00")
-    add = parser.add_argument
-    add("--key", metavar="TEXT", help="replace the payload of this key's task, if one waits")
-    add("--if-in-flight", choices=_IF_IN_FLIGHT, help="if that task is leased (default: buffer)")
-    add("--sync", action="store_true", help=_SYNC_HELP)
-
-
-def _add_work(commands: Any) -> None:
-    """Add work and its options."""
-    add = _add_command(commands, _work_command, "-- CMD [ARG ...]").add_argument
-    add("-j", "--jobs", **_NUMBER, default=1, help="run N commands at a time (default: 1)")
-    add("--drain", action="store_true", help="exit when no task waits or is in flight")
-    add("--max-attempts", **_NUMBER, default=3, help="give up after N tries; 0: never (default: 3)")
-    add("--retry-delay", **_TIME, default=1.0, help="before a second try; doubles (default: 1s)")
-    add("--timeout", **_LEASE, help="length of the lease, renewed while CMD runs (default: 30s)")
-    add("--task-timeout", **_TIME, help="kill CMD after TIME (default: never)")
-    add("--output-dir", metavar="DIR", help="write CMD's output to DIR/ID.out and DIR/ID.err")
-    add(
-        "--keep-done", **_TIME, default=True, help="delete what is done after TIME (default: never)"
-    )
-    add("--node", metavar="TEXT", help="name of this worker (default: a fresh one)")
-    add("--sync", action="store_true", help=_SYNC_HELP)
-    add("-q", "--quiet", action="store_true", help="report no progress")
-
-
-def _add_leases(commands: Any) -> None:
-    """Add the commands that take tasks, and end or renew what `pop` leased."""
-    parser = _add_command(commands, _pop_command, advice="for a task by its id: --id ID")
-    add = parser.add_argument
-    add("--timeout", **_LEASE, help="length of the lease (default: 30s)")
-    add("--wait", **_TIME, default=0.0, help="wait for TIME if there is no task (default: 0s)")
-    add("--node", metavar="TEXT", default="cli", help="name of the worker (default: cli)")
-    add("--payload", action="store_true", help="print the payload")
-    add = parser.add_mutually_exclusive_group().add_argument
-    add("--key", metavar="TEXT", help="lease the task of this key, out of turn")
-    add("--id", metavar="ID", type=_id_text, help="lease this task, out of turn, due or not")
-    _add_command(commands, _cancel_command, "ID ...", _is_task, _ID_FORM)
-    ids = ("ID ...", _is_task, _LEASE_FORM)
-    _add_command(commands, _done_command, *ids)
-    add = _add_command(commands, _fail_command, *ids[:2], f"{_LEASE_FORM}; why: --reason TEXT")
-    add.add_argument("--reason", metavar="TEXT", help="why it failed")
-    ids = (*ids[:2], f"{_LEASE_FORM}; how long: --delay TIME")
-    add = _add_command(commands, _release_command, *ids).add_mutually_exclusive_group().add_argument
-    add("--front", action="store_true", help="to the front of the queue")
-    add("--delay", **_TIME, default=0.0, help="to the back, after TIME (default: 0s)")
-    ids = (*ids[:2], f"{_LEASE_FORM}; how long: --timeout TIME")
-    add = _add_command(commands, _extend_command, *ids).add_argument
-    add("--timeout", **_LEASE, help="length of the lease from now on (default: 30s)")
-
-
-def _add_views(commands: Any) -> None:
-    """Add the commands that only look."""
-    states = ("[STATE ...]", STATES.__contains__, f"a STATE is one of {', '.join(STATES)}")
-    add = _add_command(commands, _ls_command, *states).add_argument
-    add("--all", action="store_true", help="list every state, done too")
-    add("--json", action="store_true", help="print a JSON object on each line")
-    add = _add_command(commands, _show_command, "ID", _is_task, _ID_FORM).add_argument
-    add("--payload", action="store_true", help="print the payload only")
-    add = _add_command(commands, _stat_command).add_argument
-    add("--json", action="store_true", help="print a JSON object")
-    add("--max-age", **_TIME, help="exit with 1 if the oldest pending task is older")
-    add("--max-pending", **_NUMBER, help="exit with 1 if more than N tasks are pending")
-    add = _add_command(commands, _top_command).add_argument
-    add("--interval", **_LEASE | {"default": 1.0}, help="time between two looks (default: 1s)")
-    add("-n", "--count", **_NUMBER, help="exit after N looks (default: no limit)")
-
-
-def _add_maintenance(commands: Any) -> None:
-    """Add the commands that operate a queue."""
-    _add_command(commands, _pause_command)
-    _add_command(commands, _resume_command)
-    add = _add_command(commands, _check_command).add_argument
-    add("--repair", action="store_true", help="repair what is safe to repair")
-    add = _add_command(commands, _retry_command, "[ID ...]", _is_task, _ID_FORM).add_argument
-    add("--all", action="store_true", help="retry all that failed")
-    add = _add_command(commands, _purge_command, advice="how old: --older-than TIME").add_argument
-    add("--older-than", **_TIME, help="delete what ended more than TIME ago (required)")
-    add("--failed", action="store_true", help="delete dead letters, too")
+_flag = functools.partial(_argument, action="store_true")
+_piece = functools.partial(_argument, action="store_const", dest="end")
+_number = functools.partial(_argument, type=int, metavar="N")
+_time_span = functools.partial(_argument, type=_seconds, metavar="TIME")
+_ids = functools.partial(_argument, "ids", type=_id_argument, metavar="ID")
+_LEASE = _time_span("--timeout", default=30.0, help="length of the lease (default: 30s)")
+_SYNC = _flag("--sync", help="survive power loss, not only the death of processes")
 
 
 # Command line: what several commands use
 
 
-def _open_queue(options: Any, create: bool = False, **settings: Any) -> FemtoQueue:
-    """Open the queue in DIR. Raises FileNotFoundError if there is none, unless create."""
-    if os.path.exists(options.dir) and not os.path.isdir(options.dir):
-        raise NotADirectoryError(errno.ENOTDIR, "it is a file; give a directory", options.dir)
-    if not create and not os.path.isdir(os.path.join(options.dir, "pending")):
-        text = f"there is no queue; `{_program()} push {options.dir} PAYLOAD` makes one"
-        raise FileNotFoundError(errno.ENOENT, text, options.dir)
+def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
+    """Open the queue in DIR. Raises FileNotFoundError if there is none."""
+    if not os.path.isdir(os.path.join(options.dir, "pending")):
+        raise FileNotFoundError(errno.ENOENT, "there is no queue; push makes one", options.dir)
     return FemtoQueue(options.dir, **settings)
 
 
-def _for_each_id(options: Any, act: Callable[[str], Any]) -> int:
+def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
     """Act on each ID. Report those that are in another state, go on, and return status 1 then."""
-    if not options.words:
-        options.error(f"an ID is missing: {options.usage}; {options.word_hint}")
     status = 0
-    for word in options.words:
-        try:
-            act(word)
-        except FemtoQueueError as error:
-            _write_error(f"femtoqueue: {error}")
-            status = 1
+    with _open_queue(options, **settings) as q:
+        for name in options.ids:
+            try:
+                act(q, name)
+            except FemtoQueueError as error:
+                _write_error(str(error))
+                status = 1
     return status
 
 
@@ -5869,31 +5680,18 @@ def _time_text(seconds: float | None) -> str:
     return f"{sign}{whole}s"
 
 
-# Command line: rows. A row is a dictionary: a task, a worker, or the figures of a queue.
-
-_TASK_COLUMNS = {
-    **{"state": ("STATE", "9"), "id": ("ID", "29"), "age_s": ("AGE", ">6")},
-    **{"attempts": ("TRY", ">3"), "size_bytes": ("BYTES", ">8"), "left_s": ("LEFT", ">6")},
-    **{"key": ("KEY", ""), "node": ("NODE", "")},
-}
-_NODE_COLUMNS = {
-    **{"node": ("NODE", "32"), "liveness": ("IS", "8")},
-    **{"inflight": ("IN FLIGHT", ">9"), "expired": ("EXPIRED", ">8")},
-}
-
-
 def _task_row(task: FemtoTask) -> dict[str, Any]:
-    """Return what `ls` and `show` tell of a task."""
+    """Return what `ls` and `show` tell of a task, in the order of the table."""
     until = task.until
     return {
-        "id": task.id,
         "state": task.state,
+        "id": task.id,
         "age_s": round(time.time() - task.created.timestamp(), 3),
         "attempts": task.attempts,
-        "key": task.key,
         "size_bytes": task.size_bytes,
-        "node": task.node,
         "left_s": None if until is None else round(until.timestamp() - time.time(), 3),
+        "key": task.key,
+        "node": task.node,
     }
 
 
@@ -5908,623 +5706,479 @@ def _cell(name: str, value: Any) -> str:
     return str(value)
 
 
-def _table(rows: Iterable[dict[str, Any]], columns: dict[str, tuple[str, str]]) -> Iterator[str]:
-    """Yield the lines of a table for people: headings, then a row each."""
-    yield " ".join(f"{heading:{width}}" for heading, width in columns.values())
-    for row in rows:
-        cells = []
-        for name, (_, width) in columns.items():
-            text = _time_text(row[name]) if name.endswith("_s") else _cell(name, row[name])
-            cells.append(f"{text:{width}}")
-        yield " ".join(cells)
+def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
+    """Yield the lines of a table: headings, then a task each."""
+    form = "{:9} {:29} {:>6} {:>3} {:>8} {:>6} {} {}"
+    yield form.format("STATE", "ID", "AGE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
+    for task in tasks:
+        row = _task_row(task)
+        cells = (_time_text(row[it]) if it.endswith("_s") else _cell(it, row[it]) for it in row)
+        yield form.format(*cells)
 
 
-def _fields(row: dict[str, Any]) -> Iterator[str]:
-    """Yield a line for each field of a row."""
-    width = max(12, *map(len, row))
-    for name, value in row.items():
-        yield f"{name:{width}} {_cell(name, value)}"
-
-
-def _print_rows(rows: Iterable[dict[str, Any]], form: str) -> None:
-    """Print rows in a form: "table" or "tabs", a task a line; "json", an object a line; "fields",
-    a field a line."""
-    import json
-    import shutil
-
-    lines: Iterable[str]
-    if form == "table":
-        width = shutil.get_terminal_size().columns
-        lines = (line[:width] for line in _table(rows, _TASK_COLUMNS))
-    elif form == "tabs":
-        lines = ("\t".join(_cell(name, row[name]) for name in _TASK_COLUMNS) for row in rows)
-    elif form == "json":
-        lines = map(json.dumps, rows)
-    else:
-        lines = itertools.chain.from_iterable(map(_fields, rows))
-    for line in lines:
-        print(line)
+def _fields(row: dict[str, Any]) -> str:
+    """Return a line for each field of a row."""
+    return "\n".join(f"{name:20} {_cell(name, value)}" for name, value in row.items())
 
 
 # Command line: push
 
 
-def _push_command(options: Any) -> int:
+@_command(
+    _argument("payloads", metavar="PAYLOAD", nargs="*", default=()),
+    _piece("--lines", const=b"\n", help="push each line of standard input"),
+    _piece("-0", "--null", const=b"\0", help="push each piece that a zero byte ends"),
+    _either(
+        _time_span("--delay", help="wait for TIME before it joins the queue"),
+        _argument("--at", type=_timestamp, metavar="WHEN", help="wait until WHEN"),
+    ),
+    _argument("--key", help="replace the payload of this key's task, if one waits"),
+    _argument("--if-in-flight", choices=_IF_IN_FLIGHT, default="buffer", help="if that is leased"),
+    _SYNC,
+)
+def _push_command(options: Any) -> None:
     """Add tasks, and print their ids.
 
-    Each PAYLOAD is a task. Without one, standard input is read: all of it is one task, or each
-    line is (--lines), or each piece that ends with a zero byte (--null).
+    Each PAYLOAD is a task; put one that begins with - after --. Without any,
+    standard input is read: all of it is one task, or each line is (--lines), or
+    each piece that ends with a zero byte (--null). WHEN is 2026-12-01T08:00, by the
+    clock of this machine, or 2026-12-01T08:00+01:00.
+
+    If the task of a key is leased, a new payload comes after it (buffer, the
+    default), or in a redelivery (update), or is an error (reject).
+
     Example: femtoqueue push jobs 'resize 42.png'
     """
-    reads_pieces = options.lines or options.null
-    _check_push(options, reads_pieces)
-    due_s = options.at if options.delay is None else time.time() + options.delay
-    keyed = {}
-    if options.key is not None:
-        keyed = {"key": options.key, "if_in_flight": options.if_in_flight or "buffer"}
-    payloads = map(os.fsencode, options.words) if options.words else _read_payloads(options)
-    if not reads_pieces:
-        payloads = iter([*payloads])  # an invalid one is an error before anything is made
-    with _open_queue(options, create=True, sync_after_write=options.sync) as q:
-        push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
-        for payload in payloads:
-            ident = push(payload, **keyed)
-            with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
-                print(ident, flush=True)
-    return 0
-
-
-def _check_push(options: Any, reads_pieces: bool) -> None:
-    """Exit with an error for arguments that contradict each other."""
-    words = options.words
-    before_dashes = len(words) - len(options.after_dashes)
-    if options.is_default_dir and before_dashes and os.path.isdir(words[0]):
-        options.error(
-            f"is {words[0]!r} a queue or a payload? With FEMTOQUEUE_DIR set it is a payload; "
-            "unset that, or put payloads that are directories after --"
-        )
-    if words and reads_pieces:
+    words = [*options.payloads, *options.after_dashes]
+    if words and options.end:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
     if options.key is not None:
         _encode_key(options.key)  # raises for an invalid one, before anything is made
-        if len(words) > 1 or reads_pieces:
+        if len(words) > 1 or options.end:
             options.error("--key goes with one payload: of a key, one task waits")
-    if options.if_in_flight is not None and options.key is None:
-        options.error("--if-in-flight goes with --key TEXT")
-
-
-def _read_payloads(options: Any) -> Iterator[bytes]:
-    """Yield the payloads on standard input, each as soon as it is complete."""
-    stream: Any = sys.stdin.buffer
-    if sys.stdin.isatty():
+    elif options.if_in_flight != "buffer":
+        options.error("--if-in-flight goes with --key")
+    if sys.stderr.isatty() and os.environ.get("FEMTOQUEUE_DIR"):
+        _write_error(f"pushing to {options.dir} (FEMTOQUEUE_DIR)")
+    if sys.stdin.isatty() and not words:
         _write_error(f"reading the payload of a task for {options.dir}; end it with Ctrl-D")
-    if options.null:
-        parts: list[bytes] = []
-        while chunk := stream.read1(1 << 16):
-            first, *more = chunk.split(b"\0")
-            parts.append(first)
-            for piece in more:
-                yield b"".join(parts)
-                parts = [piece]
-        if any(parts):
+    payloads: Iterable[bytes] = map(os.fsencode, words)
+    if options.end:
+        payloads = _read_pieces(sys.stdin.buffer, options.end)
+    elif not words:
+        payloads = [sys.stdin.buffer.read()]
+        if payloads == [b""]:
+            options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
+    due_s = options.at if options.delay is None else time.time() + options.delay
+    with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
+        push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
+        for payload in payloads:
+            ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
+            with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
+                print(ident, flush=True)
+
+
+def _read_pieces(stream: Any, end: bytes) -> Iterator[bytes]:
+    """Yield the pieces of a stream, each as soon as the byte that ends it is there."""
+    parts: list[bytes] = []
+    while chunk := stream.read1(1 << 16):
+        first, *more = chunk.split(end)
+        parts.append(first)
+        for piece in more:
             yield b"".join(parts)
-    elif options.lines:
-        for line in stream:
-            yield line.removesuffix(b"\n")
-    elif whole := stream.read():
-        yield whole
-    else:
-        options.error(
-            f"standard input is empty: {options.command} {options.dir} PAYLOAD; "
-            "for an empty task, give '' as PAYLOAD"
-        )
+            parts = [piece]
+    if any(parts):
+        yield b"".join(parts)
 
 
 # Command line: work
 
+# Run by sh, in the process that becomes CMD: standard input is the watchdog's pipe at first, and
+# then the payload. CRASH: if the worker dies after its fork(), the pipe has a writer until CMD is
+# known: the watchdog kills it. Not a preexec_fn: that would run Python in a fork with threads.
+_START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 
+
+@_command(
+    _argument("words", metavar="-- CMD", nargs="*", default=(), help="what to run for each task"),
+    _number("-j", "--jobs", default=1, help="run N at a time (default: 1)"),
+    _flag("--drain", help="exit when no task waits or is in flight"),
+    _number("--max-attempts", default=3, help="give up after N tries; 0: never (default: 3)"),
+    _time_span("--retry-delay", default=1.0, help="before a second try; doubles (default: 1s)"),
+    _LEASE,
+    _time_span("--task-timeout", help="kill CMD after TIME (default: never)"),
+    _argument("--output-dir", help="write output to OUTPUT_DIR/ID.out and .err"),
+    _time_span("--keep-done", default=True, help="delete what is done after TIME"),
+    _argument("--node", help="name of this worker (default: a fresh one)"),
+    _SYNC,
+    _flag("-q", "--quiet", help="report no progress"),
+)
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    {} in an ARG is replaced by the payload. Give it to `sh -c` as an argument of its own: within
-    the script, the payload would be run as code. A payload that cannot be an argument (it has a
-    zero byte, or is too long) is a dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
+    {} in an ARG of CMD is replaced by the payload. Give it to `sh -c` as an
+    argument of its own: within the script, the payload would be run as code. A
+    payload that cannot be an argument (it has a zero byte, or is too long) is a
+    dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
     FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
 
-    If CMD exits with 0, the task is done. Else it is tried again later; in the end it is a dead
-    letter, with the end of CMD's standard error as the reason.
+    If CMD exits with 0, the task is done. Else it is tried again later; in the
+    end it is a dead letter, with the end of CMD's standard error as the reason.
+    Output is passed on as it comes; with -j 2 or more, and above a progress line,
+    by whole lines.
 
-    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is passed to their
-    process groups, and their tasks are given back. If this worker is killed, its commands are
-    killed, too. But a lease that is lost (after a stop for longer than --timeout, or by
-    `release`) does not end CMD.
+    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is
+    passed to their process groups, and their tasks are given back. If this worker
+    is killed, its commands are killed, too. But a lease that is lost (after a stop
+    for longer than --timeout, or by `release`) does not end CMD.
 
-    Status 1: with --drain, a task failed for good, or a signal came before the end.
+    Status 1: with --drain, a task failed for good, or a signal came before the
+    end.
+
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
     import logging
-    import signal
+    import shutil
 
-    _check_work(options)
+    command = options.after_dashes
+    if options.words or not command:
+        options.error("put the command after --, as in: work DIR -- CMD ARGS")
+    if options.jobs < 1:
+        options.error("argument -j/--jobs: it must be 1 or more")
+    if shutil.which(command[0]) is None:
+        options.error(f"{command[0]}: command not found")
+    if not hasattr(os, "fork"):
+        options.error("there is no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
-    console, is_new = _Console(), not os.path.isdir(options.dir)
+    console, is_new = _Console(options), not os.path.isdir(options.dir)
     logging.basicConfig(stream=console, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    settings = {
-        **{"node_id": options.node, "timeout_stale_ms": options.timeout * 1000},
-        **{"sync_after_write": options.sync, "keep_done": options.keep_done},
-        **{"max_attempts": options.max_attempts or None, "retry_delay_s": options.retry_delay},
-    }
-    with _Watchdog() as watchdog, _open_queue(options, create=True, **settings) as q:
+    settings = {"keep_done": options.keep_done, "retry_delay_s": options.retry_delay}
+    settings |= {"timeout_stale_ms": options.timeout * 1000, "sync_after_write": options.sync}
+    settings |= {"node_id": options.node, "max_attempts": options.max_attempts or None}
+    watchdog = _start_watchdog()  # before there is a thread
+    with FemtoQueue(options.dir, **settings) as q:
         if is_new:
             console.write(f"femtoqueue: {options.dir} was not there: a new queue\n")
-        handler = _CommandHandler(q, watchdog, console, options)
-        status = _run_pool(q, handler, console, options)
+        status = _run_pool(q, _CommandHandler(q, watchdog, console, options), console, options)
     if status > 128:  # a thread may be stuck in a write, and the interpreter would wait for it
         os._exit(status)
     return status
 
 
-def _check_work(options: Any) -> None:
-    """Exit with an error unless there is a command that can be run."""
-    import shutil
-
-    command = options.after_dashes
-    if not command:
-        options.error(f"the command is missing: {options.command} {options.dir} -- CMD ARGS")
-    if options.jobs < 1:
-        options.error("argument -j/--jobs: it must be 1 or more, not 0")
-    if shutil.which(command[0]) is None:
-        options.error(f"{command[0]}: command not found")
-    if not hasattr(os, "fork"):
-        options.error("there is no fork() here; use FemtoQueue.work() in a program of your own")
-
-
 def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, options: Any) -> int:
-    """Handle tasks until told to stop, and return the exit status."""
+    """Handle tasks until told to stop, report what was done, and return the exit status."""
     import signal
 
+    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pool = _WorkerPool(
         *(q, handler, options.jobs, options.drain),
         in_threads=True,  # a signal must not come between a command's start and its report
         more_signals=(signal.SIGHUP,),  # the terminal is gone
-        on_stop=lambda: _announce("finishing what runs; a second signal ends it"),
+        on_stop=_announce_stop,
         on_abort=handler.abort,
     )
-    with _Progress(q, pool, console, options.quiet):
-        try:
-            pool.run()
-        except SystemExit as error:
-            console.write(f"femtoqueue: {error}\n")
-            return 2
+    is_over, started_s = threading.Event(), time.monotonic()
+    reporter = threading.Thread(target=_report, args=(q, pool, console, is_over), daemon=True)
+    if not options.quiet:
+        reporter.start()
+    try:
+        pool.run()
+    except SystemExit as error:
+        console.write(f"femtoqueue: {error}\n")
+        return 2
+    finally:
+        is_over.set()
+        # After two signals, a thread that is stuck in a write may hold the console.
+        if reporter.is_alive() and len(pool.signals) < 2:
+            reporter.join()
+            counts = ", ".join(f"{name} {count}" for name, count in pool.counts.items())
+            took = _time_text(time.monotonic() - started_s)
+            console.progress = b""
+            console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
     if len(pool.signals) > 1:
         return 128 + pool.signals[-1]
     return 1 if options.drain and (pool.counts["failed"] or pool.signals) else 0
 
 
-def _announce(text: str) -> None:
-    """Write to standard error from a signal handler, unless that would block. Not by the console:
-    its lock may be held by the very line that the signal interrupted."""
+def _announce_stop() -> None:
+    """Tell of the first signal, in its handler, unless that would block. Not by the console: its
+    lock may be held by the very line that the signal interrupted."""
     import select
 
     with contextlib.suppress(OSError, ValueError):
         if select.select([], [2], [], 0)[1]:
-            os.write(2, f"\nfemtoqueue: {text}\n".encode())
+            os.write(2, b"\nfemtoqueue: finishing what runs; a second signal ends it\n")
+
+
+def _report(q: FemtoQueue, pool: _WorkerPool, console: _Console, is_over: threading.Event) -> None:
+    """Show counts, the rate over the last samples, and an estimate of the time left: each half
+    second on a terminal, else each 10 s, or 20 times what it costs."""
+    places = [os.path.join(q.data_dir, it) for it in ("pending", "scheduled")]
+    samples: deque[tuple[float, int]] = deque(maxlen=20)  # when, and how many had ended
+    cost_s, waiting = 0.0, 0
+    while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
+        done, failed, started_s = pool.counts["done"], pool.counts["failed"], time.monotonic()
+        samples.append((started_s, done + failed))
+        with contextlib.suppress(OSError):  # pop() meets it, too
+            waiting = sum(len(os.listdir(place)) for place in places)
+        cost_s = time.monotonic() - started_s
+        (first_s, before), (last_s, now) = samples[0], samples[-1]
+        rate = (now - before) / (last_s - first_s) if last_s > first_s else 0.0
+        left = f", {_time_text(waiting / rate)} left" if rate else ""
+        console.show(f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}")
 
 
 class _Console:
-    """Standard output and error, shared by threads that write lines, and a progress line.
+    """Standard output and error of `work`, shared by its threads, and a progress line.
 
     Invariant: _lock is held while either is written, and the progress line is erased meanwhile.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Any) -> None:
         self._lock = threading.Lock()
-        self._progress = ""
-        self.is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self.progress = b""
+        is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+        self.is_terminal = is_terminal and not options.quiet
+        self._is_by_lines = self.is_terminal or options.jobs > 1
 
     def write(self, text: str) -> None:
         """Write a message to standard error. A failure is ignored: the terminal may be gone, and
         what is in hand is to be finished all the same."""
         with contextlib.suppress(OSError):
-            self._write(text.encode("utf-8", "backslashreplace"), sys.stderr.buffer)
+            self._write(text.encode("utf-8", "backslashreplace"), 2)
 
-    def flush(self) -> None:
-        """Do nothing, for the logger: write() leaves nothing to be flushed."""
+    def relay(self, data: bytes, fd: int) -> bytes:
+        """Write what a command wrote, as far as it is whole lines, and return the rest. To a file
+        of its own, and where nothing comes between, write all of it."""
+        end = data.rfind(b"\n") + 1 if self._is_by_lines and fd <= 2 else len(data)
+        if len(data) - end > 1 << 16:  # too long to wait for its end
+            end = len(data)
+        if end:
+            self._write(data[:end], fd)
+        return data[end:]
 
-    def relay(self, lines: bytes, stream: Any) -> None:
-        """Write lines of a command. Raises SystemExit if that fails: it is not the task's fault."""
-        try:
-            self._write(lines, stream)
-        except OSError as error:
-            raise SystemExit(f"output: {error.strerror}") from None
+    def show(self, text: str) -> None:
+        """Show a progress line until the next one; where there is no terminal, write it."""
+        if self.is_terminal:
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self.progress = text[: os.get_terminal_size(2).columns - 1].encode()
+        self.write("" if self.is_terminal else f"femtoqueue: {text}\n")
 
-    def show_progress(self, text: str) -> None:
-        """Show a progress line until the next one; where there is no terminal, nothing."""
-        with self._lock, contextlib.suppress(OSError):  # no terminal, or it is gone
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
-            self._progress = text[: columns - 1]
-            self._redraw(self._progress)
-
-    def end_progress(self) -> None:
-        """Erase the progress line. RACE: one that a thread has just composed is not shown."""
+    def _write(self, data: bytes, fd: int) -> None:
         with self._lock:
-            self._redraw("")
-            self.is_terminal = False
+            self._draw(b"")
+            while data:
+                data = data[os.write(fd, data) :]
+            self._draw(self.progress)
 
-    def _write(self, lines: bytes, stream: Any) -> None:
-        """Write to a stream, with the progress line erased meanwhile."""
-        with self._lock:
-            self._redraw("")
-            stream.write(lines)
-            stream.flush()
-            self._redraw(self._progress)
-
-    def _redraw(self, text: str) -> None:
+    def _draw(self, progress: bytes) -> None:
         """Replace the progress line on the screen. Call it with _lock held."""
         if self.is_terminal:
             with contextlib.suppress(OSError):  # the terminal is gone
-                sys.stderr.write(f"\r\x1b[K{text}")
-                sys.stderr.flush()
-
-
-class _Progress:
-    """Shows how far a pool has come, in a thread of its own, and in the end what it has done."""
-
-    def __init__(
-        self, queue: FemtoQueue, pool: _WorkerPool, console: _Console, is_quiet: bool
-    ) -> None:
-        self._queue, self._pool, self._console, self._is_quiet = queue, pool, console, is_quiet
-        self._is_over = threading.Event()
-        self._started_s = time.monotonic()
-        self._samples: deque[tuple[float, int]] = deque(maxlen=20)  # when, and how many had ended
-
-    def __enter__(self) -> None:
-        if not self._is_quiet:
-            threading.Thread(target=self._run, daemon=True).start()
-
-    def __exit__(self, *exc_info: object) -> None:
-        """End the thread, and report what the pool has done."""
-        self._is_over.set()
-        # After two signals, a thread that is stuck in a write may hold the console.
-        if not self._is_quiet and len(self._pool.signals) < 2:
-            self._console.end_progress()
-            counts = ", ".join(f"{name} {count}" for name, count in self._pool.counts.items())
-            took = _time_text(time.monotonic() - self._started_s)
-            self._console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
-
-    def _run(self) -> None:
-        """Report each half second on a terminal, else each 10 s, or 20 times what it costs."""
-        pause_s = 0.5 if self._console.is_terminal else 10.0
-        cost_s = 0.0
-        while not self._is_over.wait(max(pause_s, 20 * cost_s)):
-            started_s = time.monotonic()
-            try:
-                text = self._text()
-            except OSError as error:
-                text = str(error)
-            cost_s = time.monotonic() - started_s
-            if self._console.is_terminal:
-                self._console.show_progress(text)
-            elif not self._is_over.is_set():
-                self._console.write(f"femtoqueue: {text}\n")
-
-    def _text(self) -> str:
-        """Return counts, the rate over the last samples, and an estimate of the time left."""
-        done, failed = self._pool.counts["done"], self._pool.counts["failed"]
-        self._samples.append((time.monotonic(), done + failed))
-        places = (os.path.join(self._queue.data_dir, it) for it in ("pending", "scheduled"))
-        waiting = sum(len(os.listdir(place)) for place in places)
-        (first_s, before), (last_s, now) = self._samples[0], self._samples[-1]
-        rate = (now - before) / (last_s - first_s) if last_s > first_s else 0.0
-        left = f", {_time_text(waiting / rate)} left" if rate else ""
-        return f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}"
+                os.write(2, b"\r\x1b[K" + progress)
 
 
 class _CommandHandler:
-    """The handler of the command `work`: runs CMD for a task, and raises _CommandFailed.
+    """The handler of `work`: runs CMD for a task. Raises _CommandFailed unless that ends with
+    status 0, and SystemExit if it can't be run: that is no fault of the task's.
 
-    Invariant: a process that may run is in _running and known to the watchdog.
+    Invariant: a process that may run is in _running.
     """
 
-    def __init__(
-        self, queue: FemtoQueue, watchdog: _Watchdog, console: _Console, options: Any
-    ) -> None:
-        self._queue, self._watchdog, self._console = queue, watchdog, console
-        self._command, self._output_dir = options.after_dashes, options.output_dir
-        self._timeout_s = options.task_timeout
+    def __init__(self, queue: FemtoQueue, watchdog: int, console: _Console, options: Any) -> None:
+        self._queue, self._watchdog = queue, watchdog
+        self._console, self._options = console, options
         self._running: set[Any] = set()
         self._is_aborted = False
 
     def __call__(self, task: FemtoTask) -> None:
-        """Run CMD for a task. Raises _CommandFailed, or SystemExit if the worker can't run it."""
+        import tempfile
+
+        fds, output_dir = [1, 2], self._options.output_dir  # where its output goes
         try:
-            with self._streams(task) as streams, self._start(task, streams) as process:
-                self._run(process, streams["stderr"])
-        except OSError as error:  # no descriptors, memory or room: no fault of the task's
-            raise SystemExit(f"{error.filename or self._command[0]}: {error.strerror}") from error
+            with contextlib.ExitStack() as files:
+                payload = files.enter_context(tempfile.TemporaryFile())
+                payload.write(task.data)
+                payload.seek(0)  # and it is flushed; /dev/fd may share the position with us
+                if output_dir is not None:
+                    paths = [os.path.join(output_dir, f"{task.id}.{it}") for it in ("out", "err")]
+                    fds = [files.enter_context(open(it, "ab")).fileno() for it in paths]
+                process = files.enter_context(self._start(task, payload.fileno()))
+                self._run(process, fds)
+        except OSError as error:  # no descriptors, memory or room; nobody reads what it wrote
+            raise SystemExit(_error_text(error)) from error
 
     def abort(self, number: int) -> None:
         """Pass a signal to all commands that run, and wait until they have ended."""
         self._is_aborted = True
         self._terminate([*self._running], number)
 
-    @contextlib.contextmanager
-    def _streams(self, task: FemtoTask) -> Iterator[dict[str, Any]]:
-        """Give the standard streams of a command, as Popen takes them."""
-        import subprocess
-
-        with contextlib.ExitStack() as files:
-            out: Any = subprocess.PIPE
-            err: Any = subprocess.PIPE
-            if self._output_dir is not None:
-                paths = (f"{self._output_dir}/{task.id}.{name}" for name in ("out", "err"))
-                out, err = (files.enter_context(open(path, "a+b")) for path in paths)
-            stdin = files.enter_context(_as_stdin(task.data))
-            yield {"stdin": stdin, "stdout": out, "stderr": err}
-
-    def _run(self, process: Any, err_file: Any) -> None:
-        """Raise _CommandFailed unless a process exits with status 0."""
-        import signal
-
-        self._running.add(process)
-        try:
-            self._watchdog.report("+", process.pid)
-            if self._is_aborted:  # RACE: abort() did not see this process
-                raise SystemExit
-            tail = self._follow(process, err_file)
-        except BaseException:
-            self._terminate([process], signal.SIGTERM)
-            raise
-        finally:
-            self._running.discard(process)
-            self._watchdog.report("-", process.pid)
-        if self._is_aborted:
-            raise SystemExit  # abort() ended it: no fault of the task's
-        if process.returncode:
-            status = process.returncode
-            what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
-            raise _CommandFailed(f"{what}\n{tail}".rstrip())
-
-    def _start(self, task: FemtoTask, streams: dict[str, Any]) -> Any:
+    def _start(self, task: FemtoTask, payload: int) -> Any:
         """Start CMD in a process group of its own: Ctrl-C at the terminal is for the worker only,
         which finishes what runs."""
         import subprocess
 
-        env = {
-            **os.environ,
-            "FEMTOQUEUE_ID": task.id,
-            "FEMTOQUEUE_ATTEMPT": str(task.attempts),
-            "FEMTOQUEUE_KEY": (task.key or "").replace("\0", "%00"),
-            "FEMTOQUEUE_WORKER": self._watchdog.token,
-        }
-        command = self._command_for(task)
+        program, *arguments = self._options.after_dashes
+        has_payload = any("{}" in it for it in arguments)
+        if has_payload:
+            arguments = [os.fsencode(it).replace(b"{}", task.data) for it in arguments]
+        command = ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", program, *arguments]
+        env = {"FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        env["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00")
+        settings: dict[str, Any] = {"env": {**os.environ, **env}, "pass_fds": [payload]}
+        settings |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+        settings |= {"stdin": self._watchdog, "start_new_session": True}
         try:
-            return subprocess.Popen(command, env=env, start_new_session=True, **streams)
-        except OSError as error:
-            if error.errno == errno.E2BIG and command != self._command:
-                self._reject(task, f"it has {len(task.data)} bytes")
-            raise
+            return subprocess.Popen(command, **settings)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte
+            if not has_payload or getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
+                raise
+            text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
+            self._queue.fail(task, text)  # now: another try would end so, too
+            raise _CommandFailed(text) from None
 
-    def _command_for(self, task: FemtoTask) -> list[Any]:
-        """Return CMD, with {} in its arguments replaced by the payload."""
-        program, *arguments = self._command
-        if not any("{}" in it for it in arguments):
-            return [program, *arguments]
-        if b"\0" in task.data:
-            self._reject(task, "it has a zero byte")
-        return [program, *(os.fsencode(it).replace(b"{}", task.data) for it in arguments)]
-
-    def _reject(self, task: FemtoTask, why: str) -> NoReturn:
-        """Dead-letter a task whose payload cannot be an argument: another try would end so, too."""
-        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
-        self._queue.fail(task, text)
-        raise _CommandFailed(text)
-
-    def _follow(self, process: Any, err_file: Any) -> str:
-        """Relay what a process writes until it has ended, and return the end of its standard
-        error. Raises _CommandFailed, with the process terminated, if it takes too long."""
-        import signal
+    def _run(self, process: Any, fds: list[int]) -> None:
+        """Raise _CommandFailed unless a process exits with status 0."""
         import subprocess
 
-        end_s = _end_s(self._timeout_s)
-        err = _LineRelay(sys.stderr.buffer, self._console)
-        if self._output_dir is None:
-            out = _LineRelay(sys.stdout.buffer, self._console)
-            self._relay(process, {process.stdout: out, process.stderr: err}, end_s)
-        why = ""
+        timeout_s = self._options.task_timeout
+        end_s = _end_s(timeout_s)
+        self._running.add(process)
         try:
-            process.wait(None if self._timeout_s is None else max(0, end_s - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self._terminate([process], signal.SIGTERM)
-            why = f"killed after {_time_text(self._timeout_s)}\n"
-        if self._output_dir is not None:
-            err_file.seek(max(0, os.fstat(err_file.fileno()).st_size - _TAIL_BYTES))
-            err.tail = err_file.read()
-        tail = err.tail.decode("utf-8", "replace")
-        if why:
-            raise _CommandFailed(f"{why}{tail}".rstrip())
-        return tail
+            if self._is_aborted:  # RACE: abort() did not see this process
+                raise SystemExit
+            tail = self._relay(process, fds, end_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s and max(0, end_s - time.monotonic()))
+            status = process.returncode
+        finally:
+            if process.returncode is None:
+                self._terminate([process])
+            self._running.discard(process)
+            os.write(self._watchdog, b"-%d\n" % process.pid)
+        if self._is_aborted:
+            raise SystemExit  # abort() ended it
+        if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
+            raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
+        if status is None:
+            raise _CommandFailed(f"killed after {_time_text(timeout_s)}\n{tail}".rstrip())
+        if status:
+            what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
+            raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
-    def _relay(self, process: Any, relays: dict[Any, _LineRelay], end_s: float) -> None:
-        """Relay lines until both pipes end, the process has ended, or it is end_s."""
+    def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
+        """Relay what a process writes until it has ended, or until end_s; return the end of its
+        standard error."""
         import selectors
 
+        tail, rests = b"", dict.fromkeys(fds, b"")  # rests: of lines that have not ended
         with selectors.DefaultSelector() as selector:
-            for pipe, relay in relays.items():
-                selector.register(pipe, selectors.EVENT_READ, relay)
+            for fd, pipe in zip(fds, (process.stdout, process.stderr), strict=True):
+                selector.register(pipe, selectors.EVENT_READ, fd)
             while selector.get_map() and time.monotonic() < end_s:
                 for key, _ in selector.select(0.1):
                     data = os.read(key.fd, 1 << 16)
-                    key.data.feed(data)
                     if not data:
                         selector.unregister(key.fileobj)
+                    if key.fileobj is process.stderr:
+                        tail = (tail + data)[-4096:]  # enough for a reason
+                    rests[key.data] = self._console.relay(rests[key.data] + data, key.data)
                 if process.poll() is not None:
                     # What it left running in the background still has the pipes, and may write.
                     end_s = min(end_s, time.monotonic() + 0.1)
-        for relay in relays.values():
-            relay.feed(b"")
+        for fd, rest in rests.items():
+            self._console.relay(rest and rest + b"\n", fd)
+        return tail.decode("utf-8", "replace")
 
-    def _terminate(self, processes: list[Any], number: int) -> None:
-        """Signal processes and their groups, wait, and kill what still runs after 5 s."""
+    def _terminate(self, processes: list[Any], number: int = 15) -> None:  # SIGTERM
+        """Signal the groups of processes, wait, and kill after 5 s what still runs in them."""
         import signal
         import subprocess
 
-        for process in processes:
-            self._signal_group(process, number)
         end_s = time.monotonic() + 5
         for process in processes:
-            try:
+            _signal_group(process.pid, number)
+        for process in processes:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0, end_s - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                self._signal_group(process, signal.SIGKILL)
-                process.wait()
-            with contextlib.suppress(OSError):  # those of its group that ignored the signal
-                os.killpg(process.pid, signal.SIGKILL)
-
-    def _signal_group(self, process: Any, number: int) -> None:
-        if process.poll() is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, number)
+            _signal_group(process.pid, signal.SIGKILL)
+            process.wait()
 
 
-class _Watchdog:
-    """A process that kills the commands of a worker that was killed: their tasks are delivered
-    again at once, and must not be worked on twice.
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(OSError):  # all of it has ended
+        os.killpg(group, number)
 
-    The worker reports on a pipe which process groups run. When the pipe ends without a "bye", the
-    worker was killed.
+
+def _start_watchdog() -> int:
+    """Fork a process that kills the commands of a worker that was killed: their tasks are delivered
+    again at once, and must not be worked on twice. Return the pipe that it reads.
+
+    A command writes its process group to the pipe itself, before it begins (see _START), and the
+    worker writes when it has ended. The pipe ends when the worker is gone, and each command that
+    was about to begin has either written or died: there is none that the watchdog doesn't know.
     """
+    import signal
 
-    def __init__(self) -> None:
-        import signal
-
-        self.token = os.urandom(8).hex()  # in the environment of each command
-        reading, self._fd = os.pipe()
-        self._pid = os.fork()
-        if self._pid:
-            os.close(reading)
-            return
-        try:
-            os.close(self._fd)
-            os.setsid()
-            # Signals to the worker's whole process group are not for the watchdog.
-            for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-                signal.signal(number, signal.SIG_IGN)
-            self._watch(reading)
-        finally:
-            os._exit(0)
-
-    def __enter__(self) -> _Watchdog:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self._fd, b"bye\n")
-        os.close(self._fd)
-        os.waitpid(self._pid, 0)
-
-    def report(self, sign: str, group: int) -> None:
-        """Report that a process group has begun ("+") or ended ("-")."""
-        with contextlib.suppress(BrokenPipeError):  # the watchdog was killed
-            os.write(self._fd, f"{sign}{group}\n".encode("ascii"))
-
-    def _watch(self, reading: int) -> None:
-        """Read reports; when the worker was killed, kill the groups that run."""
-        import signal
-
-        groups: set[int] = set()
-        with os.fdopen(reading, encoding="ascii") as lines:
-            for line in lines:
-                if line == "bye\n":
-                    return
-                (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
-        # Five times: a command that was just started is not reported, and has no token until exec.
-        for _ in range(5):
-            for group in (*groups, *self._find_by_token()):
-                with contextlib.suppress(OSError):
-                    os.killpg(group, signal.SIGKILL)
-            groups.clear()
-            time.sleep(0.05)
-
-    def _find_by_token(self) -> Iterator[int]:
-        """Yield the commands that have the token in their environment, where /proc shows it."""
-        token = f"FEMTOQUEUE_WORKER={self.token}\0".encode()
-        pids = filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ())
-        for pid in map(int, pids):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
-                if token in file.read() and os.getsid(pid) == pid:
-                    yield pid
-
-
-class _LineRelay:
-    """Writes whole lines of a command to a stream, and keeps the last 4 KiB."""
-
-    def __init__(self, stream: Any, console: _Console) -> None:
-        self.tail = b""
-        self._stream, self._console, self._rest = stream, console, b""
-
-    def feed(self, data: bytes) -> None:
-        """Take what the command wrote; b"" means that it has ended."""
-        self.tail = (self.tail + data)[-_TAIL_BYTES:]
-        lines, newline, self._rest = (self._rest + data).rpartition(b"\n")
-        if self._rest and (not data or len(self._rest) > 1 << 16):
-            lines, newline, self._rest = lines + newline + self._rest, b"\n", b""
-        if newline:
-            self._console.relay(lines + newline, self._stream)
-
-
-@contextlib.contextmanager
-def _as_stdin(data: bytes) -> Iterator[int]:
-    """Yield a descriptor from which a child reads data: a pipe if data fits in one, or a file."""
-    if len(data) <= _PIPE_BYTES:
-        fd, end = os.pipe()
-        try:
-            os.write(end, data)
-        finally:
-            os.close(end)
-    else:
-        import tempfile
-
-        with tempfile.TemporaryFile() as file:
-            file.write(data)
-            file.seek(0)
-            fd = os.dup(file.fileno())
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(reading)
+        return writing
     try:
-        yield fd
+        os.close(writing)
+        os.setsid()
+        # Signals to the worker's whole process group are not for the watchdog.
+        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        groups: set[int] = set()
+        with os.fdopen(reading) as reports:
+            for report in map(int, reports):
+                (groups.add if report > 0 else groups.discard)(abs(report))
+        for group in groups:
+            _signal_group(group, signal.SIGKILL)
     finally:
-        os.close(fd)
+        os._exit(0)
 
 
 # Command line: leases
 
 
+@_command(
+    _LEASE,
+    _time_span("--wait", default=0.0, help="wait for TIME if there is no task (default: 0s)"),
+    _argument("--node", default="cli", help="name of the worker (default: cli)"),
+    _flag("--payload", help="print the payload"),
+    _either(
+        _argument("--key", help="lease the task of this key, out of turn"),
+        _argument("--id", type=_id_argument, help="lease this task, due or not"),
+    ),
+)
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
-    The path ends with the id. The lease outlives this process: it lasts until done, fail or
-    release, or for --timeout. These commands take the path, which stands for this delivery only,
-    or the id. With --payload, the payload is printed, and the path goes to standard error.
+    The path ends with the id. The lease outlives this process: it lasts until
+    done, fail or release, or for --timeout. These commands take the path, which
+    stands for this delivery only, or the id. With --payload, the payload is
+    printed, and the path goes to standard error.
+
     Status 1: there is no task to lease.
+
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
-    femtoqueue done jobs "$task"
+             femtoqueue done jobs "$task"
     """
     lease_ms = options.timeout * 1000
     with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
-        if options.key is None and options.id is None:
-            task = q.pop(options.wait)
-        else:
-            task = q.take(options.key, options.wait, id=options.id)
+        is_named = options.key is not None or options.id is not None
+        take = functools.partial(q.take, options.key, id=options.id) if is_named else q.pop
+        task = take(timeout=options.wait)
         if task is None:
             return 1
         try:
             if options.payload:
                 sys.stdout.buffer.write(task.data)
-                print(task.path, file=sys.stderr)
-            else:
-                print(task.path)
+            print(task.path, file=sys.stderr if options.payload else sys.stdout)
             sys.stdout.flush()
         except BaseException:  # a lease that was not printed can not be settled
             q.release(task, front=True, counted=False)
@@ -6532,362 +6186,266 @@ def _pop_command(options: Any) -> int:
     return 0
 
 
+@_command(_ids(nargs="+"))
 def _cancel_command(options: Any) -> int:
     """Delete tasks that wait, due or not.
 
-    A task in another state stays as it is. Status 1: one of them did not wait, or the queue is
-    paused.
+    A task in another state stays as it is. Status 1: one of them did not wait,
+    or the queue is paused.
+
     Example: femtoqueue cancel jobs 01795243500123456789-0a1b2c3d
     """
-    with _open_queue(options, keep_done=False) as q:
 
-        def cancel(word: str) -> None:
-            ident = _id_of(word)
-            task = q.take(id=ident)
-            if task is None:
-                raise TaskNotFound(_why_not_taken(q, ident))
-            q.done(task)
+    def cancel(q: FemtoQueue, name: str) -> None:
+        ident = _id_of(name)
+        task = q.take(id=ident)
+        if task is None:
+            raise TaskNotFound(f"task {ident} is not waiting, or the queue is paused")
+        q.done(task)
 
-        return _for_each_id(options, cancel)
-
-
-def _why_not_taken(q: FemtoQueue, ident: str) -> str:
-    """Say why take(id=) returned None. Raises CorruptTask if the file is not a whole record."""
-    if q.paused:
-        return f"task {ident} can't be taken: the queue is paused; `{_program()} resume` it first"
-    task = q.peek(ident)
-    return f"task {ident} is not waiting: {'no such task' if task is None else task.state}"
+    return _for_each_id(options, cancel, keep_done=False)
 
 
-def _settle_each(options: Any, end: Callable[[FemtoQueue, FemtoTask], Any]) -> int:
-    """Settle the lease of each ID, and return the exit status."""
-    with _open_queue(options) as q:
-        return _for_each_id(options, lambda word: end(q, q.attach(word)))
-
-
+@_command(_ids(nargs="+"))
 def _done_command(options: Any) -> int:
     """End tasks that `pop` leased: they move to done/.
 
     Example: femtoqueue done jobs "$task"
     """
-    return _settle_each(options, FemtoQueue.done)
+    return _for_each_id(options, lambda q, name: q.done(q.attach(name)))
 
 
+@_command(_ids(nargs="+"), _argument("--reason", help="why it failed"))
 def _fail_command(options: Any) -> int:
     """Make dead letters of tasks that are in flight, with a reason.
 
     Example: femtoqueue fail jobs "$task" --reason 'no such image'
     """
-    return _settle_each(options, lambda q, task: q.fail(task, options.reason))
+    return _for_each_id(options, lambda q, name: q.fail(q.attach(name), options.reason))
 
 
+@_command(
+    _ids(nargs="+"),
+    _either(
+        _flag("--front", help="to the front of the queue"),
+        _time_span("--delay", default=0.0, help="to the back, after TIME (default: 0s)"),
+    ),
+)
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
 
-    They go to the back of the queue, to its front, or wait for a delay first. A worker that holds
-    such a task loses its lease, and can change nothing any more.
+    They go to the back of the queue, to its front, or wait for a delay first. A
+    worker that holds such a task loses its lease, and can change nothing any more.
+
     Example: femtoqueue release jobs "$task" --delay 5m
     """
-    front, delay_s = options.front, options.delay
-    return _settle_each(options, lambda q, it: q.release(it, front=front, delay_s=delay_s))
+    to = {"front": options.front, "delay_s": options.delay}
+    return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
 
 
+@_command(_ids(nargs="+"), _LEASE)
 def _extend_command(options: Any) -> int:
     """Renew leases, and print their new paths.
 
     Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
     """
 
-    def extend(q: FemtoQueue, task: FemtoTask) -> None:
+    def extend(q: FemtoQueue, name: str) -> None:
+        task = q.attach(name)
         q.extend(task, options.timeout * 1000)
         print(task.path)
 
-    return _settle_each(options, extend)
+    return _for_each_id(options, extend)
 
 
 # Command line: views
 
 
-def _ls_command(options: Any) -> int:
+@_command(
+    _argument("states", metavar="STATE", nargs="*", default=()),
+    _flag("--all", help="list every state, done too"),
+    _flag("--json", help="print a JSON object on each line"),
+)
+def _ls_command(options: Any) -> None:
     """List the tasks that are alive or failed, or those of each STATE.
 
-    A STATE is pending, scheduled, inflight, done or failed; --all means all of them. Columns:
-    state, id, age, attempts (-: not known), size in bytes (-: corrupt), time until the lease ends
-    or the task is due, key, node. If standard output is not a terminal, tabs separate them, and
-    times are in seconds.
+    A STATE is pending, scheduled, inflight, done or failed; --all means all of
+    them. Columns: state, id, age, attempts (-: not known), size in bytes
+    (-: corrupt), time until the lease ends or the task is due, key, node.
+
     Example: femtoqueue ls jobs failed
     """
-    if options.words and options.all:
-        options.error("give each STATE, or --all, not both")
-    states = options.words or [it for it in STATES if options.all or it != "done"]
-    form = "json" if options.json else "table" if sys.stdout.isatty() else "tabs"
-    with _open_queue(options) as q:
-        tasks = (task for state in states for task in q.tasks(state, data=False))
-        _print_rows(map(_task_row, tasks), form)
-    return 0
+    import json
+
+    states = options.states or [it for it in STATES if options.all or it != "done"]
+    q = _open_queue(options)
+    tasks = itertools.chain(*[q.tasks(state, data=False) for state in states])
+    rows = map(json.dumps, map(_task_row, tasks))
+    for line in rows if options.json else _task_table(tasks):
+        print(line)
 
 
-def _show_command(options: Any) -> int:
+@_command(_ids(), _flag("--payload", help="print the payload only"))
+def _show_command(options: Any) -> None:
     """Print the fields of a task, and its payload.
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
     """
-    if len(options.words) != 1:
-        options.error(f"give one ID: {options.command} {options.dir} ID")
-    ident = _id_of(options.words[0])
-    with _open_queue(options) as q:
-        task = q.peek(ident)
+    task = _open_queue(options).peek(_id_of(options.ids))
     if task is None:
-        raise TaskNotFound(f"no task {ident}")
+        raise TaskNotFound(f"no task {_id_of(options.ids)}")
     if not options.payload:
         reason = {} if task.error is None else {"reason": task.error}
-        _print_rows([_task_row(task) | reason], "fields")
-        print(flush=True)
+        print(_fields(_task_row(task) | reason), end="\n\n", flush=True)
     sys.stdout.buffer.write(task.data)
-    return 0
 
 
+@_command(
+    _flag("--json", help="print a JSON object"),
+    _time_span(
+        "--max-age", default=float("inf"), help="exit with 1 if the oldest pending task is older"
+    ),
+    _number(
+        "--max-pending", default=float("inf"), help="exit with 1 if more than N tasks are pending"
+    ),
+)
 def _stat_command(options: Any) -> int:
     """Count the tasks in each state; for monitors, too.
 
-    Status 1: more than --max-pending tasks wait, or the oldest waits for longer than --max-age.
+    Status 1: more than --max-pending tasks wait, or the oldest waits for longer
+    than --max-age.
+
     Example: femtoqueue stat jobs --max-age 10m
     """
-    with _open_queue(options) as q:
-        stats, paused = q.stats(), q.paused
+    import json
+
+    q = _open_queue(options)
+    stats = q.stats()
     live = Counter(node.liveness for node in stats.nodes)
-    names = ("pending", "scheduled", "inflight", "expired", "buffered", "done", "failed")
-    figures: dict[str, Any] = {
-        **{name: getattr(stats, name) for name in names},
-        "oldest_pending_age_s": stats.oldest_pending_age_s,
-        **{f"workers_{name}": live[name] for name in ("alive", "dead", "unknown")},
-        "disk_bytes": _disk_bytes(options.dir),
-        "paused": paused,
-    }
-    _print_rows([figures], "json" if options.json else "fields")
-    age_s, troubles = stats.oldest_pending_age_s or 0, []
-    if options.max_pending is not None and stats.pending > options.max_pending:
-        troubles.append(f"femtoqueue: {stats.pending} tasks are pending")
-    if options.max_age is not None and age_s > options.max_age:
-        troubles.append(f"femtoqueue: the oldest task waits for {_time_text(age_s)}")
-    for text in troubles:
-        _write_error(text)
-    return int(bool(troubles))
+    names = (*STATES, "expired", "buffered", "oldest_pending_age_s")
+    figures = {name: getattr(stats, name) for name in names}
+    figures |= {f"workers_{it}": live[it] for it in ("alive", "dead", "unknown")}
+    figures["paused"] = q.paused
+    print(json.dumps(figures) if options.json else _fields(figures))
+    age_s = stats.oldest_pending_age_s or 0
+    if stats.pending > options.max_pending:
+        _write_error(f"{stats.pending} tasks are pending")
+    if age_s > options.max_age:
+        _write_error(f"the oldest task waits for {_time_text(age_s)}")
+    return int(stats.pending > options.max_pending or age_s > options.max_age)
 
 
-def _disk_bytes(path: str) -> int:
-    """Return the size of the blocks that the files in a directory take on the disk."""
-    total = 0
-    for directory, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(FileNotFoundError):  # RACE: it has just moved
-                status = os.lstat(os.path.join(directory, name))
-                total += getattr(status, "st_blocks", status.st_size // 512) * 512
-    return total
-
-
-def _top_command(options: Any) -> int:
+@_command(
+    _time_span("--interval", default=1.0, help="time between two looks (default: 1s)"),
+    _number("-n", "--count", help="exit after N looks (default: no limit)"),
+)
+def _top_command(options: Any) -> None:
     """Show the queue live: counts, rates, workers and their leases.
 
-    The key q ends it. Without a terminal, it prints a block each --interval, --count times.
+    Ctrl-C ends it. On a terminal it clears the screen for each look.
+
     Example: femtoqueue top jobs
     """
-    with _open_queue(options) as q, _full_screen() as read_key:
-        top = _Top(q, options.dir, read_key is not None)
-        for number in itertools.count(1):
-            top.draw()
-            if options.count is not None and number >= options.count:
-                return 0
-            if read_key is None:
-                time.sleep(options.interval)
-            elif read_key(max(options.interval, 20 * top.cost_s)) in ("q", "Q", "\x03", "\x04"):
-                return 0
-    return 0
+    import shutil
 
-
-@contextlib.contextmanager
-def _full_screen() -> Iterator[Callable[[float], str] | None]:
-    """Take over the terminal while the block runs, and give a function that waits for a key. Give
-    None where there is no terminal."""
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    try:
-        import termios
-        import tty
-    except ImportError:  # not POSIX
-        is_terminal = False
-    if not is_terminal:
-        yield None
-        return
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-    keys = _KeyReader(fd)
-    try:
-        tty.setcbreak(fd)
-        print("\x1b[?1049h\x1b[?25l", end="", flush=True)  # the alternate screen, no cursor
-        yield keys.read
-    except OSError as error:
-        if error.errno != errno.EIO or error.filename is not None:
-            raise  # not the terminal that is gone
-    finally:
-        with contextlib.suppress(OSError, termios.error):  # the terminal is gone
-            print("\x1b[?25h\x1b[?1049l", end="", flush=True)
-            termios.tcsetattr(fd, termios.TCSADRAIN, before)
-
-
-class _KeyReader:
-    """Reads the keys of a terminal, and exits when a signal asks for it.
-
-    RACE: what the handler raises is lost if the signal comes while Python finalizes an object, as
-    at the end of an import. So read() looks at the signals, too.
-    """
-
-    def __init__(self, fd: int) -> None:
-        import select
-        import signal
-
-        self._select, self._fd = select.select, fd
-        self._signals: list[int] = []
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, self._end)
-
-    def read(self, seconds: float) -> str:
-        """Wait for a key and return it: "" if none was pressed, Ctrl-D if the terminal is gone."""
-        if self._signals:
-            sys.exit(128 + self._signals[0])
-        if not self._select([self._fd], [], [], seconds)[0]:
-            return ""
-        with contextlib.suppress(OSError):
-            return os.read(self._fd, 1).decode("ascii", "replace") or "\x04"
-        return "\x04"
-
-    def _end(self, number: int, frame: object) -> NoReturn:
-        self._signals.append(number)
-        sys.exit(128 + number)
-
-
-class _Top:
-    """The display of the command `top`."""
-
-    def __init__(self, queue: FemtoQueue, path: str, is_terminal: bool) -> None:
-        self._queue, self._path, self._is_terminal = queue, path, is_terminal
-        self._before: tuple[float, int, int] | None = None
-        self.cost_s = 0.0  # of the last look at the queue
-
-    def draw(self) -> None:
-        """Print the display, or draw it over the one before."""
-        import shutil
-
-        started_s = time.monotonic()
-        lines = self._lines(self._queue.stats())
-        self.cost_s = time.monotonic() - started_s
-        if not self._is_terminal:
-            print("\n".join(lines), end="\n\n", flush=True)
-            return
-        columns, rows = shutil.get_terminal_size()
-        lines = [line[:columns] for line in lines[:rows]]
-        if not os.environ.get("NO_COLOR"):
-            lines[0] = f"\x1b[1m{lines[0]}\x1b[0m"
-        # Each line is erased before it is written: after its last column, that would be erased.
-        text = "\n".join(f"\x1b[K{line}" for line in lines)
-        rest = "\n\x1b[J" if len(lines) < rows else ""
-        print(f"\x1b[H{text}{rest}", end="", flush=True)
-
-    def _lines(self, stats: Stats) -> list[str]:
-        """Return the lines of the display: figures, workers, leases."""
-        rate_in, rate_out = self._rates(stats)
-        paused = "   PAUSED" if self._queue.paused else ""
-        leases = itertools.islice(self._queue.tasks("inflight", data=False), 100)
-        return [
-            f"{self._path}   {time.strftime('%H:%M:%S')}{paused}",
-            f"pending {stats.pending}   scheduled {stats.scheduled}   in flight {stats.inflight}"
-            f"   buffered {stats.buffered}   done {stats.done}   failed {stats.failed}",
-            f"in {rate_in}   out {rate_out}   oldest {_time_text(stats.oldest_pending_age_s)}",
-            "",
-            *_table(
-                ({it: getattr(n, it) for it in _NODE_COLUMNS} for n in stats.nodes), _NODE_COLUMNS
-            ),
-            "",
-            *_table(map(_task_row, leases), _TASK_COLUMNS),
-        ]
-
-    def _rates(self, stats: Stats) -> tuple[str, str]:
-        """Return how many tasks came in and how many ended, per second, since the last call."""
+    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    before, q = None, _open_queue(options)
+    for number in itertools.count(1):
+        stats = q.stats()
         ended = stats.done + stats.failed
         total = ended + stats.pending + stats.scheduled + stats.inflight + stats.buffered
-        now_s = time.monotonic()
-        before, self._before = self._before, (now_s, total, ended)
-        if before is None or now_s <= before[0]:
-            return "-", "-"
-        seconds = now_s - before[0]
-        rates = ((total - before[1]) / seconds, (ended - before[2]) / seconds)
-        return f"{max(0, rates[0]):.1f}/s", f"{max(0, rates[1]):.1f}/s"
+        now = time.monotonic(), total, ended
+        seconds, came, went = (b - a for a, b in zip(before or now, now, strict=True))
+        rates = (max(0, it) / (seconds or 1) for it in (came, went))
+        before = now
+        lines = [*_top_lines(q, options.dir, stats, "in {:.1f}/s   out {:.1f}/s".format(*rates))]
+        text = "\n".join(lines) + "\n"
+        if is_terminal:  # no line is wrapped, or scrolls another one away
+            columns, rows = shutil.get_terminal_size()
+            text = "\x1b[H\x1b[2J" + "\n".join(line[:columns] for line in lines[: rows - 1])
+        print(text, flush=True)
+        if number == options.count:
+            return
+        time.sleep(max(options.interval, 20 * (time.monotonic() - now[0])))
+
+
+def _top_lines(q: FemtoQueue, path: str, stats: Stats, rates: str) -> Iterator[str]:
+    """Yield figures, workers and leases."""
+    yield f"{path}   {time.strftime('%H:%M:%S')}{'   PAUSED' if q.paused else ''}"
+    yield "   ".join(f"{name} {getattr(stats, name)}" for name in (*STATES, "buffered"))
+    yield f"{rates}   oldest {_time_text(stats.oldest_pending_age_s)}"
+    yield ""
+    yield f"{'NODE':32} {'IS':8} {'IN FLIGHT':>9} {'EXPIRED':>8}"
+    for node in stats.nodes:
+        yield f"{node.node:32} {node.liveness:8} {node.inflight:>9} {node.expired:>8}"
+    yield ""
+    yield from _task_table(itertools.islice(q.tasks("inflight", data=False), 100))
 
 
 # Command line: maintenance
 
 
-def _pause_command(options: Any) -> int:
+@_command()
+def _pause_command(options: Any) -> None:
     """Hand out no task in any process, until resume.
 
     Example: femtoqueue pause jobs
     """
-    with _open_queue(options) as q:
-        q.pause()
-    return 0
+    _open_queue(options).pause()
 
 
-def _resume_command(options: Any) -> int:
+@_command()
+def _resume_command(options: Any) -> None:
     """Hand tasks out again after pause.
 
     Example: femtoqueue resume jobs
     """
-    with _open_queue(options) as q:
-        q.resume()
-    return 0
+    _open_queue(options).resume()
 
 
+@_command(_flag("--repair", help="repair what is safe to repair"))
 def _check_command(options: Any) -> int:
     """Look for what is odd in DIR, and print a line for each finding.
 
     It reads every task. Status 1: something is odd, and was not repaired.
+
     Example: femtoqueue check jobs --repair
     """
     status = 0
-    with _open_queue(options) as q:
-        for finding in q.check(options.repair):
-            result = "mended" if finding.repaired else "odd"
-            print(finding.kind, ascii(finding.path)[1:-1], finding.text, result, sep="\t")
-            status = status if finding.repaired else 1
+    for finding in _open_queue(options).check(options.repair):
+        result = "mended" if finding.repaired else "odd"
+        print(finding.kind, ascii(finding.path)[1:-1], finding.text, result, sep="\t")
+        status = status if finding.repaired else 1
     return status
 
 
+@_command(_ids(nargs="*", default=()), _flag("--all", help="retry all that failed"))
 def _retry_command(options: Any) -> int:
     """Put failed tasks at the back of the queue, as if they were new.
 
     Example: femtoqueue retry jobs --all
     """
-    if bool(options.words) == options.all:
-        given = f"{options.command} {options.dir}"
-        options.error(f"which tasks? {given} ID ..., or all: {given} --all")
-    with _open_queue(options) as q:
-        if options.all:
-            print(q.retry_failed())
-            return 0
-        return _for_each_id(options, lambda word: q.retry(_id_of(word)))
+    if bool(options.ids) == options.all:
+        options.error("which tasks? give each ID, or --all")
+    if options.ids:
+        return _for_each_id(options, lambda q, name: q.retry(_id_of(name)))
+    print(_open_queue(options).retry_failed())
+    return 0
 
 
-def _purge_command(options: Any) -> int:
+@_command(
+    _time_span("--older-than", required=True, help="delete what ended more than TIME ago"),
+    _flag("--failed", help="delete dead letters, too"),
+)
+def _purge_command(options: Any) -> None:
     """Delete tasks that were done long ago, and print how many.
 
     With --failed, tasks that failed long ago, too.
+
     Example: femtoqueue purge jobs --older-than 7d
     """
-    if options.older_than is None:
-        options.error(f"how old? {options.command} {options.dir} --older-than 7d")
-    with _open_queue(options) as q:
-        print(q.purge(options.older_than, ("done", "failed") if options.failed else ("done",)))
-    return 0
+    states = ("done", "failed") if options.failed else ("done",)
+    print(_open_queue(options).purge(options.older_than, states))
 
 
 if __name__ == "__main__":
