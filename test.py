@@ -2182,8 +2182,8 @@ STEPS = {
     ),
     "update": Row(
         lambda q: _ready_push(q, "k", is_leased=True, if_in_flight="update"),
-        "open lock open fstat read stat lstat list stat list open write close move unlink write close"
-        " lock close",
+        "open lock open fstat read stat lstat list stat list open write close move unlink write"
+        " close lock close",
         "file move unlink file directory",
     ),
 }
