@@ -988,24 +988,6 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
-    """Return a file's payload and key. Raises CorruptTask if it is not one whole record."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-        try:
-            head = os.read(fd, _READ_BYTES)
-            first, newline, payload = head.partition(b"\n")
-            if first + newline == _header(payload):
-                return payload, None
-            return _read_other(fd, head, ident)
-        finally:
-            os.close(fd)  # must raise what it raises: that the file was replaced, say
-    except OSError:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CorruptTask(ident, "not a regular file") from None
-        raise
-
-
 def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     """Read on where the first read did not show a whole record, or say what is wrong with it."""
     status = os.fstat(fd)
@@ -1039,23 +1021,6 @@ def _read_rest(fd: int, start: int, length: int) -> bytes:
         parts.append(part)
         length -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def _read_head(path: str) -> tuple[str | None, int | None]:
-    """Return a task's key and size by its first line; (None, None) if that is not valid."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-        try:
-            header = _match_header(os.read(fd, _HEAD_BYTES))
-        finally:
-            os.close(fd)
-    except OSError:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            return None, None
-        raise
-    if header is None:
-        return None, None
-    return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
 
 # ==================================================================================================
@@ -1391,12 +1356,41 @@ class _Files:
         return os.lstat(self.root + path)
 
     def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
-        """Return payload and key of a record. Raises FileNotFoundError or CorruptTask."""
-        return _read_record(self.root + path, ident)
+        """Return payload and key of a record. Raises CorruptTask unless it is a whole one."""
+        try:
+            fd = os.open(self.root + path, _READ_FLAGS)
+            try:
+                head = os.read(fd, _READ_BYTES)
+                first, newline, payload = head.partition(b"\n")
+                if first + newline == _header(payload):
+                    return payload, None
+                return _read_other(fd, head, ident)
+            finally:
+                os.close(fd)  # must raise what it raises: that the file was replaced, say
+        except OSError:
+            if not self._is_regular(path):
+                raise CorruptTask(ident, "not a regular file") from None
+            raise
 
     def head(self, path: str) -> tuple[str | None, int | None]:
-        """Return key and length of the payload, by the first line of a record alone."""
-        return _read_head(self.root + path)
+        """Return key and length of the payload, by the first line of a record alone; (None, None)
+        if that is not valid."""
+        try:
+            fd = os.open(self.root + path, _READ_FLAGS)
+            try:
+                header = _match_header(os.read(fd, _HEAD_BYTES))
+            finally:
+                os.close(fd)
+        except OSError:
+            if self._is_regular(path):
+                raise
+            header = None
+        if header is None:
+            return None, None
+        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
+
+    def _is_regular(self, path: str) -> bool:
+        return stat.S_ISREG(os.lstat(self.root + path).st_mode)
 
     # Locking
 
@@ -1444,13 +1438,13 @@ class _Files:
             try:
                 _write_record(fd, header, payload)
                 if sync and _RENAMES_OPEN_FILES:
-                    self.move(f"creating/{aside}", path)
+                    self.move_over(f"creating/{aside}", path)
                 if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not (sync and _RENAMES_OPEN_FILES):
-                self.move(f"creating/{aside}", path)
+                self.move_over(f"creating/{aside}", path)
             if sync_dir:
                 _sync_dir(os.path.dirname(target))
         except BaseException:
@@ -1552,7 +1546,7 @@ class _Files:
         if not self.is_durable:
             return
         with contextlib.suppress(FileNotFoundError):  # RACE: another process moved it on
-            if stat.S_ISREG(os.lstat(self.root + path).st_mode):
+            if self._is_regular(path):
                 _sync_path(self.root + path, _READ_FLAGS)
         self.commit_dir(os.path.dirname(path))
 
