@@ -1061,10 +1061,9 @@ class _FileLock:
     latest: an exception from a signal handler (Ctrl-C) may come between any two lines."""
 
     fd = -1  # until it is open
+    prefix = ""  # of a name in a directory, for calls that take its descriptor
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS) -> None:
-        if fcntl is None:
-            raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
         self.path, self._pid = path, os.getpid()
         self.fd = os.open(path, flags, 0o666)
         _open_lock_fds.add(self.fd)
@@ -1118,34 +1117,11 @@ class _FileLock:
                 self.close()
 
 
-def _open_if_there(path: str, flags: int = _LOCK_FLAGS) -> _FileLock | None:
-    """Open a file or directory to lock it; None if it, or the directory that it is in, is gone."""
-    try:
-        return _FileLock(path, flags)
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
-        return None
-
-
-def _open_lease_lock(path: str) -> _FileLock | None:
-    """Open a lease directory to lock it; None where there are no locks, or it is gone."""
-    if fcntl is None:
-        return None
-    try:
-        return _open_if_there(path, _DIR_FLAGS)
-    except NotADirectoryError:
-        return None
-
-
-def _liveness(path: str, has_leases_of_this_boot: bool) -> str:
+def _liveness(lock: _FileLock | None, has_leases_of_this_boot: bool) -> str:
     """Say whether the worker of a lease directory lives; see NodeStats."""
-    lock = _open_lease_lock(path)
-    if lock is None:
-        return "unknown"
-    try:
+    is_free = None
+    if lock is not None:
         is_free = lock.try_exclusive()
-    finally:
         lock.close()
     if is_free is False:
         return "alive"
@@ -1394,22 +1370,18 @@ class _Files:
 
     # Locking
 
-    def open_lock(self, path: str) -> _FileLock:
+    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
         """Open a file to lock it; it is made if it is missing."""
-        return _FileLock(self.root + path)
+        return _FileLock(self.root + path, flags)
 
-    def lock(self, path: str) -> _FileLock:
-        """Open a file, made if it is missing, and wait for the exclusive lock on it."""
-        while True:
-            lock = self.open_lock(path)
-            try:
-                lock.acquire_exclusive()
-                if lock.is_at_path():
-                    return lock
-            except BaseException:
-                lock.close()
+    def open_dir(self, directory: str) -> _FileLock | None:
+        """Open a lease directory to lock it; None if it is gone, or a foreign file."""
+        try:
+            return _FileLock(self.root + directory, _DIR_FLAGS)
+        except OSError as error:
+            if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
                 raise
-            lock.close()  # RACE: the one that had it removed the file, so this is not the lock
+            return None
 
     # Moving
 
@@ -1786,8 +1758,7 @@ class _Backlog:
 
 # ==================================================================================================
 # 9. Lease directory: this worker's inflight-<node>/, and the shared flock on it that shows that the
-#    worker lives. Invariant: a claim goes into the locked directory, by its descriptor (without
-#    fcntl: by its path).
+#    worker lives. Invariant: a claim goes into the locked directory, by its descriptor.
 # ==================================================================================================
 
 
@@ -1825,8 +1796,6 @@ class _LeaseDir:
 
     def is_held(self) -> bool:
         """Whether it is open, and the path still leads to it."""
-        if fcntl is None:
-            return os.path.isdir(self.path)
         return self._held is not None and self._held.is_at_path()
 
     def ensure_open(self) -> list[_Entry]:
@@ -1844,13 +1813,10 @@ class _LeaseDir:
         tries = 0
         while True:
             self._make()
-            if fcntl is None:
-                return []
-            lock, tries = _open_if_there(self.path, _DIR_FLAGS), tries + 1
+            lock, tries = self._files.open_dir(self.directory), tries + 1
             if lock is None:
                 if tries > _MAX_REPLACED:
-                    code = _MISSING_ERRNOS[-1]
-                    raise OSError(code, os.strerror(code), self.path)
+                    os.listdir(self.path)  # raises why
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
@@ -1932,12 +1898,9 @@ class _LeaseDir:
         held = self._held
         self.unread[lease] = self.closes
         try:
-            if held is not None:
-                os.rename(self._root + source, name, dst_dir_fd=held.fd)
-            elif fcntl is None and not _is_keyed(source[-_ID_LENGTH:]):
-                os.rename(self._root + source, f"{self.path}/{name}")
-            else:
+            if held is None:
                 raise FileNotFoundError  # RACE: closed by another thread
+            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
         except FileNotFoundError:
             # RACE: another worker won; or our directory was removed
             if self._was_claimed(name):
@@ -1966,10 +1929,8 @@ class _LeaseDir:
             self.is_suspect = True
             name = lease.partition("/")[2]
             try:
-                if self._held is not None:
-                    os.rename(name, self._files.root + source, src_dir_fd=self._held.fd)
-                elif fcntl is None:
-                    os.rename(self._files.root + lease, self._files.root + source)
+                if (held := self._held) is not None:
+                    os.rename(held.prefix + name, self._root + source, src_dir_fd=held.fd)
             except FileNotFoundError:
                 pass  # it had not been claimed yet, or a person has it
             except OSError:
@@ -1986,21 +1947,20 @@ class _LeaseDir:
         """Give it up. reclaim() is called if no other object holds it, to end what it holds."""
         self._first_open = self.is_suspect = True
         lock, self._held = self._held, None
-        if lock is not None and lock.fd < 0:  # in a cycle of garbage its finalizer may be first
-            lock = _open_if_there(self.path, _DIR_FLAGS)
-        if lock is None and fcntl is not None:
+        if lock is not None and lock.fd == -1:  # in a cycle of garbage its finalizer may be first
+            lock = self._files.open_dir(self.directory)
+        if lock is None:
             return
         try:
-            is_alone = None if lock is None else lock.try_exclusive()
-            if lock is not None and is_alone and lock.is_at_path():
+            is_alone = lock.try_exclusive()
+            if is_alone and lock.is_at_path():
                 reclaim()
-            if lock is None or is_alone is None or (is_alone and lock.is_at_path()):
+            if is_alone is None or (is_alone and lock.is_at_path()):
                 _remove_empty_dir(self.path)
         except OSError as error:  # no lease is lost by it: pop() of another worker ends them
             _log().warning("%s could not be cleared: %s", self.path, error)
         finally:
-            if lock is not None:
-                lock.close()
+            lock.close()
 
     @contextlib.contextmanager
     def waiting_since(self, closes: int | None) -> Iterator[None]:
@@ -3368,7 +3328,7 @@ class _Housekeeper:
         was never seen with leases of this boot is removed only when it is a minute old.
         """
         path = self._files.root + directory
-        lock = _open_lease_lock(path)
+        lock = self._files.open_dir(directory)
         if lock is None:
             return
         try:
@@ -3390,7 +3350,7 @@ class _Housekeeper:
             node=_node_of(directory),
             inflight=len(leases),
             expired=sum(entry.stamp_ns <= now_ns for entry in leases),
-            liveness=_liveness(self._files.root + directory, of_this_boot),
+            liveness=_liveness(self._files.open_dir(directory), of_this_boot),
         )
 
     def _purge_done(self) -> None:
@@ -5118,8 +5078,9 @@ class TicketQueue:
         number = self._numbers.draw(last, max(map(_number_of, self._tickets()), default=0))
         began_s = time.time()
         name = _ticket_name(number, self._boot, os.urandom(8).hex())
-        lock = self._files.lock(f".{name}")  # not a ticket yet: it must appear locked
+        lock = self._files.open_lock(f".{name}")  # not a ticket yet: it must appear locked
         try:
+            lock.acquire_exclusive()
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
@@ -5244,12 +5205,13 @@ class TicketQueue:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[_FileLock]:
         """Hold the lock of "last", in which the last number stands."""
-        while True:
+        is_locked = False
+        while not is_locked:
             _make_dir(os.path.dirname(self._root), 0o700, sync=False)
-            with contextlib.suppress(FileNotFoundError):
-                lock = self._files.lock("last")
-                break
-            # RACE: maybe_cleanup() removed the directory
+            with contextlib.suppress(FileNotFoundError):  # RACE: maybe_cleanup() removed it
+                lock = self._files.open_lock("last")
+                lock.acquire_exclusive()
+                is_locked = lock.is_at_path()  # RACE: else it was removed while we waited
         try:
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
@@ -5267,7 +5229,7 @@ class TicketQueue:
         """Say whether a member lives; remove its ticket if not."""
         path = self._root + member
         try:
-            lock = _FileLock(path, os.O_RDWR)
+            lock = self._files.open_lock(member, os.O_RDWR)
             try:
                 if _boot_of_ticket(member) == self._boot:
                     is_dead = lock.try_exclusive()
@@ -5324,13 +5286,53 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """
     _make_dir(os.path.abspath(data_dir), 0o700, is_durable)
     fs_type = _fs_type(data_dir)
-    if fs_type in (0, *_LOCAL_TYPES):
+    if fs_type not in (0, *_LOCAL_TYPES):
+        files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
+        files.parts = _SharedLeaseDir, _KeyIndex, _SharedNumbers
+    elif fcntl is None:
+        files = _UnlockedFiles(data_dir, is_durable)
+        files.parts = _UnlockedLeaseDir, _KeyIndex, _Numbers
+    else:
         files = _Files(data_dir, is_durable)
         files.parts = _LeaseDir, _KeyIndex, _Numbers
-    else:
-        files = _SharedFiles(data_dir, is_durable, fs_type)
-        files.parts = _SharedLeaseDir, _KeyIndex, _SharedNumbers
     return files
+
+
+class _Unlocked(_FileLock):
+    """Stands for the lock of a directory where there is no flock: claims go by its path."""
+
+    fd: Any = None
+
+    def __init__(self, path: str) -> None:
+        self.path, self.prefix = path, f"{path}/"
+
+    def acquire_shared(self) -> bool | None:
+        return None
+
+    try_exclusive = acquire_shared
+
+    def is_at_path(self) -> bool:
+        return os.path.isdir(self.path)
+
+    def close(self) -> None:
+        pass
+
+    __del__ = close
+
+
+class _UnlockedFiles(_Files):
+    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
+        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
+
+    def open_dir(self, directory: str) -> _FileLock | None:
+        return _Unlocked(self.root + directory)
+
+
+class _UnlockedLeaseDir(_LeaseDir):
+    def claim(self, source: str, length_ns: int, counts: bool = True) -> str:
+        if _is_keyed(_id_of(source)):
+            return ""  # it could be leased, but never finished
+        return super().claim(source, length_ns, counts)
 
 
 def _afresh(look: _Method) -> _Method:
@@ -5384,7 +5386,6 @@ class _SharedFiles(_Files):
 
     head = _afresh(_Files.head)
     lstat = _afresh(_Files.lstat)
-    lock = _afresh(_Files.lock)
     text = _afresh(_Files.text)
     _read_once = _afresh(_Files.read)
     _names_once = _afresh(_Files.names)
@@ -5495,8 +5496,9 @@ class _SharedFiles(_Files):
     def shrink_pending(self, new_id: Callable[[], str]) -> None:
         """Do nothing: other hosts may look into the old directory for long (stale)."""
 
-    def open_lock(self, path: str) -> _FileLock:
-        return _SharedLock(self.root + path)
+    @_afresh
+    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
+        return _SharedLock(self.root + path, flags)
 
 
 class _SharedLeaseDir(_LeaseDir):
