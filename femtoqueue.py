@@ -51,9 +51,8 @@ Each move is one system call, and takes effect when that call returns:
     save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
 _KeyIndex.move moves a task with a key, under the lock of the key; _Files.move moves any other.
-Four steps do more. Claim removes the name of a task that is in done/ too (_Files.is_done). Replace
-may first rename the task to a new time. Release and reclaim take along the payload buffered behind
-it (_KeyIndex._return_with_buffered). A quarantine that can't write to failed/ moves it to the back.
+Three steps do more. Replace may first give the task a new time. Release and reclaim take along the
+payload buffered behind it. A quarantine that can't write to failed/ moves it to the back.
 
 Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
 task: the rename gives it a *lease*, which ends at its *deadline* or with the worker; the lease's
@@ -106,7 +105,8 @@ Rooms of this file; each uses only those above it:
     18. Inspection         check()
     19. FemtoQueue         the public face
     20. Tickets            TicketQueue
-    21. Command line       `femtoqueue COMMAND`
+    21. Other file systems  NFS, GlusterFS and the like; systems without flock
+    22. Command line       `femtoqueue COMMAND`
 """
 
 from __future__ import annotations
@@ -165,12 +165,6 @@ __version__ = "1.0.0.dev0"
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
 # Those, overlay, zfs, bcachefs, ramfs: only this kernel writes to them, and inotify reports it all.
 _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
-_FUSE_TYPE = 0x65735546  # GlusterFS is mounted through FUSE
-_NETWORK_TYPES = {
-    **{0x6969: "NFS", _FUSE_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB", 0x517B: "SMB"},
-    **{0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre", 0x01161970: "GFS2"},
-    **{0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS", 0x19830326: "BeeGFS"},
-}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
@@ -194,8 +188,6 @@ _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 _FIRST_PAUSE_S = 0.001  # of a backoff between two polls
-_LOOKS = 4  # for a file that another host may have replaced; three were needed
-_Seen = TypeVar("_Seen")
 
 
 def _utc(ns: int) -> datetime:
@@ -245,18 +237,6 @@ def _fs_type(path: str) -> int:
     return status[0] & 0xFFFFFFFF
 
 
-def _is_shared(fs_type: int) -> bool:
-    """Whether other hosts may write to a file system. Where statfs(2) is missing: no."""
-    return fs_type not in (0, *_LOCAL_TYPES)
-
-
-def _may_lose_replies(fs_type: int) -> bool:
-    """Whether ENOENT may mean that a call was carried out. An NFS client repeats a call if the
-    server rebooted before it answered. Clients of other network file systems may, too; that of
-    GlusterFS (FUSE) does not."""
-    return _is_shared(fs_type) and fs_type != _FUSE_TYPE
-
-
 def _find_syncfs(directory: str) -> Callable[[int], None] | None:
     """Return syncfs(2) if it exists and the directory's file system is known to obey it."""
     libc = _libc()
@@ -299,44 +279,6 @@ def _read_boot_id() -> str | None:
 def _boot_tag(boot_id: str, directory: str) -> str:
     """Return 8 hex digits for a kernel and a mount: flock is coherent where both are shared."""
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
-
-
-def _refresh(directory: str) -> None:
-    """Make this host ask the server what is in a directory, if there is a server.
-
-    An NFS client remembers for up to a minute that a name was not there, unless it sees, as it
-    opens the directory, that that has changed (nfs(5): close-to-open consistency).
-    """
-    if os.name == "posix":
-        with contextlib.suppress(OSError):  # the look that follows gets it too
-            os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY))
-
-
-def _read_text(path: str) -> str:
-    with open(path, "rb") as file:
-        return file.read().decode("utf-8", "replace")
-
-
-def _look_afresh(look: Callable[..., _Seen], path: str, *rest: str) -> _Seen:
-    """Call look() for a file that another host may have replaced.
-
-    Raises FileNotFoundError if it is not there, also for ESTALE. After each listing, GlusterFS may
-    lead a name to the file that was replaced; that is gone, as read() or close() tells, and then
-    the name is looked up. So try again, without a listing in between.
-    """
-    for _ in range(_LOOKS):
-        try:
-            return look(path, *rest)
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-
-
-def _exists_afresh(path: str) -> bool:
-    """Whether a file is there, also if another host made it just now."""
-    _refresh(os.path.dirname(path))
-    return _exists(path)
 
 
 def _exists(path: str) -> bool:
@@ -493,8 +435,7 @@ _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process h
 _parse_lock = re.compile("[0-9a-f]{2}").fullmatch
 _parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
-_parse_ticket = re.compile(r"\.?([0-9]{20})~([0-9a-f]{8})~([0-9a-f]{16})").fullmatch
-_parse_last_number = re.compile(r"last~[0-9]{20}").fullmatch
+_parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
 _parse_key_state = re.compile(
     r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
@@ -654,8 +595,8 @@ def _ticket_name(number: int, boot: str, member: str) -> str:
     return f"{number:020d}~{boot}~{member}"
 
 
-def _last_number_name(number: int) -> str:
-    return f"last~{number:020d}"
+def _number_of(ticket: str) -> int:
+    return int(ticket[:20])
 
 
 def _boot_of_ticket(name: str) -> str:
@@ -1047,24 +988,6 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-def _read_record(path: str, ident: str) -> tuple[bytes, str | None]:
-    """Return a file's payload and key. Raises CorruptTask if it is not one whole record."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-        try:
-            head = os.read(fd, _READ_BYTES)
-            first, newline, payload = head.partition(b"\n")
-            if first + newline == _header(payload):
-                return payload, None
-            return _read_other(fd, head, ident)
-        finally:
-            os.close(fd)  # must raise what it raises; see _look_afresh()
-    except OSError:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            raise CorruptTask(ident, "not a regular file") from None
-        raise
-
-
 def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     """Read on where the first read did not show a whole record, or say what is wrong with it."""
     status = os.fstat(fd)
@@ -1100,23 +1023,6 @@ def _read_rest(fd: int, start: int, length: int) -> bytes:
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def _read_head(path: str) -> tuple[str | None, int | None]:
-    """Return a task's key and size by its first line; (None, None) if that is not valid."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-        try:
-            header = _match_header(os.read(fd, _HEAD_BYTES))
-        finally:
-            os.close(fd)
-    except OSError:
-        if not stat.S_ISREG(os.lstat(path).st_mode):
-            return None, None
-        raise
-    if header is None:
-        return None, None
-    return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
-
-
 # ==================================================================================================
 # 5. File locks: flock(2) on files and directories, held by this process alone.
 #    Invariant: a lock ends with its close(), its last reference or its process, whichever is
@@ -1129,7 +1035,6 @@ _NO_FLOCK_ERRNOS = (
     *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
     *(errno.EBADF, errno.EINVAL),
 )
-_SHARED_LOCK_POLL_S = 0.01
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
@@ -1156,10 +1061,9 @@ class _FileLock:
     latest: an exception from a signal handler (Ctrl-C) may come between any two lines."""
 
     fd = -1  # until it is open
+    prefix = ""  # of a name in a directory, for calls that take its descriptor
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS) -> None:
-        if fcntl is None:
-            raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
         self.path, self._pid = path, os.getpid()
         self.fd = os.open(path, flags, 0o666)
         _open_lock_fds.add(self.fd)
@@ -1179,24 +1083,11 @@ class _FileLock:
         """
         locked = self.try_exclusive()
         if locked is False and wait:
-            locked = self._wait_exclusive()
+            locked = _flock(self.fd, fcntl.LOCK_EX)
         if locked is False:
             raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
         if locked is None:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
-
-    def _wait_exclusive(self) -> bool | None:
-        """Wait for the exclusive lock; None: there are no locks here.
-
-        Where another host may have it, poll, always at one pace. In a waiting flock() an NFS client
-        asks the server only after 1, 2, 4 … seconds, and GlusterFS, if the network was cut
-        meanwhile, keeps its bricks busy for ever.
-        """
-        if not _is_shared(_fs_type(os.path.dirname(self.path))):
-            return _flock(self.fd, fcntl.LOCK_EX)
-        while (locked := self.try_exclusive()) is False:
-            time.sleep(_SHARED_LOCK_POLL_S)
-        return locked
 
     def is_at_path(self) -> bool:
         """Whether the path still leads to what was opened."""
@@ -1226,48 +1117,11 @@ class _FileLock:
                 self.close()
 
 
-def _open_if_there(path: str, flags: int = _LOCK_FLAGS) -> _FileLock | None:
-    """Open a file or directory to lock it; None if it, or the directory that it is in, is gone."""
-    try:
-        return _FileLock(path, flags)
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
-        return None
-
-
-def _open_locked(path: str) -> _FileLock:
-    """Open a file, made if it is missing, and wait for the exclusive lock on it."""
-    while True:
-        lock = _FileLock(path)
-        try:
-            lock.acquire_exclusive()
-            if lock.is_at_path():
-                return lock
-        except BaseException:
-            lock.close()
-            raise
-        lock.close()  # RACE: the one that had it removed the file, so this is not the lock
-
-
-def _open_lease_lock(path: str) -> _FileLock | None:
-    """Open a lease directory to lock it; None where there are no locks, or it is gone."""
-    if fcntl is None:
-        return None
-    try:
-        return _open_if_there(path, _DIR_FLAGS)
-    except NotADirectoryError:
-        return None
-
-
-def _liveness(path: str, has_leases_of_this_boot: bool) -> str:
+def _liveness(lock: _FileLock | None, has_leases_of_this_boot: bool) -> str:
     """Say whether the worker of a lease directory lives; see NodeStats."""
-    lock = _open_lease_lock(path)
-    if lock is None:
-        return "unknown"
-    try:
+    is_free = None
+    if lock is not None:
         is_free = lock.try_exclusive()
-    finally:
         lock.close()
     if is_free is False:
         return "alive"
@@ -1300,53 +1154,6 @@ if hasattr(os, "register_at_fork"):
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
 _RENAMES_OPEN_FILES = os.name == "posix"
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
-
-_Check = Callable[[], bool] | None
-
-
-def _always() -> bool:
-    return True
-
-
-def _move(source: str, target: str, is_ours: _Check = None) -> None:
-    """Rename a file over the target, on Windows too (os.replace). A finished task that a person
-    ran again replaces its older file.
-
-    RACE: a target directory that another process replaces just then (shrink_pending) gives ENOENT
-    as if the source were gone; both are there, so the rename is done again. is_ours: whether what
-    is at the target then is what we moved (None: that can't be known); see _was_moved().
-    """
-    tries = 0
-    while True:
-        try:
-            os.replace(source, target)
-            return
-        except FileNotFoundError:
-            if is_ours is not None and _was_moved(source, target) and is_ours():
-                return
-            tries += 1
-            both = os.path.lexists(source) and os.path.isdir(os.path.dirname(target))
-            if not both or tries > _MAX_REPLACED:
-                raise
-
-
-def _move_over(source: str, target: str, must_exist: bool = False) -> None:
-    """Rename a file that only we move over one that may be there; must_exist: that is there, or
-    FileNotFoundError is raised."""
-    number = os.stat(source).st_ino
-    if must_exist:  # last: a person may just have moved it, and the rename would make two
-        _look_afresh(os.lstat, target)
-    _move(source, target, lambda: os.stat(target).st_ino == number)
-
-
-def _was_moved(source: str, target: str) -> bool:
-    """Whether a rename that raised FileNotFoundError was carried out all the same.
-
-    A target that GlusterFS shows proves nothing: one of its replicas may have carried out a rename
-    that failed, because another host was first.
-    """
-    may_be = _may_lose_replies(_fs_type(os.path.dirname(target)))
-    return may_be and _exists_afresh(target) and not _exists_afresh(source)
 
 
 def _write_new(
@@ -1405,7 +1212,12 @@ class _BatchSync:
 
 class _Files:
     """The files of one data_dir. Paths are relative to it, as in "pending/<id>"; `root` ends with
-    a separator. `is_durable`: what is acknowledged must survive power loss."""
+    a separator. `is_durable`: what is acknowledged must survive power loss. `parts`: the classes
+    for this file system, of the lease directory, the keys and the numbers of tickets."""
+
+    is_shared = False
+    caveat = ""  # what check() is to say of the file system
+    parts: Any
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
         self.root = os.path.join(os.path.abspath(data_dir), "")
@@ -1428,51 +1240,11 @@ class _Files:
             if error.errno not in (errno.EEXIST, *_NO_WRITE_ERRNOS):
                 raise
 
-    @functools.cached_property
-    def is_shared(self) -> bool:
-        """Whether what this host reads of a file or a name may be old: another host changed it."""
-        return _is_shared(self.fs_type)
-
-    @functools.cached_property
-    def fs_type(self) -> int:
-        return _fs_type(self.root)
-
-    @functools.cached_property
-    def is_fuse(self) -> bool:
-        return self.fs_type == _FUSE_TYPE
-
-    @functools.cached_property
-    def may_lose_replies(self) -> bool:
-        return _may_lose_replies(self.fs_type)
-
     # Looking
 
-    def is_done(self, path: str) -> bool:
-        """Whether a task's file is in done/, too.
-
-        Healing after a network cut, GlusterFS brings back a name that had been renamed, as a second
-        link to the file. A copy, by which a person runs a task again, is another file. failed/ is
-        not looked at: there the second link may be the outdated name, of a task retried since.
-        """
-        if self.fs_type != _FUSE_TYPE:
-            return False
-        try:
-            ours = os.lstat(self.root + path)
-            return ours.st_nlink > 1 and os.path.samestat(
-                ours, os.lstat(f"{self.root}done/{_id_of(path)}")
-            )
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-            return False  # not done; if its file is gone, whoever reads it will see
-
     def drop_done(self, path: str) -> bool:
-        """Remove the second name of a task that is in done/, too; False if it is not."""
-        if not self.is_done(path):
-            return False
-        _log().warning("task %s is done; %s, which came back, is removed", _id_of(path), path)
-        self.remove(path)
-        return True
+        """Remove the second name of a task that is in done/ too; False if it is not."""
+        return False
 
     def exists(self, path: str) -> bool:
         return _exists(self.root + path)
@@ -1480,28 +1252,27 @@ class _Files:
     @property
     def is_paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
-        return _exists_afresh(f"{self.root}PAUSED")
+        return self.exists("PAUSED")
 
     def entries(self, directory: str, form: str = "") -> list[_Entry]:
         """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
         try:
-            names = self._names(directory)
+            names = self.names(directory)
         except NotADirectoryError:
             if directory in _STATE_DIRS:
                 raise
             return []  # a foreign file of such a name
         return [entry for name in sorted(names) if (entry := _parse(directory, name, form))]
 
-    def _names(self, directory: str) -> list[str]:
+    def names(self, directory: str) -> list[str]:
         """Return all names in a directory; none if it was removed with its worker just now, or is
         not there yet. Raises FileNotFoundError for one that must be there."""
         for is_last in (False, True):
             try:
                 return os.listdir(self.root + directory)
-            except OSError as error:
-                if error.errno not in _MISSING_ERRNOS or (is_last and directory in _STATE_DIRS):
+            except FileNotFoundError:  # RACE: perhaps it was replaced as we read (shrink_pending)
+                if is_last and directory in _STATE_DIRS:
                     raise
-            _refresh(self.root)
         return []
 
     def node_dirs(self) -> list[str]:
@@ -1540,7 +1311,6 @@ class _Files:
     def has_work(self) -> bool:
         """Whether a task waits or is leased. Looked at four times: tasks move both ways meanwhile,
         and one that moves against the look each time is not plausible."""
-        _refresh(self.root)  # keys/ may be new
         return any(
             self.has_entries(directory)
             for _ in range(4)
@@ -1550,8 +1320,67 @@ class _Files:
     def reason_of(self, ident: str) -> str | None:
         """Return what failed/<id>.error says, None if there is none."""
         try:
-            return _look_afresh(_read_text, f"{self.root}failed/{ident}.error").removesuffix("\n")
+            return self.text(f"failed/{ident}.error").removesuffix("\n")
         except FileNotFoundError:
+            return None
+
+    def text(self, path: str) -> str:
+        with open(self.root + path, "rb") as file:
+            return file.read().decode("utf-8", "replace")
+
+    def lstat(self, path: str) -> os.stat_result:
+        return os.lstat(self.root + path)
+
+    def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
+        """Return payload and key of a record. Raises CorruptTask unless it is a whole one."""
+        try:
+            fd = os.open(self.root + path, _READ_FLAGS)
+            try:
+                head = os.read(fd, _READ_BYTES)
+                first, newline, payload = head.partition(b"\n")
+                if first + newline == _header(payload):
+                    return payload, None
+                return _read_other(fd, head, ident)
+            finally:
+                os.close(fd)  # must raise what it raises: that the file was replaced, say
+        except OSError:
+            if not self._is_regular(path):
+                raise CorruptTask(ident, "not a regular file") from None
+            raise
+
+    def head(self, path: str) -> tuple[str | None, int | None]:
+        """Return key and length of the payload, by the first line of a record alone; (None, None)
+        if that is not valid."""
+        try:
+            fd = os.open(self.root + path, _READ_FLAGS)
+            try:
+                header = _match_header(os.read(fd, _HEAD_BYTES))
+            finally:
+                os.close(fd)
+        except OSError:
+            if self._is_regular(path):
+                raise
+            header = None
+        if header is None:
+            return None, None
+        return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
+
+    def _is_regular(self, path: str) -> bool:
+        return stat.S_ISREG(os.lstat(self.root + path).st_mode)
+
+    # Locking
+
+    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
+        """Open a file to lock it; it is made if it is missing."""
+        return _FileLock(self.root + path, flags)
+
+    def open_dir(self, directory: str) -> _FileLock | None:
+        """Open a lease directory to lock it; None if it is gone, or a foreign file."""
+        try:
+            return _FileLock(self.root + directory, _DIR_FLAGS)
+        except OSError as error:
+            if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
+                raise
             return None
 
     # Moving
@@ -1581,13 +1410,13 @@ class _Files:
             try:
                 _write_record(fd, header, payload)
                 if sync and _RENAMES_OPEN_FILES:
-                    _move(source, target, _always)
+                    self.move_over(f"creating/{aside}", path)
                 if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not (sync and _RENAMES_OPEN_FILES):
-                _move(source, target, _always)
+                self.move_over(f"creating/{aside}", path)
             if sync_dir:
                 _sync_dir(os.path.dirname(target))
         except BaseException:
@@ -1631,34 +1460,50 @@ class _Files:
         if swapped is not None:
             return swapped
         try:
-            _move_over(self.root + aside, self.root + path, must_exist=True)
+            self.move_over(aside, path, must_exist=True)
         except FileNotFoundError:
             return False
         return True
 
-    def move(self, source: str, target: str, is_ours: _Check = None) -> str:
-        """Rename a task's file, over one that is there; target "": remove it. Return target.
-        is_ours: as in _move()."""
+    def move(self, source: str, target: str) -> str:
+        """Rename a task's file, over one that is there; target "": remove it. Return target."""
         try:
             if target:
                 os.replace(self.root + source, self.root + target)
             else:
                 os.unlink(self.root + source)
         except FileNotFoundError:
-            self._move_again(source, target, is_ours)
+            self._move_again(source, target)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
-        # finished task, whose lease came back when GlusterFS healed a host that had been cut off,
-        # would be delivered for ever. A first delivery, as most are, does not pay for that.
+        # finished task would be delivered for ever. A first delivery does not pay for that.
         if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
 
-    def _move_again(self, source: str, target: str, is_ours: _Check) -> None:
-        """Do as move(), after a FileNotFoundError."""
-        if target:
-            _move(self.root + source, self.root + target, is_ours)
-        elif is_ours is None or not _may_lose_replies(self.fs_type) or not is_ours():
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), source)
+    def _move_again(self, source: str, target: str) -> None:
+        """Do as move(), after a FileNotFoundError.
+
+        RACE: a target directory that another process replaces just then (shrink_pending) gives
+        ENOENT as if the source were gone; both are there, so the rename is done again.
+        """
+        directory = self.root + os.path.dirname(target)
+        for _ in range(_MAX_REPLACED):
+            if not target or not (self.exists(source) and os.path.isdir(directory)):
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.replace(self.root + source, self.root + target)
+                return
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.root + source)
+
+    def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
+        """Rename a file that only we move over one that may be there; must_exist: that is there, or
+        FileNotFoundError is raised."""
+        if must_exist:  # last: a person may just have moved it, and the rename would make two
+            self.lstat(target)
+        try:
+            os.replace(self.root + source, self.root + target)
+        except FileNotFoundError:
+            self._move_again(source, target)
 
     def remove(self, path: str) -> None:
         """Remove a file if it is there; ignore any OSError."""
@@ -1673,7 +1518,7 @@ class _Files:
         if not self.is_durable:
             return
         with contextlib.suppress(FileNotFoundError):  # RACE: another process moved it on
-            if stat.S_ISREG(os.lstat(self.root + path).st_mode):
+            if self._is_regular(path):
                 _sync_path(self.root + path, _READ_FLAGS)
         self.commit_dir(os.path.dirname(path))
 
@@ -1686,7 +1531,7 @@ class _Files:
         """Replace an empty pending/ that was large once by a new directory: ext4 never shrinks one.
 
         rename() succeeds only on an empty directory, so nothing can be lost; a push that comes
-        between finds out in _move(). Not for other hosts, which may look into the old one for long.
+        between finds out in _move_again().
         """
         pending = f"{self.root}pending"
         old = os.lstat(pending)
@@ -1913,8 +1758,7 @@ class _Backlog:
 
 # ==================================================================================================
 # 9. Lease directory: this worker's inflight-<node>/, and the shared flock on it that shows that the
-#    worker lives. Invariant: a claim goes into the locked directory, by its descriptor (without
-#    fcntl: by its path).
+#    worker lives. Invariant: a claim goes into the locked directory, by its descriptor.
 # ==================================================================================================
 
 
@@ -1952,8 +1796,6 @@ class _LeaseDir:
 
     def is_held(self) -> bool:
         """Whether it is open, and the path still leads to it."""
-        if fcntl is None:
-            return os.path.isdir(self.path)
         return self._held is not None and self._held.is_at_path()
 
     def ensure_open(self) -> list[_Entry]:
@@ -1971,13 +1813,10 @@ class _LeaseDir:
         tries = 0
         while True:
             self._make()
-            if fcntl is None:
-                return []
-            lock, tries = _open_if_there(self.path, _DIR_FLAGS), tries + 1
+            lock, tries = self._files.open_dir(self.directory), tries + 1
             if lock is None:
                 if tries > _MAX_REPLACED:
-                    code = _MISSING_ERRNOS[-1]
-                    raise OSError(code, os.strerror(code), self.path)
+                    os.listdir(self.path)  # raises why
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
@@ -2044,9 +1883,8 @@ class _LeaseDir:
     def claim(self, source: str, length_ns: int, counts: bool = True) -> str:
         """Rename a waiting task into the directory that we hold locked; return the lease's path.
 
-        Returns "" if another worker was first, if the directory is not open (any more), or if the
-        task had ended: then its second name is removed, see _Files.is_done(). Call it with the
-        worker's lock held. counts: whether it counts as a delivery.
+        Returns "" if another worker was first, or if the directory is not open (any more). Call it
+        with the worker's lock held. counts: whether it counts as a delivery.
         """
         if self.closes:
             self.check_wait()
@@ -2060,18 +1898,12 @@ class _LeaseDir:
         held = self._held
         self.unread[lease] = self.closes
         try:
-            if held is not None:
-                os.rename(self._root + source, name, dst_dir_fd=held.fd)
-            elif fcntl is None and not _is_keyed(source[-_ID_LENGTH:]):
-                os.rename(self._root + source, f"{self.path}/{name}")
-            else:
+            if held is None:
                 raise FileNotFoundError  # RACE: closed by another thread
-            if self._files.is_fuse and self._files.drop_done(lease):
-                self.orphans.add(name)  # should it stay
-                raise FileNotFoundError
+            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
         except FileNotFoundError:
             # RACE: another worker won; or our directory was removed
-            if self._files.may_lose_replies and self._was_claimed(name):
+            if self._was_claimed(name):
                 return lease
         except BaseException as error:
             if getattr(error, "errno", None) not in _MISSING_ERRNOS:
@@ -2086,14 +1918,8 @@ class _LeaseDir:
         return ""
 
     def _was_claimed(self, name: str) -> bool:
-        """Whether a claim that raised FileNotFoundError was carried out; see _was_moved()."""
-        try:
-            return name in os.listdir(self.path)
-        except OSError:
-            self.orphans.add(name)  # should it be there after all
-            self._backlog.clear()  # our directory is gone: the next listing makes it
-            self.is_suspect = True
-            return False
+        """Whether a claim that raised FileNotFoundError was carried out."""
+        return False
 
     def undo_claim(self, lease: str, source: str) -> None:
         """Undo a claim that was interrupted, or whose file is not at its path: a person took it
@@ -2103,10 +1929,8 @@ class _LeaseDir:
             self.is_suspect = True
             name = lease.partition("/")[2]
             try:
-                if self._held is not None:
-                    os.rename(name, self._files.root + source, src_dir_fd=self._held.fd)
-                elif fcntl is None:
-                    os.rename(self._files.root + lease, self._files.root + source)
+                if (held := self._held) is not None:
+                    os.rename(held.prefix + name, self._root + source, src_dir_fd=held.fd)
             except FileNotFoundError:
                 pass  # it had not been claimed yet, or a person has it
             except OSError:
@@ -2123,21 +1947,20 @@ class _LeaseDir:
         """Give it up. reclaim() is called if no other object holds it, to end what it holds."""
         self._first_open = self.is_suspect = True
         lock, self._held = self._held, None
-        if lock is not None and lock.fd < 0:  # in a cycle of garbage its finalizer may be first
-            lock = _open_if_there(self.path, _DIR_FLAGS)
-        if lock is None and fcntl is not None:
+        if lock is not None and lock.fd == -1:  # in a cycle of garbage its finalizer may be first
+            lock = self._files.open_dir(self.directory)
+        if lock is None:
             return
         try:
-            is_alone = None if lock is None else lock.try_exclusive()
-            if lock is not None and is_alone and lock.is_at_path():
+            is_alone = lock.try_exclusive()
+            if is_alone and lock.is_at_path():
                 reclaim()
-            if lock is None or is_alone is None or (is_alone and lock.is_at_path()):
+            if is_alone is None or (is_alone and lock.is_at_path()):
                 _remove_empty_dir(self.path)
         except OSError as error:  # no lease is lost by it: pop() of another worker ends them
             _log().warning("%s could not be cleared: %s", self.path, error)
         finally:
-            if lock is not None:
-                lock.close()
+            lock.close()
 
     @contextlib.contextmanager
     def waiting_since(self, closes: int | None) -> Iterator[None]:
@@ -2163,7 +1986,6 @@ class _LeaseDir:
 #     state has no task, except after power loss: then repair() finds what is in keys/.
 # ==================================================================================================
 
-_STALE_S = 12.0  # until a name that leads to nothing is a phantom
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
 # A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
@@ -2214,8 +2036,7 @@ class _Listings:
     """
 
     def __init__(self, files: _Files) -> None:
-        self._files = files
-        self._phantoms: set[str] = set()
+        self._files: Any = files
 
     def states(self, tag: str, but: str = "") -> dict[str, _KeyState]:
         """Return the states of a hash, without the file at `but`."""
@@ -2247,9 +2068,10 @@ class _Listings:
         Raises FileNotFoundError for a new phantom: its task may have moved to what was listed
         before it, so that only another listing can do without it.
         """
-        was_phantom = entry.path in self._phantoms
+        was_phantom = entry.path in getattr(self._files, "phantoms", ())
         try:
-            _, key = self.read(entry.path, entry.id)
+            read = getattr(self._files, "read_afresh", self._files.read)
+            _, key = read(entry.path, entry.id)
         except CorruptTask:
             return ""
         except FileNotFoundError:
@@ -2257,29 +2079,6 @@ class _Listings:
                 raise
             return ""
         return "" if key is None else _encode_key(key)
-
-    def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
-        """Do as _read_record() with a record that a listing has just shown.
-
-        As long as its name is listed, try again. The time alone says nothing: a mount that hung
-        knows no more than before.
-        """
-        directory, name = os.path.split(self._files.root + path)
-        is_known = path in self._phantoms or not self._files.is_shared
-        tries, end_s = (5, 0.0) if is_known else (20, time.monotonic() + _STALE_S)
-        for count, pause_s in enumerate(_backoff_s(_STALE_S / 60), 1):
-            try:
-                record = _look_afresh(_read_record, self._files.root + path, ident)
-                self._phantoms.discard(path)
-                return record
-            except FileNotFoundError:
-                if name not in os.listdir(directory):
-                    raise
-                if count >= tries and time.monotonic() > end_s:
-                    self._phantoms.add(path)
-                    raise
-            time.sleep(pause_s)
-        raise AssertionError("pauses never end")
 
 
 class _KeyStates:
@@ -2447,13 +2246,12 @@ class _KeyIndex:
 
     def _open_lock(self, name: str) -> _FileLock:
         """Open a file in locks/; make the directory for the first key."""
-        path = f"{self._files.root}locks/{name}"
-        lock = _open_if_there(path)
-        if lock is None:
+        try:
+            return self._files.open_lock(f"locks/{name}")
+        except FileNotFoundError:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(os.path.dirname(path))  # FileNotFoundError if data_dir is gone
-            lock = _FileLock(path)
-        return lock
+                os.mkdir(f"{self._files.root}locks")  # FileNotFoundError if data_dir is gone
+            return self._files.open_lock(f"locks/{name}")
 
     def lock_of(
         self, ident: str, wait: bool = True
@@ -2562,16 +2360,9 @@ class _KeyIndex:
                 held.states[name] = _KeyState(lease)
         return None
 
-    def read_afresh(self, path: str, ident: str) -> tuple[bytes, str | None]:
-        """Read a record that another host may have replaced: without a listing, the old one would
-        be read for a second (GlusterFS)."""
-        if self._files.is_shared:
-            os.listdir(os.path.dirname(self._files.root + path))
-        return self._listings.read(path, ident)
-
     # Moving
 
-    def move(self, source: str, target: str, wait: bool = True, is_ours: _Check = None) -> str:
+    def move(self, source: str, target: str, wait: bool = True) -> str:
         """Move a task from one state to another; "": remove it. Return where it went.
 
         A keyed one moves under the lock of its key, and promotes the newer payload behind it.
@@ -2579,13 +2370,11 @@ class _KeyIndex:
         """
         ident = _id_of(source)
         if not _is_keyed(ident):
-            return self._files.move(source, target, is_ours)
+            return self._files.move(source, target)
         with self.lock(_tag_of(ident), wait) as held:
-            return self._move_keyed(held.states, source, target, is_ours)
+            return self._move_keyed(held.states, source, target)
 
-    def _move_keyed(
-        self, states: dict[str, _KeyState], source: str, target: str, is_ours: _Check
-    ) -> str:
+    def _move_keyed(self, states: dict[str, _KeyState], source: str, target: str) -> str:
         """Move a keyed task under the lock of its key; see move()."""
         ident = _id_of(source)
         name = next((key for key, it in states.items() if _id_of(it.path) == ident), "")
@@ -2596,7 +2385,7 @@ class _KeyIndex:
         if comes_back and not waits and (buffered := self.buffered_name(state)):
             return self._return_with_buffered(state, buffered, source, target)
         try:
-            self._files.move(source, target, is_ours)
+            self._files.move(source, target)
             if not ends:
                 state.path = target
             elif buffered := self.buffered_name(state):
@@ -2612,7 +2401,7 @@ class _KeyIndex:
         """Move a newer payload, by its name in keys/, into the queue: the task before it has come
         to its end. Raises FileNotFoundError if a person removed it meanwhile."""
         path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
-        _move(f"{self._files.root}keys/{buffered}", self._files.root + path, _always)
+        self._files.move(f"keys/{buffered}", path)
         state.path, state.buffered = path, ""
         self._worker.note(path)
         self._files.commit(path)
@@ -2651,13 +2440,12 @@ class _KeyIndex:
         CRASH: between the two renames it has the old payload or the new one; but the new one is
         never anywhere where it may be had before its time.
         """
-        root = self._files.root
         if _state_of(target) == "scheduled":
-            _move(root + source, root + target, _always)
-            _move_over(root + record, root + target)
+            self._files.move(source, target)
+            self._files.move_over(record, target)
         else:
-            _move_over(root + record, root + source, must_exist=True)
-            _move(root + source, root + target, _always)
+            self._files.move_over(record, source, must_exist=True)
+            self._files.move(source, target)
 
     def _return_with_buffered(
         self, state: _KeyState, buffered: str, source: str, target: str
@@ -2669,7 +2457,7 @@ class _KeyIndex:
         root = self._files.root
         if _state_of(source) == "inflight":
             fenced = _with_stamp(source, self._clock.now_ns())
-            _move(root + source, root + fenced, _always)  # gone: the lease is lost
+            self._files.move(source, fenced)  # gone: the lease is lost
             source = fenced
         elif self._files.is_shared and state.path != source:
             raise FileNotFoundError(errno.ENOENT, "it is elsewhere by now", root + source)
@@ -2688,7 +2476,7 @@ class _KeyIndex:
         Raises KeyInFlight if it has, FileNotFoundError if the task is gone.
         """
         try:
-            _, key = _look_afresh(_read_record, self._files.root + source, _id_of(source))
+            _, key = self._files.read(source, _id_of(source))
         except CorruptTask:
             return  # it has no key, and pop() will quarantine it
         if key is None:
@@ -2726,7 +2514,6 @@ class _KeyIndex:
 
     def _names(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
-        _refresh(self._files.root)
         none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
@@ -2833,16 +2620,16 @@ class _KeyPusher:
         CRASH: after the rename the task has the new time and the old payload. The other order
         could deliver the new payload before its time.
         """
-        root, source = self._files.root, state.path
+        source = state.path
         try:
-            _move(root + source, root + target, _always)
+            self._files.move(source, target)
         except FileNotFoundError:
             return False  # RACE: a pop() took it from pending/, or a person moved it
         try:
             replaced = self._files.swap_or_replace(aside, target)
         except OSError:
             with contextlib.suppress(OSError):
-                _move(root + target, root + source)  # a push that raised changed nothing
+                self._files.move(target, source)  # a push that raised changed nothing
             raise
         state.path = target
         self._worker.note(target)
@@ -2856,10 +2643,10 @@ class _KeyPusher:
         the new one too. CRASH: after the rename the old payload begins anew; after the swap the
         old record is a leftover in creating/.
         """
-        root, source = self._files.root, state.path
+        source = state.path
         if target != source:
             try:
-                _move(root + source, root + target, _always)
+                self._files.move(source, target)
             except FileNotFoundError:
                 return False  # RACE: a pop() took it, or a person moved it
             state.path = target
@@ -2867,7 +2654,7 @@ class _KeyPusher:
             swapped = self._files.swap(aside, target)
         except OSError:
             with contextlib.suppress(OSError):
-                _move(root + target, root + source)  # a push that raised changed nothing
+                self._files.move(target, source)  # a push that raised changed nothing
                 state.path = source
             raise
         return self._keys.replace_under_lease(state, aside, None) if swapped is None else swapped
@@ -2888,7 +2675,7 @@ class _KeyPusher:
         state, before = held.states[name], self._keys.buffered_name(held.states[name])
         ident = _id_of(before) or _new_name(self._clock.next_order(), held.tag)
         state.buffered = ident if due_ns is None else _task_name(due_ns, 0, ident)
-        root, path = self._files.root, f"keys/{state.buffered}"
+        path = f"keys/{state.buffered}"
         try:
             held.save(self._files.is_durable)
             if not before:
@@ -2896,8 +2683,8 @@ class _KeyPusher:
                 return ident
             with self._replacement(name, payload) as aside:
                 if before != state.buffered:  # CRASH: after it, the old payload at the new time
-                    _move(f"{root}keys/{before}", root + path, _always)
-                _move_over(root + aside, root + path)
+                    self._files.move(f"keys/{before}", path)
+                self._files.move_over(aside, path)
         except BaseException:
             state.buffered = before
             raise
@@ -2937,8 +2724,9 @@ class _Worker:
         self.timeout_stale_ms, self.poll_interval_s = queue.timeout_stale_ms, queue.poll_interval_s
         self.length_ns = _lease_length_ns(queue.timeout_stale_ms)
         self.backlog = _Backlog(self)
-        self.lease_dir = _LeaseDir(self)
-        self.keys = _KeyIndex(self)
+        lease_dir_class, keys_class, _ = files.parts
+        self.lease_dir: _LeaseDir = lease_dir_class(self)
+        self.keys: _KeyIndex = keys_class(self)
         self.pusher = _KeyPusher(self)
         self.house = _Housekeeper(self)
         self.waits = _Waits(self)
@@ -2963,8 +2751,8 @@ class _Worker:
         Raises BlockingIOError if the lock of its key is not free and wait is False.
         """
         if _is_keyed(_id_of(source)):
-            return self.keys.move(source, target, wait, _always)
-        return self.files.move(source, target, _always)
+            return self.keys.move(source, target, wait)
+        return self.files.move(source, target)
 
     # From pending/ to in flight
 
@@ -3059,10 +2847,7 @@ class _Worker:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
                 self.quarantine(lease, why)
                 return None
-            if ident[21] > "7" and self.files.is_shared:
-                data, key = self.keys.read_afresh(lease, ident)
-            else:
-                data, key = _read_record(self.files.root + lease, ident)
+            data, key = self.files.read(lease, ident)
             if key is not None:
                 with self.keys.lock_if_shared(ident):
                     if other := self.keys.other_task(key, lease):
@@ -3117,16 +2902,14 @@ class _Worker:
 
         By the holder. Leases of other workers end in reclaim() and quarantine().
         """
-        ident, is_ours = lease.path[-_ID_LENGTH:], None
-        if self.files.may_lose_replies:
-            is_ours = functools.partial(self._is_ours, lease, time.monotonic())
+        ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
             try:
                 if is_keyed:
-                    gone_to = self.keys.move(lease.path, target, is_ours=is_ours)
+                    gone_to = self.keys.move(lease.path, target)
                 else:
-                    gone_to = self.files.move(lease.path, target, is_ours)
+                    gone_to = self.files.move(lease.path, target)
             except FileNotFoundError:
                 directory = os.path.dirname(target)
                 # A directory that is gone is disk trouble.
@@ -3136,13 +2919,6 @@ class _Worker:
         if lease.has_checkpoint and _is_end(target):
             self.files.remove(f"checkpoints/{ident}")
         return gone_to
-
-    def _is_ours(self, lease: _Lease, began_s: float) -> bool:
-        """Whether only a person can have ended a lease, if not we: it was running when we began,
-        and neither this delivery nor the queue object had ended it."""
-        has_ended = lease.outcome or lease.closes != self.lease_dir.closes
-        left_ns = _stamp_of(lease.path) - self.clock.now_ns()
-        return not has_ended and left_ns / 1e9 + time.monotonic() > began_s
 
     def _lost(self, lease: _Lease) -> LeaseLost:
         """Return the error that says how long ago a lease ended, or why else."""
@@ -3264,7 +3040,7 @@ class _Worker:
             aside = f"{self.clock.new_id()}.error"
             with self.files.replacement(aside, text, b"") as path:
                 move()
-                _move_over(self.files.root + path, self.files.root + reason_path)
+                self.files.move_over(path, reason_path)
         self.files.commit(f"failed/{ident}")
 
     def quarantine(self, source: str, reason: str) -> None:
@@ -3452,7 +3228,7 @@ class _Housekeeper:
         if now_s >= self.look_s or self._is_paused or self._lease_dir.is_suspect:
             self._worker.open_lease_dir()
             self._is_paused = self._files.is_paused
-            if not self._backlog.seen and not self._files.is_shared:
+            if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id)
             self.look_s = now_s + _LOOK_INTERVAL_S
         if self._is_paused:
@@ -3539,7 +3315,7 @@ class _Housekeeper:
         if self._young_ns is None:
             return False
         try:
-            status = _look_afresh(os.lstat, self._files.root + entry.path)
+            status = self._files.lstat(entry.path)
         except FileNotFoundError:
             return False  # RACE: settled or reclaimed meanwhile
         return 0 <= time.time_ns() - status.st_ctime_ns < self._young_ns
@@ -3552,7 +3328,7 @@ class _Housekeeper:
         was never seen with leases of this boot is removed only when it is a minute old.
         """
         path = self._files.root + directory
-        lock = _open_lease_lock(path)
+        lock = self._files.open_dir(directory)
         if lock is None:
             return
         try:
@@ -3574,7 +3350,7 @@ class _Housekeeper:
             node=_node_of(directory),
             inflight=len(leases),
             expired=sum(entry.stamp_ns <= now_ns for entry in leases),
-            liveness=_liveness(self._files.root + directory, of_this_boot),
+            liveness=_liveness(self._files.open_dir(directory), of_this_boot),
         )
 
     def _purge_done(self) -> None:
@@ -3967,11 +3743,10 @@ def _retry_delay_s(first_s: float, attempts: int) -> float:
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
     """Return how far the work on that payload had come: of a key, another may be here now."""
     files, path = worker.files, f"checkpoints/{ident}"
-    exists = _exists_afresh if files.is_shared else _exists
-    if not exists(files.root + path):
+    if not files.exists(path):
         return None
     try:
-        saved, _ = worker.keys.read_afresh(path, ident)
+        saved, _ = files.read(path, ident)
     except FileNotFoundError:
         return None  # RACE: a person removed it
     except CorruptTask as error:  # power loss: the work begins anew
@@ -3989,7 +3764,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     files, data, lease = worker.files, task.data, _lease_of(task)
     if task.size_bytes is None:  # of attach(): the payload was not read
         try:
-            data, _ = _look_afresh(_read_record, files.root + task.path, task.id)
+            data, _ = files.read(task.path, task.id)
         except FileNotFoundError:
             os.stat(files.root)  # gone: disk trouble
             raise worker.lease_lost(task) from None
@@ -3999,7 +3774,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             _make_dir(f"{files.root}checkpoints", 0o777, files.is_durable)
         with worker.keys.lock_of(task.id), worker.lock:
             worker.renew(task)  # it holds for far longer than the next line
-            _move_over(files.root + aside, f"{files.root}checkpoints/{task.id}")
+            files.move_over(aside, f"checkpoints/{task.id}")
     files.commit_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
@@ -4421,12 +4196,8 @@ class _Inspector:
     def _file_systems(self) -> Iterator[Finding]:
         """A network file system, and directories on another one."""
         root = self._files.root
-        kind = _NETWORK_TYPES.get(_fs_type(root))
-        if kind is not None:
-            text = (
-                f"{kind}: other hosts' leases end by their deadlines only, and waiting is polling"
-            )
-            yield Finding("network file system", ".", text)
+        if self._files.caveat:
+            yield Finding("network file system", ".", self._files.caveat)
         device = os.stat(root).st_dev
         for name in self._directories():
             if os.stat(root + name).st_dev != device:
@@ -4461,7 +4232,7 @@ class _Inspector:
         """Records that are not whole, or can't be read."""
         for entry in self._files.find(*STATES, "keys"):
             try:
-                _look_afresh(_read_record, self._files.root + entry.path, entry.id)
+                self._files.read(entry.path, entry.id)
             except FileNotFoundError:
                 continue  # it moved on
             except OSError as error:
@@ -4527,16 +4298,16 @@ def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) 
 
     data=False: by the first line of its file alone; size_bytes is None if that is not valid.
     """
-    path, attempts = files.root + entry.path, entry.attempts
+    attempts = entry.attempts
     if attempts is None and not _is_end(entry.path):
         attempts = 0
     try:
         if data:
-            payload, key = _look_afresh(_read_record, path, entry.id)
+            payload, key = files.read(entry.path, entry.id)
             size_bytes: int | None = len(payload)
         else:
             payload = b""
-            key, size_bytes = _look_afresh(_read_head, path)
+            key, size_bytes = files.head(entry.path)
     except FileNotFoundError:
         return None  # RACE: it moved on
     place = _Lease(entry.path)
@@ -4614,7 +4385,7 @@ class FemtoQueue:
         self.detached = bool(detached)
         self._given_node_id = node_id
         self._length_ns = _lease_length_ns(timeout_stale_ms)
-        self._files = _Files(os.fspath(data_dir), self.sync_after_write)
+        self._files = _open_files(os.fspath(data_dir), self.sync_after_write)
         self._files.make_dirs()
         self._clock = _QueueClock(self._files)
         self._init_worker()
@@ -5203,17 +4974,44 @@ class FemtoQueue:
 #     comes back, so that any process may remove the ticket of a dead member.
 # ==================================================================================================
 
-_MAX_REDRAWS = 8  # of a ticket's number, by a host that was cut off meanwhile
+_MAX_REDRAWS = 8  # of a ticket's number
+_REDRAW_PAUSE_S = 0.01
+
+
+class _Numbers:
+    """The numbers of a line's tickets. The last one stands in the file "last", whose lock is held.
+    Another file system may have another class; see _open_files()."""
+
+    def __init__(self, files: _Files) -> None:
+        self._files, self._root = files, files.root
+
+    def draw(self, last: _FileLock, highest: int) -> int:
+        """Return the next number, and note it. highest: of those in line."""
+        number = max(int(os.read(last.fd, 20) or 0), highest) + 1
+        os.pwrite(last.fd, b"%020d" % number, 0)
+        return number
+
+    def check(self, number: int) -> None:
+        """Raise FileExistsError if a higher one was drawn before ours was in line."""
+
+    def may_be_passed_over(self, age_s: float, stale_s: float) -> bool:
+        """Whether a member that was not touched for so long may have lost its place."""
+        return False
+
+    def remove(self) -> None:
+        """Remove the empty directory."""
+        os.unlink(f"{self._root}last")
+        _remove_empty_dir(self._root)  # RACE: not if another process opens a new "last" now
 
 
 class _HeldTicket:
-    """A ticket of this object: its number, its locked file, when the last touch that was in time
-    began (wall clock), and whether it ever was the first in line."""
+    """A ticket of this object: its locked file, when the last touch that was in time began (wall
+    clock), and whether it ever was the first in line."""
 
-    __slots__ = ("had_turn", "lock", "number", "touched_s")
+    had_turn = False
 
-    def __init__(self, number: int, lock: _FileLock, touched_s: float) -> None:
-        self.number, self.lock, self.touched_s, self.had_turn = number, lock, touched_s, False
+    def __init__(self, lock: _FileLock, touched_s: float) -> None:
+        self.lock, self.touched_s = lock, touched_s
 
 
 class TicketQueue:
@@ -5244,12 +5042,12 @@ class TicketQueue:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
-        self._files = _Files(os.fspath(queue_dir), is_durable=False)
+        self._files = _open_files(os.fspath(queue_dir), is_durable=False)
         self._root = self._files.root
-        _make_dir(os.path.dirname(self._root), 0o700, sync=False)
+        self._numbers: _Numbers = self._files.parts[-1](self._files)
         boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
         self._boot = _boot_tag(boot_id, self._root)
-        _fork_hooks[self] = TicketQueue._after_fork
+        _fork_hooks[self] = lambda line: line._held.clear()
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket; return its number, from 1, and its member: its file's name in
@@ -5258,61 +5056,39 @@ class TicketQueue:
         Blocks only while other processes register. Raises OSError if this host was cut off, and
         others registered, again and again meanwhile.
         """
-        redraws = 0
-        while True:
+        for left in range(_MAX_REDRAWS, -1, -1):
             try:
                 with self._locked() as last:
-                    ticket, member, held = self._register(last)
+                    member, held = self._register(last)
                 self._held[member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
-                return ticket, member
+                return _number_of(member), member
             except OSError as error:
-                redraws += 1
-                if redraws > _MAX_REDRAWS or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
+                if not left or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
                     raise
-            time.sleep(_SHARED_LOCK_POLL_S)
+            time.sleep(_REDRAW_PAUSE_S)
+        raise AssertionError("it returned or raised")
 
-    def _register(self, last: _FileLock) -> tuple[int, str, _HeldTicket]:
-        """Take the next ticket, with the lock of "last" held; return number, member and file.
+    def _register(self, last: _FileLock) -> tuple[str, _HeldTicket]:
+        """Take the next ticket, with the lock of "last" held; return its member and its file.
 
-        RACE: a host that was cut off has lost that lock (NFS). If another one registered meanwhile,
-        or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or EEXIST.
+        RACE: a host that was cut off has lost that lock (replies). If another one registered
+        meanwhile, or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or
+        EEXIST.
         """
-        ticket, began_s = self._next_number(last), time.time()
-        name = _ticket_name(ticket, self._boot, os.urandom(8).hex())
-        lock = _open_locked(f"{self._root}.{name}")  # not a ticket yet: it must appear locked
+        number = self._numbers.draw(last, max(map(_number_of, self._tickets()), default=0))
+        began_s = time.time()
+        name = _ticket_name(number, self._boot, os.urandom(8).hex())
+        lock = self._files.open_lock(f".{name}")  # not a ticket yet: it must appear locked
         try:
-            _move(f"{self._root}.{name}", self._root + name, _always)
-            if self._files.is_shared and self._noted() > _last_number_name(ticket):
-                # Who drew the higher one may have been first in line, and have its turn.
-                raise FileExistsError(errno.EEXIST, "another host was faster", self._root + name)
+            lock.acquire_exclusive()
+            self._files.move(f".{name}", name)
+            self._numbers.check(number)
         except BaseException:
-            for path in (f"{self._root}.{name}", self._root + name):
-                _unlink_if_exists(path, or_fail=False)
+            self._files.remove(f".{name}")
+            self._files.remove(name)
             lock.close()
             raise
-        return ticket, name, _HeldTicket(ticket, lock, began_s)
-
-    def _next_number(self, last: _FileLock) -> int:
-        """Return the next number, and note it: in "last", whose lock is held.
-
-        On a file system of several hosts the name of an empty file has it: a host may read contents
-        that another has written as they were (GlusterFS: for a second), but it lists the new names;
-        and of two that rename it, one fails.
-        """
-        noted = self._noted()
-        in_line = (ticket for ticket, _ in self._tickets())
-        number = max(int(os.read(last.fd, 20) or 0), int(noted[-20:] or 0), *in_line) + 1
-        if not self._files.is_shared:
-            os.pwrite(last.fd, b"%020d" % number, 0)
-        elif noted:
-            os.rename(self._root + noted, self._root + _last_number_name(number))
-        else:
-            _write_new(self._root + _last_number_name(number), b"")
-        return number
-
-    def _noted(self) -> str:
-        """Return the name of the file that has the last number, "" if there is none."""
-        return max(filter(_parse_last_number, os.listdir(self._root)), default="")
+        return name, _HeldTicket(lock, began_s)
 
     def is_head(self, ticket: int) -> bool:
         """Say whether that ticket is the first of those whose members live; touch it if it is ours.
@@ -5321,9 +5097,9 @@ class TicketQueue:
         If it never was the first, it is removed. If it was, its turn may be another's by now: stop,
         and remove() it.
         """
-        is_first = ticket == next((t for t, name in self._tickets() if self._lives(name)), None)
+        is_first = ticket == next(map(_number_of, filter(self._lives, self._tickets())), None)
         for member, held in list(self._held.items()):
-            if held.number != ticket:
+            if _number_of(member) != ticket:
                 continue
             if not self._touch(held):  # after the look: that may have taken long
                 if not held.had_turn:
@@ -5337,7 +5113,7 @@ class TicketQueue:
 
         Raises ValueError for a name that register() does not return.
         """
-        if not isinstance(member, str) or not _parse_ticket(member) or member[0] == ".":
+        if not isinstance(member, str) or not _parse_ticket(member):
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
         held = self._held.pop(member, None)
         try:
@@ -5348,11 +5124,11 @@ class TicketQueue:
 
     def cleanup_stale(self) -> int:
         """Remove the tickets of members that died or went stale; return how many."""
-        return sum(not self._lives(name) for _, name in self._tickets())
+        return sum(not self._lives(member) for member in self._tickets())
 
     def is_empty(self) -> bool:
         """Say whether no living member is in line."""
-        return not any(self._lives(name) for _, name in self._tickets())
+        return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
         """Remove queue_dir if no living member is in line; say whether it went.
@@ -5360,13 +5136,12 @@ class TicketQueue:
         A register() meanwhile waits, and makes it again. Tickets begin at 1 then. On a file system
         of several hosts it stays: another host may take a lock that was removed for the one there.
         """
-        if not os.path.isdir(self._root) or self._files.is_shared:
+        if not os.path.isdir(self._root):
             return False
         with self._locked():
             if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
                 return False
-            os.unlink(f"{self._root}last")
-            _remove_empty_dir(self._root)  # RACE: not if another process opens a new "last" now
+            self._numbers.remove()
         return not os.path.isdir(self._root)
 
     @contextlib.contextmanager
@@ -5384,7 +5159,7 @@ class TicketQueue:
             if self.stale_timeout is not None:
                 threading.Thread(target=self._touch_until, args=(member, over), daemon=True).start()
             while not self.is_head(ticket):
-                line = [name for _, name in self._tickets()]
+                line = self._tickets()
                 if member not in line:
                     raise FemtoQueueError(f"ticket {ticket} was passed over, or removed")
                 left_s = end_s - time.monotonic()
@@ -5405,89 +5180,396 @@ class TicketQueue:
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
         """Touch a member's ticket now and then, until it is over."""
-        while not over.wait((self.stale_timeout or 0) / 4):
+        while not over.wait(self._stale_s / 4):
             with contextlib.suppress(OSError, KeyError):  # RACE: given up just now
                 self._touch(self._held[member])
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch a ticket; False if another host has passed it over, or may do so just now."""
+        """Touch a ticket; False if it may have been passed over, also just now."""
         began_s = time.time()
         try:
             os.utime(held.lock.fd)
         except OSError as error:
             if error.errno not in _MISSING_ERRNOS:
                 raise
-            return False  # ESTALE
-        # RACE: a host that saw it stale may remove it only now, and take its turn. So ours must not
-        # be the next, though the ticket is there, and young again. A quarter less: clocks differ.
-        if self._is_older(held.touched_s, 0.75) and self._files.is_shared:
+            return False
+        if self._numbers.may_be_passed_over(time.time() - held.touched_s, self._stale_s):
             return False
         held.touched_s = began_s
         return True
 
-    def _is_older(self, touched_s: float, part: float = 1) -> bool:
-        """Whether a ticket was last touched longer ago than that part of stale_timeout."""
-        timeout_s = self.stale_timeout
-        return timeout_s is not None and time.time() - touched_s > part * timeout_s
+    @property
+    def _stale_s(self) -> float:
+        return float("inf") if self.stale_timeout is None else self.stale_timeout
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[_FileLock]:
         """Hold the lock of "last", in which the last number stands."""
-        while True:
+        is_locked = False
+        while not is_locked:
             _make_dir(os.path.dirname(self._root), 0o700, sync=False)
-            try:
-                lock = _open_locked(f"{self._root}last")
-            except OSError as error:
-                if error.errno not in _MISSING_ERRNOS:
-                    raise
-                continue  # RACE: maybe_cleanup() removed the directory
-            try:
-                for name in os.listdir(self._root):
-                    if name.startswith(".") and _parse_ticket(name):
-                        # CRASH: of a process that died with this lock
-                        _unlink_if_exists(self._root + name)
-                yield lock
-            finally:
-                with contextlib.suppress(OSError):  # what was done under the lock is done
-                    lock.close()
-            return
-
-    def _tickets(self) -> list[tuple[int, str]]:
-        """Return number and file name, which is the member, of all tickets in line, in order."""
+            with contextlib.suppress(FileNotFoundError):  # RACE: maybe_cleanup() removed it
+                lock = self._files.open_lock("last")
+                lock.acquire_exclusive()
+                is_locked = lock.is_at_path()  # RACE: else it was removed while we waited
         try:
-            names = sorted(os.listdir(self._root))
-        except FileNotFoundError:
-            return []
-        forms = [form for name in names if (form := _parse_ticket(name)) and name[0] != "."]
-        return [(int(form[1]), form[0]) for form in forms]
+            for name in self._files.names(""):
+                if name[0] == "." and _parse_ticket(name[1:]):
+                    _unlink_if_exists(self._root + name)  # CRASH: of one that died with this lock
+            yield lock
+        finally:
+            with contextlib.suppress(OSError):  # what was done under the lock is done
+                lock.close()
 
-    def _lives(self, name: str) -> bool:
-        """Say whether a ticket's member lives; remove the ticket if not."""
-        path = self._root + name
+    def _tickets(self) -> list[str]:
+        """Return the members in line, in order: the names of their files."""
+        return sorted(filter(_parse_ticket, self._files.names("")))
+
+    def _lives(self, member: str) -> bool:
+        """Say whether a member lives; remove its ticket if not."""
+        path = self._root + member
         try:
-            lock = _FileLock(path, os.O_RDWR)
+            lock = self._files.open_lock(member, os.O_RDWR)
             try:
-                if _boot_of_ticket(name) == self._boot:
-                    dead = lock.try_exclusive()
-                else:  # by its open file: what stat() tells may be a minute old (NFS)
-                    dead = self._is_older(os.fstat(lock.fd).st_mtime)
+                if _boot_of_ticket(member) == self._boot:
+                    is_dead = lock.try_exclusive()
+                else:  # by its open file: what is said of the path may be a minute old
+                    is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
             finally:
                 lock.close()
         except OSError as error:
             if error.errno not in _MISSING_ERRNOS:
                 raise
             return False  # RACE: given up just now
-        if dead:
+        if is_dead:
             _unlink_if_exists(path)
-        return not dead
-
-    def _after_fork(self) -> None:
-        """In a forked child: it holds none of its parent's tickets."""
-        self._held = {}
+        return not is_dead
 
 
 # ==================================================================================================
-# 21. Command line: a function for each command, with its arguments. Its docstring is the help.
+# 21. Other file systems: those that other hosts write to, and systems without flock. The door is
+#     _open_files(), which chooses the classes of an object once; no other room asks. What is true
+#     on NFS and GlusterFS:
+#       stale     What another host changed may be seen as it was: names and contents for 30 s
+#                 (NFS), contents for a second (GlusterFS). The server answers listings and renames,
+#                 and what is read after a listing.
+#       replaced  After a listing, a name may lead to the file that was replaced: ESTALE or ENOENT
+#                 from open(), read() or close(); then the name is looked up (GlusterFS).
+#       phantom   A name that is yet to be healed is listed for minutes and leads to nothing
+#                 (GlusterFS).
+#       healed    A name that was renamed during a network cut may come back as a second link to the
+#                 file (GlusterFS).
+#       replies   A rename that was carried out may raise ENOENT: a server that rebooted before it
+#                 answered is asked again (NFS; perhaps others, but not GlusterFS). On GlusterFS a
+#                 replica may show as carried out a rename that failed.
+#       flock     A waiting flock() asks the server only after 1, 2, 4 … seconds (NFS). If the
+#                 network is cut meanwhile, it keeps the bricks busy for ever (GlusterFS).
+# ==================================================================================================
+
+_GLUSTERFS_TYPE = 0x65735546  # of all that is mounted through FUSE
+_NETWORK_TYPES = {
+    **{0x6969: "NFS", _GLUSTERFS_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB"},
+    **{0x517B: "SMB", 0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre"},
+    **{0x01161970: "GFS2", 0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS"},
+    **{0x19830326: "BeeGFS"},
+}
+_LOOKS = 4  # for a file that was replaced; three were needed
+_STALE_S = 12.0  # until a name that leads to nothing is a phantom
+_LOCK_POLL_S = 0.01
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _open_files(data_dir: str, is_durable: bool) -> _Files:
+    """Make data_dir if it is missing; return the steps on files for its file system.
+
+    Raises OSError if statfs(2) fails: what other hosts write to must not be taken for local.
+    """
+    _make_dir(os.path.abspath(data_dir), 0o700, is_durable)
+    fs_type = _fs_type(data_dir)
+    if fs_type not in (0, *_LOCAL_TYPES):
+        files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
+        files.parts = _SharedLeaseDir, _KeyIndex, _SharedNumbers
+    elif fcntl is None:
+        files = _UnlockedFiles(data_dir, is_durable)
+        files.parts = _UnlockedLeaseDir, _KeyIndex, _Numbers
+    else:
+        files = _Files(data_dir, is_durable)
+        files.parts = _LeaseDir, _KeyIndex, _Numbers
+    return files
+
+
+class _Unlocked(_FileLock):
+    """Stands for the lock of a directory where there is no flock: claims go by its path."""
+
+    fd: Any = None
+
+    def __init__(self, path: str) -> None:
+        self.path, self.prefix = path, f"{path}/"
+
+    def acquire_shared(self) -> bool | None:
+        return None
+
+    try_exclusive = acquire_shared
+
+    def is_at_path(self) -> bool:
+        return os.path.isdir(self.path)
+
+    def close(self) -> None:
+        pass
+
+    __del__ = close
+
+
+class _UnlockedFiles(_Files):
+    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
+        raise OSError(errno.ENOTSUP, _NO_FLOCK, path)
+
+    def open_dir(self, directory: str) -> _FileLock | None:
+        return _Unlocked(self.root + directory)
+
+
+class _UnlockedLeaseDir(_LeaseDir):
+    def claim(self, source: str, length_ns: int, counts: bool = True) -> str:
+        if _is_keyed(_id_of(source)):
+            return ""  # it could be leased, but never finished
+        return super().claim(source, length_ns, counts)
+
+
+def _afresh(look: _Method) -> _Method:
+    """Have a look at a file repeated, without a listing in between (replaced). It raises
+    FileNotFoundError for ESTALE."""
+
+    @functools.wraps(look)
+    def call(*args: Any) -> Any:
+        for _ in range(_LOOKS):
+            try:
+                return look(*args)
+            except OSError as error:
+                if error.errno not in _MISSING_ERRNOS:
+                    raise
+                path = error.filename
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+
+    return call  # type: ignore[return-value]
+
+
+class _SharedLock(_FileLock):
+    """A lock that is polled, always at one pace (flock)."""
+
+    def acquire_exclusive(self, wait: bool = True) -> None:
+        while True:
+            try:
+                return super().acquire_exclusive(wait=False)
+            except BlockingIOError:
+                if not wait:
+                    raise
+            time.sleep(_LOCK_POLL_S)
+
+
+class _SharedFiles(_Files):
+    """`phantoms`: the paths of those that were met. `clock`: the queue's, set by its lease
+    directory; None for tickets."""
+
+    is_shared = True
+    clock: _QueueClock | None = None
+
+    def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
+        super().__init__(data_dir, is_durable)
+        self._heals = fs_type == _GLUSTERFS_TYPE
+        self.loses_replies = not self._heals
+        self.phantoms: set[str] = set()
+        if kind := _NETWORK_TYPES.get(fs_type):
+            ends = "other hosts' leases end by their deadlines only"
+            self.caveat = f"{kind}: {ends}, and waiting is polling"
+
+    # Looking
+
+    head = _afresh(_Files.head)
+    lstat = _afresh(_Files.lstat)
+    text = _afresh(_Files.text)
+    _read_once = _afresh(_Files.read)
+    _names_once = _afresh(_Files.names)
+
+    def _refresh(self, directory: str) -> None:
+        """Have the names of a directory looked up anew: opening it does (close-to-open, nfs(5))."""
+        with contextlib.suppress(OSError):  # the look that follows gets it too
+            os.close(os.open(self.root + directory, os.O_RDONLY | os.O_DIRECTORY))
+
+    def exists(self, path: str) -> bool:
+        self._refresh(os.path.dirname(path))
+        return super().exists(path)
+
+    def names(self, directory: str) -> list[str]:
+        self._refresh("")  # the directory may be new
+        return self._names_once(directory)
+
+    def has_work(self) -> bool:
+        self._refresh("")  # keys/ may be new
+        return super().has_work()
+
+    def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
+        """Read a record; afresh what another host may have replaced before it came here."""
+        state = _state_of(path)
+        if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
+            return self.read_afresh(path, ident)
+        return self._read_once(path, ident)
+
+    def read_afresh(self, path: str, ident: str) -> tuple[bytes, str | None]:
+        """Read a record after a listing, and again for as long as its name is listed: it may be
+        replaced, or a phantom. The time alone says nothing: a mount that hung knows no more than
+        before. Raises FileNotFoundError."""
+        directory, name = os.path.split(path)
+        tries, end_s = 20, time.monotonic() + _STALE_S
+        if path in self.phantoms:
+            tries, end_s = 5, 0.0
+        for count, pause_s in enumerate(_backoff_s(_STALE_S / 60), 1):
+            is_listed = name in self.names(directory)
+            try:
+                record = self._read_once(path, ident)
+                self.phantoms.discard(path)
+                return record
+            except FileNotFoundError:
+                if not is_listed:
+                    raise
+                if count >= tries and time.monotonic() > end_s:
+                    self.phantoms.add(path)
+                    raise
+            time.sleep(pause_s)
+        raise AssertionError("pauses never end")
+
+    def is_done(self, path: str) -> bool:
+        """Whether a task's file is in done/ too (healed). A copy, by which a person runs a task
+        again, is another file. In failed/ the second link may be the outdated name, of a task
+        retried since."""
+        if not self._heals:
+            return False
+        try:
+            ours = self.lstat(path)
+            return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
+        except FileNotFoundError:
+            return False  # not done; if its file is gone, whoever reads it will see
+
+    def drop_done(self, path: str) -> bool:
+        if not self.is_done(path):
+            return False
+        _log().warning("task %s is done; %s, which came back, is removed", _id_of(path), path)
+        self.remove(path)
+        return True
+
+    # Moving
+
+    def move(self, source: str, target: str) -> str:
+        with self._found_moved(source, target):
+            return super().move(source, target)
+        return target
+
+    def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
+        with self._found_moved(source, target):
+            super().move_over(source, target, must_exist)
+
+    @contextlib.contextmanager
+    def _found_moved(self, source: str, target: str) -> Iterator[None]:
+        """Suppress a FileNotFoundError of the block if its rename was carried out (replies).
+
+        It is raised for a lease that was over before: another delivery may have ended the task.
+        """
+        number = 0
+        if self.loses_replies and not self._is_over(source):
+            number = os.lstat(self.root + source).st_ino
+        try:
+            yield
+        except FileNotFoundError:
+            if not number or not self._was_moved(number, source, target):
+                raise
+
+    def _is_over(self, path: str) -> bool:
+        """Whether a path is that of a lease whose deadline has passed."""
+        is_lease = self.clock is not None and _state_of(path) == "inflight"
+        return is_lease and _stamp_of(path) <= self.clock.now_ns()  # type: ignore[union-attr]
+
+    def _was_moved(self, number: int, source: str, target: str) -> bool:
+        """Whether a file of that inode is where it was to go, and not where it was any more."""
+        if self.exists(source):
+            return False
+        return not target or (self.exists(target) and self.lstat(target).st_ino == number)
+
+    def shrink_pending(self, new_id: Callable[[], str]) -> None:
+        """Do nothing: other hosts may look into the old directory for long (stale)."""
+
+    @_afresh
+    def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
+        return _SharedLock(self.root + path, flags)
+
+
+class _SharedLeaseDir(_LeaseDir):
+    """Does not claim what is done (healed), nor miss what it has claimed (replies)."""
+
+    _files: _SharedFiles
+
+    def __init__(self, worker: _Worker) -> None:
+        super().__init__(worker)
+        self._files.clock = worker.clock
+
+    def claim(self, source: str, length_ns: int, counts: bool = True) -> str:
+        lease = super().claim(source, length_ns, counts)
+        try:
+            is_done = bool(lease) and self._files.drop_done(lease)
+        except BaseException:
+            self.unread.pop(lease, None)
+            self.undo_claim(lease, source)
+            raise
+        if is_done:
+            del self.unread[lease]
+            self.orphans.add(lease.partition("/")[2])  # should it stay
+            return ""
+        return lease
+
+    def _was_claimed(self, name: str) -> bool:
+        if not self._files.loses_replies:
+            return False
+        try:
+            return name in os.listdir(self.path)
+        except OSError:
+            self.orphans.add(name)  # should it be there after all
+            self._backlog.clear()  # our directory is gone: the next listing makes it
+            self.is_suspect = True
+            return False
+
+
+class _SharedNumbers(_Numbers):
+    """The name of an empty file has the last number: it is listed though contents are stale, and of
+    two hosts that rename it, one fails."""
+
+    _parse = re.compile(r"last~[0-9]{20}").fullmatch
+
+    def draw(self, last: _FileLock, highest: int) -> int:
+        noted = self._noted()
+        number = max(int(noted[5:] or 0), highest) + 1
+        if noted:
+            os.rename(self._root + noted, f"{self._root}last~{number:020d}")
+        else:
+            _write_new(f"{self._root}last~{number:020d}", b"")
+        return number
+
+    def _noted(self) -> str:
+        return max(filter(self._parse, self._files.names("")), default="")
+
+    def check(self, number: int) -> None:
+        """RACE: another host drew a higher one, was first in line, and may have its turn."""
+        if self._noted() > f"last~{number:020d}":
+            raise FileExistsError(errno.EEXIST, "another host was faster", self._root)
+
+    def may_be_passed_over(self, age_s: float, stale_s: float) -> bool:
+        """RACE: a host that saw the ticket stale may remove it only now, and take its turn. So ours
+        must not be the next, though it is there, and young again. A quarter less: clocks differ."""
+        return age_s > 0.75 * stale_s
+
+    def remove(self) -> None:
+        """Leave the directory: another host may take a lock that was removed for the one there."""
+
+
+# ==================================================================================================
+# 22. Command line: a function for each command, with its arguments. Its docstring is the help.
 #     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
 #     uses _WorkerPool (17), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
 # ==================================================================================================

@@ -3713,8 +3713,9 @@ class Keyed(QueueCase):
         q.pop()
 
         def note(name: str, args: tuple[Any, ...]) -> None:
-            seen.append(name)
             self.assertNotIn("/keys", str(args))
+            if name != "lstat" or self.fs_type != NFS:  # which its client answers, mostly
+                seen.append(name)
 
         with hooked(note):
             q.push(b"3")
@@ -9175,10 +9176,10 @@ class Checking(QueueCase):
         q.pop()
 
     def test_clocks_and_file_systems_that_are_odd_are_told(self) -> None:
-        q, clock = self.queue(), self.clock()
-        clock.wall_shift_s -= 3600
         with on_file_system(NFS):
-            found = q.check()
+            q, clock = self.queue(), self.clock()
+        clock.wall_shift_s -= 3600
+        found = q.check()
         self.assertEqual([it.kind for it in found], ["network file system", "clock"])
         self.assertIn("NFS", found[0].text)
         self.assertIn("3600 s ahead", found[1].text)
@@ -10299,7 +10300,8 @@ class Documents(DocumentCase):
             *("_Files.move", "_Files.replacement", "_Files.remove", "_Files.swap_or_replace"),
             *("_Files.shrink_pending", "_Housekeeper.remove_stale_files", "FemtoQueue.resume"),
             *("FemtoQueue.push_many", "TicketQueue.register", "TicketQueue.remove"),
-            *("TicketQueue.maybe_cleanup", "_KeyStates.close", "_KeyIndex.replace_under_lease"),
+            *("_Numbers.remove", "_SharedNumbers.draw", "_Files.move_over"),
+            *("_KeyStates.close", "_KeyIndex.replace_under_lease"),
         }
         self.assertLessEqual(moves - helpers, named)
 
@@ -10336,7 +10338,7 @@ class Documents(DocumentCase):
         import ast
 
         tree = ast.parse(self.read("femtoqueue.py"))
-        room, doors = self.room_of_each_line(), {"_read_checkpoint"}  # by which an annex is named
+        room, doors = self.room_of_each_line(), {"_read_checkpoint", "_open_files"}  # of annexes
         homes: dict[str, int] = {}  # of the names at top level
         private: dict[int, set[str]] = {}  # names of attributes that belong to a room's own classes
         for node in tree.body:
