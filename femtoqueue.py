@@ -119,13 +119,12 @@ import itertools
 import os
 import re
 import stat
-import struct
 import sys
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -134,9 +133,7 @@ except ImportError:  # not POSIX: leases end by their deadlines
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    import asyncio
     import logging
-    from concurrent.futures import Future, ThreadPoolExecutor
     from datetime import datetime
 
 __all__ = [
@@ -188,6 +185,7 @@ _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
 _FIRST_PAUSE_S = 0.001  # of a backoff between two polls
+_PIPE_BYTES = 4096  # a pipe holds that much without a reader
 
 
 def _utc(ns: int) -> datetime:
@@ -1762,10 +1760,6 @@ class _Backlog:
 # ==================================================================================================
 
 
-class _Closed(Exception):
-    """close() was called while this thread waited for a task: its wait is over."""
-
-
 class _LeaseDir:
     """Opened by the first listing, and again when it was removed or given up.
 
@@ -1786,7 +1780,6 @@ class _LeaseDir:
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
         self._held: _FileLock | None = None
         self._first_open = True  # leases found in it belong to an earlier process
-        self._wait = threading.local()  # .closes: what that was when this thread's wait began
 
     # Opening
 
@@ -1801,8 +1794,6 @@ class _LeaseDir:
     def ensure_open(self) -> list[_Entry]:
         """Open and lock it if it is not held; return the leases that an earlier process left."""
         with self._lock:
-            if self.closes:
-                self.check_wait()
             orphans = [] if self.is_held() else self._open()
             self.is_suspect = False
             return orphans
@@ -1886,8 +1877,6 @@ class _LeaseDir:
         Returns "" if another worker was first, or if the directory is not open (any more). Call it
         with the worker's lock held. counts: whether it counts as a delivery.
         """
-        if self.closes:
-            self.check_wait()
         attempts = _attempts_of(source) if "~" in source else 0
         if counts and attempts < _MAX_ATTEMPTS:
             attempts += 1
@@ -1961,22 +1950,6 @@ class _LeaseDir:
             _log().warning("%s could not be cleared: %s", self.path, error)
         finally:
             lock.close()
-
-    @contextlib.contextmanager
-    def waiting_since(self, closes: int | None) -> Iterator[None]:
-        """In the block, a claim of this thread raises _Closed if close() was called since `closes`
-        was read. None: not a wait, so it never does (a signal handler may run within a wait)."""
-        outer = getattr(self._wait, "closes", None)
-        self._wait.closes = closes
-        try:
-            yield
-        finally:
-            self._wait.closes = outer
-
-    def check_wait(self) -> None:
-        """Raise _Closed in a thread whose wait close() has ended. Call it with the lock held."""
-        if getattr(self._wait, "closes", None) not in (None, self.closes):
-            raise _Closed
 
 
 # ==================================================================================================
@@ -3405,192 +3378,103 @@ class _Housekeeper:
 
 # ==================================================================================================
 # 15. Waiting: for an event in the directories, in threads and in coroutines.
-#     Invariant: `events` grows before a waiter is notified. A caller reads it, tries to claim, and
-#     passes the value to wait(); if an event arrived in between, wait() returns at once.
+#     Invariant: a wait has its watcher before its last look, so that what comes after that look
+#     ends the sleep. Coroutines only wait: one thread looks for them.
 # ==================================================================================================
 
 # inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
 _IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
-_IN_LOST = 0x4000 | 0x8000  # events were lost; a directory that was watched is gone
-_EVENT = struct.Struct("iIII")  # watch, mask, cookie, and the length of the name that follows
-_PIPE_BYTES = 4096  # a pipe holds that much without a reader
+_MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
 _Found = TypeVar("_Found")  # by a wait
 
 
 class _Watcher:
-    """Counts events: a file came to pending/ or scheduled/, or PAUSED is gone.
+    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is gone, or wake() is called.
 
-    By inotify(7) on Linux, in a descriptor that one thread at a time reads. sees_all_writers: only
-    this kernel writes there; else a wait must be short, as it must without inotify.
+    One for each wait. Without inotify, only wake() ends the sleep. sees_all: no event is missed,
+    as only this kernel writes there; else a wait must be short.
     """
 
-    def __init__(self, root: str, for_threads: bool = True) -> None:
-        self.events, self.fd = 0, -1
+    def __init__(self, root: str) -> None:
         self._root, self._libc = root, _libc()
-        self._root_watch = 0
-        self._waker: tuple[int, ...] = ()  # the ends of a pipe, by which interrupt() is heard
-        self._changed = threading.Condition()
-        self.is_read = False  # a thread waits at the descriptor, the others for that thread
-        if self._libc is not None:
-            self.fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)  # -1: too many
-        if self.fd >= 0 and for_threads:
-            try:
-                self._waker = os.pipe()
-            except OSError:  # no descriptors: it polls
-                os.close(self.fd)
-                self.fd = -1
-        self.sees_all_writers = self._watch() and _fs_type(root) in _LOCAL_TYPES
+        self._fds: list[int] = []  # of inotify, and the ends of a pipe for wake()
+        self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
+        self._no_wake.acquire()
+        fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
+        if fd >= 0:  # -1: too many
+            self._fds.append(fd)
+            self._fds += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
+        self.sees_all = self._watch() and _fs_type(root) in _LOCAL_TYPES
 
     def _watch(self) -> bool:
-        """Watch the directories; again, where one of them was replaced. False if that fails."""
+        """Watch the directories, and those in their places if they were replaced."""
         watched = [("pending", _IN_COMES), ("scheduled", _IN_COMES), ("", _IN_COMES | _IN_GOES)]
-        if self.fd < 0:
-            return False
-        for name, mask in watched:
-            path = os.fsencode(self._root + name)
-            watch = self._libc.inotify_add_watch(self.fd, path, mask | _IN_ONLYDIR)
-            if watch < 0:
-                return False
-        self._root_watch = watch
-        return True
+        add, root = self._libc.inotify_add_watch if self._fds else None, self._root
+        return add is not None and all(
+            add(self._fds[0], os.fsencode(root + name), mask | _IN_ONLYDIR) >= 0
+            for name, mask in watched
+        )
 
-    def wait(self, events: int, seconds: float) -> None:
-        """Return when there were more events than `events`, or when the time is over."""
-        reads = False
-        try:
-            with self._changed:
-                if self.fd < 0 or self.is_read:
-                    polls = self.fd < 0
-                    self._changed.wait_for(
-                        lambda: self.events != events or not (polls or self.is_read), seconds
-                    )
-                    return
-                if self.events != events:
-                    return
-                reads = self.is_read = True
-            self._poll(seconds)
-        finally:
-            if reads:
-                with self._changed:
-                    self.is_read = False
-                    self._changed.notify_all()
-
-    def _poll(self, seconds: float) -> None:
-        """Wait at the descriptor, and read what it has."""
+    def sleep(self, seconds: float) -> None:
+        """Return at the next event, or when the time is over."""
         import select
 
+        if not self._fds:
+            self._no_wake.acquire(timeout=seconds)
+            return
         poll = select.poll()
-        for fd in (self.fd, self._waker[0]):
+        for fd in self._fds[:2]:
             poll.register(fd, select.POLLIN)
-        ready = {fd for fd, _ in poll.poll(int(seconds * 1000) + 1)}
-        if self.fd in ready:
-            self.read_events()
-        if self._waker[0] in ready:
-            os.read(self._waker[0], _PIPE_BYTES)
+        for fd, _ in poll.poll(int(seconds * 1000) + 1):
+            with contextlib.suppress(BlockingIOError):
+                os.read(fd, 1 << 16)
+            if fd == self._fds[0]:  # pending/ may be a new directory (shrink_pending, a person)
+                self.sees_all = self._watch() and self.sees_all
 
-    def interrupt(self) -> None:
-        """Make all waiters look again, though nothing has changed on the disk."""
-        with self._changed:
-            self.events += 1
-            if self.is_read:
-                os.write(self._waker[1], b"!")
-            self._changed.notify_all()
+    def wake(self) -> None:
+        """End the sleep, or the next one; in any thread, or in a signal handler."""
+        if not self._fds:
+            with contextlib.suppress(RuntimeError):  # it was woken before
+                self._no_wake.release()
+            return
+        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
+            os.write(self._fds[2], b"!")
 
-    def read_events(self) -> None:
-        """Read what the descriptor has; its caller knows that there is something."""
-        with contextlib.suppress(BlockingIOError):
-            if self._may_be_replaced(os.read(self.fd, 1 << 16)):
-                # Before the next look, so nothing is missed.
-                self.sees_all_writers = self._watch() and self.sees_all_writers
-        self.events += 1
-
-    def _may_be_replaced(self, events: bytes) -> bool:
-        """Whether one of these events means that pending/ or scheduled/ may be a new directory
-        (shrink_pending, a person): one in data_dir does."""
-        at = 0
-        while at < len(events):
-            watch, mask, _, length = _EVENT.unpack_from(events, at)
-            if watch == self._root_watch or mask & _IN_LOST:
-                return True
-            at += _EVENT.size + length
-        return False
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
 
     def __del__(self) -> None:
-        if self.fd >= 0 and os is not None:  # None: the interpreter ends
-            for fd in (self.fd, *self._waker):
-                os.close(fd)
+        if os is not None:  # None: the interpreter ends
+            self.close()
 
 
-class _AsyncWaiters:
-    """The coroutines of one event loop that wait: a line for each key, whose head alone looks."""
+class _Request:
+    """A coroutine that waits: how to look for it, and the answer."""
 
-    def __init__(self, root: str) -> None:
-        self.watcher = _Watcher(root, for_threads=False)
-        self._lines: dict[str, deque[asyncio.Future[None]]] = {}
-        self.waiters: set[asyncio.Future[None]] = set()
-
-    @contextlib.asynccontextmanager
-    async def fair_turn(self, name: str, end_s: float) -> AsyncIterator[None]:
-        """Wait to be the first in a line, or for the time to come; leave the line at the end."""
+    def __init__(self, look: Callable[[], FemtoTask | None], line: str, closes: int) -> None:
         import asyncio
+        from concurrent.futures import Future
 
-        line = self._lines.setdefault(name, deque())
-        ours: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        line.append(ours)
-        try:
-            if line[0] is not ours:
-                left_s = None if end_s == float("inf") else max(0, end_s - time.monotonic())
-                await asyncio.wait({ours}, timeout=left_s)
-            yield
-        finally:
-            line.remove(ours)
-            if not line:
-                self._lines.pop(name, None)
-            elif not line[0].done():
-                line[0].set_result(None)
-
-    async def wait(self, events: int, seconds: float) -> None:
-        """Do as _Watcher.wait() does, for coroutines."""
-        import asyncio
-
-        if self.watcher.events != events:
-            return
-        loop = asyncio.get_running_loop()
-        event: asyncio.Future[None] = loop.create_future()
-        if not self.waiters and self.watcher.fd >= 0:
-            loop.add_reader(self.watcher.fd, self._read_events)
-        self.waiters.add(event)
-        try:
-            await asyncio.wait({event}, timeout=seconds)
-        finally:
-            self.waiters.discard(event)
-            if not self.waiters and self.watcher.fd >= 0:
-                loop.remove_reader(self.watcher.fd)
-
-    def _read_events(self) -> None:
-        self.watcher.read_events()
-        self.notify()
-
-    def notify(self) -> None:
-        """Make all coroutines look again; in the loop's own thread."""
-        self.watcher.events += 1
-        for event in self.waiters:
-            if not event.done():
-                event.set_result(None)
+        self.look, self.line, self.closes, self.is_over = look, line, closes, False
+        self.loop = asyncio.get_running_loop()
+        self.answer: Future[FemtoTask | None] = Future()
 
 
 class _Waits:
-    """The waits on one queue object. `house` tells when something comes due; a look is a function
-    that returns what it found, or None."""
+    """The waits on one queue object. A look is a function that returns what it found, or None."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._root, self._lease_dir, self._house = worker.files.root, worker.lease_dir, worker.house
-        self._worker, self._longest_poll_s = worker, worker.poll_interval_s
-        self._lock = threading.RLock()
-        self.watcher: _Watcher | None = None
-        self.loops: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _AsyncWaiters]
-        self.loops = weakref.WeakKeyDictionary()
-        self.executor: ThreadPoolExecutor | None = None  # looks for coroutines
+        self._worker, self._house, self._lease_dir = worker, worker.house, worker.lease_dir
+        self._longest_poll_s = worker.poll_interval_s
+        self._watchers: set[_Watcher] = set()  # of the waits that go on
+        self._idle: list[_Watcher] = []  # for the next ones; an old event wakes them for nothing
+        # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
+        self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()  # held as the thread that serves them starts and ends
+        self._is_serving = False
+        self._server: _Watcher | None = None  # of that thread
 
     def wait_for(
         self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
@@ -3603,124 +3487,188 @@ class _Waits:
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
             return found
-        with self._lock:
-            watcher = self.watcher = self.watcher or _Watcher(self._root)
-        pauses_s = self.pauses_s(watcher, end_s)
+        with self._watcher() as watcher:
+            return self._wait(watcher, look, end_s, closes, has_events)
+
+    def _wait(
+        self,
+        watcher: _Watcher,
+        look: Callable[[], _Found | None],
+        end_s: float,
+        closes: int,
+        has_events: bool,
+    ) -> _Found | None:
+        """Look, and sleep, by turns."""
+        pauses_s = _backoff_s(self._longest_poll_s)
         while True:
-            events = watcher.events  # what comes from now on is either seen or heard
             found = self._look(look, closes)
-            if found is not None or self._lease_dir.closes != closes:
+            left_s = end_s - time.monotonic()
+            if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
                 return found
-            rest_s = next(pauses_s, None)
-            if rest_s is None:
-                return None
-            watcher.wait(events, rest_s if has_events else min(rest_s, self._longest_poll_s))
+            rest_s, pause_s = self._house.rest_s(), next(pauses_s)
+            if rest_s <= 0:  # a job failed, or another thread runs it
+                rest_s = pause_s
+            elif not (watcher.sees_all and has_events):
+                rest_s = min(rest_s, pause_s)
+            watcher.sleep(min(left_s, rest_s))
 
     def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
         """Look once, for a wait that began when the queue had been closed `closes` times."""
-        try:
-            with self._lease_dir.waiting_since(closes):
-                found = look()
-        except _Closed:
-            return None
-        if isinstance(found, FemtoTask) and self._lease_dir.closes != closes:
-            self._requeue(found)  # RACE: closed as it was read
-            return None
-        return found
+        found = look()
+        if self._lease_dir.closes == closes:
+            return found
+        # RACE: closed as we looked. The task goes back, and the lease directory is given up again
+        # if we opened it; if it is in use again, it has leases, or will be opened for the next.
+        self._give_back(found)
+        with (
+            self._worker.lock,
+            contextlib.suppress(OSError),
+        ):  # it is gone; or let the next look see
+            if not os.listdir(self._lease_dir.path):
+                self._lease_dir.close(_no_op)
+        return None
 
-    def _requeue(self, task: FemtoTask) -> None:
-        """Give back a task that was found for a wait that is over."""
-        if task is _NO_TASK:
+    def _give_back(self, found: object) -> None:
+        """Return a task that was found for a wait that is over to its place, uncounted."""
+        if not isinstance(found, FemtoTask):
             return
         try:
-            self._worker.requeue_uncounted(task)
+            self._worker.requeue_uncounted(found)
         except LeaseLost:
             pass  # close() did
         except OSError as error:
-            _log().warning("task %s waits for the end of its lease: %s", task.id, error)
+            _log().warning("task %s waits for the end of its lease: %s", found.id, error)
 
-    def _return_unwanted(self, looking: Future[FemtoTask | None]) -> None:
-        """Give back the task that a look of another thread found, if it found one."""
-        if not looking.cancelled() and looking.exception() is None:
-            task = looking.result()
-            if task is not None:
-                self._requeue(task)
+    @contextlib.contextmanager
+    def _watcher(self) -> Iterator[_Watcher]:
+        """Have a watcher for the block."""
+        try:
+            watcher = self._idle.pop()
+        except IndexError:
+            watcher = _Watcher(self._worker.files.root)
+        self._watchers.add(watcher)
+        try:
+            yield watcher
+        finally:
+            self._watchers.discard(watcher)
+            if watcher.sees_all and len(self._idle) < _MAX_IDLE:
+                self._idle.append(watcher)
 
-    def pauses_s(self, watcher: _Watcher, end_s: float) -> Iterator[float]:
-        """Yield how long to wait before each further look, until the time has come."""
-        for pause_s in _backoff_s(self._longest_poll_s):
-            left_s = end_s - time.monotonic()
-            if left_s <= 0:
-                return
-            rest_s = self._house.rest_s()
-            if rest_s <= 0:  # a job failed, or another thread runs it
-                rest_s = pause_s
-            yield min(left_s, rest_s if watcher.sees_all_writers else min(rest_s, pause_s))
+    def end_all(self, error: BaseException | None = None) -> None:
+        """End all waits, after the count of close() has grown; or those of coroutines, with an
+        error."""
+        for watcher in [*self._watchers]:
+            watcher.wake()
+        for ref in self._requests.valuerefs():
+            request = ref()
+            if request is not None:
+                self._answer(request, None, error)
+
+    # Coroutines
 
     async def wait_for_async(
-        self,
-        look: Callable[[], FemtoTask | None],
-        end_s: float,
-        line: str,
+        self, look: Callable[[], FemtoTask | None], end_s: float, line: str
     ) -> FemtoTask | None:
         """Do as wait_for() does, without blocking the event loop; first come, first served in a
-        line."""
+        line. A look that takes long holds up the others, not their loops."""
         import asyncio
 
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            waiters = self.loops.get(loop)
-            if waiters is None:
-                waiters = self.loops[loop] = _AsyncWaiters(self._root)
-        pauses_s = self.pauses_s(waiters.watcher, end_s)
-        closes = self._lease_dir.closes
-        async with waiters.fair_turn(line, end_s):
-            while self._lease_dir.closes == closes:
-                events = waiters.watcher.events
-                task = await self._look_async(look, closes)
-                if task is not None:
-                    return task
-                rest_s = next(pauses_s, None)
-                if rest_s is None:
-                    return None
-                await waiters.wait(events, rest_s)
-        return None
-
-    async def _look_async(
-        self, look: Callable[[], FemtoTask | None], closes: int
-    ) -> FemtoTask | None:
-        """Look once in another thread; a task that is found after a cancellation goes back."""
-        import asyncio
-
-        executor = self.executor
-        if executor is None:
-            from concurrent.futures import ThreadPoolExecutor
-
-            executor = self.executor = ThreadPoolExecutor(32, "femtoqueue")
+        request = _Request(look, line, self._lease_dir.closes)
+        left_s = max(0, end_s - time.monotonic())
+        # The loop holds the request by its timer; the thread does not.
+        timer = request.loop.call_later(min(left_s, _FOREVER_NS / 1e9), self._end, request)
         try:
-            looking = executor.submit(self._look, look, closes)
-        except RuntimeError:
-            if self._lease_dir.closes == closes:
-                raise
-            return None  # RACE: close() in another thread
-        try:
-            return await asyncio.wrap_future(looking)
-        except BaseException:  # cancelled: the thread may have, or may yet get, a task
-            looking.add_done_callback(self._return_unwanted)
+            request.is_over = left_s == 0
+            self._start(request)
+            return await asyncio.wrap_future(request.answer)
+        except BaseException:  # cancelled
+            if not request.answer.cancel() and request.answer.exception() is None:
+                self._give_back(request.answer.result())  # RACE: the thread was quicker
             raise
+        finally:
+            timer.cancel()
+            self._requests.pop(id(request), None)
 
-    def end_all(self) -> None:
-        """Wake all that wait, after the count of close() has grown: their waits are over."""
-        executor, self.executor = self.executor, None
-        if executor is not None:
-            executor.shutdown(wait=False)
-        if self.watcher is not None:
-            self.watcher.interrupt()
+    def _end(self, request: _Request) -> None:
+        """Have a last look for a coroutine whose time is over."""
+        request.is_over = True
+        self._wake_server()
+
+    def _wake_server(self) -> None:
+        server = self._server
+        if server is not None:  # else it is yet to look
+            server.wake()
+
+    def _start(self, request: _Request) -> None:
+        """Have the thread look for a coroutine from now on."""
         with self._lock:
-            loops = list(self.loops.items())
-        for loop, waiters in loops:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits there
-                loop.call_soon_threadsafe(waiters.notify)
+            self._requests[id(request)] = request
+            if self._is_serving:
+                self._wake_server()
+                return
+            self._is_serving = True
+            try:
+                threading.Thread(target=self._serve, daemon=True).start()
+            except BaseException:
+                self._is_serving = False
+                raise
+
+    def _serve(self) -> None:
+        """Look for the coroutines until none waits: the thread."""
+        try:
+            with self._watcher() as self._server:
+                while self._is_serving:
+                    closes = self._lease_dir.closes
+                    self._wait(self._server, self._look_for_all, float("inf"), closes, True)
+        except BaseException as error:
+            self._is_serving = False
+            self.end_all(error)
+        finally:
+            self._server = None
+
+    def _look_for_all(self) -> bool | None:
+        """Look for the first coroutine of each line, and for each whose time is over. Return True
+        if none waits any more: it ends the thread."""
+        empty_lines = set()
+        for ref in self._requests.valuerefs():
+            request = ref()
+            # A loop that does not run could not take its task.
+            if request is None or not request.loop.is_running():
+                continue
+            is_due = request.is_over or request.line not in empty_lines
+            if is_due and not self._look_for(request):
+                empty_lines.add(request.line)
+        with self._lock:
+            self._is_serving = bool(self._requests)
+        return None if self._is_serving else True
+
+    def _look_for(self, request: _Request) -> bool:
+        """Look once for a coroutine; answer it if something was found, or if its time is over.
+        Return whether there may be more for its line."""
+        is_over = request.is_over
+        try:
+            task = self._look(request.look, request.closes)
+        except BaseException as error:
+            self._answer(request, None, error)
+            return True
+        if task is not None or is_over:
+            self._answer(request, task)
+        return task is not None
+
+    def _answer(
+        self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
+    ) -> None:
+        """End the wait of a coroutine; give back the task if the wait has ended."""
+        from concurrent.futures import InvalidStateError
+
+        self._requests.pop(id(request), None)
+        try:
+            if error is None:
+                request.answer.set_result(task)
+            else:
+                request.answer.set_exception(error)
+        except InvalidStateError:  # RACE: cancelled, or the queue was closed
+            self._give_back(task)
 
 
 # ==================================================================================================
@@ -4504,10 +4452,9 @@ class FemtoQueue:
         name = _encode_key(key)
         payload = data if type(data) is bytes else _as_bytes(data)
         while True:
-            with self._worker.lease_dir.waiting_since(None):
-                if self._worker.lease_dir.is_suspect:
-                    self._worker.open_lease_dir()
-                ident = self._worker.pusher.push(name, payload, if_in_flight, due_ns)
+            if self._worker.lease_dir.is_suspect:
+                self._worker.open_lease_dir()
+            ident = self._worker.pusher.push(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
 
@@ -4530,10 +4477,7 @@ class FemtoQueue:
         """
         length_ns = self._length_ns if lease_ms is None else self._length_of(lease_ms)
         if timeout == 0:
-            try:
-                return self._worker.take_oldest(length_ns)
-            except _Closed:  # in a signal handler, during a wait that close() has ended
-                return None
+            return self._worker.take_oldest(length_ns)
         return self._worker.waits.wait_for(
             lambda: self._worker.take_oldest(length_ns), _end_s(timeout)
         )

@@ -7704,21 +7704,18 @@ def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
 
 
 @contextlib.contextmanager
-def sleepers() -> Iterator[set[int]]:
-    """Gather the identifiers of the threads that go to sleep."""
-    asleep: set[int] = set()
-    wait = threading.Condition.wait
+def sleepers(polling: bool = False) -> Iterator[set[int]]:
+    """Gather the identifiers of the threads that sleep in a wait; polling: of those that look."""
+    found: set[int] = set()
 
     def note(poll: Poll, ms: int) -> list[Any]:
-        asleep.add(threading.get_ident())
+        found.add(threading.get_ident())
         return poll(ms)
 
-    def note_too(condition: threading.Condition, timeout: float | None = None) -> bool:
-        asleep.add(threading.get_ident())
-        return wait(condition, timeout)
-
-    with hooked_poll(note), mock.patch("threading.Condition.wait", note_too):
-        yield asleep
+    with (
+        hooked(lambda *args: found.add(threading.get_ident())) if polling else hooked_poll(note),
+    ):
+        yield found
 
 
 class Waiting(QueueCase):
@@ -7734,7 +7731,7 @@ class Waiting(QueueCase):
     def waiting(self, work: Callable[[], object]) -> threading.Thread:
         """Start work() in a thread, and return when it waits."""
         thread = threading.Thread(target=work, daemon=True)
-        with sleepers() as asleep:
+        with sleepers(self.polling) as asleep:
             thread.start()
             until(lambda: thread.ident in asleep or not thread.is_alive())
         self.assertTrue(thread.is_alive(), "it did not wait")
@@ -7937,7 +7934,7 @@ class Waiting(QueueCase):
     def close_while_all_wait(self, q: FemtoQueue, waits: list[Callable[[], object]]) -> None:
         """Run each in a thread of its own, and close the queue when all of them wait."""
         threads = [threading.Thread(target=it, daemon=True) for it in waits]
-        with sleepers() as asleep:
+        with sleepers(self.polling) as asleep:
             for thread in threads:
                 thread.start()
             until(lambda: {thread.ident for thread in threads} <= asleep)
@@ -7984,7 +7981,8 @@ class Waiting(QueueCase):
 
         with hooked(handle):
             self.assertIsNone(q.pop(60))
-        self.assertEqual(self.names("pending"), done)
+        self.assertEqual([name[-29:] for name in self.names("pending")], done)
+        self.assertEqual(self.pop(q).attempts, 1)
 
     def test_join_waits_for_the_end_of_all_work_and_takes_none(self) -> None:
         q, other = self.queue(), self.queue("n2")
