@@ -2139,7 +2139,7 @@ STEPS = {
     ),
     "fail, with a reason": Row(
         lambda q: functools.partial(q.fail, _leased(q), "why"),
-        "open write close move stat move",
+        "open write close move move",
         "file move move file directory",
     ),
     "retry": Row(
@@ -2156,7 +2156,7 @@ STEPS = {
     "extend": Row(lambda q: functools.partial(q.extend, _leased(q), 60_000), "move", "move"),
     "checkpoint": Row(
         lambda q: functools.partial(q.checkpoint, _leased(q), b"1"),
-        "open write close stat mkdir move stat move",
+        "open write close stat mkdir move move",
         "file directory move move directory",
     ),
     "keyed pop": Row(
