@@ -1150,7 +1150,6 @@ if hasattr(os, "register_at_fork"):
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
-_RENAMES_OPEN_FILES = os.name == "posix"
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
@@ -1216,6 +1215,9 @@ class _Files:
     is_shared = False
     caveat = ""  # what check() is to say of the file system
     parts: Any
+
+    # A new file is synced after its rename. Not where an open file can't be renamed.
+    syncs_in_place = os.name == "posix"
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
         self.root = os.path.join(os.path.abspath(data_dir), "")
@@ -1407,13 +1409,13 @@ class _Files:
         try:
             try:
                 _write_record(fd, header, payload)
-                if sync and _RENAMES_OPEN_FILES:
+                if sync and self.syncs_in_place:
                     self.move_over(f"creating/{aside}", path)
                 if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not (sync and _RENAMES_OPEN_FILES):
+            if not (sync and self.syncs_in_place):
                 self.move_over(f"creating/{aside}", path)
             if sync_dir:
                 _sync_dir(os.path.dirname(target))
@@ -5315,6 +5317,7 @@ class _SharedFiles(_Files):
     directory; None for tickets."""
 
     is_shared = True
+    syncs_in_place = False  # before, another host would read a torn file
     clock: _QueueClock | None = None
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:

@@ -2144,7 +2144,7 @@ STEPS = {
     ),
     "retry": Row(
         lambda q: functools.partial(q.retry, _failed(q).id),
-        "lstat unlink move",
+        "stat unlink move",
         "unlink move file directory",
     ),
     "release": Row(
@@ -4314,6 +4314,14 @@ class Durability(StepCase):
             step = self.ready(row, sync_after_write=True)
             with self.subTest(name):
                 self.assertEqual(" ".join(self.moves_and_syncs(step)), row.synced)
+
+    def test_what_another_host_sees_is_on_the_server(self) -> None:
+        """Or it reads a torn record, and makes a dead letter of what is then acknowledged."""
+        with on_file_system(NFS):
+            q = self.queue(sync_after_write=True)
+            for push in (q.push, functools.partial(q.schedule, time_us=4e15)):
+                synced = self.moves_and_syncs(functools.partial(push, b"x"))
+                self.assertEqual(synced, ["file", "move", "directory"])
 
     def test_without_sync_nothing_is_synced(self) -> None:
         q = self.queue()
