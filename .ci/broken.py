@@ -758,15 +758,15 @@ def parse_faults(text: str) -> Iterator[Fault]:
 
 
 FAULTS = r'''
-a directory of the queue's own is made durable with its parent | Durability
+a directory of the queue's own is made durable with its parent | Gate
 -    if sync:
 -        _sync_dir(os.path.dirname(path))
 +    if sync and not path:
 +        _sync_dir(os.path.dirname(path))
-what can't be looked at is not taken for missing | Tickets
+what can't be looked at is not taken for missing | Faults
 -    except (FileNotFoundError, NotADirectoryError):
 +    except OSError:
-purge() counts age from the move, not from the push | Lifecycle
+purge() counts age from the move, not from the push | Gate
 -        if status.st_ctime > before_s or
 +        if status.st_mtime > before_s or
 an error in one directory does not keep the others waiting | Faults
@@ -777,13 +777,13 @@ an error in one directory does not keep the others waiting | Faults
 the id tells that a task has a key | Keyed
 -binascii.crc32(name.encode()) | 1 << 31:08x
 +binascii.crc32(name.encode()) & ~(1 << 31):08x
-a name whose number has other than 20 digits is foreign | ForeignFiles
+a name whose number has other than 20 digits is foreign | Gate
 -_NS = "0[0-8][0-9]{18}"
 +_NS = "0[0-8][0-9]{17,18}"
 a name with another tag than 8 hex digits is foreign | ForeignFiles
 -_ID = f"({_NS}-[0-9a-f]{{8}})"
 +_ID = f"({_NS}-[0-9a-zA-Z]{{8}})"
-a node_id that is no part of a name is refused | Lifecycle
+a node_id that is no part of a name is refused | Faults
 -        and _parse_node_dir(f"inflight-{node_id}")
 +        and node_id
 a key of more than 200 bytes is refused | Keyed
@@ -798,10 +798,10 @@ front=True leads to the place of the push | Ordering
 a NaN is refused as an argument | Lifecycle
 -    if not abs(value) < _MAX_NUMBER:  # NaN neither
 +    if abs(value) >= _MAX_NUMBER:  # NaN neither
-max_attempts of True is refused | Lifecycle
+max_attempts of True is refused | Faults
 -        type(max_attempts) is not int or not 1 <= max_attempts
 +        not isinstance(max_attempts, int) or not 1 <= max_attempts
-two tasks are equal only if their attempts are | Lifecycle
+two tasks are equal only if their attempts are | Gate
 -        return self.id, self.data, self.attempts, self.key
 +        return self.id, self.data, self.key
 a payload that is a str is refused | Lifecycle
@@ -817,7 +817,7 @@ a record with a wrong checksum is never delivered | Corruption
 a record with bytes behind its payload is never delivered | Corruption
 -    if status.st_size - start != length:
 +    if status.st_size - start < length:
-a record with the key of another id is never delivered | Corruption
+a record with the key of another id is never delivered | Gate
 - and _key_tag(name.decode()) == _tag_of(ident):
 +:
 the checksum of a record covers its key | Corruption
@@ -838,14 +838,11 @@ a FIFO in pending/ does not block pop() | ForeignFiles hangs
 a forked child keeps no lock of its parent | Liveness
 -    while _open_lock_fds:
 +    while False:
-a lock that is given up does not live on in a child | Liveness
--            fcntl.flock(fd, fcntl.LOCK_UN)
-+            fd = self.fd
-the lock of a file that was removed is no lock | Tickets
+the lock of a file that was removed is no lock | Gate
 -            if lock.is_at_path():
 -                return lock
 +            return lock
-an error of flock() is raised, unless it says that there are no locks | NoLocks
+an error of flock() is raised, unless it says that there are no locks | Gate
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
 sync_after_write: the bytes of a push are synced | Durability
@@ -872,7 +869,7 @@ a file that takes the place of another is synced before | Durability
 a push that raises leaves nothing in creating/ | Faults
 -            for leftover in (source, target):
 +            for leftover in (target,):
-a push that raises leaves no task | Durability
+a push that raises leaves no task | Faults
 -            for leftover in (source, target):
 +            for leftover in (source,):
 a batch whose sync failed is taken back | Durability
@@ -1002,7 +999,7 @@ a checkpoint goes with its task | Checkpoints
 a checkpoint belongs to one payload | Checkpoints
 -        if saved.startswith(of_data):
 +        if saved:
-a renewal never shortens a lease | Processing
+a renewal never shortens a lease | Gate
 -            self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 +            self.extend(task, _lease_of(task).length_ns)
 the lock of a key is taken | KeyedConcurrency
@@ -1055,7 +1052,7 @@ a child that is forked in processing() does not end the task | Processing
 -            return  # a child
 +        if not self._pid:
 +            return  # a child
-two signals at once are one | CommandLine
+two signals at once are one | Gate
 -        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
 +        if self.signals and time.monotonic() < self._last_signal_s:
 a signal drops no task that was just claimed | Work
@@ -1075,10 +1072,10 @@ work() runs no more than `concurrency` handlers | Work
 check(repair=True) leaves what is in flight alone | Checking
 -                mend = self._repair and entry.directory in ("pending", "scheduled")
 +                mend = self._repair and bool(entry.directory)
-a new queue is its user's alone | Lifecycle
+a new queue is its user's alone | Gate
 -        _make_dir(data_dir, 0o700, self.is_durable)
 +        _make_dir(data_dir, 0o755, self.is_durable)
-a setting is not changed in silence | Lifecycle
+a setting is not changed in silence | Gate
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 release() with a delay is not at the front | Lifecycle
