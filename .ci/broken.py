@@ -824,8 +824,10 @@ the checksum of a record covers its key | Corruption
 -        binascii.crc32(payload, binascii.crc32(name)),
 +        binascii.crc32(payload),
 the rest of a short write is written | Faults
--    while count < size:
-+    while count < len(header):
+-        while rest:
+-            rest = rest[os.write(fd, rest) :]
++        if rest:
++            rest = rest[os.write(fd, rest) :]
 a payload that read() gives in parts is whole | Corruption
 -    while length > 0 and (part := os.read(fd, length)):
 +    if length > 0 and (part := os.read(fd, length)):
@@ -876,10 +878,8 @@ a batch whose sync failed is taken back | Durability
 -            if sync.failed:
 +            if sync.failed and not ids:
 keep_done=False: the lease is synced before it goes | Durability
--files.commit(path)
--        directory = os.path.dirname(path)
-+files.exists(path)
-+        directory = os.path.dirname(path)
+-            self.files.commit(lease.path)
++            self.files.exists(lease.path)
 a move goes on when pending/ is replaced meanwhile | Shrinking
 -            if not both or tries > _MAX_REPLACED:
 +            if not both or tries:
@@ -887,23 +887,25 @@ a pending/ that is replaced keeps its mode | Shrinking
 -            os.chmod(fresh, stat.S_IMODE(old.st_mode))
 +            os.stat(fresh)
 a large pending/ is replaced only when it is empty | Shrinking
--        elif not self._backlog.refill() and not self._files.is_shared:
-+        elif self._backlog.refill() and not self._files.is_shared:
+-            if not self._backlog.seen and not self._files.is_shared:
++            if self._backlog.seen and not self._files.is_shared:
 a finished task of which a second name came back is not delivered | TwoNames
--        if not _is_first_lease(source) and _is_end(target):
+-        if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
 +        if not source:
 orders of one object strictly increase | Ordering
 -            self._order = now_ns if now_ns > self._order else self._order + 1
 +            self._order = now_ns
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
--    return max(_wall_ns(), newest_ns + 1) - _monotonic_ns()
-+    return _wall_ns() - _monotonic_ns()
+-max(time.time_ns(), newest_ns + 1, _EARLIEST_NS)
++max(time.time_ns(), _EARLIEST_NS)
 the processes of a boot agree on one clock | Ordering
 -        os.link(aside, path)
 +        os.replace(aside, path)
 setting the date changes neither order nor deadlines | Ordering
--        return int(time.monotonic() * 1e9) + self.anchor_ns
-+        return _wall_ns()
+-        with self._lock:
+-            now_ns = time.monotonic_ns() + self.anchor_ns
++        with self._lock:
++            now_ns = time.time_ns()
 a name of the year 2200 does not carry the clock along | Ordering
 -    return max((order for order in orders if order < _FARTHEST_NS), default=0)
 +    return max(orders, default=0)
@@ -911,8 +913,8 @@ of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
 what comes back to the front is delivered next | Ordering
--            elif self.names and (name := path.partition("/")[2]) < self.names[-1]:
-+            elif self.names and (name := path.partition("/")[2]) > self.names[-1]:
+-            if self.names and name < self.names[-1]:
++            if self.names and name > self.names[-1]:
 who comes back under its node_id takes back what it had | Liveness
 -        if self._first_open and lock.try_exclusive() and lock.is_at_path():
 +        if self._first_open and not lock.try_exclusive():
@@ -920,9 +922,9 @@ a detached lease outlives a restart of its node_id | CommandLine
 - if it.boot != _DETACHED]
 +]
 a claim that is interrupted is undone | Faults
--                    self.undo_claim(lease, source)  # Ctrl-C may come when it is done
--                    raise
-+                    raise
+-                self.undo_claim(lease, source)  # Ctrl-C may come when it is done
+-                raise
++                raise
 a worker can start on a full disk | Faults
 -            if not self._take_spare():
 -                raise
@@ -957,8 +959,10 @@ what others are writing in creating/ is left alone for an hour | Crash
 -_LEFTOVER_NS = 3600 * 10**9
 +_LEFTOVER_NS = 1
 trouble with a directory is raised when no task waits | Faults
--[job for job in self._jobs if job.failed and job not in changed]
-+[]
+-                if job.error is not None:
+-                    raise job.error
++                if job.error is not None:
++                    continue
 nothing is delivered while PAUSED is there | ByHand
 -            self._is_paused = self._files.is_paused
 +            self._is_paused = False
@@ -966,11 +970,11 @@ done tasks are kept for keep_done seconds | Lifecycle
 -        before_s = time.time() - self._keep_done
 +        before_s = time.time()
 max_attempts is a limit | Lifecycle
--        if self.max_attempts is not None and attempts >= self.max_attempts:
-+        if self.max_attempts is not None and attempts > self.max_attempts:
+-            if self.max_attempts is not None and before >= self.max_attempts:
++            if self.max_attempts is not None and before > self.max_attempts:
 attempts are counted | Leases
--            counted = min(attempts + 1, _MAX_ATTEMPTS)
-+            counted = min(max(attempts, 1), _MAX_ATTEMPTS)
+-        if counts and attempts < _MAX_ATTEMPTS:
++        if counts and not attempts:
 a corrupt task goes to failed/, and pop() goes on | Corruption
 -        except CorruptTask as error:
 -            self.quarantine(lease, error.reason)
@@ -979,7 +983,7 @@ a corrupt task goes to failed/, and pop() goes on | Corruption
 +            return None
 who lost a lease can't end the task | Leases
 -(directory if directory in _STATE_DIRS else ""))
--                raise self.lease_lost(task) from None
+-                raise self._lost(lease) from None
 +(directory if directory in _STATE_DIRS else ""))
 +                return target
 the rename to failed/ is the fence: the reason is written after it | Leases
@@ -991,14 +995,14 @@ a retried task has no reason any more | Lifecycle
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
 +                _exists(f"{self.files.root}failed/{ident}.error")
 retry() puts a task at the back | Lifecycle
--        target = f"pending/{_task_name(self.clock.next_order(), 0, ident)}"
-+        target = _front_path(ident, 0)
+-        ident, target = _id_of(source), self._back_path(source, 0)
++        ident, target = _id_of(source), _front_path(_id_of(source), 0)
 a checkpoint goes with its task | Checkpoints
--        if task.checkpoint is not None and _is_end(target):
-+        if task.checkpoint is None and _is_end(target):
+-        if lease.has_checkpoint and _is_end(target):
++        if lease.has_checkpoint and not target:
 a checkpoint belongs to one payload | Checkpoints
--        if saved.startswith(of_data):
-+        if saved:
+-    if saved.startswith(of_data):
++    if saved:
 a renewal never shortens a lease | Gate
 -            self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 +            self.extend(task, _lease_of(task).length_ns)
