@@ -145,7 +145,7 @@ def moves(move: Callable[[str, str], object], **others: Any) -> list[Patch]:
     return calls(rename=rename, replace=rename, **others)
 
 
-def lies(source: str, target: str, of: str, to: str) -> bool:
+def lies(source: str, target: str, of: str | tuple[str, ...], to: str) -> bool:
     """Whether a path leads from a directory to another; both by how their names begin."""
     return os.path.dirname(source).rpartition("/")[2].startswith(of) and (
         os.path.dirname(target).rpartition("/")[2].startswith(to)
@@ -171,7 +171,7 @@ def within(*names: str) -> tuple[Callable[[], bool], list[Any]]:
     return lambda: getattr(depth, "now", 0) > 0, methods(**wrapped)
 
 
-def stays(of: str, to: str) -> list[Patch]:
+def stays(of: str | tuple[str, ...], to: str) -> list[Patch]:
     """Let pop() and take() not move tasks from a directory to another, and believe they did."""
     is_taking, patches = within("pop", "take")
 
@@ -583,7 +583,7 @@ def uncounted() -> list[Patch]:
 
 @breaks("max_attempts is a limit", fuzz="lives")
 def no_limit() -> list[Patch]:
-    return stays("pending", "failed")
+    return stays(("pending", "inflight-"), "failed")
 
 
 # Leases that end, and workers that die
