@@ -10703,6 +10703,20 @@ class Gate(QueueCase):
             FemtoQueue(self.file("a", "b", "c"), sync_after_write=True).close()
         self.assertLessEqual({".", "a", "a/b", "a/b/c"}, set(synced))
 
+    def test_a_write_that_takes_a_part_is_continued(self) -> None:
+        write, q = os.write, self.queue()
+        for size, most in ((50, 1), (50, 40), (20_000, 7), (20_000, 16_000)):
+
+            def short(fd: int, data: Any, most: int = most) -> int:
+                return write(fd, data[:most])
+
+            def short_vector(fd: int, parts: Any, most: int = most) -> int:
+                return write(fd, b"".join(parts)[:most])
+
+            with mock.patch.multiple(os, write=short, writev=short_vector):
+                q.push(b"y" * size)
+            self.assertEqual(self.drain(q), [b"y" * size])
+
     def test_a_new_queue_is_its_users_alone(self) -> None:
         FemtoQueue(self.file("jobs")).close()
         self.assertEqual(stat.S_IMODE(os.stat(self.file("jobs")).st_mode), 0o700)

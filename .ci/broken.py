@@ -823,7 +823,7 @@ a record with the key of another id is never delivered | Gate
 the checksum of a record covers its key | Corruption
 -        binascii.crc32(payload, binascii.crc32(name)),
 +        binascii.crc32(payload),
-the rest of a short write is written | Faults
+the rest of a short write is written | Gate
 -        while rest:
 -            rest = rest[os.write(fd, rest) :]
 +        if rest:
