@@ -972,7 +972,7 @@ done tasks are kept for keep_done seconds | Lifecycle
 max_attempts is a limit | Lifecycle
 -            if self.max_attempts is not None and before >= self.max_attempts:
 +            if self.max_attempts is not None and before > self.max_attempts:
-attempts are counted | Leases
+attempts are counted | Lifecycle
 -        if counts and attempts < _MAX_ATTEMPTS:
 +        if counts and not attempts:
 a corrupt task goes to failed/, and pop() goes on | Corruption
@@ -1028,11 +1028,6 @@ retry() of a task whose key has another raises | Keyed
 close() ends a wait in another thread | Waiting hangs
 -            if found is not None or self._lease_dir.closes != closes:
 +            if found is not None:
-a wait hears of a task that comes between two looks | Hearing hangs
--                if self.events != events:
--                    return
--                reads = self.is_read = True
-+                reads = self.is_read = True
 a wait hears of a pending/ that was replaced | Hearing
 -            if watch == self._root_watch or mask & _IN_LOST:
 +            if mask & _IN_LOST:
