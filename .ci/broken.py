@@ -1028,10 +1028,10 @@ retry() of a task whose key has another raises | Keyed
 close() ends a wait in another thread | Waiting hangs
 -            if found is not None or self._lease_dir.closes != closes:
 +            if found is not None:
-a wait hears of a pending/ that was replaced | Hearing
+a wait hears of a pending/ that was replaced | Hearing hangs
 -            if watch == self._root_watch or mask & _IN_LOST:
 +            if mask & _IN_LOST:
-a cancelled pop_async() loses no task | Coroutines
+a cancelled pop_async() loses no task | Coroutines hangs
 -            looking.add_done_callback(self._return_unwanted)
 -            raise
 +            raise
@@ -1061,7 +1061,7 @@ a signal drops no task that was just claimed | Work
 +                continue
 +            if self._is_stopping():
 +                queue.release
-work() leaves the signal handlers as they were | Work
+work() leaves the signal handlers as they were | Work hangs
 -            for number, handler in before.items():
 -                signal.signal(number, handler)
 +            before.clear()
