@@ -841,9 +841,8 @@ a forked child keeps no lock of its parent | Liveness
 -    while _open_lock_fds:
 +    while False:
 the lock of a file that was removed is no lock | Gate
--            if lock.is_at_path():
--                return lock
-+            return lock
+-is_locked = lock.is_at_path()
++is_locked = True
 an error of flock() is raised, unless it says that there are no locks | Gate
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
@@ -881,14 +880,14 @@ keep_done=False: the lease is synced before it goes | Durability
 -            self.files.commit(lease.path)
 +            self.files.exists(lease.path)
 a move goes on when pending/ is replaced meanwhile | Shrinking
--            if not both or tries > _MAX_REPLACED:
-+            if not both or tries:
+-        for _ in range(_MAX_REPLACED):
++        for _ in range(1):
 a pending/ that is replaced keeps its mode | Shrinking
 -            os.chmod(fresh, stat.S_IMODE(old.st_mode))
 +            os.stat(fresh)
 a large pending/ is replaced only when it is empty | Shrinking
--            if not self._backlog.seen and not self._files.is_shared:
-+            if self._backlog.seen and not self._files.is_shared:
+-            if not self._backlog.seen:
++            if self._backlog.seen:
 a finished task of which a second name came back is not delivered | TwoNames
 -        if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
 +        if not source:
@@ -930,9 +929,9 @@ a worker can start on a full disk | Faults
 -                raise
 +            raise
 close() gives back what it had | Liveness
--            if lock is not None and is_alone and lock.is_at_path():
+-            if is_alone and lock.is_at_path():
 -                reclaim()
-+            if lock is not None and not is_alone:
++            if not is_alone:
 +                reclaim()
 what a dead worker had comes back at once | Liveness
 -            if lock.try_exclusive() and lock.is_at_path():
@@ -988,8 +987,8 @@ who lost a lease can't end the task | Leases
 +                return target
 the rename to failed/ is the fence: the reason is written after it | Leases
 -                move()
--                _move_over(self.files.root + path, self.files.root + reason_path)
-+                _move_over(self.files.root + path, self.files.root + reason_path)
+-                self.files.move_over(path, reason_path)
++                self.files.move_over(path, reason_path)
 +                move()
 a retried task has no reason any more | Lifecycle
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
@@ -1086,21 +1085,14 @@ a dropped object gives up its directory | Liveness
 +            if not worker.lease_dir.is_open:
 +                self.close()
 the ticket of a dead member is passed over at once | Tickets hangs
--                    dead = lock.try_exclusive()
-+                    dead = None
+-is_dead = lock.try_exclusive()
++is_dead = None
 the ticket of another host is passed over when it is stale, not before | SharedTickets
--time.time() - touched_s > part * timeout_s
-+time.time() - touched_s > part * timeout_s / 100
-tickets are drawn in order | Tickets
--int(noted[-20:] or 0), *in_line) + 1
-+int(noted[-20:] or 0), *in_line, 1)
+-st_mtime > self._stale_s
++st_mtime > self._stale_s / 100
 a turn that ends by an exception is given up | Tickets hangs
 -            if member in self._held:  # not in a forked child
 +            if sys.exc_info()[0] is None and member in self._held:  # not in a forked child
-a forked child holds none of its parent's tickets | Tickets
--        """In a forked child: it holds none of its parent's tickets."""
--        self._held = {}
-+        """In a forked child: it holds none of its parent's tickets."""
 a command's error is status 1 if nothing is there, else 2 | CommandLine
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
@@ -1119,12 +1111,12 @@ a lease that `pop` can't print is given back | CommandLine
 -    return 1 if options.drain and (pool.counts["failed"] or pool.signals) else 0
 +    return 1 if options.drain and pool.signals else 0
 `check` is status 1 if something is odd | CommandLine
--            status = status if finding.repaired else 1
-+            status = status if finding.text else 1
+-        status = status if finding.repaired else 1
++        status = status if finding.text else 1
 the last piece of --null needs no zero byte | CommandLine
--        if any(parts):
--            yield b"".join(parts)
-+        parts.clear()
+-    if any(parts):
+-        yield b"".join(parts)
++    parts.clear()
 '''
 
 
