@@ -757,7 +757,7 @@ def parse_faults(text: str) -> Iterator[Fault]:
         yield Fault(promise, expected, hangs == "hangs", old, new)
 
 
-FAULTS = r'''
+FAULTS = r"""
 a directory of the queue's own is made durable with its parent | Gate
 -    if sync:
 -        _sync_dir(os.path.dirname(path))
@@ -1117,7 +1117,7 @@ the last piece of --null needs no zero byte | CommandLine
 -    if any(parts):
 -        yield b"".join(parts)
 +    parts.clear()
-'''
+"""
 
 
 def check(faults: list[Fault]) -> list[str]:
