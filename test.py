@@ -10689,6 +10689,155 @@ class Migration(ReadmeCase):
         self.assertTrue(all(map(os.path.exists, stay)))
 
 
+# Faults that no other test found
+
+
+class Gate(QueueCase):
+    """Each of these tests fails by a fault of .ci/broken.py that all others overlook."""
+
+    def test_each_directory_that_is_made_is_synced_into_its_parent(self) -> None:
+        opened: dict[int, str] = {}
+        synced: list[str] = []
+
+        def record(path: Any, *args: Any, **options: Any) -> int:
+            fd = os.open(path, *args, **options)
+            opened[fd] = os.path.relpath(path, self.path)
+            return fd
+
+        fsync = mock.Mock(side_effect=lambda fd: synced.append(opened[fd]))
+        with mock.patch.object(femtoqueue, "os", fake_os(open=record, fsync=fsync)):
+            FemtoQueue(self.file("a", "b", "c"), sync_after_write=True).close()
+        self.assertLessEqual({".", "a", "a/b", "a/b/c"}, set(synced))
+
+    def test_a_write_that_takes_a_part_is_continued(self) -> None:
+        write, q = os.write, self.queue()
+        for size, most in ((50, 1), (50, 40), (20_000, 7), (20_000, 16_000)):
+
+            def short(fd: int, data: Any, most: int = most) -> int:
+                return write(fd, data[:most])
+
+            def short_vector(fd: int, parts: Any, most: int = most) -> int:
+                return write(fd, b"".join(parts)[:most])
+
+            with mock.patch.multiple(os, write=short, writev=short_vector):
+                q.push(b"y" * size)
+            self.assertEqual(self.drain(q), [b"y" * size])
+
+    def test_a_new_queue_is_its_users_alone(self) -> None:
+        FemtoQueue(self.file("jobs")).close()
+        self.assertEqual(stat.S_IMODE(os.stat(self.file("jobs")).st_mode), 0o700)
+
+    def test_purge_counts_from_the_end_of_a_task_not_from_its_push(self) -> None:
+        q = self.queue()
+        ident = q.push(b"x")
+        os.utime(self.file("pending", ident), (1, 1))
+        q.done(self.pop(q))
+        self.assertEqual((q.purge(60), self.names("done")), (0, [ident]))
+
+    def test_names_of_19_and_21_digits_are_foreign(self) -> None:
+        names = ("0" + "1" * 18 + "-00000000", "0" + "1" * 20 + "-00000000")
+        self.foreign = names
+        q = self.queue()
+        for name in names:
+            self.put(name, b"FQ1 00000000 0\n")
+        self.assertEqual((q.pop(), self.names("pending")), (None, sorted(names)))
+
+    def test_a_record_whose_key_is_not_that_of_its_id_is_a_dead_letter(self) -> None:
+        q = self.queue()
+        other = self.file("pending", q.push(b"x", key="b"))
+        ident = q.push(b"x", key="a")
+        os.replace(other, self.file("pending", ident))
+        self.assertEqual((q.pop(), list(self.check_invariants())), (None, [ident]))
+        self.assertEqual(self.states(), {"failed": 1})
+
+    def test_tasks_of_two_deliveries_are_not_equal(self) -> None:
+        self.assertNotEqual(FemtoTask("1", b"x", 1), FemtoTask("1", b"x", 2))
+        self.assertEqual(FemtoTask("1", b"x", 1), FemtoTask("1", b"x", 1))
+
+    def test_a_setting_that_is_assigned_is_refused_or_takes_effect(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        with contextlib.suppress(AttributeError):
+            q.max_attempts = 1
+        q.release(self.pop(q))
+        self.assertEqual(q.pop() is None, q.max_attempts == 1)
+
+    def test_an_error_of_flock_is_not_taken_for_a_system_without_locks(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        with (
+            mock.patch("fcntl.flock", side_effect=OSError(errno.EIO, "the disk is gone")),
+            self.assertRaises(OSError) as caught,
+        ):
+            q.pop()
+        self.assertEqual(caught.exception.errno, errno.EIO)
+
+    def test_a_checkpoint_does_not_shorten_the_lease(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        task = self.pop(q)
+        q.extend(task, 3_600_000)
+        until = task.until
+        q.checkpoint(task, b"half")
+        assert until is not None
+        assert task.until is not None
+        self.assertLess((until - task.until).total_seconds(), 1)
+
+    def test_two_signals_at_once_are_one(self) -> None:
+        """As timeout(1) sends them, to a process and to its group."""
+        q = self.queue()
+        q.push(b"x")
+
+        def handle(_: FemtoTask) -> None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+
+        with with_constant("one signal", PATIENCE_S):
+            self.assertEqual(q.work(handle).done, 1)
+
+    @FORK
+    def test_who_waited_for_a_lock_file_that_was_removed_takes_the_new_one(self) -> None:
+        import fcntl
+
+        line = self.file("line")
+        TicketQueue(line).register()
+        old_fd = self.locked_file(f"{line}/last")
+        waits, flock = threading.Event(), fcntl.flock
+
+        def told(fd: int, how: int) -> None:
+            try:
+                flock(fd, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waits.set()
+                flock(fd, how)
+
+        registered = threading.Event()
+
+        def register() -> None:
+            TicketQueue(line).register()
+            registered.set()
+
+        with mock.patch("fcntl.flock", told):
+            thread = threading.Thread(target=register)
+            thread.start()
+            self.assertTrue(waits.wait(PATIENCE_S))
+            os.unlink(f"{line}/last")
+            new_fd = self.locked_file(f"{line}/last")
+            os.close(old_fd)
+            was_early = registered.wait(0.2)
+            os.close(new_fd)
+            thread.join(PATIENCE_S)
+        self.assertEqual((was_early, registered.is_set()), (False, True))
+
+    def locked_file(self, path: str) -> int:
+        """Open a file, made if it is missing, and lock it."""
+        import fcntl
+
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        return fd
+
+
 # Classes side by side
 
 

@@ -145,7 +145,7 @@ def moves(move: Callable[[str, str], object], **others: Any) -> list[Patch]:
     return calls(rename=rename, replace=rename, **others)
 
 
-def lies(source: str, target: str, of: str, to: str) -> bool:
+def lies(source: str, target: str, of: str | tuple[str, ...], to: str) -> bool:
     """Whether a path leads from a directory to another; both by how their names begin."""
     return os.path.dirname(source).rpartition("/")[2].startswith(of) and (
         os.path.dirname(target).rpartition("/")[2].startswith(to)
@@ -171,7 +171,7 @@ def within(*names: str) -> tuple[Callable[[], bool], list[Any]]:
     return lambda: getattr(depth, "now", 0) > 0, methods(**wrapped)
 
 
-def stays(of: str, to: str) -> list[Patch]:
+def stays(of: str | tuple[str, ...], to: str) -> list[Patch]:
     """Let pop() and take() not move tasks from a directory to another, and believe they did."""
     is_taking, patches = within("pop", "take")
 
@@ -583,7 +583,7 @@ def uncounted() -> list[Patch]:
 
 @breaks("max_attempts is a limit", fuzz="lives")
 def no_limit() -> list[Patch]:
-    return stays("pending", "failed")
+    return stays(("pending", "inflight-"), "failed")
 
 
 # Leases that end, and workers that die
@@ -757,16 +757,16 @@ def parse_faults(text: str) -> Iterator[Fault]:
         yield Fault(promise, expected, hangs == "hangs", old, new)
 
 
-FAULTS = r'''
-a directory of the queue's own is made durable with its parent | Durability
+FAULTS = r"""
+a directory of the queue's own is made durable with its parent | Gate
 -    if sync:
 -        _sync_dir(os.path.dirname(path))
 +    if sync and not path:
 +        _sync_dir(os.path.dirname(path))
-what can't be looked at is not taken for missing | Tickets
+what can't be looked at is not taken for missing | Faults
 -    except (FileNotFoundError, NotADirectoryError):
 +    except OSError:
-purge() counts age from the move, not from the push | Lifecycle
+purge() counts age from the move, not from the push | Gate
 -        if status.st_ctime > before_s or
 +        if status.st_mtime > before_s or
 an error in one directory does not keep the others waiting | Faults
@@ -777,13 +777,13 @@ an error in one directory does not keep the others waiting | Faults
 the id tells that a task has a key | Keyed
 -binascii.crc32(name.encode()) | 1 << 31:08x
 +binascii.crc32(name.encode()) & ~(1 << 31):08x
-a name whose number has other than 20 digits is foreign | ForeignFiles
+a name whose number has other than 20 digits is foreign | Gate
 -_NS = "0[0-8][0-9]{18}"
 +_NS = "0[0-8][0-9]{17,18}"
 a name with another tag than 8 hex digits is foreign | ForeignFiles
 -_ID = f"({_NS}-[0-9a-f]{{8}})"
 +_ID = f"({_NS}-[0-9a-zA-Z]{{8}})"
-a node_id that is no part of a name is refused | Lifecycle
+a node_id that is no part of a name is refused | Faults
 -        and _parse_node_dir(f"inflight-{node_id}")
 +        and node_id
 a key of more than 200 bytes is refused | Keyed
@@ -798,10 +798,10 @@ front=True leads to the place of the push | Ordering
 a NaN is refused as an argument | Lifecycle
 -    if not abs(value) < _MAX_NUMBER:  # NaN neither
 +    if abs(value) >= _MAX_NUMBER:  # NaN neither
-max_attempts of True is refused | Lifecycle
+max_attempts of True is refused | Faults
 -        type(max_attempts) is not int or not 1 <= max_attempts
 +        not isinstance(max_attempts, int) or not 1 <= max_attempts
-two tasks are equal only if their attempts are | Lifecycle
+two tasks are equal only if their attempts are | Gate
 -        return self.id, self.data, self.attempts, self.key
 +        return self.id, self.data, self.key
 a payload that is a str is refused | Lifecycle
@@ -817,15 +817,17 @@ a record with a wrong checksum is never delivered | Corruption
 a record with bytes behind its payload is never delivered | Corruption
 -    if status.st_size - start != length:
 +    if status.st_size - start < length:
-a record with the key of another id is never delivered | Corruption
+a record with the key of another id is never delivered | Gate
 - and _key_tag(name.decode()) == _tag_of(ident):
 +:
 the checksum of a record covers its key | Corruption
 -        binascii.crc32(payload, binascii.crc32(name)),
 +        binascii.crc32(payload),
-the rest of a short write is written | Faults
--    while count < size:
-+    while count < len(header):
+the rest of a short write is written | Gate
+-        while rest:
+-            rest = rest[os.write(fd, rest) :]
++        if rest:
++            rest = rest[os.write(fd, rest) :]
 a payload that read() gives in parts is whole | Corruption
 -    while length > 0 and (part := os.read(fd, length)):
 +    if length > 0 and (part := os.read(fd, length)):
@@ -838,14 +840,10 @@ a FIFO in pending/ does not block pop() | ForeignFiles hangs
 a forked child keeps no lock of its parent | Liveness
 -    while _open_lock_fds:
 +    while False:
-a lock that is given up does not live on in a child | Liveness
--            fcntl.flock(fd, fcntl.LOCK_UN)
-+            fd = self.fd
-the lock of a file that was removed is no lock | Tickets
--            if lock.is_at_path():
--                return lock
-+            return lock
-an error of flock() is raised, unless it says that there are no locks | NoLocks
+the lock of a file that was removed is no lock | Gate
+-is_locked = lock.is_at_path()
++is_locked = True
+an error of flock() is raised, unless it says that there are no locks | Gate
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
 sync_after_write: the bytes of a push are synced | Durability
@@ -872,41 +870,41 @@ a file that takes the place of another is synced before | Durability
 a push that raises leaves nothing in creating/ | Faults
 -            for leftover in (source, target):
 +            for leftover in (target,):
-a push that raises leaves no task | Durability
+a push that raises leaves no task | Faults
 -            for leftover in (source, target):
 +            for leftover in (source,):
 a batch whose sync failed is taken back | Durability
 -            if sync.failed:
 +            if sync.failed and not ids:
 keep_done=False: the lease is synced before it goes | Durability
--files.commit(path)
--        directory = os.path.dirname(path)
-+files.exists(path)
-+        directory = os.path.dirname(path)
+-            self.files.commit(lease.path)
++            self.files.exists(lease.path)
 a move goes on when pending/ is replaced meanwhile | Shrinking
--            if not both or tries > _MAX_REPLACED:
-+            if not both or tries:
+-        for _ in range(_MAX_REPLACED):
++        for _ in range(0):
 a pending/ that is replaced keeps its mode | Shrinking
 -            os.chmod(fresh, stat.S_IMODE(old.st_mode))
 +            os.stat(fresh)
 a large pending/ is replaced only when it is empty | Shrinking
--        elif not self._backlog.refill() and not self._files.is_shared:
-+        elif self._backlog.refill() and not self._files.is_shared:
+-            if not self._backlog.seen:
++            if self._backlog.seen:
 a finished task of which a second name came back is not delivered | TwoNames
--        if not _is_first_lease(source) and _is_end(target):
+-        if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
 +        if not source:
 orders of one object strictly increase | Ordering
 -            self._order = now_ns if now_ns > self._order else self._order + 1
 +            self._order = now_ns
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
--    return max(_wall_ns(), newest_ns + 1) - _monotonic_ns()
-+    return _wall_ns() - _monotonic_ns()
+-max(time.time_ns(), newest_ns + 1, _EARLIEST_NS)
++max(time.time_ns(), _EARLIEST_NS)
 the processes of a boot agree on one clock | Ordering
 -        os.link(aside, path)
 +        os.replace(aside, path)
 setting the date changes neither order nor deadlines | Ordering
--        return int(time.monotonic() * 1e9) + self.anchor_ns
-+        return _wall_ns()
+-        with self._lock:
+-            now_ns = time.monotonic_ns() + self.anchor_ns
++        with self._lock:
++            now_ns = time.time_ns()
 a name of the year 2200 does not carry the clock along | Ordering
 -    return max((order for order in orders if order < _FARTHEST_NS), default=0)
 +    return max(orders, default=0)
@@ -914,8 +912,8 @@ of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
 what comes back to the front is delivered next | Ordering
--            elif self.names and (name := path.partition("/")[2]) < self.names[-1]:
-+            elif self.names and (name := path.partition("/")[2]) > self.names[-1]:
+-            if self.names and name < self.names[-1]:
++            if self.names and name > self.names[-1]:
 who comes back under its node_id takes back what it had | Liveness
 -        if self._first_open and lock.try_exclusive() and lock.is_at_path():
 +        if self._first_open and not lock.try_exclusive():
@@ -923,17 +921,17 @@ a detached lease outlives a restart of its node_id | CommandLine
 - if it.boot != _DETACHED]
 +]
 a claim that is interrupted is undone | Faults
--                    self.undo_claim(lease, source)  # Ctrl-C may come when it is done
--                    raise
-+                    raise
+-                self.undo_claim(lease, source)  # Ctrl-C may come when it is done
+-                raise
++                raise
 a worker can start on a full disk | Faults
 -            if not self._take_spare():
 -                raise
 +            raise
 close() gives back what it had | Liveness
--            if lock is not None and is_alone and lock.is_at_path():
+-            if is_alone and lock.is_at_path():
 -                reclaim()
-+            if lock is not None and not is_alone:
++            if not is_alone:
 +                reclaim()
 what a dead worker had comes back at once | Liveness
 -            if lock.try_exclusive() and lock.is_at_path():
@@ -960,8 +958,10 @@ what others are writing in creating/ is left alone for an hour | Crash
 -_LEFTOVER_NS = 3600 * 10**9
 +_LEFTOVER_NS = 1
 trouble with a directory is raised when no task waits | Faults
--[job for job in self._jobs if job.failed and job not in changed]
-+[]
+-                if job.error is not None:
+-                    raise job.error
++                if job.error is not None:
++                    continue
 nothing is delivered while PAUSED is there | ByHand
 -            self._is_paused = self._files.is_paused
 +            self._is_paused = False
@@ -969,11 +969,11 @@ done tasks are kept for keep_done seconds | Lifecycle
 -        before_s = time.time() - self._keep_done
 +        before_s = time.time()
 max_attempts is a limit | Lifecycle
--        if self.max_attempts is not None and attempts >= self.max_attempts:
-+        if self.max_attempts is not None and attempts > self.max_attempts:
-attempts are counted | Leases
--            counted = min(attempts + 1, _MAX_ATTEMPTS)
-+            counted = min(max(attempts, 1), _MAX_ATTEMPTS)
+-            if self.max_attempts is not None and before >= self.max_attempts:
++            if self.max_attempts is not None and before > self.max_attempts:
+attempts are counted | Lifecycle
+-        if counts and attempts < _MAX_ATTEMPTS:
++        if counts and not attempts:
 a corrupt task goes to failed/, and pop() goes on | Corruption
 -        except CorruptTask as error:
 -            self.quarantine(lease, error.reason)
@@ -982,27 +982,27 @@ a corrupt task goes to failed/, and pop() goes on | Corruption
 +            return None
 who lost a lease can't end the task | Leases
 -(directory if directory in _STATE_DIRS else ""))
--                raise self.lease_lost(task) from None
+-                raise self._lost(lease) from None
 +(directory if directory in _STATE_DIRS else ""))
 +                return target
 the rename to failed/ is the fence: the reason is written after it | Leases
 -                move()
--                _move_over(self.files.root + path, self.files.root + reason_path)
-+                _move_over(self.files.root + path, self.files.root + reason_path)
+-                self.files.move_over(path, reason_path)
++                self.files.move_over(path, reason_path)
 +                move()
 a retried task has no reason any more | Lifecycle
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
 +                _exists(f"{self.files.root}failed/{ident}.error")
 retry() puts a task at the back | Lifecycle
--        target = f"pending/{_task_name(self.clock.next_order(), 0, ident)}"
-+        target = _front_path(ident, 0)
+-        ident, target = _id_of(source), self._back_path(source, 0)
++        ident, target = _id_of(source), _front_path(_id_of(source), 0)
 a checkpoint goes with its task | Checkpoints
--        if task.checkpoint is not None and _is_end(target):
-+        if task.checkpoint is None and _is_end(target):
+-        if lease.has_checkpoint and _is_end(target):
++        if lease.has_checkpoint and not target:
 a checkpoint belongs to one payload | Checkpoints
--        if saved.startswith(of_data):
-+        if saved:
-a renewal never shortens a lease | Processing
+-    if saved.startswith(of_data):
++    if saved:
+a renewal never shortens a lease | Gate
 -            self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 +            self.extend(task, _lease_of(task).length_ns)
 the lock of a key is taken | KeyedConcurrency
@@ -1027,15 +1027,10 @@ retry() of a task whose key has another raises | Keyed
 close() ends a wait in another thread | Waiting hangs
 -            if found is not None or self._lease_dir.closes != closes:
 +            if found is not None:
-a wait hears of a task that comes between two looks | Hearing hangs
--                if self.events != events:
--                    return
--                reads = self.is_read = True
-+                reads = self.is_read = True
-a wait hears of a pending/ that was replaced | Hearing
+a wait hears of a pending/ that was replaced | Hearing hangs
 -            if watch == self._root_watch or mask & _IN_LOST:
 +            if mask & _IN_LOST:
-a cancelled pop_async() loses no task | Coroutines
+a cancelled pop_async() loses no task | Coroutines hangs
 -            looking.add_done_callback(self._return_unwanted)
 -            raise
 +            raise
@@ -1055,7 +1050,7 @@ a child that is forked in processing() does not end the task | Processing
 -            return  # a child
 +        if not self._pid:
 +            return  # a child
-two signals at once are one | CommandLine
+two signals at once are one | Gate
 -        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
 +        if self.signals and time.monotonic() < self._last_signal_s:
 a signal drops no task that was just claimed | Work
@@ -1065,7 +1060,7 @@ a signal drops no task that was just claimed | Work
 +                continue
 +            if self._is_stopping():
 +                queue.release
-work() leaves the signal handlers as they were | Work
+work() leaves the signal handlers as they were | Work hangs
 -            for number, handler in before.items():
 -                signal.signal(number, handler)
 +            before.clear()
@@ -1075,10 +1070,10 @@ work() runs no more than `concurrency` handlers | Work
 check(repair=True) leaves what is in flight alone | Checking
 -                mend = self._repair and entry.directory in ("pending", "scheduled")
 +                mend = self._repair and bool(entry.directory)
-a new queue is its user's alone | Lifecycle
+a new queue is its user's alone | Gate
 -        _make_dir(data_dir, 0o700, self.is_durable)
 +        _make_dir(data_dir, 0o755, self.is_durable)
-a setting is not changed in silence | Lifecycle
+a setting is not changed in silence | Gate
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 release() with a delay is not at the front | Lifecycle
@@ -1090,21 +1085,14 @@ a dropped object gives up its directory | Liveness
 +            if not worker.lease_dir.is_open:
 +                self.close()
 the ticket of a dead member is passed over at once | Tickets hangs
--                    dead = lock.try_exclusive()
-+                    dead = None
+-is_dead = lock.try_exclusive()
++is_dead = None
 the ticket of another host is passed over when it is stale, not before | SharedTickets
--time.time() - touched_s > part * timeout_s
-+time.time() - touched_s > part * timeout_s / 100
-tickets are drawn in order | Tickets
--int(noted[-20:] or 0), *in_line) + 1
-+int(noted[-20:] or 0), *in_line, 1)
+-st_mtime > self._stale_s
++st_mtime > self._stale_s / 100
 a turn that ends by an exception is given up | Tickets hangs
 -            if member in self._held:  # not in a forked child
 +            if sys.exc_info()[0] is None and member in self._held:  # not in a forked child
-a forked child holds none of its parent's tickets | Tickets
--        """In a forked child: it holds none of its parent's tickets."""
--        self._held = {}
-+        """In a forked child: it holds none of its parent's tickets."""
 a command's error is status 1 if nothing is there, else 2 | CommandLine
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
@@ -1123,13 +1111,13 @@ a lease that `pop` can't print is given back | CommandLine
 -    return 1 if options.drain and (pool.counts["failed"] or pool.signals) else 0
 +    return 1 if options.drain and pool.signals else 0
 `check` is status 1 if something is odd | CommandLine
--            status = status if finding.repaired else 1
-+            status = status if finding.text else 1
+-        status = status if finding.repaired else 1
++        status = status if finding.text else 1
 the last piece of --null needs no zero byte | CommandLine
--        if any(parts):
--            yield b"".join(parts)
-+        parts.clear()
-'''
+-    if any(parts):
+-        yield b"".join(parts)
++    parts.clear()
+"""
 
 
 def check(faults: list[Fault]) -> list[str]:

@@ -126,6 +126,12 @@ class Clock:
         self._passed_s += 1e-6
         return self._monotonic_s + self._passed_s
 
+    def time_ns(self) -> int:
+        return int(self.time() * 1e9)
+
+    def monotonic_ns(self) -> int:
+        return int(self.monotonic() * 1e9)
+
 
 CLOCK = Clock()  # read at the start, the same in all processes that are forked
 
