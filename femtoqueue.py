@@ -1809,7 +1809,8 @@ class _LeaseDir:
             lock, tries = self._files.open_dir(self.directory), tries + 1
             if lock is None:
                 if tries > _MAX_REPLACED:
-                    os.listdir(self.path)  # raises why
+                    code = _MISSING_ERRNOS[-1]
+                    raise OSError(code, os.strerror(code), self.path)
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
