@@ -2750,7 +2750,8 @@ class _Worker:
             if lease:
                 task = self._read_claimed(waiting, lease, length_ns)
             elif waiting:
-                task = self._claim_renamed(waiting, length_ns)
+                if "~" in waiting:
+                    task = self._claim_renamed(waiting, length_ns)
                 backlog.drop_taken()
             else:
                 # All claims of a listing were lost: to other workers, or our directory is gone.
