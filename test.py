@@ -2382,6 +2382,23 @@ class LostReply(QueueCase):
         other.done(self.pop(other))
         self.assertRaises(LeaseLost, q.done, late)
 
+    def test_a_lease_that_was_over_is_lost_though_its_name_is_still_seen(self) -> None:
+        """For half a minute its host sees what it saw."""
+        q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
+        ident = q.push(b"1")
+        late, seen = self.pop(q), list[str]()
+        clock.advance(3)
+        other.done(self.pop(other))
+
+        def lstat(path: str) -> os.stat_result:
+            if path.endswith(late.path) and not seen:
+                seen.append(path)
+                return os.lstat(self.file("done", ident))
+            return os.lstat(path)
+
+        with mock.patch.object(femtoqueue, "os", fake_os(lstat=lstat)):
+            self.assertRaises(LeaseLost, q.done, late)
+
     def test_a_delivery_that_was_given_up_or_ended_is_lost(self) -> None:
         """Its lease has not run out, and the task is where done() would have brought it."""
         q, other = self.queue(), self.queue("n2")

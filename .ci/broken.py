@@ -1093,6 +1093,42 @@ the ticket of another host is passed over when it is stale, not before | SharedT
 a turn that ends by an exception is given up | Tickets hangs
 -            if member in self._held:  # not in a forked child
 +            if sys.exc_info()[0] is None and member in self._held:  # not in a forked child
+a number that another host drew meanwhile is higher than ours | SharedTickets
+-        if self._noted() > f"last~{number:020d}":
++        if not number:
+a member that was late to touch its ticket has no turn | SharedTickets
+-        return age_s > 0.75 * stale_s
++        return age_s > 2 * stale_s
+tickets are drawn in order | Tickets
+-        number = max(int(os.read(last.fd, 20) or 0), highest) + 1
++        number = max(int(os.read(last.fd, 20) or 0), highest, 1)
+a forked child holds none of its parent's tickets | Tickets
+-lambda line: line._held.clear()
++lambda line: None
+a rename whose reply was lost has not failed | LostReply
+-            if not number or not self._was_moved(number, source, target):
++            if source:
+what is where a file was to go may be another | LostReply
+-and self.lstat(target).st_ino == number)
++and number)
+a task whose lease was over may be another delivery's | LostReply
+-        if self.loses_replies and not self._is_over(source):
++        if self.loses_replies:
+a claim whose reply was lost is a delivery | LostReply
+-            return name in os.listdir(self.path)
++            return False
+a finished task that a healed replica brings back is not delivered | Healed
+-            is_done = bool(lease) and self._files.drop_done(lease)
++            is_done = False
+a file that was replaced is looked up again | Healed hangs
+-        for _ in range(_LOOKS):
++        for _ in range(1):
+a mount that hangs makes no phantom | Healed
+-                if count >= tries and time.monotonic() > end_s:
++                if time.monotonic() > end_s:
+a phantom is one for good | Healed hangs
+-                    self.phantoms.add(path)
++                    self.phantoms.discard(path)
 a command's error is status 1 if nothing is there, else 2 | CommandLine
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
