@@ -3388,6 +3388,7 @@ class _Housekeeper:
 
 # inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
 _IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
+_LINGER_S = 1.0  # for which a thread waits for the next coroutine
 _MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
 _Found = TypeVar("_Found")  # by a wait
 
@@ -3414,11 +3415,13 @@ class _Watcher:
     def _watch(self) -> bool:
         """Watch the directories, and those in their places if they were replaced."""
         watched = [("pending", _IN_COMES), ("scheduled", _IN_COMES), ("", _IN_COMES | _IN_GOES)]
-        add, root = self._libc.inotify_add_watch if self._fds else None, self._root
-        return add is not None and all(
-            add(self._fds[0], os.fsencode(root + name), mask | _IN_ONLYDIR) >= 0
+        watches = [
+            self._libc.inotify_add_watch(fd, os.fsencode(self._root + name), mask | _IN_ONLYDIR)
+            for fd in self._fds[:1]
             for name, mask in watched
-        )
+        ]
+        self._pushed = watches[0].to_bytes(4, sys.byteorder, signed=True) if watches else b""
+        return min(watches, default=-1) >= 0
 
     def sleep(self, seconds: float) -> None:
         """Return at the next event, or when the time is over."""
@@ -3432,9 +3435,15 @@ class _Watcher:
             poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(int(seconds * 1000) + 1):
             with contextlib.suppress(BlockingIOError):
-                os.read(fd, 1 << 16)
-            if fd == self._fds[0]:  # pending/ may be a new directory (shrink_pending, a person)
-                self.sees_all = self._watch() and self.sees_all
+                events = os.read(fd, 1 << 16)
+                if fd == self._fds[0] and not self._is_one_push(events):
+                    # Before the next look: pending/ may be a new directory (shrink_pending).
+                    self.sees_all = self._watch() and self.sees_all
+
+    def _is_one_push(self, events: bytes) -> bool:
+        """Whether that is one event, of pending/: 16 bytes, from the watch to the name's length."""
+        name_bytes = int.from_bytes(events[12:16], sys.byteorder)
+        return events.startswith(self._pushed) and len(events) == 16 + name_bytes
 
     def wake(self) -> None:
         """End the sleep, or the next one; in any thread, or in a signal handler."""
@@ -3477,7 +3486,7 @@ class _Waits:
         # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()  # held as the thread that serves them starts and ends
-        self._is_serving = False
+        self._is_serving, self._linger_s = False, 0.0  # until when it waits for the next one
         self._server: _Watcher | None = None  # of that thread
 
     def wait_for(
@@ -3607,6 +3616,7 @@ class _Waits:
         """Have the thread look for a coroutine from now on."""
         with self._lock:
             self._requests[id(request)] = request
+            self._linger_s = time.monotonic() + _LINGER_S
             if self._is_serving:
                 self._wake_server()
                 return
@@ -3618,7 +3628,7 @@ class _Waits:
                 raise
 
     def _serve(self) -> None:
-        """Look for the coroutines until none waits: the thread."""
+        """Look for the coroutines until none has waited for a while: the thread."""
         try:
             with self._watcher() as self._server:
                 while self._is_serving:
@@ -3632,7 +3642,7 @@ class _Waits:
 
     def _look_for_all(self) -> bool | None:
         """Look for the first coroutine of each line, and for each whose time is over. Return True
-        if none waits any more: it ends the thread."""
+        if none has waited for a while: it ends the thread."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
@@ -3643,7 +3653,7 @@ class _Waits:
             if is_due and not self._look_for(request):
                 empty_lines.add(request.line)
         with self._lock:
-            self._is_serving = bool(self._requests)
+            self._is_serving = bool(self._requests) or time.monotonic() < self._linger_s
         return None if self._is_serving else True
 
     def _look_for(self, request: _Request) -> bool:
@@ -3892,8 +3902,8 @@ _AFTER_FAILURE = {
 
 
 class _WorkerPool:
-    """The loop of work(): the calling thread takes tasks, and up to `concurrency` threads handle
-    them. If concurrency is 1, the calling thread handles them too, unless in_threads is set.
+    """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
+    If concurrency is 1, the calling thread does, unless in_threads is set.
 
     is_stopped: asked between two tasks. more_signals: stop the pool as SIGINT and SIGTERM do.
     on_stop() is called at the first signal, in its handler, and on_abort(number) at the second.
@@ -3915,106 +3925,95 @@ class _WorkerPool:
         on_stop: Callable[[], object] = _no_op,
         on_abort: Callable[[int], object] = _no_op,
     ) -> None:
-        from queue import SimpleQueue
-
         self._pid = os.getpid()
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
         self._drain, self._is_stopped, self._in_threads = drain, is_stopped, in_threads
+        self._is_threaded = in_threads or concurrency > 1
         self._more_signals, self._on_stop, self._on_abort = more_signals, on_stop, on_abort
         self.signals: list[int] = []  # that came
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         self._running: dict[int, FemtoTask] = {}  # by their id()
         self._changed = threading.Condition()
-        self._inbox: SimpleQueue[FemtoTask | None] = SimpleQueue()
-        self._threads = 0
-        self._is_interruptible = False  # while the handler runs in the thread that gets signals
-        self._error: BaseException | None = None  # of a handler that ends the pool
+        self._turn = threading.Lock()  # held by the thread that takes a task
+        self._threads = 0  # that have not ended
+        self._is_drained = self._is_interruptible = False  # a handler runs that signals interrupt
+        self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
 
     def run(self) -> WorkCounts:
         """Work until told to stop. Raises what a handler raised to end the pool, and the OSError
         of a pop(), unless a signal came before what ran had finished: that is answered first."""
         with self._signals_handled():
-            trouble: OSError | None = None
-            try:
-                self._take_all()
-            except KeyboardInterrupt:
-                if len(self.signals) < 2:
-                    raise  # the handler's own
-            except OSError as error:
-                trouble = error
-            finally:
-                self._wait_until_idle()
-                for _ in range(self._threads):
-                    self._inbox.put(None)
-            if trouble is not None and not self.signals:
-                raise trouble
-            if trouble is not None:
-                _log().error("work ends by a signal; before it: %s", trouble)
+            if self._is_threaded:
+                self._start_threads()
+                self._wait_for_threads()
+            else:
+                self._work()
             if len(self.signals) > 1:
                 self._abort()
+            elif isinstance(self._error, OSError) and self.signals:
+                _log().error("work ends by a signal; before it: %s", self._error)
             elif self._error is not None:
                 raise self._error
         return WorkCounts(**self.counts)
 
-    def _is_stopping(self) -> bool:
-        return bool(self.signals or self._error is not None or self._is_stopped())
-
-    def _take_all(self) -> None:
-        """Take tasks, and have them handled, until the pool is stopped or the queue is drained."""
-        queue = self._queue
-        # Not for long: nothing wakes this wait when is_stopped() changes. With drain, others may
-        # end the last task at any moment.
-        wait_s = min(_BASE_INTERVAL_S, queue.poll_interval_s) if self._drain else _BASE_INTERVAL_S
-        while not self._is_stopping():
-            if not self._has_free_thread():
-                continue
-            task = queue.pop(0 if self._drain else wait_s)
-            if task is None and self._drain:
-                if queue.join(0):
-                    return
-                task = queue.pop(wait_s)
-            if task is None:
-                continue
-            if self._is_stopping():
-                queue.release(task, front=True, counted=False)
-            elif self._concurrency > 1 or self._in_threads:
-                self._submit(task)
-            else:
-                self._running[id(task)] = task
-                self._process(task)
-
-    def _has_free_thread(self) -> bool:
-        """Wait a moment until fewer tasks run than may run; return whether that is so."""
-        with self._changed:
-            return self._changed.wait_for(
-                lambda: len(self._running) < self._concurrency, _BASE_INTERVAL_S
-            )
-
-    def _submit(self, task: FemtoTask) -> None:
-        """Pass a task to a thread; start one more if all are busy."""
-        with self._changed:
-            self._running[id(task)] = task
-            if self._threads < len(self._running):
-                try:
-                    # A daemon: a handler that does not return must not keep the process alive.
-                    threading.Thread(target=self._run_thread, daemon=True).start()
-                    self._threads += 1
-                except RuntimeError:
-                    if not self._threads:  # else the running ones are enough
-                        del self._running[id(task)]
-                        self._queue.release(task, front=True, counted=False)
-                        raise
-        self._inbox.put(task)
-
-    def _run_thread(self) -> None:
-        """Process tasks of the inbox until a None comes out of it."""
-        while (task := self._inbox.get()) is not None:
+    def _start_threads(self) -> None:
+        for _ in range(self._concurrency):
+            # A daemon: a handler that does not return must not keep the process alive.
+            thread = threading.Thread(target=self._work, daemon=True)
+            with self._changed:
+                self._threads += 1
             try:
-                if id(task) in self._running:  # _abort() has not given it back
+                thread.start()
+            except RuntimeError:
+                with self._changed:
+                    self._threads -= 1
+                if not self._threads:  # else the running ones are enough
+                    raise
+                return
+
+    def _wait_for_threads(self) -> None:
+        with self._changed:
+            while self._threads > 0 and len(self.signals) < 2:
+                self._changed.wait(_BASE_INTERVAL_S)
+
+    def _work(self) -> None:
+        """Take tasks, and handle them, until the pool is stopped or the queue is drained."""
+        try:
+            while not self._is_stopping():
+                with self._turn:
+                    task = self._take()
+                if task is not None:
                     self._process(task)
-            except BaseException as error:
-                self._error = error
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            with self._changed:
+                self._threads -= 1
+                self._changed.notify_all()
+
+    def _is_stopping(self) -> bool:
+        is_over = self.signals or self._is_drained or self._error is not None
+        return bool(is_over or self._is_stopped())
+
+    def _take(self) -> FemtoTask | None:
+        """Take a task, or wait for one a moment: nothing wakes this wait when is_stopped()
+        changes, and with drain, others may end the last task at any moment."""
+        queue, wait_s = self._queue, _BASE_INTERVAL_S
+        if self._is_stopping():
+            return None
+        task: FemtoTask | None = queue.pop(0 if self._drain else wait_s)
+        if task is None and self._drain:
+            self._is_drained = queue.join(0)
+            if not self._is_drained:
+                task = queue.pop(min(wait_s, queue.poll_interval_s))
+        with self._changed:
+            if task is None or not self._is_stopping():
+                if task is not None:
+                    self._running[id(task)] = task
+                return task
+        queue.release(task, front=True, counted=False)
+        return None
 
     def _process(self, task: FemtoTask) -> None:
         """Handle a task; log how its delivery failed, and count how it ended."""
@@ -4039,20 +4038,12 @@ class _WorkerPool:
                 self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
-        """Call the handler; in the thread that gets signals, let the second one interrupt it."""
-        if self._threads:
-            self._handler(task)
-            return
+        """Call the handler. In the thread that gets signals, the second one interrupts it."""
         try:
-            self._is_interruptible = True
+            self._is_interruptible = not self._is_threaded
             self._handler(task)
         finally:
             self._is_interruptible = False
-
-    def _wait_until_idle(self) -> None:
-        with self._changed:
-            while self._running and len(self.signals) < 2:
-                self._changed.wait(_BASE_INTERVAL_S)
 
     def _abort(self) -> None:
         """Give back what runs in other threads; what ran in this one has been given back."""
