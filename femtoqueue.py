@@ -2046,7 +2046,7 @@ class _Listings:
         """
         was_phantom = entry.path in getattr(self._files, "phantoms", ())
         try:
-            read = getattr(self._files, "read_afresh", self._files.read)
+            read = getattr(self._files, "read_listed", self._files.read)
             _, key = read(entry.path, entry.id)
         except CorruptTask:
             return ""
@@ -5328,7 +5328,10 @@ class _SharedFiles(_Files):
     lstat = _afresh(_Files.lstat)
     text = _afresh(_Files.text)
     _read_once = _afresh(_Files.read)
-    _names_once = _afresh(_Files.names)
+
+    @_afresh
+    def _listdir(self, directory: str) -> list[str]:
+        return os.listdir(self.root + directory)
 
     def _refresh(self, directory: str) -> None:
         """Have the names of a directory looked up anew: opening it does (close-to-open, nfs(5))."""
@@ -5340,36 +5343,38 @@ class _SharedFiles(_Files):
         return super().exists(path)
 
     def names(self, directory: str) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return self._listdir(directory)
         self._refresh("")  # the directory may be new
-        return self._names_once(directory)
+        return super().names(directory)
 
     def has_work(self) -> bool:
         self._refresh("")  # keys/ may be new
         return super().has_work()
 
     def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
-        """Read a record; afresh what another host may have replaced before it came here."""
+        """Read a record; after a listing what another host may have replaced before it was here."""
         state = _state_of(path)
         if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
-            return self.read_afresh(path, ident)
+            self.names(os.path.dirname(path))
+            return self.read_listed(path, ident)
         return self._read_once(path, ident)
 
-    def read_afresh(self, path: str, ident: str) -> tuple[bytes, str | None]:
-        """Read a record after a listing, and again for as long as its name is listed: it may be
-        replaced, or a phantom. The time alone says nothing: a mount that hung knows no more than
-        before. Raises FileNotFoundError."""
+    def read_listed(self, path: str, ident: str) -> tuple[bytes, str | None]:
+        """Read a record that was listed just now, and again for as long as its name is listed: it
+        may be replaced, or a phantom. The time alone says nothing: a mount that hung knows no more
+        than before. Raises FileNotFoundError."""
         directory, name = os.path.split(path)
         tries, end_s = 20, time.monotonic() + _STALE_S
         if path in self.phantoms:
             tries, end_s = 5, 0.0
         for count, pause_s in enumerate(_backoff_s(_STALE_S / 60), 1):
-            is_listed = name in self.names(directory)
             try:
                 record = self._read_once(path, ident)
                 self.phantoms.discard(path)
                 return record
             except FileNotFoundError:
-                if not is_listed:
+                if name not in self.names(directory):
                     raise
                 if count >= tries and time.monotonic() > end_s:
                     self.phantoms.add(path)
