@@ -44,15 +44,16 @@ Each move is one system call, and takes effect when that call returns:
     quarantine _Worker.quarantine             inflight, pending failed/<id>; its .error  rename
     retry      _Worker.requeue_failed         failed/<id>       pending/<now>~0~<id>     rename
     purge      FemtoQueue.purge, _purge_done   done/, failed/    nowhere                  unlink
-    replace    _KeyPusher.push, _Files.swap    creating/<id>     for a waiting record     renameat2
-    update     _KeyPusher.push, _Files.swap    creating/<id>     for a leased record      renameat2
-    buffer     _KeyPusher.push                 creating/<id>     keys/<id>                rename
-    promote    _KeyIndex._promote_buffered     keys/<id>         pending/, scheduled/     rename
+    replace    _Keys.push, _Files.swap        creating/<id>     for a waiting record     renameat2
+    update     _Keys.push, _Files.swap        creating/<id>     for a leased record      renameat2
+    buffer     _Keys.push                     creating/<id>     keys/<id>                rename
+    take along _Keys.claimed                  keys/<id>         over the leased record   rename
+    promote    _Keys.move                     keys/<id>         pending/, scheduled/     rename
     save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
-_KeyIndex.move moves a task with a key, under the lock of the key; _Files.move moves any other.
-Three steps do more. Replace may first give the task a new time. Release and reclaim take along the
-payload buffered behind it. A quarantine that can't write to failed/ moves it to the back.
+_Keys.move moves a task with a key, under the lock of the key; _Files.move moves any other. Two
+steps do more. Replace may first give the task a new time. A quarantine that can't write to failed/
+moves it to the back.
 
 Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
 task: the rename gives it a *lease*, which ends at its *deadline* or with the worker; the lease's
@@ -60,7 +61,7 @@ exact name is the *fence*: when it is gone, done(), fail(), release() and extend
 and change nothing. A task is *settled* (acknowledged) by done(), fail() or release(), or
 *reclaimed* from a worker that died or was late. A *dead letter* is in failed/; a task that can't
 be delivered is *quarantined* there. *Housekeeping* is what pop() does besides. A newer payload of
-a key is *buffered* while its task is in flight.
+a key is *buffered*, behind its task.
 
 Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
 the next. A living worker holds a shared flock on its inflight-<node>/. The kernel drops it with
@@ -94,19 +95,18 @@ Rooms of this file; each uses only those above it:
      7. Queue clock        orders and deadlines
      8. Backlog            the batch of names in pending/
      9. Lease directory    claiming into it, and the lock that shows life
-    10. Key states         where the task of each key is: keys/<hash>, or listings
-    11. Keys               their locks; finding and moving tasks with a key
-    12. Keyed pushes       replacing, updating and buffering their payloads
-    13. Worker             each change of a task's state
-    14. Housekeeping       the jobs of pop(): listing, due tasks, dead workers
-    15. Waiting            inotify, threads, coroutines
-    16. Processing         renewal of leases, checkpoints
-    17. Worker pool        the loop of work()
-    18. Inspection         check()
-    19. FemtoQueue         the public face
-    20. Tickets            TicketQueue
-    21. Other file systems  NFS, GlusterFS and the like; systems without flock
-    22. Command line       `femtoqueue COMMAND`
+    10. Key states         where the task of each key is, under locks
+    11. Keys               one task a key, and what is pushed behind it
+    12. Worker             each change of a task's state
+    13. Housekeeping       the jobs of pop(): listing, due tasks, dead workers
+    14. Waiting            inotify, threads, coroutines
+    15. Processing         renewal of leases, checkpoints
+    16. Worker pool        the loop of work()
+    17. Inspection         check()
+    18. FemtoQueue         the public face
+    19. Tickets            TicketQueue
+    20. Other file systems  NFS, GlusterFS and the like; systems without flock
+    21. Command line       `femtoqueue COMMAND`
 """
 
 from __future__ import annotations
@@ -421,7 +421,7 @@ _FORMS = {
         "pending": _WAITING,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
-        # A newer payload behind a task in flight; its tag is a key's.
+        # A newer payload behind a task; its tag is a key's.
         "keys": f"(?:{_NS}~{_ATTEMPTS}~)?()({_NS}-[89a-f][0-9a-f]{{7}})",
         "checkpoints": f"()(){_ID}",
         "done": _WAITING,
@@ -577,6 +577,12 @@ def _with_stamp(path: str, stamp_ns: int) -> str:
     """Return the path of a lease with another deadline."""
     directory, _, name = path.rpartition("/")
     return f"{directory}/{stamp_ns:020d}{name[20:]}"
+
+
+def _first_lease(path: str) -> str:
+    """Return the path of a lease as that of a first delivery."""
+    deadline, _, rest = path.split("~", 2)
+    return f"{deadline}~1~{rest}"
 
 
 def _reset_path(path: str, due_ns: int | None) -> str:
@@ -774,7 +780,7 @@ class FemtoTask:
 
     @property
     def state(self) -> str:
-        """Where it was: one of STATES, or "buffered" (a newer payload of a key in flight)."""
+        """Where it was: one of STATES, or "buffered" (a newer payload, behind a task)."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
 
@@ -829,7 +835,7 @@ class Stats(NamedTuple):
     pending: int
     scheduled: int
     inflight: int
-    buffered: int  # newer payloads of keys that are in flight
+    buffered: int  # newer payloads of keys, behind their tasks
     done: int
     failed: int
     oldest_pending_age_s: float | None  # None: nothing is pending
@@ -1146,7 +1152,7 @@ if hasattr(os, "register_at_fork"):
 # 6. Files: the steps on files of data_dir, and the one place where durability is decided.
 #    Invariant: a file appears whole under its name, or not at all; after power loss the checksum
 #    shows a torn one. commit() decides durability: if the queue is durable, it syncs the file, then
-#    its directory. publish() and _BatchSync do so for new tasks, _KeyStates.save() for key states.
+#    its directory. publish() and _BatchSync do so for new tasks, _KeyStates for those of keys.
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
@@ -1956,269 +1962,87 @@ class _LeaseDir:
 
 
 # ==================================================================================================
-# 10. Key states: where the task of each key is, by the file keys/<hash>, or by listings where other
-#     hosts write. The lock itself is taken in room 11, _KeyIndex.lock().
-#     Invariant: the path in a state is a hint, which find() checks and corrects. A key without a
-#     state has no task, except after power loss: then repair() finds what is in keys/.
+# 10. Key states: where the task of each key is, under the locks of keys.
+#     Invariant: keys/<hash> has a line for each key, "<key> <path> <newer payload, or ->", then an
+#     empty line; what follows is of an older, longer text. One write() makes a change. It is a
+#     hint, which room 11 checks and corrects. A key without a line has no task, except after power
+#     loss: then repair() finds what is in keys/.
+#     Order of locks: that of a key first, then the worker's. With the worker's lock held, a key's
+#     lock is only tried (wait=False).
 # ==================================================================================================
 
-_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
-# A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
-_LIVE = ("inflight", "scheduled", "pending", "inflight")
+
+class _States(dict[str, "tuple[str, str]"]):
+    """By encoded key: where its task was last, and the name in keys/ of the newer payload behind it
+    ("": none). `saved`: what keys/<hash> says; None: there is no such file."""
+
+    saved: str | None = None
+
+    def text(self) -> str | None:
+        return (
+            "".join(f"{key} {path} {newer or '-'}\n" for key, (path, newer) in self.items()) or None
+        )
 
 
-class _KeyState:
-    """Where the task of a key was last, and the name in keys/ of the payload behind it, if any.
-
-    A hint: a task that was killed, or moved by a pop() or a person, is looked for.
-    """
-
-    __slots__ = ("buffered", "path")
-
-    def __init__(self, path: str, buffered: str = "") -> None:
-        self.path, self.buffered = path, buffered
-
-
-def _parse_key_states(text: bytes, tag: str) -> dict[str, _KeyState]:
+def _parse_key_states(content: bytes, tag: str) -> _States:
     """Return what the contents of keys/<hash> say of each key."""
-    lines = text.decode("ascii", "replace").partition("\n\n")[0].splitlines()
-    # One that leads to a task of no key, or of another hash, would have it overwritten.
-    return {
-        match[1]: _KeyState(match[2], match[4].strip("-"))
-        for match in map(_parse_key_state, lines)
-        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}")
-    }
+    states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
+    for match in map(_parse_key_state, text.splitlines()):
+        # One that leads to a task of no key, or of another hash, would have it overwritten.
+        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
+            states[match[1]] = match[2], match[4].strip("-")
+    states.saved = f"{text}\n"
+    return states
 
 
-def _read_key_states(root: str, tag: str) -> dict[str, _KeyState]:
-    """Return what keys/<hash> says of each key, without its lock: nothing, if it is not there."""
-    try:
-        fd = os.open(f"{root}keys/{tag}", _READ_FLAGS)
-    except FileNotFoundError:
-        return {}
-    try:
-        return _parse_key_states(os.read(fd, os.fstat(fd).st_size), tag)
-    finally:
-        os.close(fd)
+class _KeyLocks(threading.local):
+    """The locks of keys that this thread holds, by name, and under each the states of its hashes,
+    by tag. Weak: what Ctrl-C leaves locked, between any two lines, ends with its frame."""
 
-
-class _Listings:
-    """Keyed tasks as the directories tell them, for file systems of several hosts.
-
-    Contents and single names that another host changed may be read as they were for a second
-    (GlusterFS) or thirty (NFS); listings and renames are answered by the server, and so is what
-    _look_afresh() reads after a listing. A name that GlusterFS has yet to heal is listed for
-    minutes, and leads to nothing: a phantom, which has no key.
-    """
-
-    def __init__(self, files: _Files) -> None:
-        self._files: Any = files
-
-    def states(self, tag: str, but: str = "") -> dict[str, _KeyState]:
-        """Return the states of a hash, without the file at `but`."""
-        for _ in range(_MAX_LISTINGS):
-            try:
-                return self._states_once(tag, but)
-            except OSError as error:  # RACE: a task moved after its directory was listed
-                if error.errno not in _MISSING_ERRNOS:
-                    raise
-        return self._states_once(tag, but)
-
-    def _states_once(self, tag: str, but: str) -> dict[str, _KeyState]:
-        """Do as states(). Raises FileNotFoundError, or ESTALE, if a task moves meanwhile."""
-        states: dict[str, _KeyState] = {}
-        for entry in self._files.find("keys", *_LIVE):
-            if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
-                continue
-            name = self.key_at(entry)
-            state = states.setdefault(name, _KeyState("")) if name else _KeyState("")
-            if entry.directory == "keys":
-                state.buffered = entry.name
-            else:
-                state.path = entry.path
-        return states
-
-    def key_at(self, entry: _Entry) -> str:
-        """Return the encoded key of a record, "" if it has none or is not whole.
-
-        Raises FileNotFoundError for a new phantom: its task may have moved to what was listed
-        before it, so that only another listing can do without it.
-        """
-        was_phantom = entry.path in getattr(self._files, "phantoms", ())
-        try:
-            read = getattr(self._files, "read_listed", self._files.read)
-            _, key = read(entry.path, entry.id)
-        except CorruptTask:
-            return ""
-        except FileNotFoundError:
-            if not was_phantom:
-                raise
-            return ""
-        return "" if key is None else _encode_key(key)
+    def __init__(self) -> None:
+        self.locks: weakref.WeakValueDictionary[str, _FileLock] = weakref.WeakValueDictionary()
+        self.states: weakref.WeakKeyDictionary[_FileLock, dict[str, _States]]
+        self.states = weakref.WeakKeyDictionary()
 
 
 class _KeyStates:
-    """The states of the keys of one hash, while this thread holds their lock (_KeyIndex.lock()).
-
-    The lock is locks/<last two digits of the hash>, shared with the other hashes that end so. It is
-    never removed: a process that waited for the lock of a removed file would have to see that its
-    path leads elsewhere by now, and NFS or GlusterFS may show it an old answer.
-
-    The states stand in keys/<hash>, a line for each key: "<key> <path> <buffered, or ->", then an
-    empty one. One write() makes the change; what follows the empty line is of an older, longer
-    text. A key without a state has no task. On a file system that other hosts write to there is no
-    such file.
-    """
-
-    def __init__(self, files: _Files, listings: _Listings, tag: str) -> None:
-        self.tag, self._files, self._listings = tag, files, listings
-        self._path = f"{files.root}keys/{tag}"
-        self.states: dict[str, _KeyState] = {}
-        self._saved: str | None = None  # None: the states have not been read
-        self._fd = -1  # of keys/<hash>, if it is there
-
-    def read(self, create: bool) -> None:
-        """Read the states, unless a signal handler did it meanwhile. Call it with the lock held.
-
-        create: make keys/<hash>, for it will be written.
-        """
-        if self._saved is not None:
-            return
-        states: dict[str, _KeyState] = {}
-        saved = b""
-        if self._files.is_shared:
-            states = self._listings.states(self.tag)
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                self._open(create)
-                text, end, _ = os.read(self._fd, os.fstat(self._fd).st_size).partition(b"\n\n")
-                states, saved = _parse_key_states(text, self.tag), text + end
-        if self._saved is None:  # again: a handler may have come while we read
-            self.states = states
-            # As it is there: what was invalid in it is written anew.
-            self._saved = saved.decode("ascii", "replace") or self._text()
-
-    def _open(self, create: bool) -> None:
-        """Open keys/<hash>. Raises FileNotFoundError if it, or keys/, is not there."""
-        flags = os.O_RDWR | _NO_FOLLOW_OR_BLOCK | (os.O_CREAT if create else 0)
-        self._fd = os.open(self._path, flags, 0o666)
-
-    def _text(self) -> str:
-        """Return what keys/<hash> is to say."""
-        lines = (f"{key} {it.path} {it.buffered or '-'}\n" for key, it in self.states.items())
-        return "".join(lines) + "\n"
-
-    def save(self, sync: bool) -> None:
-        """Write the states if they have changed; again, if a signal handler does so meanwhile."""
-        while (text := self._text()) != self._saved:
-            if self._files.is_shared:
-                self._make_dir(sync)
-                return
-            if self._fd < 0:
-                self._make_dir(sync)
-                self._open(create=True)
-            os.pwrite(self._fd, text.encode("ascii"), 0)
-            self._saved = text
-            if sync:
-                os.fsync(self._fd)
-                _sync_dir(os.path.dirname(self._path))
-
-    def _make_dir(self, sync: bool) -> None:
-        """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(os.path.dirname(self._path))
-        if sync:
-            _sync_dir(self._files.root)
-
-    def close(self) -> None:
-        """Write the states; remove keys/<hash> if no key of the hash has one."""
-        try:
-            with contextlib.suppress(OSError):  # nothing depends on a hint
-                if not self.states and self._fd >= 0 and self._saved is not None:
-                    os.unlink(self._path)
-                    self._saved = ""  # what a signal handler wrote meanwhile is gone: again
-                    self._close_file()
-                if self.states:
-                    self.save(sync=False)
-        finally:
-            with contextlib.suppress(OSError):
-                self._close_file()
-
-    def _close_file(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-# ==================================================================================================
-# 11. Keys: takes the locks of keys; finds, moves and repairs tasks with a key. Besides it only
-#     room 9 (claim, undo_claim) and room 12 (a new time, a new payload) rename such a task.
-#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
-#     one newer payload in keys/, behind a task in flight. What moves does so under the lock of its
-#     key; but pop() and people may take a task that waits at any time.
-#     Order of locks: that of a key first, then the queue's lock. With the queue's lock held, a
-#     key's lock is only tried (wait=False).
-# ==================================================================================================
-
-_REPLACE_LEASE_NS = 30 * 10**9  # under which a payload is replaced where names can't be exchanged
-
-
-class _KeyIndex:
-    """Finds, replaces, buffers and moves keyed tasks. `needs_repair` is set when a keyed task may
-    have ended without the payload behind it: repair() is due."""
+    """The states of keys, in files that are read and written under their locks."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
-        self._lease_dir, self._listings = worker.lease_dir, _Listings(worker.files)
-        self._worker = worker
-        self._held = threading.local()  # .lock: the last one that this thread took; .files: all
-        self.needs_repair = False
-
-    # Locks
+        self._worker, self._files, self._clock = worker, worker.files, worker.clock
+        self._held = _KeyLocks()
 
     @contextlib.contextmanager
-    def lock(self, tag: str, wait: bool = True, create: bool = False) -> Iterator[_KeyStates]:
-        """Hold the lock of the keys of one hash. Inside, this thread may ask for it again.
+    def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
+        """Hold the lock of the keys of one hash, and save what the block changes of their states.
 
-        Blocks, so the queue's lock must not be held: a process, or another thread, may be stopped
-        while it has this one. wait=False: raises BlockingIOError if it is not free. create: as in
-        _KeyStates.read().
+        The lock is locks/<last two digits of the hash>, which is never removed: a process that
+        waited for the lock of a removed file would have to see that its path leads elsewhere. A
+        nested call, also that of a signal handler, takes the same lock, and shares the states: a
+        handler must not push a key that its thread is at work on.
+        Raises BlockingIOError if the lock is not free and wait is False.
         """
-        outer: _KeyStates | None = getattr(self._held, "lock", None)
-        if outer is not None and outer.tag == tag:
-            outer.read(create)
-            yield outer
-            return
-        # A signal handler that needs the same file, while this thread takes it or has it for
-        # another hash, shares the descriptor: it must not wait for itself.
-        name, files = _lock_name(tag), self._held.__dict__.setdefault("files", {})
-        shared: _FileLock | None = files.get(name)
-        if shared is not None and shared.fd < 0:
-            shared = None  # it is just being closed
-        file_lock = files[name] = shared or self._open_lock(name)
+        name, outer = _lock_name(tag), self._held.locks.get(_lock_name(tag))
+        if outer is not None and outer.fd < 0:
+            outer = None  # Ctrl-C came while it was closed
+        lock = outer or self._open_lock(name)
         try:
-            file_lock.acquire_exclusive(wait)
-            held = self._held.lock = _KeyStates(self._files, self._listings, tag)
+            lock.acquire_exclusive(wait)
+            self._held.locks[name] = lock
+            by_tag = self._held.states.setdefault(lock, {})
+            states = by_tag.get(tag)
+            if states is None:
+                states = by_tag.setdefault(tag, self._load(tag))
             try:
-                held.read(create)
-                yield held
+                yield states
             finally:
-                try:
-                    held.close()
-                finally:  # after it: a handler must see the states that are being written
-                    self._held.lock = outer
+                with contextlib.suppress(OSError):  # nothing depends on a hint
+                    self._save(tag, states)
         finally:
-            if shared is None:
-                self._give_up_file(files, name, file_lock)
-
-    def _give_up_file(self, files: dict[str, _FileLock], name: str, file_lock: _FileLock) -> None:
-        """Unlock a file that this thread took, and forget it, also when Ctrl-C comes meanwhile."""
-        try:
-            with contextlib.suppress(OSError):  # what was done under the lock is done
-                file_lock.close()
-        finally:
-            if files.get(name) is file_lock:
-                del files[name]
+            if outer is None:
+                self._held.states.pop(lock, None)
+                with contextlib.suppress(OSError):  # what was done under the lock is done
+                    lock.close()
 
     def _open_lock(self, name: str) -> _FileLock:
         """Open a file in locks/; make the directory for the first key."""
@@ -2231,222 +2055,237 @@ class _KeyIndex:
 
     def lock_of(
         self, ident: str, wait: bool = True
-    ) -> contextlib.AbstractContextManager[_KeyStates | None]:
+    ) -> contextlib.AbstractContextManager[_States | None]:
         """Hold the lock of a task's key, if it has one; see lock()."""
-        return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else _NO_LOCK
+        return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else contextlib.nullcontext()
 
-    def lock_if_shared(self, ident: str) -> contextlib.AbstractContextManager[_KeyStates | None]:
-        """Hold the lock of a task's key between a look at another task and what follows from it.
+    def _load(self, tag: str) -> _States:
+        """Read keys/<hash>."""
+        try:
+            fd = os.open(f"{self._files.root}keys/{tag}", _READ_FLAGS)
+        except FileNotFoundError:
+            return _States()
+        try:
+            return _parse_key_states(os.read(fd, os.fstat(fd).st_size), tag)
+        finally:
+            os.close(fd)
 
-        Only where other hosts write: of two that were claimed at once, each lists the other.
-        """
-        return self.lock_of(ident) if self._files.is_shared else _NO_LOCK
+    def _save(self, tag: str, states: _States, sync: bool = False) -> None:
+        """Write keys/<hash> if the states have changed; remove it if there are none."""
+        path = f"{self._files.root}keys/{tag}"
+        while (text := states.text()) != states.saved:  # again, if a signal handler saved meanwhile
+            if text is None:
+                _unlink_if_exists(path)
+            else:
+                self._write(path, f"{text}\n".encode("ascii"), sync)
+            states.saved = text
+
+    def _write(self, path: str, content: bytes, sync: bool) -> None:
+        """Write over the beginning of a file in keys/."""
+        flags = os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        try:
+            fd = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            self._make_dir(sync)
+            fd = os.open(path, flags, 0o666)
+        try:
+            os.pwrite(fd, content, 0)
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        if sync:
+            _sync_dir(os.path.dirname(path))
+
+    def _make_dir(self, sync: bool) -> None:
+        """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{self._files.root}keys")
+        if sync:
+            _sync_dir(self._files.root)
+
+
+# ==================================================================================================
+# 11. Keys: finds, claims, moves and pushes the tasks with a key. Doors: claimed() and move(), for
+#     ids with a key's tag; push(), find() and path_of(), for keys.
+#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
+#     one newer payload in keys/, behind it. The claim that delivers a task takes the payload behind
+#     it along; a task that ends lets that become a task. What moves does so under the lock of its
+#     key; but a claim, the undoing of one and people move a task without it.
+# ==================================================================================================
+
+_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
+# A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
+_LIVE = ("inflight", "scheduled", "pending", "inflight")
+
+
+def _later(newer: str) -> int | None:
+    """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
+    due_ns = _due_of(newer)
+    return due_ns if due_ns is not None and due_ns > time.time_ns() else None
+
+
+class _Keys(_KeyStates):
+    """The tasks with a key. `needs_repair` is set when one may have ended without the payload
+    behind it: repair() is due."""
+
+    needs_repair = False
 
     # Finding
 
-    def may_have_task(self, name: str) -> bool:
-        """Whether an encoded key may have a task; on a local file system, "no" is cheap to know."""
-        return self._files.is_shared or self._files.exists(f"keys/{_key_tag(name)}")
+    def find(self, states: _States, name: str, where: tuple[str, ...] = _LIVE) -> tuple[str, str]:
+        """Return where the task of an encoded key is ("": it has none), and the name in keys/ of
+        the payload behind it; correct its state. where: it is looked for in these."""
+        path, hint = states.get(name, ("", ""))
+        newer = hint
+        if path and not self._files.exists(path):
+            path = self._locate(path, where)
+        if newer and not self._files.exists(f"keys/{newer}"):
+            # CRASH: before it came there, before it got that name, or after it left.
+            newer = self._locate(newer, ("keys",)).partition("/")[2]
+        if not path and newer:
+            # CRASH: the task before it ended, and it did not come up. Or a person removed that.
+            path, newer = self._promote(newer), ""
+        elif not path and hint:  # CRASH: it came up, and that was not noted
+            path = self._locate(hint, where)
+        if path:
+            states[name] = path, newer
+        else:
+            states.pop(name, None)
+        return path, newer
 
-    def path_of(self, key: str | None) -> str | None:
-        """Return where the task of a key is, None if it has none."""
+    def _locate(self, path: str, where: tuple[str, ...]) -> str:
+        """Return where a task is by now, "" if it is in none of these states."""
+        entry = self._files.find_id(_id_of(path), *where)
+        return entry.path if entry else ""
+
+    def may_have_task(self, name: str) -> bool:
+        """Whether an encoded key may have a task: "no" is cheap to know."""
+        return self._files.exists(f"keys/{_key_tag(name)}")
+
+    def path_of(self, key: str | None) -> str:
+        """Return where the task of a key is, "" if it has none."""
         name = _encode_key(key)
         if not self.may_have_task(name):
-            return None
-        with self.lock(_key_tag(name)) as held:
-            return self.find(held, name)
+            return ""
+        with self.lock(_key_tag(name)) as states:
+            return self.find(states, name)[0]
 
-    def find(self, held: _KeyStates, name: str, thorough: bool = True) -> str | None:
-        """Return where the task of an encoded key is, None if it has none; mend its state.
+    def newest_of(self, entry: _Entry) -> str:
+        """Return the path of the payload that the next delivery of a task will carry. Without the
+        lock: it may be gone by now."""
+        if _is_keyed(entry.id) and entry.directory in ("pending", "scheduled"):
+            for path, newer in self._load(_tag_of(entry.id)).values():
+                if newer and _id_of(path) == entry.id:
+                    return f"keys/{newer}"
+        return entry.path
 
-        thorough=False: the caller has listed all that waits, and it was not there.
-        """
-        state = held.states.get(name)
-        if state is None:
-            return None
-        path = self.locate(state.path, thorough) if state.path else None
-        if path is None and state.buffered:
-            path = self._promote_lost(state)
-        if path is None:
-            del held.states[name]
-            return None
-        state.path, state.buffered = path, self.buffered_name(state)
-        if state.buffered and _state_of(path) != "inflight":
-            # CRASH: after the task returned to pending/ and before its newer payload replaced it;
-            # or a person moved it. If the replacement fails, another pop() has leased the task, or
-            # our directory is not open: the payload stays buffered behind it.
-            record = f"keys/{state.buffered}"
-            if self.replace_under_lease(state, record, _due_of(state.buffered)):
-                state.buffered = ""
-            return self.locate(state.path)
-        return path
+    # Claiming
 
-    def _promote_lost(self, state: _KeyState) -> str | None:
-        """CRASH: the process that ended a task died before it promoted the payload behind it, or
-        after that. Or a person removed the task. Return where that payload is now."""
-        if buffered := self.buffered_name(state):
-            return self._promote_buffered(state, buffered)
-        return self.locate(f"pending/{_id_of(state.buffered)}")
+    def claimed(self, lease: str, key: str, data: bytes, waiting: str) -> tuple[str, bytes] | None:
+        """Return lease and payload to deliver of a task that was just claimed at `waiting`, and
+        read; None: it is not to be delivered.
 
-    def locate(self, path: str, thorough: bool = True) -> str | None:
-        """Return where a task is that was at `path`, None if it does not wait and is not leased.
-
-        Lists pending/ only if it is not where a pop() would have brought it. Where other hosts
-        write, the lease is the one that was found under the lock; another may be a phantom.
-        """
-        is_fresh = _state_of(path) != "inflight" or self._files.is_shared
-        if is_fresh and os.path.lexists(self._files.root + path):
-            return path
-        elsewhere = ("pending", "scheduled", "inflight") if thorough else ()
-        entry = self._files.find_id(_id_of(path), "inflight", *elsewhere)
-        return entry.path if entry else None
-
-    def buffered_name(self, state: _KeyState) -> str:
-        """Return the name in keys/ of the newer payload behind a task, "" if there is none."""
-        if not state.buffered or os.path.lexists(f"{self._files.root}keys/{state.buffered}"):
-            return state.buffered
-        # CRASH: before it came there, before it got that name, or after it was promoted.
-        entry = self._files.find_id(_id_of(state.buffered), "keys")
-        return entry.name if entry else ""
-
-    def other_task(self, key: str, lease: str) -> str | None:
-        """Return the id of the key's task if that is not the one just leased, else None.
-
-        `mv failed/ID pending/`, or a state lost with power, makes two tasks of one key.
+        The state is read without the lock: a payload that a push() put behind the task before it
+        was claimed is noted there. `mv failed/ID pending/`, or a state lost with power, makes two
+        tasks of one key.
         """
         name, ident = _encode_key(key), _id_of(lease)
-        tag = _key_tag(name)
-        if not self._files.is_shared:
-            held: _KeyStates | None = getattr(self._held, "lock", None)
-            if held is not None and held.tag == tag:
-                states = held.states
-            else:
-                states = _read_key_states(self._files.root, tag)
-            if name in states and _id_of(states[name].path) == ident:
+        if self._is_alone(name, ident):
+            return lease, data
+        with self.lock(_tag_of(ident)) as states:
+            if other := self._other_task(states, name, lease):
+                self._worker.quarantine(lease, str(KeyInFlight(key, other)))
                 return None
-        with self.lock(tag) as held:
-            if self._files.is_shared:
-                state = self._listings.states(tag, but=lease).get(name)
-                path = state.path if state is not None else None
-            else:
-                path = self.find(held, name)
-            if path and _id_of(path) != ident:
-                return _id_of(path)
-            if not path and name not in held.states:
-                held.states[name] = _KeyState(lease)
-        return None
+            if not states[name][1]:
+                return lease, data
+            is_taken = waiting.startswith("scheduled/")
+            return self._take_along(states, name, None if is_taken else waiting)
+
+    def _is_alone(self, name: str, ident: str) -> bool:
+        """Whether the key has this task, and nothing is behind it, as far as its state tells."""
+        path, newer = self._load(_tag_of(ident)).get(name, ("", ""))
+        return _id_of(path) == ident and not newer
+
+    def _other_task(self, states: _States, name: str, lease: str) -> str:
+        """Return the id of the key's task if that is not the one just leased, else ""."""
+        path, newer = states.get(name, ("", ""))
+        if _id_of(path) == _id_of(lease):
+            states[name] = lease, newer
+        path, newer = self.find(states, name)
+        if path and _id_of(path) != _id_of(lease):
+            return _id_of(path)
+        states[name] = lease, newer
+        return ""
+
+    def _take_along(
+        self, states: _States, name: str, waited: str | None
+    ) -> tuple[str, bytes] | None:
+        """Put the payload behind a leased task into its place; return lease and payload, as of a
+        first attempt. None: it is for later, and so is the task now. waited: where it did; None in
+        scheduled/: take(id=...) took it from there, and does not mind.
+
+        Only a person moves the task meanwhile. Then there is no file to put the payload over, and
+        it stays behind. CRASH: before that rename, nothing is done, or the old payload is at the
+        new time; after it, the state names a payload that is not there, as find() sees.
+        """
+        lease, newer = states[name]
+        due_ns = _later(newer) if waited else None
+        if waited and due_ns is not None:
+            target = self._files.move(lease, _reset_path(waited, due_ns))
+            states[name] = target, newer
+            self._files.move_over(f"keys/{newer}", target, must_exist=True)
+            states[name] = target, ""
+            self._worker.note(target)
+            return None
+        self._files.move_over(f"keys/{newer}", lease, must_exist=True)
+        states[name] = lease, ""
+        data, _ = self._files.read(lease, _id_of(lease))
+        first = _first_lease(lease)
+        if first != lease:  # an undone claim, or a person, brought it back with its attempts
+            states[name] = self._files.move(lease, first), ""
+        return first, data
 
     # Moving
 
     def move(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task from one state to another; "": remove it. Return where it went.
-
-        A keyed one moves under the lock of its key, and promotes the newer payload behind it.
-        Raises BlockingIOError if that lock is not free and wait is False.
-        """
+        """Move a task with a key, as _Worker.move() does, under the lock of the key. If it ends,
+        the payload behind it becomes a task. If it comes back, that stays behind, and its attempts
+        and its time, if that is later, count from now on."""
         ident = _id_of(source)
-        if not _is_keyed(ident):
-            return self._files.move(source, target)
-        with self.lock(_tag_of(ident), wait) as held:
-            return self._move_keyed(held.states, source, target)
-
-    def _move_keyed(self, states: dict[str, _KeyState], source: str, target: str) -> str:
-        """Move a keyed task under the lock of its key; see move()."""
-        ident = _id_of(source)
-        name = next((key for key, it in states.items() if _id_of(it.path) == ident), "")
-        state = states[name] if name else _KeyState(source)
-        ends, waits = _is_end(target), _state_of(source) == "pending"
-        comes_back = not ends and _state_of(target) != "inflight"
-        # A task in pending/ is not merged here: a pop() may lease it at any time. find() does that.
-        if comes_back and not waits and (buffered := self.buffered_name(state)):
-            return self._return_with_buffered(state, buffered, source, target)
-        try:
-            self._files.move(source, target)
-            if not ends:
-                state.path = target
-            elif buffered := self.buffered_name(state):
-                self._promote_buffered(state, buffered)
-            elif name:
-                del states[name]
-        except BaseException:
-            self.needs_repair = True  # the next pop() promotes what stands behind it
-            raise
+        with self.lock(_tag_of(ident), wait) as states:
+            name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
+            newer = states[name][1] if name else ""
+            if newer and not self._files.exists(f"keys/{newer}"):
+                newer = self._locate(newer, ("keys",)).partition("/")[2]
+            if newer and _state_of(target) in ("pending", "scheduled"):
+                target = _reset_path(target, _later(newer))
+            try:
+                self._files.move(source, target)
+                if name and not _is_end(target):
+                    states[name] = target, newer
+                elif name and newer and (path := self._promote(newer)):
+                    states[name] = path, ""
+                elif name:
+                    del states[name]
+            except BaseException:
+                self.needs_repair = True  # the next pop() promotes what stands behind it
+                raise
         return target
 
-    def _promote_buffered(self, state: _KeyState, buffered: str) -> str:
-        """Move a newer payload, by its name in keys/, into the queue: the task before it has come
-        to its end. Raises FileNotFoundError if a person removed it meanwhile."""
-        path = f"{'pending' if _due_of(buffered) is None else 'scheduled'}/{buffered}"
-        self._files.move(f"keys/{buffered}", path)
-        state.path, state.buffered = path, ""
+    def _promote(self, newer: str) -> str:
+        """Move a payload from keys/ into the queue: there is no task before it. "": a person
+        removed it."""
+        path = f"{'pending' if _due_of(newer) is None else 'scheduled'}/{newer}"
+        try:
+            self._files.move(f"keys/{newer}", path)
+        except FileNotFoundError:
+            return ""
         self._worker.note(path)
         self._files.commit(path)
         return path
 
-    def replace_under_lease(self, state: _KeyState, record: str, due_ns: int | None) -> bool:
-        """Rename a record over that of a waiting task: where names can't be exchanged, or where
-        the record must not be anywhere else afterwards.
-
-        Under a lease of our own, so that no other worker has the task meanwhile; a pop() finds no
-        task then. False if a pop() was quicker, or a person moved the lease. CRASH: the lease ends
-        and the task is back at its place, with the old payload or the new one.
-        """
-        source, target = state.path, _reset_path(state.path, due_ns)
-        if _state_of(source) == "scheduled":  # no pop() takes it from there
-            self._replace_and_move(record, source, target)
-        else:
-            with self._worker.lock:
-                lease = self._lease_dir.claim(source, _REPLACE_LEASE_NS, counts=False)
-            if not lease:
-                return False
-            try:
-                self._replace_and_move(record, lease, target)
-            except BaseException as error:
-                self._lease_dir.undo_claim(lease, source)
-                if isinstance(error, FileNotFoundError):  # by hand, before or after the replacement
-                    return not os.path.lexists(self._files.root + record)
-                raise
-        state.path = target
-        self._worker.note(target)
-        return True
-
-    def _replace_and_move(self, record: str, source: str, target: str) -> None:
-        """Move a task that no other worker may take to its place, with a new payload.
-
-        CRASH: between the two renames it has the old payload or the new one; but the new one is
-        never anywhere where it may be had before its time.
-        """
-        if _state_of(target) == "scheduled":
-            self._files.move(source, target)
-            self._files.move_over(record, target)
-        else:
-            self._files.move_over(record, source, must_exist=True)
-            self._files.move(source, target)
-
-    def _return_with_buffered(
-        self, state: _KeyState, buffered: str, source: str, target: str
-    ) -> str:
-        """Put a task back with the newer payload in its place, by the rename over it.
-
-        The fence first, if it was leased: a late holder must not end what it never saw.
-        """
-        root = self._files.root
-        if _state_of(source) == "inflight":
-            fenced = _with_stamp(source, self._clock.now_ns())
-            self._files.move(source, fenced)  # gone: the lease is lost
-            source = fenced
-        elif self._files.is_shared and state.path != source:
-            raise FileNotFoundError(errno.ENOENT, "it is elsewhere by now", root + source)
-        else:
-            # RACE: another worker enqueued it before we had the lock, and it may be in flight by
-            # now: then the rename over it would make a second one.
-            os.lstat(root + source)
-        target = _reset_path(target, _due_of(buffered))
-        self._replace_and_move(f"keys/{buffered}", source, target)
-        state.path, state.buffered = target, ""
-        return target
-
-    def reserve(self, held: _KeyStates, source: str, target: str) -> None:
+    def reserve(self, states: _States, source: str, target: str) -> None:
         """Make sure that the key of a failed task has no other, and say that it will be there.
 
         Raises KeyInFlight if it has, FileNotFoundError if the task is gone.
@@ -2457,38 +2296,51 @@ class _KeyIndex:
             return  # it has no key, and pop() will quarantine it
         if key is None:
             return
-        path = self.find(held, _encode_key(key))
-        if path is not None:
+        path, _ = self.find(states, _encode_key(key))
+        if path:
             raise KeyInFlight(key, _id_of(path))
-        held.states[_encode_key(key)] = _KeyState(target)
-        held.save(self._files.is_durable)
+        states[_encode_key(key)] = target, ""
+        self._save(_tag_of(source), states, self._files.is_durable)
 
     # Repair
 
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
-        self.needs_repair = False
-        errors = _FirstError()
-        buffered = {_tag_of(name) for name in self._names(_FORMS["keys"])}
-        idle = {*map(_tag_of, self.idle())}
-        for tag in sorted(buffered | idle):
-            busy = contextlib.suppress(BlockingIOError)
-            with errors, busy, self.lock(tag, wait=False) as held:
-                for name in [*held.states]:
-                    self.find(held, name, thorough=tag not in idle)
-                if tag in buffered:
-                    self._index_unlisted(held)
+        self.needs_repair, errors, found = False, _FirstError(), self._found(_FORMS["keys"])
+        idle = {_tag_of(name) for name in self.idle()}
+        for tag in sorted(idle.union(map(_tag_of, found))):
+            # Of an idle one all directories have been listed: a claim is what may have come since.
+            where = ("inflight",) if tag in idle else _LIVE
+            with errors, contextlib.suppress(BlockingIOError), self.lock(tag, False) as states:
+                for name in [*states]:
+                    self.find(states, name, where)
+                for newer in {it for it in found if _tag_of(it) == tag}:
+                    self._adopt(states, newer)
         errors.raise_if_any()
 
-    def idle(self) -> list[str]:
-        """Return the paths in keys/, states and newer payloads, of keys that have no task."""
-        names = self._names(_parse_tag) + self._names(_FORMS["keys"])
-        if not names:
-            return []
-        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)}
-        return [f"keys/{name}" for name in names if _tag_of(name) not in busy]
+    def _adopt(self, states: _States, newer: str) -> None:
+        """Note a payload in keys/ that no state knows: power loss, or a person, took the state."""
+        if any(newer == known for _, known in states.values()):
+            return
+        key = None
+        with contextlib.suppress(CorruptTask):  # pop() will quarantine it
+            try:
+                key = self._files.read(f"keys/{newer}", _id_of(newer))[1]
+            except FileNotFoundError:
+                return  # promoted just now, or a person removed it
+        path, known = states.get(_encode_key(key), ("", "")) if key else ("", "")
+        if not path and (path := self._promote(newer)) and key:
+            states[_encode_key(key)] = path, ""
+        elif key and path and not known:
+            states[_encode_key(key)] = path, newer
 
-    def _names(self, parse: Callable[[str], object]) -> list[str]:
+    def idle(self) -> list[str]:
+        """Return the names in keys/, states and newer payloads, of keys that have no task."""
+        names = self._found(_parse_tag) + self._found(_FORMS["keys"])
+        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if names else set()
+        return [name for name in names if _tag_of(name) not in busy]
+
+    def _found(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
         none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
@@ -2496,38 +2348,7 @@ class _KeyIndex:
             return sorted(filter(parse, files))
         return []
 
-    def _index_unlisted(self, held: _KeyStates) -> None:
-        """Promote newer payloads that no state knows: power loss, or a person, took the state."""
-        known = {state.buffered for state in held.states.values()}
-        for entry in self._files.entries("keys"):
-            if _tag_of(entry.id) != held.tag or entry.name in known:
-                continue
-            state, name = _KeyState("", entry.name), ""
-            with contextlib.suppress(FileNotFoundError):
-                name = self._listings.key_at(entry)
-            if name in held.states:
-                continue  # when that one has ended
-            if name:
-                held.states[name] = state
-            # A corrupt one too: pop() quarantines it.
-            self._promote_buffered(state, entry.name)
-
-
-_NO_LOCK = contextlib.nullcontext()
-
-
-# ==================================================================================================
-# 12. Keyed pushes: a payload for a key comes first, replaces, updates or is buffered.
-#     Invariant: that of Keys; a task that waits stays in sight while its payload is replaced.
-# ==================================================================================================
-
-
-class _KeyPusher:
-    """Pushes payloads for keys."""
-
-    def __init__(self, worker: _Worker) -> None:
-        self._files, self._clock = worker.files, worker.clock
-        self._worker, self._keys = worker, worker.keys
+    # Pushing
 
     def push(
         self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
@@ -2536,141 +2357,120 @@ class _KeyPusher:
 
         Returns "" if a pop() or a person was quicker at the task that waited: again, then.
         """
-        with self._keys.lock(_key_tag(name), create=True) as held:
-            path = self._keys.find(held, name)
-            if path is None:
-                return self._push_first(held, name, payload, due_ns)
-            if _state_of(path) != "inflight":
-                if held.states[name].buffered:
-                    return ""  # RACE: it would come after this payload: its turn first
-                return self._replace(held, name, payload, due_ns)
-            if if_in_flight == "reject":
+        with self.lock(_key_tag(name)) as states:
+            path, newer = self.find(states, name)
+            if not path:
+                return self._push_first(states, name, payload, due_ns)
+            is_leased = _state_of(path) == "inflight"
+            if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
-            if if_in_flight == "update" and not held.states[name].buffered:
-                return self._update(path, name, payload)
-            return self._buffer(held, name, payload, due_ns)
+            header = _header(payload, name)
+            with self._files.replacement(self._clock.new_id(), header, payload) as aside:
+                if not is_leased:
+                    return self._replace(states, name, aside, due_ns)
+                if if_in_flight == "update" and not newer:
+                    return self._put_over(aside, path)
+                return self._put_behind(states, name, aside, due_ns)
 
     def _push_first(
-        self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
+        self, states: _States, name: str, payload: bytes | memoryview, due_ns: int | None
     ) -> str:
         """Push the only task of a key."""
-        ident = _new_name(self._clock.next_order(), held.tag)
+        tag = _key_tag(name)
+        ident = _new_name(self._clock.next_order(), tag)
         path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
-        held.states[name] = _KeyState(path)
+        states[name] = path, ""
         try:
             # The state is there first: a task that it does not know would be one too many.
-            held.save(self._files.is_durable)
+            self._save(tag, states, self._files.is_durable)
             self._files.publish(ident, payload, path, key=name)
         except BaseException:
             with contextlib.suppress(OSError):
-                self._keys.find(held, name)  # a consumer that was quicker keeps what it has
+                self.find(states, name)  # a consumer that was quicker keeps what it has
             raise
         self._worker.note(path)
         return ident
 
-    def _replacement(
-        self, name: str, payload: bytes | memoryview
-    ) -> contextlib.AbstractContextManager[str]:
-        """Write a record aside, for a block that puts it in the place of another."""
-        return self._files.replacement(self._clock.new_id(), _header(payload, name), payload)
+    def _put_over(self, aside: str, path: str) -> str:
+        """Put a payload into the place of one; return the task's id, "" if it is not there."""
+        if not self._files.swap_or_replace(aside, path):
+            self._files.remove(aside)
+            return ""
+        self._files.commit(path)
+        self._files.remove(aside)  # the old record: until now the disk may know only that
+        return _id_of(path)
 
-    def _replace(
-        self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Replace the payload of a waiting task; return its id, "" if another was quicker."""
-        state = held.states[name]
-        with self._replacement(name, payload) as aside:
-            target = _reset_path(state.path, due_ns)
-            if _state_of(target) == "scheduled":
-                replaced = self._replace_scheduled(state, aside, target)
-            else:
-                replaced = self._replace_pending(state, aside, target)
-            if replaced:
-                self._files.commit(state.path)
-            self._files.remove(aside)  # the old record, or this one
-        return _id_of(state.path) if replaced else ""
+    def _put_behind(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+        """Put a payload behind the task of a key, or into the place of the one behind it; return
+        its id. CRASH: find() knows it by its id, under its old name too."""
+        path, before = states[name]
+        ident = _id_of(before) or _new_name(self._clock.next_order(), _key_tag(name))
+        newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
+        states[name] = path, newer
+        try:
+            self._save(_key_tag(name), states, self._files.is_durable)
+            if before not in ("", newer):  # CRASH: after it, the old payload at the new time
+                self._files.move(f"keys/{before}", f"keys/{newer}")
+            self._files.move_over(aside, f"keys/{newer}")
+        except BaseException:
+            states[name] = path, before
+            raise
+        self._files.commit(f"keys/{newer}")
+        return ident
 
-    def _replace_scheduled(self, state: _KeyState, aside: str, target: str) -> bool:
-        """Move a waiting task to scheduled/, or to another time there, and swap its record.
+    def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+        """Replace the payload of a task that waits, as a first attempt; return its id, "" if
+        another was quicker. It keeps its place, or gets the new time.
 
-        CRASH: after the rename the task has the new time and the old payload. The other order
+        CRASH: after the rename, the old payload at the new time, or begun anew. The other order
         could deliver the new payload before its time.
         """
-        source = state.path
+        path, newer = states[name]
+        target = _reset_path(path, due_ns)
         try:
-            self._files.move(source, target)
-        except FileNotFoundError:
-            return False  # RACE: a pop() took it from pending/, or a person moved it
-        try:
-            replaced = self._files.swap_or_replace(aside, target)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._files.move(target, source)  # a push that raised changed nothing
-            raise
-        state.path = target
-        self._worker.note(target)
-        return replaced
-
-    def _replace_pending(self, state: _KeyState, aside: str, target: str) -> bool:
-        """Swap the record of a task in pending/: pop() sees the old one or the new one there, at
-        each instant, and at its old place.
-
-        Its attempts begin anew, so its name may change; a worker that listed the old name tries
-        the new one too. CRASH: after the rename the old payload begins anew; after the swap the
-        old record is a leftover in creating/.
-        """
-        source = state.path
-        if target != source:
+            if target != path:
+                self._files.move(path, target)
+            states[name] = target, newer
             try:
-                self._files.move(source, target)
-            except FileNotFoundError:
-                return False  # RACE: a pop() took it, or a person moved it
-            state.path = target
-        try:
-            swapped = self._files.swap(aside, target)
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._files.move(target, source)  # a push that raised changed nothing
-                state.path = source
-            raise
-        return self._keys.replace_under_lease(state, aside, None) if swapped is None else swapped
-
-    def _update(self, path: str, name: str, payload: bytes | memoryview) -> str:
-        """Replace the payload of a task in flight; "" if a person moved the task meanwhile."""
-        with self._replacement(name, payload) as aside:
-            replaced = self._files.swap_or_replace(aside, path)
-            self._files.remove(aside)
-        if replaced:
-            self._files.commit(path)
-        return _id_of(path) if replaced else ""
-
-    def _buffer(
-        self, held: _KeyStates, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Put a newer payload behind the task in flight, or in the place of the one behind it."""
-        state, before = held.states[name], self._keys.buffered_name(held.states[name])
-        ident = _id_of(before) or _new_name(self._clock.next_order(), held.tag)
-        state.buffered = ident if due_ns is None else _task_name(due_ns, 0, ident)
-        path = f"keys/{state.buffered}"
-        try:
-            held.save(self._files.is_durable)
-            if not before:
-                self._files.publish(ident, payload, path, key=name)
-                return ident
-            with self._replacement(name, payload) as aside:
-                if before != state.buffered:  # CRASH: after it, the old payload at the new time
-                    self._files.move(f"keys/{before}", path)
-                self._files.move_over(aside, path)
-        except BaseException:
-            state.buffered = before
-            raise
-        self._files.commit(path)
+                ident = self._replace_at(states, name, aside, due_ns)
+            except OSError:
+                with contextlib.suppress(OSError):  # a push that raised changed nothing
+                    states[name] = self._files.move(target, path), newer
+                raise
+        except FileNotFoundError:
+            ident = ""
+        if ident:
+            self._worker.note(target)
+        else:
+            self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
         return ident
+
+    def _replace_at(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+        """Replace a waiting task's payload where it is; return its id, "" if it is gone. A pop()
+        sees the old one or the new one there, at each instant; CRASH: the other one is a leftover
+        in creating/.
+
+        Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
+        reads the state after its rename. Before our save it delivers the old payload, and the new
+        one is behind a lease; after it, it waits for our lock, and takes the new one along.
+        """
+        path, newer = states[name]
+        if not newer and _state_of(path) == "scheduled":
+            return self._put_over(aside, path)  # no pop() takes it from there
+        is_there = None if newer else self._files.swap(aside, path)
+        if is_there is None:
+            self._put_behind(states, name, aside, due_ns)
+        elif not is_there:
+            return ""
+        self._files.commit(path)
+        if is_there:
+            self._files.remove(aside)  # the old record
+        return _id_of(path)
 
 
 # ==================================================================================================
-# 13. Worker: the state machine: each change of a task's state, except pushes (6, 12) and purges
-#     (14, 20).
+# 12. Worker: the state machine: each change of a task's state, except pushes (6, 11) and purges
+#     (13, 18).
 #     Invariant: the rename is the commit and the fence; what is written beside it comes after it.
 #     The lock is held while a task moves into our lease directory or out of it, so that a renewal
 #     and a done() in two threads don't cross; not while a caller's payload is read or written.
@@ -2702,8 +2502,7 @@ class _Worker:
         self.backlog = _Backlog(self)
         lease_dir_class, keys_class, _ = files.parts
         self.lease_dir: _LeaseDir = lease_dir_class(self)
-        self.keys: _KeyIndex = keys_class(self)
-        self.pusher = _KeyPusher(self)
+        self.keys: _Keys = keys_class(self)
         self.house = _Housekeeper(self)
         self.waits = _Waits(self)
         self.renewer = _LeaseRenewer(self)
@@ -2787,11 +2586,11 @@ class _Worker:
 
     def _path_of_key(self, name: str) -> str:
         """Return where a key's task is to be had, "" if it is not; one that is due is moved."""
-        with self.keys.lock(_key_tag(name)) as held:  # again: the caller has it
-            path = self.keys.find(held, name) or ""
+        with self.keys.lock(_key_tag(name)) as states:  # again: the caller has it
+            path, _ = self.keys.find(states, name)
         if path.startswith("scheduled/") and _stamp_of(path) <= time.time_ns():
             with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
-                return self.enqueue_scheduled(path)
+                path = self.enqueue_scheduled(path)
         return path if path.startswith("pending/") else ""
 
     def _path_of_id(self, ident: str) -> str:
@@ -2817,8 +2616,9 @@ class _Worker:
     def _read_claimed(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
         """Read a claimed task. None: it is gone (undo the claim), a dead letter now, or given back
         by close()."""
-        ident, checkpoint, closes = lease[-_ID_LENGTH:], None, None
+        ident, checkpoint, claimed, closes = lease[-_ID_LENGTH:], None, lease, None
         before = _attempts_of(waiting) if "~" in waiting else 0
+        attempts = before + 1
         try:
             if self.max_attempts is not None and before >= self.max_attempts:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
@@ -2826,10 +2626,11 @@ class _Worker:
                 return None
             data, key = self.files.read(lease, ident)
             if key is not None:
-                with self.keys.lock_if_shared(ident):
-                    if other := self.keys.other_task(key, lease):
-                        self.quarantine(lease, str(KeyInFlight(key, other)))
-                        return None
+                delivery = self.keys.claimed(lease, key, data, waiting)
+                if delivery is None:
+                    return None
+                lease, data = delivery
+                attempts = _attempts_of(lease)
             if "~" in waiting:  # it may have been delivered before
                 checkpoint = _read_checkpoint(self, ident, data)
         except CorruptTask as error:
@@ -2842,8 +2643,8 @@ class _Worker:
             self._return_unreadable(lease, waiting, error)
             raise
         finally:
-            closes = self.lease_dir.unread.pop(lease, None)
-        held, attempts = _Lease(lease, length_ns, self.lease_dir.closes), before + 1
+            closes = self.lease_dir.unread.pop(claimed, None)
+        held = _Lease(lease, length_ns, self.lease_dir.closes)
         held.has_checkpoint = checkpoint is not None
         task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
         if closes == self.lease_dir.closes:
@@ -3082,7 +2883,7 @@ class _Worker:
 
 
 # ==================================================================================================
-# 14. Housekeeping: the periodic jobs of pop(): list pending/, enqueue due tasks, reclaim leases of
+# 13. Housekeeping: the periodic jobs of pop(): list pending/, enqueue due tasks, reclaim leases of
 #     late and dead workers, repair keys, purge done/, remove stale files.
 #     Invariant: an OSError of a job never stops deliveries; pop() raises it when no task waits.
 # ==================================================================================================
@@ -3381,7 +3182,7 @@ class _Housekeeper:
 
 
 # ==================================================================================================
-# 15. Waiting: for an event in the directories, in threads and in coroutines.
+# 14. Waiting: for an event in the directories, in threads and in coroutines.
 #     Invariant: a wait has its watcher before its last look, so that what comes after that look
 #     ends the sleep. Coroutines only wait: one thread looks for them.
 # ==================================================================================================
@@ -3686,7 +3487,7 @@ class _Waits:
 
 
 # ==================================================================================================
-# 16. Processing: keeping a lease while its task is worked on, and ending it.
+# 15. Processing: keeping a lease while its task is worked on, and ending it.
 #     Invariant: while blocks of processing() run, at most one thread per queue object renews their
 #     leases; none does if their leases have no deadline.
 # ==================================================================================================
@@ -3888,7 +3689,7 @@ class _Processing:
 
 
 # ==================================================================================================
-# 17. Worker pool: the loop behind work() and the command `work`.
+# 16. Worker pool: the loop behind work() and the command `work`.
 #     Invariant: each task that it takes is settled, given back or counted as lost, and no signal
 #     comes between two of its steps that would leave a task in flight.
 # ==================================================================================================
@@ -4103,7 +3904,7 @@ class _WorkerPool:
 
 
 # ==================================================================================================
-# 18. Inspection: check(), a method for each thing that may be odd.
+# 17. Inspection: check(), a method for each thing that may be odd.
 #     Invariant: without repair nothing is changed; with it, only what is safe while others work.
 # ==================================================================================================
 
@@ -4224,7 +4025,7 @@ class _Inspector:
 
 
 # ==================================================================================================
-# 19. FemtoQueue: the public face. Its methods stand in the order of a task's life.
+# 18. FemtoQueue: the public face. Its methods stand in the order of a task's life.
 #     Invariant: _lock is held while the backlog is changed, while pop() runs jobs, and while a task
 #     moves into our lease directory or out of it; not while a caller's payload is read or written.
 # ==================================================================================================
@@ -4236,8 +4037,11 @@ _SETTINGS = frozenset(
 )
 
 
-def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) -> FemtoTask | None:
-    """Return the task of an entry, without a lease; None if it is not there.
+def _read_task(
+    files: _Files, entry: _Entry, record: str, anchor_ns: int, data: bool = True
+) -> FemtoTask | None:
+    """Return the task of an entry, without a lease; None if it is not there. record: the path of
+    its payload.
 
     data=False: by the first line of its file alone; size_bytes is None if that is not valid.
     """
@@ -4246,11 +4050,11 @@ def _read_task(files: _Files, entry: _Entry, anchor_ns: int, data: bool = True) 
         attempts = 0
     try:
         if data:
-            payload, key = files.read(entry.path, entry.id)
+            payload, key = files.read(record, entry.id)
             size_bytes: int | None = len(payload)
         else:
             payload = b""
-            key, size_bytes = files.head(entry.path)
+            key, size_bytes = files.head(record)
     except FileNotFoundError:
         return None  # RACE: it moved on
     place = _Lease(entry.path)
@@ -4367,14 +4171,15 @@ class FemtoQueue:
 
         key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload,
         and it keeps its place (and its time, in scheduled/) and its id, which is returned. Where
-        renameat2(2) can't exchange names (NFS, FUSE; not Linux) a pop() in that instant finds no
-        task of the key.
+        renameat2(2) can't exchange names (NFS, FUSE; not Linux), data waits in keys/ until the
+        claim of the task takes it along.
         if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
-        delivery ends (a newer one replaces it), then joins the queue by its own id, or takes the
-        place of the task if that came back; "update": a redelivery carries data, and done() ends
-        it with the task, but if a payload is behind it already, data replaces that one; "reject":
-        raises KeyInFlight. Keyed tasks need flock: OSError without. A signal handler must not push
-        a key that the interrupted thread is just pushing.
+        delivery ends (a newer one replaces it), then joins the queue by its own id, or, if the
+        task came back, is what its next delivery carries, as a first attempt; "update": a
+        redelivery carries data, and done() ends it with the task, but if a payload is behind it
+        already, data replaces that one; "reject": raises KeyInFlight. Keyed tasks need flock:
+        OSError without. A signal handler must not push a key that the interrupted thread is at
+        work on.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -4449,7 +4254,7 @@ class FemtoQueue:
         while True:
             if self._worker.lease_dir.is_suspect:
                 self._worker.open_lease_dir()
-            ident = self._worker.pusher.push(name, payload, if_in_flight, due_ns)
+            ident = self._worker.keys.push(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
 
@@ -4814,14 +4619,15 @@ class FemtoQueue:
         state: one of STATES. data: False reads headers only, so that large payloads cost
         nothing: data is b"" then. A task that moves on meanwhile is left out. A corrupt one, or
         one that may not be read, is logged and left out, and peek() says what is wrong with it;
-        with data=False it has size_bytes None, if its header shows it.
+        with data=False it has size_bytes None, if its header shows it. One that waits has the
+        newest payload of its key.
         """
         _check_state(state)
         return self._read_all(self._files.find(state), data)
 
     def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
         """Return the task of that id, in any state, or the one of that key that waits or is in
-        flight, without leasing it.
+        flight, without leasing it. One that waits has the newest payload of its key.
 
         None if there is none (or if it moved just then). Looking for an id through pending/ and
         scheduled/ lists them. Raises CorruptTask if its file is not a whole record, ValueError
@@ -4831,7 +4637,7 @@ class FemtoQueue:
             raise TypeError("peek takes an id or a key")
         if id is None:
             path = self._worker.keys.path_of(key)
-            return None if path is None else self._read_entry(_entry_of(path))
+            return self._read_entry(_entry_of(path)) if path else None
         _check_id(id)
         # As it moves.
         states = ("keys", "scheduled", "pending", "inflight", "done", "failed")
@@ -4840,7 +4646,7 @@ class FemtoQueue:
 
     def contains(self, key: str) -> bool:
         """Say whether a task of that key waits or is in flight."""
-        return self._worker.keys.path_of(key) is not None
+        return self._worker.keys.path_of(key) != ""
 
     def keys(self, state: str) -> Iterator[str]:
         """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
@@ -4849,7 +4655,12 @@ class FemtoQueue:
         return (task.key for task in self._read_all(keyed, True) if task.key is not None)
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
-        return _read_task(self._files, entry, self._clock.anchor_ns, data)
+        """Return a task, with the newest payload if it waits; None: it moved on."""
+        anchor_ns, newest = self._clock.anchor_ns, self._worker.keys.newest_of(entry)
+        task = _read_task(self._files, entry, newest, anchor_ns, data)
+        if task is None and newest != entry.path:  # RACE: it was taken along just now
+            task = _read_task(self._files, entry, entry.path, anchor_ns, data)
+        return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
         """Yield the tasks of entries; those that moved on, or can't be read, are left out."""
@@ -4907,7 +4718,7 @@ class FemtoQueue:
 
 
 # ==================================================================================================
-# 20. Tickets: first come, first served, between processes.
+# 19. Tickets: first come, first served, between processes.
 #     Invariant: a ticket's file appears locked, and in the order of the numbers: both under the
 #     lock of the file "last"; who lost that lock takes its ticket back. A lock that ended never
 #     comes back, so that any process may remove the ticket of a dead member.
@@ -5186,7 +4997,7 @@ class TicketQueue:
 
 
 # ==================================================================================================
-# 21. Other file systems: those that other hosts write to, and systems without flock. The door is
+# 20. Other file systems: those that other hosts write to, and systems without flock. The door is
 #     _open_files(), which chooses the classes of an object once; no other room asks. What is true
 #     on NFS and GlusterFS:
 #       stale     What another host changed may be seen as it was: names and contents for 30 s
@@ -5227,13 +5038,13 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     fs_type = _fs_type(data_dir)
     if fs_type not in (0, *_LOCAL_TYPES):
         files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
-        files.parts = _SharedLeaseDir, _KeyIndex, _SharedNumbers
+        files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
     elif fcntl is None:
         files = _UnlockedFiles(data_dir, is_durable)
-        files.parts = _UnlockedLeaseDir, _KeyIndex, _Numbers
+        files.parts = _UnlockedLeaseDir, _Keys, _Numbers
     else:
         files = _Files(data_dir, is_durable)
-        files.parts = _LeaseDir, _KeyIndex, _Numbers
+        files.parts = _LeaseDir, _Keys, _Numbers
     return files
 
 
@@ -5340,7 +5151,11 @@ class _SharedFiles(_Files):
 
     def exists(self, path: str) -> bool:
         self._refresh(os.path.dirname(path))
-        return super().exists(path)
+        try:
+            self.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def names(self, directory: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -5481,6 +5296,73 @@ class _SharedLeaseDir(_LeaseDir):
             return False
 
 
+class _SharedKeys(_Keys):
+    """Finds keyed tasks by listings, under the locks of their keys: there are no files of states
+    (stale). A phantom has no key."""
+
+    _files: _SharedFiles
+
+    def _load(self, tag: str, but: str = "") -> _States:
+        """Return the states of a hash as the directories tell them, without the file at `but`."""
+        for _ in range(_MAX_LISTINGS):
+            with contextlib.suppress(FileNotFoundError):  # RACE: it moved after it was listed
+                return self._listed(tag, but)
+        return self._listed(tag, but)
+
+    def _listed(self, tag: str, but: str) -> _States:
+        """Do as _load(). Raises FileNotFoundError if a task moves meanwhile."""
+        states = _States()
+        for entry in self._files.find("keys", *_LIVE):
+            if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
+                continue
+            if name := self._key_at(entry):
+                path, newer = states.get(name, ("", ""))
+                is_newer = entry.directory == "keys"
+                states[name] = (path, entry.name) if is_newer else (entry.path, newer)
+        states.saved = states.text()
+        return states
+
+    def _key_at(self, entry: _Entry) -> str:
+        """Return the encoded key of a record, "" if it has none or is not whole.
+
+        Raises FileNotFoundError for a new phantom: its task may have moved to what was listed
+        before it, so that only another listing can do without it.
+        """
+        was_phantom = entry.path in self._files.phantoms
+        try:
+            _, key = self._files.read_listed(entry.path, entry.id)
+        except CorruptTask:
+            return ""
+        except FileNotFoundError:
+            if not was_phantom:
+                raise
+            return ""
+        return "" if key is None else _encode_key(key)
+
+    def _save(self, tag: str, states: _States, sync: bool = False) -> None:
+        if states.text() != states.saved:
+            self._make_dir(sync)
+
+    def may_have_task(self, name: str) -> bool:
+        return True
+
+    def newest_of(self, entry: _Entry) -> str:
+        tag = _tag_of(entry.id)
+        is_behind = any(_tag_of(newer.id) == tag for newer in self._files.entries("keys"))
+        return super().newest_of(entry) if is_behind else entry.path
+
+    def _is_alone(self, name: str, ident: str) -> bool:
+        return False
+
+    def _other_task(self, states: _States, name: str, lease: str) -> str:
+        """Do as on a local file system. Of two that were claimed at once, each lists the other."""
+        path, newer = self._load(_key_tag(name), but=lease).get(name, ("", ""))
+        if path and _id_of(path) != _id_of(lease):
+            return _id_of(path)
+        states[name] = lease, newer
+        return ""
+
+
 class _SharedNumbers(_Numbers):
     """The name of an empty file has the last number: it is listed though contents are stale, and of
     two hosts that rename it, one fails."""
@@ -5514,9 +5396,9 @@ class _SharedNumbers(_Numbers):
 
 
 # ==================================================================================================
-# 22. Command line: a function for each command, with its arguments. Its docstring is the help.
+# 21. Command line: a function for each command, with its arguments. Its docstring is the help.
 #     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
-#     uses _WorkerPool (17), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
+#     uses _WorkerPool (16), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
 # ==================================================================================================
 
 

@@ -681,10 +681,13 @@ def payload_forgotten() -> list[Patch]:
 
 @breaks("the state of a key that leads to another's task is not believed", fuzz="contents")
 def states_believed() -> list[Patch]:
-    def parse(content: bytes, tag: str) -> dict[str, Any]:
-        lines = content.decode("ascii", "replace").partition("\n\n")[0].splitlines()
-        found = [form for line in lines if (form := femtoqueue._parse_key_state(line))]  # PRIVATE
-        return {form[1]: femtoqueue._KeyState(form[2], form[4].strip("-")) for form in found}
+    def parse(content: bytes, tag: str) -> dict[str, tuple[str, str]]:
+        text, states = content.decode("ascii", "replace"), femtoqueue._States()  # PRIVATE
+        for line in text.partition("\n\n")[0].splitlines():
+            if form := femtoqueue._parse_key_state(line):  # PRIVATE
+                states[form[1]] = form[2], form[4].strip("-")
+        states.saved = text
+        return states
 
     return [(femtoqueue, "_parse_key_states", parse)]  # PRIVATE
 
@@ -1006,23 +1009,37 @@ a renewal never shortens a lease | Gate
 -            self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 +            self.extend(task, _lease_of(task).length_ns)
 the lock of a key is taken | KeyedConcurrency
--            file_lock.acquire_exclusive(wait)
-+            file_lock.is_at_path()
+-            lock.acquire_exclusive(wait)
++            lock.is_at_path()
 if_in_flight="reject" raises | Keyed
--            if if_in_flight == "reject":
-+            if if_in_flight == "refuse":
+-            if is_leased and if_in_flight == "reject":
++            if is_leased and if_in_flight == "refuse":
 done() lets in the newer payload behind a task | Keyed
--            elif buffered := self.buffered_name(state):
--                self._promote_buffered(state, buffered)
-+            elif self.buffered_name(state):
-+                pass
+-                elif name and newer and (path := self._promote(newer)):
++                elif name and newer and (path := ""):
+a claim takes the newer payload behind a task along | Keyed
+-        return _id_of(path) == ident and not newer
++        return _id_of(path) == ident
+a payload that is for later is not delivered now, whoever put its task back | Keyed
+-        due_ns = _later(newer) if waited else None
++        due_ns = None
+a payload that is behind a task is a first attempt | Keyed
+-                target = _reset_path(target, _later(newer))
++                target = _reset_path(target, _later(newer)) if _later(newer) else target
+of two payloads behind a leased task the newer one stays | KeyedTable
+-                if if_in_flight == "update" and not newer:
++                if if_in_flight == "update":
+a push of a key saves its state before the task | Keyed
+-            self._save(tag, states, self._files.is_durable)
+-            self._files.publish(ident, payload, path, key=name)
++            self._files.publish(ident, payload, path, key=name)
 a second task of a key, put there by hand, is a dead letter | Keyed
--            if path and _id_of(path) != ident:
-+            if path and not ident:
+-            if other := self._other_task(states, name, lease):
++            if other := "":
 retry() of a task whose key has another raises | Keyed
--        if path is not None:
+-        if path:
 -            raise KeyInFlight(key, _id_of(path))
-+        if path is not None:
++        if path:
 +            return
 close() ends a wait in another thread | Waiting hangs
 -            if found is not None or self._lease_dir.closes != closes:
