@@ -3555,7 +3555,7 @@ class _LeaseRenewer:
         self._blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         self.stop = threading.Event()  # set: no thread renews
         self.stop.set()
-        self.pause_s = 0.0  # seconds between two rounds of the thread
+        self._pause_s = 0.0  # seconds between two rounds of the thread
 
     def add(self, block: _Processing) -> None:
         """Renew a lease from now on; start a thread if none runs, or if its rounds are too rare."""
@@ -3563,10 +3563,11 @@ class _LeaseRenewer:
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
             self._blocks[id(block.task)], lease.is_renewed = block, True
-            if lease.length_ns >= _FOREVER_NS or not (self.stop.is_set() or pause_s < self.pause_s):
+            runs = not self.stop.is_set() and pause_s >= self._pause_s
+            if lease.length_ns >= _FOREVER_NS or runs:
                 return
             self.stop.set()
-            self.stop, self.pause_s = threading.Event(), pause_s
+            self.stop, self._pause_s = threading.Event(), pause_s
             try:
                 threading.Thread(target=self._run, args=(self.stop, pause_s), daemon=True).start()
             except BaseException:
@@ -3582,48 +3583,43 @@ class _LeaseRenewer:
 
     def _run(self, stop: threading.Event, pause_s: float) -> None:
         """Renew until nothing is left to renew, or `stop` is set."""
-        first_s = pause_s
         while not stop.wait(pause_s):
             try:
-                pause_s = self.renew_all(stop)
+                done = [self._renew(task) for task in self._tasks(stop)]
             except BaseException:  # e.g. of a log handler: the other leases must go on
-                pause_s = first_s / 10
-            if not pause_s:
-                return
+                done = [False]
+            pause_s = self._pause_s if all(done) else self._pause_s / 10
 
-    def renew_all(self, stop: threading.Event) -> float:
-        """Renew the leases that need it. Return the seconds until the next round. If no lease is
-        left, set `stop` and return 0."""
+    def _tasks(self, stop: threading.Event) -> list[FemtoTask]:
+        """Return what is to be renewed; if no lease of them ends, set `stop`."""
         with self._lock:
             tasks = [block.task for block in self._blocks.values()]
-            lengths_ns = [_lease_of(it).length_ns for it in tasks]
-            if min(lengths_ns, default=_FOREVER_NS) >= _FOREVER_NS or stop.is_set():
+            length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
+            if stop.is_set() or length_ns >= _FOREVER_NS:
                 stop.set()
-                return 0
-            self.pause_s = min(lengths_ns) / 1e9 * _RENEWAL
-        pause_s = self.pause_s
-        for task in tasks:
-            try:
-                self._renew(task)
-            except LeaseLost:
-                self.remove(task)  # its block will see
-            except BlockingIOError:
-                pause_s = self.pause_s / 10
-            except OSError as error:
-                pause_s = self.pause_s / 10
-                _log().warning("task %s: its lease is not renewed: %s", task.id, error)
-        return pause_s
+                return []
+            self._pause_s = length_ns / 1e9 * _RENEWAL
+            return tasks
 
-    def _renew(self, task: FemtoTask) -> None:
-        """Renew a lease, unless the next time will do, or its block has ended meanwhile."""
+    def _renew(self, task: FemtoTask) -> bool:
+        """Renew a lease, unless the next round will do. False: to be tried again soon."""
         lease = _lease_of(task)
-        left_ns = self._worker.left_ns(task)
-        if not lease.is_renewed or lease.outcome:
-            return
-        if left_ns - self.pause_s * 1e9 >= lease.length_ns * (1 - _RENEWAL):
-            return  # the thread runs more often than this lease needs
-        # Not waiting for the lock of its key: a process may be stopped while it has it.
-        self._worker.renew(task, wait=False)
+        next_left_ns = self._worker.left_ns(task) - self._pause_s * 1e9
+        if next_left_ns >= lease.length_ns * (1 - _RENEWAL):
+            return True
+        if lease.outcome or not lease.is_renewed:
+            return True  # its block has ended meanwhile
+        try:
+            # Not waiting for the lock of its key: a process may be stopped while it has it.
+            self._worker.renew(task, wait=False)
+        except LeaseLost:
+            self.remove(task)  # its block will see
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            _log().warning("task %s: its lease is not renewed: %s", task.id, error)
+            return False
+        return True
 
 
 class _Processing:

@@ -9121,6 +9121,19 @@ class Work(QueueCase):
             self.assertLessEqual(counts.done, concurrency)
             self.assertEqual(self.states()["inflight"], 0)
 
+    def test_a_task_that_is_claimed_as_it_stops_goes_back_uncounted(self) -> None:
+        q, stop = self.queue(), threading.Event()
+        q.push(b"x")
+
+        def claimed(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and "inflight-n1/" in args[0]:
+                stop.set()
+
+        with hooked(claimed):
+            q.work(self.fail, stop=stop)
+        self.assertEqual(self.states(), {"pending": 1})
+        self.assertEqual(self.pop(q).attempts, 1)
+
     def test_a_lost_lease_is_counted_and_work_goes_on(self) -> None:
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         q.push(b"1")

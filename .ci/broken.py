@@ -1042,15 +1042,16 @@ retry() of a task whose key has another raises | Keyed
 +        if path:
 +            return
 close() ends a wait in another thread | Waiting hangs
--            if found is not None or self._lease_dir.closes != closes:
-+            if found is not None:
+-            if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
++            if found is not None or left_s <= 0:
 a wait hears of a pending/ that was replaced | Hearing hangs
--            if watch == self._root_watch or mask & _IN_LOST:
-+            if mask & _IN_LOST:
+-        return events.startswith(self._pushed) and len(events) == 16 + name_bytes
++        return events.startswith(self._pushed)
 a cancelled pop_async() loses no task | Coroutines hangs
--            looking.add_done_callback(self._return_unwanted)
--            raise
-+            raise
+-        except InvalidStateError:  # RACE: cancelled, or the queue was closed
+-            self._give_back(task)
++        except InvalidStateError:
++            pass
 Ctrl-C in processing() counts no delivery | Processing
 -            queue.release(task, front=True, counted=False)
 -        elif queue.max_attempts
@@ -1060,8 +1061,8 @@ processing() makes a dead letter of the last attempt | Processing
 - and attempts >= queue.max_attempts:
 + and attempts > queue.max_attempts:
 processing() renews the lease | Processing
--        if left_ns - self.pause_s * 1e9 >= lease.length_ns * (1 - _RENEWAL):
-+        if left_ns:
+-        if next_left_ns >= lease.length_ns * (1 - _RENEWAL):
++        if next_left_ns:
 a child that is forked in processing() does not end the task | Processing
 -        if os.getpid() != self._pid:
 -            return  # a child
@@ -1071,19 +1072,16 @@ two signals at once are one | Gate
 -        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
 +        if self.signals and time.monotonic() < self._last_signal_s:
 a signal drops no task that was just claimed | Work
--            if self._is_stopping():
--                queue.release
-+            if self._is_stopping():
-+                continue
-+            if self._is_stopping():
-+                queue.release
+-        queue.release(task, front=True, counted=False)
+-        return None
++        return None
 work() leaves the signal handlers as they were | Work hangs
 -            for number, handler in before.items():
 -                signal.signal(number, handler)
 +            before.clear()
 work() runs no more than `concurrency` handlers | Work
--                lambda: len(self._running) < self._concurrency, _BASE_INTERVAL_S
-+                lambda: len(self._running) <= self._concurrency, _BASE_INTERVAL_S
+-        for _ in range(self._concurrency):
++        for _ in range(self._concurrency + 1):
 check(repair=True) leaves what is in flight alone | Checking
 -                mend = self._repair and entry.directory in ("pending", "scheduled")
 +                mend = self._repair and bool(entry.directory)
