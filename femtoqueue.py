@@ -1248,17 +1248,8 @@ class _Files:
 
     # Looking
 
-    def drop_done(self, path: str) -> bool:
-        """Remove the second name of a task that is in done/ too; False if it is not."""
-        return False
-
     def exists(self, path: str) -> bool:
         return _exists(self.root + path)
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether data_dir/PAUSED is there."""
-        return self.exists("PAUSED")
 
     def entries(self, directory: str, form: str = "") -> list[_Entry]:
         """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
@@ -1325,10 +1316,9 @@ class _Files:
 
     def reason_of(self, ident: str) -> str | None:
         """Return what failed/<id>.error says, None if there is none."""
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return self.text(f"failed/{ident}.error").removesuffix("\n")
-        except FileNotFoundError:
-            return None
+        return None
 
     def text(self, path: str) -> str:
         with open(self.root + path, "rb") as file:
@@ -1462,14 +1452,12 @@ class _Files:
         Where names can't be exchanged it is renamed over the other one, and a person who moves
         that one in the same instant makes two tasks of one.
         """
-        swapped = self.swap(aside, path)
-        if swapped is not None:
-            return swapped
-        try:
-            self.move_over(aside, path, must_exist=True)
-        except FileNotFoundError:
-            return False
-        return True
+        is_there = self.swap(aside, path)
+        if is_there is None:
+            with contextlib.suppress(FileNotFoundError):
+                self.move_over(aside, path, must_exist=True)
+                is_there = True
+        return bool(is_there)
 
     def move(self, source: str, target: str) -> str:
         """Rename a task's file, over one that is there; target "": remove it. Return target."""
@@ -2569,7 +2557,7 @@ class _Worker:
         """
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
-        if (key and not self.keys.may_have_task(key)) or self.files.is_paused:
+        if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
             if number or self.lease_dir.is_suspect:
@@ -3005,7 +2993,7 @@ class _Housekeeper:
         now_s = time.monotonic()
         if now_s >= self.look_s or self._is_paused or self._lease_dir.is_suspect:
             self._worker.open_lease_dir()
-            self._is_paused = self._files.is_paused
+            self._is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id)
             self.look_s = now_s + _LOOK_INTERVAL_S
@@ -4530,7 +4518,7 @@ class FemtoQueue:
         self._worker.house.look_s = (
             0.0  # the next pop() is not to hand out what was said to be held back
         )
-        return self._files.is_paused
+        return self._files.exists("PAUSED")
 
     # Dead letters and upkeep
 
@@ -5206,6 +5194,7 @@ class _SharedFiles(_Files):
             return False  # not done; if its file is gone, whoever reads it will see
 
     def drop_done(self, path: str) -> bool:
+        """Remove the second name of a task that is in done/ too; False if it is not."""
         if not self.is_done(path):
             return False
         _log().warning("task %s is done; %s, which came back, is removed", _id_of(path), path)
