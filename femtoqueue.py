@@ -184,12 +184,10 @@ _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
-_FIRST_PAUSE_S = 0.001  # of a backoff between two polls
 _PIPE_BYTES = 4096  # a pipe holds that much without a reader
 
 
 def _utc(ns: int) -> datetime:
-    """Return nanoseconds since the epoch as a datetime."""
     from datetime import datetime, timedelta, timezone
 
     return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=ns // 1000)
@@ -204,14 +202,13 @@ def _log() -> logging.Logger:
 @functools.lru_cache(maxsize=1)
 def _libc() -> Any:
     """Return the C library if it is that of a Linux with every call used here, else None."""
-    try:
+    with contextlib.suppress(ImportError, OSError, AttributeError, TypeError):
         import ctypes
 
         libc = ctypes.CDLL(None, use_errno=True)
-        has_all = libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch
-        return libc if has_all else None
-    except (ImportError, OSError, AttributeError, TypeError):
-        return None
+        if libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch:
+            return libc
+    return None
 
 
 def _libc_error(path: str) -> OSError:
@@ -257,8 +254,8 @@ def _exchange(first: str, second: str) -> None:
     renameat2 = getattr(_libc(), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), second)
-    paths = os.fsencode(first), os.fsencode(second)
-    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE):
+    places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
+    if renameat2(*places, _RENAME_EXCHANGE):
         raise _libc_error(second)
 
 
@@ -310,10 +307,8 @@ def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
     the caller already handles or reports another one."""
     try:
         os.unlink(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        if or_fail:
+    except OSError as error:
+        if or_fail and not isinstance(error, FileNotFoundError):
             raise
         return False
     return True
@@ -358,8 +353,7 @@ class _FirstError:
     """Keeps the first OSError of the `with` blocks that it guards, which end there, until
     raise_if_any(): one task or directory with an error must not keep the others waiting."""
 
-    def __init__(self) -> None:
-        self._error: OSError | None = None
+    _error: OSError | None = None
 
     def __enter__(self) -> None:
         pass
@@ -381,9 +375,9 @@ def _no_op(*args: object) -> None:
 
 def _backoff_s(longest_s: float) -> Iterator[float]:
     """Yield pauses in seconds: from a millisecond, doubling, up to longest_s."""
-    pause_s = min(_FIRST_PAUSE_S, longest_s)
+    pause_s = 0.001
     while True:
-        yield pause_s
+        yield min(pause_s, longest_s)
         pause_s = min(2 * pause_s, longest_s)
 
 
@@ -395,6 +389,11 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # ==================================================================================================
 
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
+_ENDED = ("done", "failed")
+# Where the record of a task may be, in the order in which tasks move: a look in this order misses
+# none that moves on meanwhile.
+_PLACES = ("keys", "scheduled", "pending", "inflight", *_ENDED)
+_STATE_DIRS = ("creating", "pending", "scheduled", *_ENDED)  # that a queue makes at once
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
@@ -430,7 +429,6 @@ _FORMS = {
     }.items()
 }
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
-_parse_lock = re.compile("[0-9a-f]{2}").fullmatch
 _parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
@@ -440,13 +438,12 @@ _parse_key_state = re.compile(
     rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
 ).fullmatch
 
-# The directories that a queue makes at once, and for each of data_dir the forms of its names.
-_STATE_DIRS = ("creating", "pending", "scheduled", "done", "failed")
+# For each directory of data_dir the forms of its names.
 _NAMES_IN: dict[str, tuple[Callable[[str], object], ...]] = {
     **{name: (_FORMS[name],) for name in (*_STATE_DIRS, "checkpoints")},
     "failed": (_FORMS["failed"], _FORMS["reason"]),
     "keys": (_FORMS["keys"], _parse_tag),
-    "locks": (_parse_lock,),
+    "locks": (re.compile("[0-9a-f]{2}").fullmatch,),
     "spare": (),
 }
 
@@ -537,12 +534,7 @@ def _due_of(buffered: str) -> int | None:
 
 def _is_end(path: str) -> bool:
     """Whether a task that moves there, or nowhere (""), has come to its end."""
-    return path.startswith(("done/", "failed/")) or not path
-
-
-def _is_bare(path: str) -> bool:
-    """Whether a task's name is its id."""
-    return len(path.rpartition("/")[2]) == _ID_LENGTH
+    return path.partition("/")[0] in ("", *_ENDED)
 
 
 def _is_keyed(ident: str) -> bool:
@@ -556,7 +548,6 @@ def _may_be_renamed(path: str) -> bool:
 
 
 def _new_name(order_ns: int, tag: str) -> str:
-    """Return an id."""
     return f"{order_ns:020d}-{tag}"
 
 
@@ -567,10 +558,6 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 def _front_path(ident: str, attempts: int) -> str:
     """Return the path in pending/ of a task at the place of its push: the front."""
     return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
-
-
-def _lease_name(deadline_ns: int, attempts: int, boot: str, ident: str) -> str:
-    return f"{deadline_ns:020d}~{attempts}~{boot}~{ident}"
 
 
 def _with_stamp(path: str, stamp_ns: int) -> str:
@@ -590,7 +577,7 @@ def _reset_path(path: str, due_ns: int | None) -> str:
     scheduled/ if due_ns is given."""
     if due_ns is not None:
         return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
-    if _is_bare(path):
+    if "~" not in path:
         return path
     return f"{_state_of(path)}/{_task_name(_stamp_of(path), 0, _id_of(path))}"
 
@@ -1003,8 +990,11 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     length, start = int(header[2]), header.end()
     if status.st_size - start != length:  # before a header that lies makes us allocate
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
-    is_whole = len(head) == status.st_size  # one read() may give less
-    payload = head[start:] if is_whole else _read_rest(fd, start, length)
+    payload = head[start:]
+    if len(payload) != length:  # one read() may give less
+        with open(fd, "rb", closefd=False) as file:
+            file.seek(start)
+            payload = file.read(length)
     name = header[3] or b""
     if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
@@ -1015,16 +1005,6 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
         if _encode_key(key) == name.decode() and _key_tag(name.decode()) == _tag_of(ident):
             return payload, key
     raise CorruptTask(ident, "its key is invalid, or not quoted as push() does, or not of its id")
-
-
-def _read_rest(fd: int, start: int, length: int) -> bytes:
-    """Read a large payload, in one piece unless the system gives less at a time."""
-    os.lseek(fd, start, os.SEEK_SET)
-    parts = []
-    while length > 0 and (part := os.read(fd, length)):
-        parts.append(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 # ==================================================================================================
@@ -1581,40 +1561,18 @@ def _read_anchor(path: str) -> int | None:
     return anchor_ns if _EARLIEST_NS <= anchor_ns + time.monotonic_ns() < _FARTHEST_NS else None
 
 
-def _create_once(aside: str, path: str) -> None:
-    """Put a clock file in place, unless another process has already put a valid one there."""
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        if _read_anchor(path) is None:  # invalid; read again now, another may just have been first
-            os.replace(aside, path)
-    except (AttributeError, OSError):
-        # No hard links here. Two that come at once may disagree by the microseconds between them.
-        if _read_anchor(path) is None:
-            os.replace(aside, path)
-
-
 def _compute_anchor(files: _Files) -> int:
     """Return the anchor that starts the clock at the wall clock, or after the newest task if later.
 
     The newest by id: what stands first in a name of pending/ may be a due time of next year,
     moved there by hand, and must not carry the clock along.
     """
-    newest_ns = 0
-    for state in ("pending", "scheduled", "done", "failed", "keys"):
-        newest_ns = max(newest_ns, _newest_order(files, state))
-    for directory in files.node_dirs():
-        newest_ns = max(newest_ns, _newest_order(files, directory))
-    return max(time.time_ns(), newest_ns + 1, _EARLIEST_NS) - time.monotonic_ns()
-
-
-def _newest_order(files: _Files, directory: str) -> int:
-    """Return the newest order in a directory that a clock may start from, 0 if there is none."""
-    try:
-        orders = [_order_of(entry.id) for entry in files.entries(directory)]
-    except PermissionError:  # another user's: no reason not to start
-        return 0
-    return max((order for order in orders if order < _FARTHEST_NS), default=0)
+    newest_ns = _EARLIEST_NS
+    for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
+        with contextlib.suppress(PermissionError):  # another user's: no reason not to start
+            orders = [_order_of(entry.id) for entry in files.entries(directory)]
+            newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
+    return max(time.time_ns(), newest_ns + 1) - time.monotonic_ns()
 
 
 class _QueueClock:
@@ -1657,27 +1615,32 @@ class _QueueClock:
         boot = _boot_tag(boot_id, self._files.root)
         path = f"{self._files.root}clock-{boot}"
         anchor_ns = _read_anchor(path)
-        if anchor_ns is not None:
-            return boot, anchor_ns
-        anchor_ns = _compute_anchor(self._files)
-        try:
-            self._create(path, anchor_ns)
-        except OSError as error:
-            if error.errno not in _NO_WRITE_ERRNOS:
-                raise
-            # To look, to drain and to purge, a clock of our own is good enough.
-            _log().warning("no shared clock for this process: %s", error)
-            return os.urandom(4).hex(), anchor_ns
-        in_place_ns = _read_anchor(path)
-        return boot, anchor_ns if in_place_ns is None else in_place_ns
+        if anchor_ns is None:
+            anchor_ns = _compute_anchor(self._files)
+            try:
+                self._create(path, anchor_ns)
+            except OSError as error:
+                if error.errno not in _NO_WRITE_ERRNOS:
+                    raise
+                # To look, to drain and to purge, a clock of our own is good enough.
+                _log().warning("no shared clock for this process: %s", error)
+                return os.urandom(4).hex(), anchor_ns
+            anchor_ns = _read_anchor(path) or anchor_ns  # RACE: another process was first
+        return boot, anchor_ns
 
     def _create(self, path: str, anchor_ns: int) -> None:
-        """Write the clock file aside and put it in place, unless another process was first."""
+        """Write the clock file aside and put it in place, unless a valid one is there."""
         aside = f"{self._files.root}creating/{_new_name(time.time_ns(), self.tag)}.clock"
         _write_new(aside, b"%d\n" % anchor_ns)
         try:
             os.chmod(aside, 0o644)  # for all users of this boot, whatever our umask
-            _create_once(aside, path)
+            try:
+                os.link(aside, path)
+            except (AttributeError, OSError):
+                # One is there. Or there are no hard links: then two processes that come at once
+                # may disagree by the microseconds between them.
+                if _read_anchor(path) is None:
+                    os.replace(aside, path)
         finally:
             _unlink_if_exists(aside)
 

@@ -909,8 +909,8 @@ setting the date changes neither order nor deadlines | Ordering
 +        with self._lock:
 +            now_ns = time.time_ns()
 a name of the year 2200 does not carry the clock along | Ordering
--    return max((order for order in orders if order < _FARTHEST_NS), default=0)
-+    return max(orders, default=0)
+-            newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
++            newest_ns = max([newest_ns, *orders])
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
