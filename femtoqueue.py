@@ -1101,17 +1101,6 @@ class _FileLock:
                 self.close()
 
 
-def _liveness(lock: _FileLock | None, has_leases_of_this_boot: bool) -> str:
-    """Say whether the worker of a lease directory lives; see NodeStats."""
-    is_free = None
-    if lock is not None:
-        is_free = lock.try_exclusive()
-        lock.close()
-    if is_free is False:
-        return "alive"
-    return "dead" if is_free and has_leases_of_this_boot else "unknown"
-
-
 # What is to be called in a forked child, with the object that it belongs to.
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
@@ -1132,7 +1121,7 @@ if hasattr(os, "register_at_fork"):
 # 6. Files: the steps on files of data_dir, and the one place where durability is decided.
 #    Invariant: a file appears whole under its name, or not at all; after power loss the checksum
 #    shows a torn one. commit() decides durability: if the queue is durable, it syncs the file, then
-#    its directory. publish() and _BatchSync do so for new tasks, _KeyStates for those of keys.
+#    its directory. publish() and push_many() do so for new tasks, _KeyStates for those of keys.
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
@@ -1156,41 +1145,26 @@ def _write_new(
         raise
 
 
-class _BatchSync:
-    """Makes what is renamed into a directory durable when the block ends, also by an error.
+def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
+    """Return what makes durable, in one call, what is renamed into a directory from now on; and
+    whether the caller has to sync its files before.
 
-    On Linux one syncfs() does it. It has to be opened first: from Linux 5.8 on it reports the write
-    errors since then. Elsewhere, and on file systems not known to take syncfs() to the disk (FUSE
-    does not), `each_file` tells the caller to sync its files, and the directory is synced here.
+    On Linux one syncfs() does it. The directory is opened now: from Linux 5.8 on, syncfs() reports
+    the write errors since then. Elsewhere, and on file systems not known to take syncfs() to the
+    disk (FUSE does not), files are synced one by one, and the directory at the end.
     """
+    syncfs = _find_syncfs(directory)
+    if syncfs is None:
+        return functools.partial(_sync_dir, directory), True
+    fd = os.open(directory, _DIR_FLAGS)
 
-    def __init__(self, directory: str, wanted: bool) -> None:
-        self.wanted = wanted
-        self.each_file = False
-        self.failed = False
-        self._directory = directory
-        self._fd = -1
-
-    def __enter__(self) -> None:
-        self._syncfs = _find_syncfs(self._directory) if self.wanted else None
-        if self._syncfs is not None:
-            self._fd = os.open(self._directory, _DIR_FLAGS)
-        self.each_file = self.wanted and self._syncfs is None
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Sync. `failed` stays True if that raises."""
-        if not self.wanted:
-            return
-        self.failed = True
+    def sync() -> None:
         try:
-            if self._syncfs is None:
-                _sync_dir(self._directory)
-            else:
-                self._syncfs(self._fd)
+            syncfs(fd)
         finally:
-            if self._fd >= 0:
-                os.close(self._fd)
-        self.failed = False
+            os.close(fd)
+
+    return sync, False
 
 
 class _Files:
@@ -2945,7 +2919,9 @@ class _Housekeeper:
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            if self.due not in jobs and self._has_new_scheduled():
+            may_look = self.due not in jobs and time.monotonic() >= self.due.rested_s
+            # Whether a task came to scheduled/, or left it, since it was listed.
+            if may_look and self._scheduled_mtime_ns() != self._due_seen_ns:
                 jobs.append(self.due)
             for job in jobs:
                 job.run()
@@ -2953,11 +2929,8 @@ class _Housekeeper:
                     raise job.error
             return bool(jobs)  # what they moved is to be listed
 
-    def _has_new_scheduled(self) -> bool:
-        """Whether a task came to scheduled/, or left it, since it was listed."""
-        if time.monotonic() < self.due.rested_s:
-            return False
-        return os.stat(f"{self._files.root}scheduled").st_mtime_ns != self._due_seen_ns
+    def _scheduled_mtime_ns(self) -> int:
+        return os.stat(f"{self._files.root}scheduled").st_mtime_ns
 
     def _list_pending(self) -> None:
         """List the oldest names, unless the queue is paused.
@@ -2993,7 +2966,7 @@ class _Housekeeper:
     def _enqueue_due(self) -> None:
         """Move what is due to the back of pending/, in the order in which it came due."""
         now_ns = time.time_ns()
-        self._due_seen_ns = os.stat(f"{self._files.root}scheduled").st_mtime_ns
+        self._due_seen_ns = self._scheduled_mtime_ns()
         first_error = _FirstError()
         for entry in self._files.entries("scheduled"):
             if entry.stamp_ns > now_ns:
@@ -3029,19 +3002,18 @@ class _Housekeeper:
         marked = {*orphans}
         leases = self._files.entries(directory)
         orphans -= marked.difference(entry.name for entry in leases)  # gone, or never made
-        running: list[_Entry] = []
-        ended: list[_Entry] = []
+        running = []
         for entry in leases:
-            is_over = entry.name in orphans or entry.stamp_ns <= now_ns
-            (ended if is_over else running).append(entry)
-        for entry in ended:
-            is_final = self._lease_dir.deadline_is_final(entry) or entry.name in orphans
+            is_final = entry.name in orphans
+            if entry.stamp_ns > now_ns and not is_final:
+                running.append(entry.stamp_ns)
+                continue
+            is_final = is_final or self._lease_dir.deadline_is_final(entry)
             if is_final or not self._renewed_recently(entry):
                 with first_error:
                     self._worker.reclaim(entry)
         if running:
-            left_ns = running[0].stamp_ns - now_ns
-            self.ends.sooner(left_ns / 1e9)
+            self.ends.sooner((running[0] - now_ns) / 1e9)
         has_ours = any(entry.boot == self._clock.boot for entry in leases)
         if not is_own and (has_ours or not running):
             self._reclaim_dead_worker(directory, has_ours)
@@ -3084,15 +3056,16 @@ class _Housekeeper:
 
     def node_stats(self, directory: str) -> NodeStats:
         """Count the leases of one worker, and say whether it lives."""
-        leases = self._files.entries(directory)
-        now_ns = self._clock.now_ns()
-        of_this_boot = any(entry.boot == self._clock.boot for entry in leases)
-        return NodeStats(
-            node=_node_of(directory),
-            inflight=len(leases),
-            expired=sum(entry.stamp_ns <= now_ns for entry in leases),
-            liveness=_liveness(self._files.open_dir(directory), of_this_boot),
-        )
+        leases, now_ns, is_free = self._files.entries(directory), self._clock.now_ns(), None
+        lock = self._files.open_dir(directory)
+        if lock is not None:
+            is_free = lock.try_exclusive()
+            lock.close()
+        liveness = "alive" if is_free is False else "unknown"
+        if is_free and any(entry.boot == self._clock.boot for entry in leases):
+            liveness = "dead"
+        expired = sum(entry.stamp_ns <= now_ns for entry in leases)
+        return NodeStats(_node_of(directory), len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
         """Delete a slice of what was done more than keep_done seconds ago.
@@ -3118,30 +3091,22 @@ class _Housekeeper:
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
-            # A directory is foreign, whatever its name.
-            elif not os.path.isdir(self._files.root + path):
-                _unlink_if_exists(self._files.root + path)
+            else:  # any other directory is foreign, whatever its name
+                _unlink_if_older(self._files.root + path, float("inf"))
 
     def stale_files(self) -> list[str]:
         """Return the files in creating/ that are an hour old, and checkpoints, an hour old, whose
         task is gone: its worker was killed between the two, or a person ended it."""
-        before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        entries = self._files.entries("creating")
-        stale = [entry.path for entry in entries if _order_of(entry.id) < before_ns]
-        return [f"checkpoints/{ident}" for ident in self._lost_checkpoints()] + stale
-
-    def _lost_checkpoints(self) -> list[str]:
-        """Return the ids of old checkpoints without a task; see stale_files()."""
-        before_ns = time.time_ns() - _LEFTOVER_NS
-        old = set()
+        old, before_ns = set(), time.time_ns() - _LEFTOVER_NS
         for entry in self._files.entries("checkpoints"):
             with contextlib.suppress(FileNotFoundError):  # RACE: its task has just ended
-                if os.lstat(self._files.root + entry.path).st_mtime_ns < before_ns:
+                if self._files.lstat(entry.path).st_mtime_ns < before_ns:
                     old.add(entry.id)
-        for _ in range(2):  # while we look, tasks move both ways
-            if old:
-                old -= {it.id for it in self._files.find("scheduled", "pending", "inflight")}
-        return sorted(old)
+        for _ in range(2 if old else 0):  # while we look, tasks move both ways
+            old -= {it.id for it in self._files.find("scheduled", "pending", "inflight")}
+        stale, before_ns = sorted(old), self._clock.now_ns() - _LEFTOVER_NS
+        creating = [it for it in self._files.entries("creating") if _order_of(it.id) < before_ns]
+        return [f"checkpoints/{ident}" for ident in stale] + [entry.path for entry in creating]
 
 
 # ==================================================================================================
@@ -4160,16 +4125,19 @@ class FemtoQueue:
         if isinstance(iterable, (bytes, bytearray, memoryview, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
-        pending = f"{self._files.root}pending"
-        sync = _BatchSync(pending, self.sync_after_write)
+        pending, is_synced = f"{self._files.root}pending", False
         try:
-            with sync:
+            sync, each = _batch_sync(pending) if self.sync_after_write else (_no_op, False)
+            try:
                 for data in iterable:
-                    ident, each = self._clock.new_id(), sync.each_file
+                    ident = self._clock.new_id()
                     self._files.publish(ident, data, f"pending/{ident}", sync=each, sync_dir=False)
                     ids.append(ident)
+            finally:
+                sync()
+                is_synced = True
         except Exception as error:
-            if sync.failed:
+            if not is_synced:
                 ids = [it for it in ids if not _unlink_if_exists(f"{pending}/{it}", or_fail=False)]
             _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
             error.pushed_ids = ids  # type: ignore[attr-defined]
@@ -4562,16 +4530,13 @@ class FemtoQueue:
         pending = files.entries("pending")
         oldest_ns = min((entry.stamp_ns for entry in pending), default=None)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
+        age_s = None if oldest_ns is None else max(0, self._clock.now_ns() - oldest_ns) / 1e9
         return Stats(
             pending=len(pending),
-            scheduled=len(files.entries("scheduled")),
             inflight=sum(node.inflight for node in nodes),
             buffered=len(files.entries("keys")),
-            done=len(files.entries("done")),
-            failed=len(files.entries("failed")),
-            oldest_pending_age_s=(
-                None if oldest_ns is None else max(0, self._clock.now_ns() - oldest_ns) / 1e9
-            ),
+            **{state: len(files.entries(state)) for state in ("scheduled", *_ENDED)},
+            oldest_pending_age_s=age_s,
             nodes=nodes,
             expired=sum(node.expired for node in nodes),
         )
