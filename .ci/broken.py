@@ -878,7 +878,7 @@ a push that raises leaves no task | Faults
 +            for leftover in (source,):
 a batch whose sync failed is taken back | Durability
 -            if not is_synced:
-+            if sync.failed and not ids:
++            if not is_synced and not ids:
 keep_done=False: the lease is synced before it goes | Durability
 -            self.files.commit(lease.path)
 +            self.files.exists(lease.path)
