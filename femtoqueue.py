@@ -184,12 +184,10 @@ _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
-_FIRST_PAUSE_S = 0.001  # of a backoff between two polls
 _PIPE_BYTES = 4096  # a pipe holds that much without a reader
 
 
 def _utc(ns: int) -> datetime:
-    """Return nanoseconds since the epoch as a datetime."""
     from datetime import datetime, timedelta, timezone
 
     return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=ns // 1000)
@@ -204,14 +202,13 @@ def _log() -> logging.Logger:
 @functools.lru_cache(maxsize=1)
 def _libc() -> Any:
     """Return the C library if it is that of a Linux with every call used here, else None."""
-    try:
+    with contextlib.suppress(ImportError, OSError, AttributeError, TypeError):
         import ctypes
 
         libc = ctypes.CDLL(None, use_errno=True)
-        has_all = libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch
-        return libc if has_all else None
-    except (ImportError, OSError, AttributeError, TypeError):
-        return None
+        if libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch:
+            return libc
+    return None
 
 
 def _libc_error(path: str) -> OSError:
@@ -257,8 +254,8 @@ def _exchange(first: str, second: str) -> None:
     renameat2 = getattr(_libc(), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), second)
-    paths = os.fsencode(first), os.fsencode(second)
-    if renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE):
+    places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
+    if renameat2(*places, _RENAME_EXCHANGE):
         raise _libc_error(second)
 
 
@@ -310,10 +307,8 @@ def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
     the caller already handles or reports another one."""
     try:
         os.unlink(path)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        if or_fail:
+    except OSError as error:
+        if or_fail and not isinstance(error, FileNotFoundError):
             raise
         return False
     return True
@@ -358,8 +353,7 @@ class _FirstError:
     """Keeps the first OSError of the `with` blocks that it guards, which end there, until
     raise_if_any(): one task or directory with an error must not keep the others waiting."""
 
-    def __init__(self) -> None:
-        self._error: OSError | None = None
+    _error: OSError | None = None
 
     def __enter__(self) -> None:
         pass
@@ -381,9 +375,9 @@ def _no_op(*args: object) -> None:
 
 def _backoff_s(longest_s: float) -> Iterator[float]:
     """Yield pauses in seconds: from a millisecond, doubling, up to longest_s."""
-    pause_s = min(_FIRST_PAUSE_S, longest_s)
+    pause_s = 0.001
     while True:
-        yield pause_s
+        yield min(pause_s, longest_s)
         pause_s = min(2 * pause_s, longest_s)
 
 
@@ -395,6 +389,11 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # ==================================================================================================
 
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
+_ENDED = ("done", "failed")
+# Where the record of a task may be, in the order in which tasks move: a look in this order misses
+# none that moves on meanwhile.
+_PLACES = ("keys", "scheduled", "pending", "inflight", *_ENDED)
+_STATE_DIRS = ("creating", "pending", "scheduled", *_ENDED)  # that a queue makes at once
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
@@ -430,7 +429,6 @@ _FORMS = {
     }.items()
 }
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
-_parse_lock = re.compile("[0-9a-f]{2}").fullmatch
 _parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
@@ -440,13 +438,12 @@ _parse_key_state = re.compile(
     rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
 ).fullmatch
 
-# The directories that a queue makes at once, and for each of data_dir the forms of its names.
-_STATE_DIRS = ("creating", "pending", "scheduled", "done", "failed")
+# For each directory of data_dir the forms of its names.
 _NAMES_IN: dict[str, tuple[Callable[[str], object], ...]] = {
     **{name: (_FORMS[name],) for name in (*_STATE_DIRS, "checkpoints")},
     "failed": (_FORMS["failed"], _FORMS["reason"]),
     "keys": (_FORMS["keys"], _parse_tag),
-    "locks": (_parse_lock,),
+    "locks": (re.compile("[0-9a-f]{2}").fullmatch,),
     "spare": (),
 }
 
@@ -537,12 +534,7 @@ def _due_of(buffered: str) -> int | None:
 
 def _is_end(path: str) -> bool:
     """Whether a task that moves there, or nowhere (""), has come to its end."""
-    return path.startswith(("done/", "failed/")) or not path
-
-
-def _is_bare(path: str) -> bool:
-    """Whether a task's name is its id."""
-    return len(path.rpartition("/")[2]) == _ID_LENGTH
+    return path.partition("/")[0] in ("", *_ENDED)
 
 
 def _is_keyed(ident: str) -> bool:
@@ -556,7 +548,6 @@ def _may_be_renamed(path: str) -> bool:
 
 
 def _new_name(order_ns: int, tag: str) -> str:
-    """Return an id."""
     return f"{order_ns:020d}-{tag}"
 
 
@@ -567,10 +558,6 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 def _front_path(ident: str, attempts: int) -> str:
     """Return the path in pending/ of a task at the place of its push: the front."""
     return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
-
-
-def _lease_name(deadline_ns: int, attempts: int, boot: str, ident: str) -> str:
-    return f"{deadline_ns:020d}~{attempts}~{boot}~{ident}"
 
 
 def _with_stamp(path: str, stamp_ns: int) -> str:
@@ -590,7 +577,7 @@ def _reset_path(path: str, due_ns: int | None) -> str:
     scheduled/ if due_ns is given."""
     if due_ns is not None:
         return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
-    if _is_bare(path):
+    if "~" not in path:
         return path
     return f"{_state_of(path)}/{_task_name(_stamp_of(path), 0, _id_of(path))}"
 
@@ -1003,8 +990,11 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     length, start = int(header[2]), header.end()
     if status.st_size - start != length:  # before a header that lies makes us allocate
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
-    is_whole = len(head) == status.st_size  # one read() may give less
-    payload = head[start:] if is_whole else _read_rest(fd, start, length)
+    payload = head[start:]
+    if len(payload) != length:  # one read() may give less
+        with open(fd, "rb", closefd=False) as file:
+            file.seek(start)
+            payload = file.read(length)
     name = header[3] or b""
     if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
@@ -1015,16 +1005,6 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
         if _encode_key(key) == name.decode() and _key_tag(name.decode()) == _tag_of(ident):
             return payload, key
     raise CorruptTask(ident, "its key is invalid, or not quoted as push() does, or not of its id")
-
-
-def _read_rest(fd: int, start: int, length: int) -> bytes:
-    """Read a large payload, in one piece unless the system gives less at a time."""
-    os.lseek(fd, start, os.SEEK_SET)
-    parts = []
-    while length > 0 and (part := os.read(fd, length)):
-        parts.append(part)
-        length -= len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 # ==================================================================================================
@@ -1121,17 +1101,6 @@ class _FileLock:
                 self.close()
 
 
-def _liveness(lock: _FileLock | None, has_leases_of_this_boot: bool) -> str:
-    """Say whether the worker of a lease directory lives; see NodeStats."""
-    is_free = None
-    if lock is not None:
-        is_free = lock.try_exclusive()
-        lock.close()
-    if is_free is False:
-        return "alive"
-    return "dead" if is_free and has_leases_of_this_boot else "unknown"
-
-
 # What is to be called in a forked child, with the object that it belongs to.
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
@@ -1152,7 +1121,7 @@ if hasattr(os, "register_at_fork"):
 # 6. Files: the steps on files of data_dir, and the one place where durability is decided.
 #    Invariant: a file appears whole under its name, or not at all; after power loss the checksum
 #    shows a torn one. commit() decides durability: if the queue is durable, it syncs the file, then
-#    its directory. publish() and _BatchSync do so for new tasks, _KeyStates for those of keys.
+#    its directory. publish() and push_many() do so for new tasks, _KeyStates for those of keys.
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
@@ -1176,41 +1145,26 @@ def _write_new(
         raise
 
 
-class _BatchSync:
-    """Makes what is renamed into a directory durable when the block ends, also by an error.
+def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
+    """Return what makes durable, in one call, what is renamed into a directory from now on; and
+    whether the caller has to sync its files before.
 
-    On Linux one syncfs() does it. It has to be opened first: from Linux 5.8 on it reports the write
-    errors since then. Elsewhere, and on file systems not known to take syncfs() to the disk (FUSE
-    does not), `each_file` tells the caller to sync its files, and the directory is synced here.
+    On Linux one syncfs() does it. The directory is opened now: from Linux 5.8 on, syncfs() reports
+    the write errors since then. Elsewhere, and on file systems not known to take syncfs() to the
+    disk (FUSE does not), files are synced one by one, and the directory at the end.
     """
+    syncfs = _find_syncfs(directory)
+    if syncfs is None:
+        return functools.partial(_sync_dir, directory), True
+    fd = os.open(directory, _DIR_FLAGS)
 
-    def __init__(self, directory: str, wanted: bool) -> None:
-        self.wanted = wanted
-        self.each_file = False
-        self.failed = False
-        self._directory = directory
-        self._fd = -1
-
-    def __enter__(self) -> None:
-        self._syncfs = _find_syncfs(self._directory) if self.wanted else None
-        if self._syncfs is not None:
-            self._fd = os.open(self._directory, _DIR_FLAGS)
-        self.each_file = self.wanted and self._syncfs is None
-
-    def __exit__(self, *exc_info: object) -> None:
-        """Sync. `failed` stays True if that raises."""
-        if not self.wanted:
-            return
-        self.failed = True
+    def sync() -> None:
         try:
-            if self._syncfs is None:
-                _sync_dir(self._directory)
-            else:
-                self._syncfs(self._fd)
+            syncfs(fd)
         finally:
-            if self._fd >= 0:
-                os.close(self._fd)
-        self.failed = False
+            os.close(fd)
+
+    return sync, False
 
 
 class _Files:
@@ -1569,40 +1523,18 @@ def _read_anchor(path: str) -> int | None:
     return anchor_ns if _EARLIEST_NS <= anchor_ns + time.monotonic_ns() < _FARTHEST_NS else None
 
 
-def _create_once(aside: str, path: str) -> None:
-    """Put a clock file in place, unless another process has already put a valid one there."""
-    try:
-        os.link(aside, path)
-    except FileExistsError:
-        if _read_anchor(path) is None:  # invalid; read again now, another may just have been first
-            os.replace(aside, path)
-    except (AttributeError, OSError):
-        # No hard links here. Two that come at once may disagree by the microseconds between them.
-        if _read_anchor(path) is None:
-            os.replace(aside, path)
-
-
 def _compute_anchor(files: _Files) -> int:
     """Return the anchor that starts the clock at the wall clock, or after the newest task if later.
 
     The newest by id: what stands first in a name of pending/ may be a due time of next year,
     moved there by hand, and must not carry the clock along.
     """
-    newest_ns = 0
-    for state in ("pending", "scheduled", "done", "failed", "keys"):
-        newest_ns = max(newest_ns, _newest_order(files, state))
-    for directory in files.node_dirs():
-        newest_ns = max(newest_ns, _newest_order(files, directory))
-    return max(time.time_ns(), newest_ns + 1, _EARLIEST_NS) - time.monotonic_ns()
-
-
-def _newest_order(files: _Files, directory: str) -> int:
-    """Return the newest order in a directory that a clock may start from, 0 if there is none."""
-    try:
-        orders = [_order_of(entry.id) for entry in files.entries(directory)]
-    except PermissionError:  # another user's: no reason not to start
-        return 0
-    return max((order for order in orders if order < _FARTHEST_NS), default=0)
+    newest_ns = _EARLIEST_NS
+    for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
+        with contextlib.suppress(PermissionError):  # another user's: no reason not to start
+            orders = [_order_of(entry.id) for entry in files.entries(directory)]
+            newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
+    return max(time.time_ns(), newest_ns + 1) - time.monotonic_ns()
 
 
 class _QueueClock:
@@ -1645,27 +1577,32 @@ class _QueueClock:
         boot = _boot_tag(boot_id, self._files.root)
         path = f"{self._files.root}clock-{boot}"
         anchor_ns = _read_anchor(path)
-        if anchor_ns is not None:
-            return boot, anchor_ns
-        anchor_ns = _compute_anchor(self._files)
-        try:
-            self._create(path, anchor_ns)
-        except OSError as error:
-            if error.errno not in _NO_WRITE_ERRNOS:
-                raise
-            # To look, to drain and to purge, a clock of our own is good enough.
-            _log().warning("no shared clock for this process: %s", error)
-            return os.urandom(4).hex(), anchor_ns
-        in_place_ns = _read_anchor(path)
-        return boot, anchor_ns if in_place_ns is None else in_place_ns
+        if anchor_ns is None:
+            anchor_ns = _compute_anchor(self._files)
+            try:
+                self._create(path, anchor_ns)
+            except OSError as error:
+                if error.errno not in _NO_WRITE_ERRNOS:
+                    raise
+                # To look, to drain and to purge, a clock of our own is good enough.
+                _log().warning("no shared clock for this process: %s", error)
+                return os.urandom(4).hex(), anchor_ns
+            anchor_ns = _read_anchor(path) or anchor_ns  # RACE: another process was first
+        return boot, anchor_ns
 
     def _create(self, path: str, anchor_ns: int) -> None:
-        """Write the clock file aside and put it in place, unless another process was first."""
+        """Write the clock file aside and put it in place, unless a valid one is there."""
         aside = f"{self._files.root}creating/{_new_name(time.time_ns(), self.tag)}.clock"
         _write_new(aside, b"%d\n" % anchor_ns)
         try:
             os.chmod(aside, 0o644)  # for all users of this boot, whatever our umask
-            _create_once(aside, path)
+            try:
+                os.link(aside, path)
+            except (AttributeError, OSError):
+                # One is there. Or there are no hard links: then two processes that come at once
+                # may disagree by the microseconds between them.
+                if _read_anchor(path) is None:
+                    os.replace(aside, path)
         finally:
             _unlink_if_exists(aside)
 
@@ -2970,7 +2907,9 @@ class _Housekeeper:
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            if self.due not in jobs and self._has_new_scheduled():
+            may_look = self.due not in jobs and time.monotonic() >= self.due.rested_s
+            # Whether a task came to scheduled/, or left it, since it was listed.
+            if may_look and self._scheduled_mtime_ns() != self._due_seen_ns:
                 jobs.append(self.due)
             for job in jobs:
                 job.run()
@@ -2978,11 +2917,8 @@ class _Housekeeper:
                     raise job.error
             return bool(jobs)  # what they moved is to be listed
 
-    def _has_new_scheduled(self) -> bool:
-        """Whether a task came to scheduled/, or left it, since it was listed."""
-        if time.monotonic() < self.due.rested_s:
-            return False
-        return os.stat(f"{self._files.root}scheduled").st_mtime_ns != self._due_seen_ns
+    def _scheduled_mtime_ns(self) -> int:
+        return os.stat(f"{self._files.root}scheduled").st_mtime_ns
 
     def _list_pending(self) -> None:
         """List the oldest names, unless the queue is paused.
@@ -3018,7 +2954,7 @@ class _Housekeeper:
     def _enqueue_due(self) -> None:
         """Move what is due to the back of pending/, in the order in which it came due."""
         now_ns = time.time_ns()
-        self._due_seen_ns = os.stat(f"{self._files.root}scheduled").st_mtime_ns
+        self._due_seen_ns = self._scheduled_mtime_ns()
         first_error = _FirstError()
         for entry in self._files.entries("scheduled"):
             if entry.stamp_ns > now_ns:
@@ -3054,19 +2990,18 @@ class _Housekeeper:
         marked = {*orphans}
         leases = self._files.entries(directory)
         orphans -= marked.difference(entry.name for entry in leases)  # gone, or never made
-        running: list[_Entry] = []
-        ended: list[_Entry] = []
+        running = []
         for entry in leases:
-            is_over = entry.name in orphans or entry.stamp_ns <= now_ns
-            (ended if is_over else running).append(entry)
-        for entry in ended:
-            is_final = self._lease_dir.deadline_is_final(entry) or entry.name in orphans
+            is_final = entry.name in orphans
+            if entry.stamp_ns > now_ns and not is_final:
+                running.append(entry.stamp_ns)
+                continue
+            is_final = is_final or self._lease_dir.deadline_is_final(entry)
             if is_final or not self._renewed_recently(entry):
                 with first_error:
                     self._worker.reclaim(entry)
         if running:
-            left_ns = running[0].stamp_ns - now_ns
-            self.ends.sooner(left_ns / 1e9)
+            self.ends.sooner((running[0] - now_ns) / 1e9)
         has_ours = any(entry.boot == self._clock.boot for entry in leases)
         if not is_own and (has_ours or not running):
             self._reclaim_dead_worker(directory, has_ours)
@@ -3109,15 +3044,16 @@ class _Housekeeper:
 
     def node_stats(self, directory: str) -> NodeStats:
         """Count the leases of one worker, and say whether it lives."""
-        leases = self._files.entries(directory)
-        now_ns = self._clock.now_ns()
-        of_this_boot = any(entry.boot == self._clock.boot for entry in leases)
-        return NodeStats(
-            node=_node_of(directory),
-            inflight=len(leases),
-            expired=sum(entry.stamp_ns <= now_ns for entry in leases),
-            liveness=_liveness(self._files.open_dir(directory), of_this_boot),
-        )
+        leases, now_ns, is_free = self._files.entries(directory), self._clock.now_ns(), None
+        lock = self._files.open_dir(directory)
+        if lock is not None:
+            is_free = lock.try_exclusive()
+            lock.close()
+        liveness = "alive" if is_free is False else "unknown"
+        if is_free and any(entry.boot == self._clock.boot for entry in leases):
+            liveness = "dead"
+        expired = sum(entry.stamp_ns <= now_ns for entry in leases)
+        return NodeStats(_node_of(directory), len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
         """Delete a slice of what was done more than keep_done seconds ago.
@@ -3143,30 +3079,22 @@ class _Housekeeper:
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
-            # A directory is foreign, whatever its name.
-            elif not os.path.isdir(self._files.root + path):
-                _unlink_if_exists(self._files.root + path)
+            else:  # any other directory is foreign, whatever its name
+                _unlink_if_older(self._files.root + path, float("inf"))
 
     def stale_files(self) -> list[str]:
         """Return the files in creating/ that are an hour old, and checkpoints, an hour old, whose
         task is gone: its worker was killed between the two, or a person ended it."""
-        before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        entries = self._files.entries("creating")
-        stale = [entry.path for entry in entries if _order_of(entry.id) < before_ns]
-        return [f"checkpoints/{ident}" for ident in self._lost_checkpoints()] + stale
-
-    def _lost_checkpoints(self) -> list[str]:
-        """Return the ids of old checkpoints without a task; see stale_files()."""
-        before_ns = time.time_ns() - _LEFTOVER_NS
-        old = set()
+        old, before_ns = set(), time.time_ns() - _LEFTOVER_NS
         for entry in self._files.entries("checkpoints"):
             with contextlib.suppress(FileNotFoundError):  # RACE: its task has just ended
-                if os.lstat(self._files.root + entry.path).st_mtime_ns < before_ns:
+                if self._files.lstat(entry.path).st_mtime_ns < before_ns:
                     old.add(entry.id)
-        for _ in range(2):  # while we look, tasks move both ways
-            if old:
-                old -= {it.id for it in self._files.find("scheduled", "pending", "inflight")}
-        return sorted(old)
+        for _ in range(2 if old else 0):  # while we look, tasks move both ways
+            old -= {it.id for it in self._files.find("scheduled", "pending", "inflight")}
+        stale, before_ns = sorted(old), self._clock.now_ns() - _LEFTOVER_NS
+        creating = [it for it in self._files.entries("creating") if _order_of(it.id) < before_ns]
+        return [f"checkpoints/{ident}" for ident in stale] + [entry.path for entry in creating]
 
 
 # ==================================================================================================
@@ -4181,16 +4109,19 @@ class FemtoQueue:
         if isinstance(iterable, (bytes, bytearray, memoryview, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
-        pending = f"{self._files.root}pending"
-        sync = _BatchSync(pending, self.sync_after_write)
+        pending, is_synced = f"{self._files.root}pending", False
         try:
-            with sync:
+            sync, each = _batch_sync(pending) if self.sync_after_write else (_no_op, False)
+            try:
                 for data in iterable:
-                    ident, each = self._clock.new_id(), sync.each_file
+                    ident = self._clock.new_id()
                     self._files.publish(ident, data, f"pending/{ident}", sync=each, sync_dir=False)
                     ids.append(ident)
+            finally:
+                sync()
+                is_synced = True
         except Exception as error:
-            if sync.failed:
+            if not is_synced:
                 ids = [it for it in ids if not _unlink_if_exists(f"{pending}/{it}", or_fail=False)]
             _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
             error.pushed_ids = ids  # type: ignore[attr-defined]
@@ -4583,16 +4514,13 @@ class FemtoQueue:
         pending = files.entries("pending")
         oldest_ns = min((entry.stamp_ns for entry in pending), default=None)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
+        age_s = None if oldest_ns is None else max(0, self._clock.now_ns() - oldest_ns) / 1e9
         return Stats(
             pending=len(pending),
-            scheduled=len(files.entries("scheduled")),
             inflight=sum(node.inflight for node in nodes),
             buffered=len(files.entries("keys")),
-            done=len(files.entries("done")),
-            failed=len(files.entries("failed")),
-            oldest_pending_age_s=(
-                None if oldest_ns is None else max(0, self._clock.now_ns() - oldest_ns) / 1e9
-            ),
+            **{state: len(files.entries(state)) for state in ("scheduled", *_ENDED)},
+            oldest_pending_age_s=age_s,
             nodes=nodes,
             expired=sum(node.expired for node in nodes),
         )
