@@ -2841,16 +2841,22 @@ class _Job:
     def run(self) -> None:
         """Run it now, set its next time, and keep its OSError. One unreadable directory must not
         stop deliveries: pop() raises it when it has nothing to deliver."""
-        started_s, self.error, self.at_s = time.monotonic(), None, float("inf")
+        started_s, self.error = time.monotonic(), None
+        # If Ctrl-C ends it, it is to go on soon.
+        at_s, self.at_s = started_s + min(self.every_s, _BASE_INTERVAL_S), float("inf")
         try:
-            self._run()  # it may call sooner()
-        except OSError as error:
-            self.error = error
-        finally:  # a failed job waits too: it must not run at each pop()
+            try:
+                self._run()  # it may call sooner()
+            except OSError as error:
+                self.error = error
             ended_s = time.monotonic()
             # It may only have hung once.
             self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-            self.at_s = min(self.at_s, max(ended_s + self.every_s, self.rested_s))
+            # A failed job waits too: it must not run at each pop().
+            at_s = max(ended_s + self.every_s, self.rested_s)
+        finally:  # no call before it is set: Ctrl-C there would end the job for ever
+            known_s, self.at_s = self.at_s, at_s
+            self.at_s = min(known_s, at_s)
 
 
 class _Housekeeper:
@@ -3382,7 +3388,8 @@ class _Waits:
         except BaseException as error:
             self._answer(request, None, error)
             return True
-        if task is not None or is_over:
+        is_closed = self._lease_dir.closes != request.closes  # perhaps before it was in line
+        if task is not None or is_over or is_closed:
             self._answer(request, task)
         return task is not None
 

@@ -1749,6 +1749,34 @@ class Liveness(QueueCase):
         quicker.done(taken[0])
         self.assertEqual(self.states(), {"done": 1})
 
+    def test_ctrl_c_as_a_look_at_leases_ends_is_not_the_end_of_such_looks(self) -> None:
+        """A worker that dies later still loses its tasks to us."""
+        q, clock = self.queue(), self.clock()
+        q.pop()
+        clock.advance(1)
+        is_armed: list[bool] = []
+        monotonic = clock.monotonic
+
+        def interrupting() -> float:
+            if is_armed:
+                clock.monotonic = monotonic  # type: ignore[method-assign]
+                interrupt()
+            return monotonic()
+
+        def arm(name: str, args: tuple[Any, ...]) -> None:
+            if name == "list" and args[0].endswith("inflight-n1"):
+                is_armed.append(True)
+
+        clock.monotonic = interrupting  # type: ignore[method-assign]
+        with hooked(arm, after=True), self.assertRaises(KeyboardInterrupt):
+            q.pop()
+        dead = self.queue("n2", timeout_stale_ms=None)
+        dead.push(b"x")
+        self.pop(dead)
+        dies(dead)
+        clock.advance(60)
+        self.assertEqual(self.pop(q).data, b"x")
+
     def test_a_restart_that_ctrl_c_interrupts_takes_all_back_later(self) -> None:
         """Its own leases look like those of a living worker by then."""
         q = self.queue("same", timeout_stale_ms=None)
@@ -8418,6 +8446,29 @@ class Coroutines(QueueCase):
         self.assertFalse(os.path.exists(self.file("inflight-n1")))
         q.push(b"x")
         self.assertIsNotNone(self.run_async(q.pop_async()))
+
+    def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
+        """Else each look of it would take a task, and give it back, for ever."""
+        import asyncio
+
+        q = self.queue()
+        q.push(b"x")
+
+        async def wait() -> FemtoTask | None:
+            loop = asyncio.get_running_loop()
+            call_later = loop.call_later
+
+            def close_first(*args: Any) -> Any:
+                q.close()
+                return call_later(*args)
+
+            with mock.patch.object(loop, "call_later", close_first):
+                waiter = asyncio.ensure_future(q.pop_async())
+                await asyncio.sleep(0)
+            return await asyncio.wait_for(waiter, 10)
+
+        self.assertIsNone(self.run_async(wait()))
+        self.assertEqual(self.states(), {"pending": 1})
 
     def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
         q = self.queue()
