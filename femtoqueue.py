@@ -2062,12 +2062,9 @@ class _Keys(_KeyStates):
         """Return where the task of an encoded key is ("": it has none), and the name in keys/ of
         the payload behind it; correct its state. where: it is looked for in these."""
         path, hint = states.get(name, ("", ""))
-        newer = hint
+        newer = self._name_behind(hint)
         if path and not self._files.exists(path):
             path = self._locate(path, where)
-        if newer and not self._files.exists(f"keys/{newer}"):
-            # CRASH: before it came there, before it got that name, or after it left.
-            newer = self._locate(newer, ("keys",)).partition("/")[2]
         if not path and newer:
             # CRASH: the task before it ended, and it did not come up. Or a person removed that.
             path, newer = self._promote(newer), ""
@@ -2078,6 +2075,13 @@ class _Keys(_KeyStates):
         else:
             states.pop(name, None)
         return path, newer
+
+    def _name_behind(self, newer: str) -> str:
+        """Return the name that a payload has in keys/ by now, "" if it is not there. CRASH: before
+        it came there, before it got that name, or after it left."""
+        if not newer or self._files.exists(f"keys/{newer}"):
+            return newer
+        return self._locate(newer, ("keys",)).partition("/")[2]
 
     def _locate(self, path: str, where: tuple[str, ...]) -> str:
         """Return where a task is by now, "" if it is in none of these states."""
@@ -2180,9 +2184,7 @@ class _Keys(_KeyStates):
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
-            newer = states[name][1] if name else ""
-            if newer and not self._files.exists(f"keys/{newer}"):
-                newer = self._locate(newer, ("keys",)).partition("/")[2]
+            newer = self._name_behind(states[name][1]) if name else ""
             if newer and _state_of(target) in ("pending", "scheduled"):
                 target = _reset_path(target, _later(newer))
             try:
@@ -2247,12 +2249,12 @@ class _Keys(_KeyStates):
         """Note a payload in keys/ that no state knows: power loss, or a person, took the state."""
         if any(newer == known for _, known in states.values()):
             return
-        key = None
-        with contextlib.suppress(CorruptTask):  # pop() will quarantine it
-            try:
-                key = self._files.read(f"keys/{newer}", _id_of(newer))[1]
-            except FileNotFoundError:
-                return  # promoted just now, or a person removed it
+        try:
+            _, key = self._files.read(f"keys/{newer}", _id_of(newer))
+        except FileNotFoundError:
+            return  # promoted just now, or a person removed it
+        except CorruptTask:
+            key = None  # pop() will quarantine it
         path, known = states.get(_encode_key(key), ("", "")) if key else ("", "")
         if not path and (path := self._promote(newer)) and key:
             states[_encode_key(key)] = path, ""

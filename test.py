@@ -357,6 +357,29 @@ def interrupt() -> NoReturn:
     raise KeyboardInterrupt
 
 
+@contextlib.contextmanager
+def interrupted_at_line(number: int) -> Iterator[None]:
+    """Let Ctrl-C come before the n-th line of femtoqueue that the block runs."""
+    left = itertools.count(number, -1)
+
+    def trace(frame: types.FrameType, event: str, arg: object) -> Any:
+        if frame.f_code.co_filename != femtoqueue.__file__:
+            return None
+        caller = frame.f_back
+        if "__del__" in (frame.f_code.co_name, caller.f_code.co_name if caller else ""):
+            return None  # what a finalizer raises is printed, and ends nothing
+        if event == "line" and next(left) == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+
+
 def failing(event: str, ending: str, code: int) -> Callable[[str, tuple[Any, ...]], None]:
     """Return a hook by which a system call fails for all paths that end so."""
 
@@ -2852,6 +2875,37 @@ class KeyedTable(QueueCase):
             other.done(task)
         self.assertEqual((last, other.stats().failed), (b"new", 0))
         other.close()
+
+    def test_ctrl_c_between_any_two_lines_leaves_no_lock_behind(self) -> None:
+        """Nor the key in two places, or its newest payload in none."""
+        for number in itertools.count(0, 5):
+            q, key = FemtoQueue(self.path, f"w{number}"), f"{number}"
+            q.push(b"1", key=key)
+            task = q.take(key)
+            assert task is not None
+            pushed, is_over = b"1", False
+            try:
+                with interrupted_at_line(number):
+                    q.push(b"2", key=key)
+                    pushed = b"2"
+                    q.release(task)
+                    q.push(b"3", key=key)
+                    pushed = b"3"
+                    is_over = True
+            except KeyboardInterrupt:
+                gc.collect()
+            self.locked(key, wait=False).close()
+            q.close()
+            other, payloads = FemtoQueue(self.path, "other"), [b""]
+            while (task := other.take(key)) is not None:
+                payloads.append(task.data)
+                other.done(task)
+            self.assertGreaterEqual(payloads[-1], pushed)
+            other.close()
+            self.check_invariants(leftovers=True)
+            if is_over:
+                break
+        self.assertGreater(number, 300)
 
 
 class Undo:
