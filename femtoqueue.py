@@ -1172,7 +1172,6 @@ class _Files:
     a separator. `is_durable`: what is acknowledged must survive power loss. `parts`: the classes
     for this file system, of the lease directory, the keys and the numbers of tickets."""
 
-    is_shared = False
     caveat = ""  # what check() is to say of the file system
     parts: Any
 
@@ -5041,7 +5040,6 @@ class _SharedFiles(_Files):
     """`phantoms`: the paths of those that were met. `clock`: the queue's, set by its lease
     directory; None for tickets."""
 
-    is_shared = True
     syncs_in_place = False  # before, another host would read a torn file
     clock: _QueueClock | None = None
 

@@ -966,7 +966,7 @@ trouble with a directory is raised when no task waits | Faults
 +                if job.error is not None:
 +                    continue
 nothing is delivered while PAUSED is there | ByHand
--            self._is_paused = self._files.is_paused
+-            self._is_paused = self._files.exists("PAUSED")
 +            self._is_paused = False
 done tasks are kept for keep_done seconds | Lifecycle
 -        before_s = time.time() - self._keep_done
