@@ -2234,7 +2234,7 @@ class _Keys(_KeyStates):
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
         self.needs_repair, errors, found = False, _FirstError(), self._found(_FORMS["keys"])
-        idle = {_tag_of(name) for name in self.idle()}
+        idle = {_tag_of(path) for path in self.idle()}
         for tag in sorted(idle.union(map(_tag_of, found))):
             # Of an idle one all directories have been listed: a claim is what may have come since.
             where = ("inflight",) if tag in idle else _LIVE
@@ -2262,10 +2262,10 @@ class _Keys(_KeyStates):
             states[_encode_key(key)] = path, newer
 
     def idle(self) -> list[str]:
-        """Return the names in keys/, states and newer payloads, of keys that have no task."""
+        """Return the paths in keys/, states and newer payloads, of keys that have no task."""
         names = self._found(_parse_tag) + self._found(_FORMS["keys"])
         busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if names else set()
-        return [name for name in names if _tag_of(name) not in busy]
+        return [f"keys/{name}" for name in names if _tag_of(name) not in busy]
 
     def _found(self, parse: Callable[[str], object]) -> list[str]:
         """Return the names of one form in keys/, sorted."""
