@@ -393,6 +393,8 @@ _ENDED = ("done", "failed")
 # Where the record of a task may be, in the order in which tasks move: a look in this order misses
 # none that moves on meanwhile.
 _PLACES = ("keys", "scheduled", "pending", "inflight", *_ENDED)
+# Of a task that has not ended; tasks in flight come back, so these are looked at again at the end.
+_LIVE = ("inflight", "scheduled", "pending", "inflight")
 _STATE_DIRS = ("creating", "pending", "scheduled", *_ENDED)  # that a queue makes at once
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
@@ -891,9 +893,10 @@ def _end_s(timeout: float | None) -> float:
 
 def _check_places(data_dir: object, node_id: object) -> None:
     """Raise TypeError or ValueError for an invalid data_dir or node_id."""
-    if not isinstance(os.fspath(data_dir), str):  # type: ignore[call-overload]
+    path = os.fspath(data_dir)  # type: ignore[call-overload]
+    if not isinstance(path, str):
         raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
-    if not os.fspath(data_dir):  # type: ignore[call-overload]
+    if not path:
         raise ValueError("data_dir must not be empty; for this directory say '.'")
     if node_id is not None and not (
         isinstance(node_id, str)
@@ -918,7 +921,7 @@ def _check_state(state: str) -> None:
         raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
 
 
-def _check_id(id: str) -> None:
+def _check_id(id: object) -> None:
     if not isinstance(id, str):
         raise TypeError(f"id must be a str, not {id!r}")
     if not _parse_id(id):
@@ -991,10 +994,11 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     if status.st_size - start != length:  # before a header that lies makes us allocate
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
     payload = head[start:]
-    if len(payload) != length:  # one read() may give less
-        with open(fd, "rb", closefd=False) as file:
-            file.seek(start)
-            payload = file.read(length)
+    if len(payload) < length:  # a large one: in one piece, unless the system gives less at a time
+        os.lseek(fd, start, os.SEEK_SET)
+        payload = os.read(fd, length)
+    while len(payload) < length and (part := os.read(fd, length - len(payload))):
+        payload += part
     name = header[3] or b""
     if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
@@ -2040,7 +2044,6 @@ class _KeyStates:
 
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
 # A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
-_LIVE = ("inflight", "scheduled", "pending", "inflight")
 
 
 def _later(newer: str) -> int | None:
@@ -2868,14 +2871,12 @@ class _Housekeeper:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._keys, self._worker = worker.lease_dir, worker.keys, worker
         self._lock, self._keep_done = worker.lock, worker.keep_done
-        timeout_ms = worker.timeout_stale_ms
-        self._young_ns = None if timeout_ms is None else _lease_length_ns(timeout_ms)
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self.finished = 0  # tasks that this object finished since done/ was purged last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
         self.look_s, self._is_paused = 0.0, False  # when _look_around() is due, what it saw
-        ends_every_s = min(_BASE_INTERVAL_S, _lease_length_ns(timeout_ms) / 4e9)
+        ends_every_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.due = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
         self.ends = _Job(self, self.reclaim, ends_every_s)
         self.repairing = _Job(self, self._keys.repair, _REPAIR_INTERVAL_S)
@@ -3020,13 +3021,12 @@ class _Housekeeper:
         clocks of hosts drift apart (a suspend, an NTP step after the boot). The wall clocks agree,
         and st_ctime is set by rename(). One in the future tells nothing: the deadline counts.
         """
-        if self._young_ns is None:
-            return False
-        try:
-            status = self._files.lstat(entry.path)
-        except FileNotFoundError:
-            return False  # RACE: settled or reclaimed meanwhile
-        return 0 <= time.time_ns() - status.st_ctime_ns < self._young_ns
+        length_ns = self._worker.length_ns
+        if length_ns < _FOREVER_NS:
+            with contextlib.suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
+                renewed_ns = self._files.lstat(entry.path).st_ctime_ns
+                return 0 <= time.time_ns() - renewed_ns < length_ns
+        return False
 
     def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
         """Reclaim a dead worker's leases and remove its directory; leave a living one alone.
@@ -3098,7 +3098,7 @@ class _Housekeeper:
                 if self._files.lstat(entry.path).st_mtime_ns < before_ns:
                     old.add(entry.id)
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
-            old -= {it.id for it in self._files.find("scheduled", "pending", "inflight")}
+            old -= {it.id for it in self._files.find(*_LIVE)}
         stale, before_ns = sorted(old), self._clock.now_ns() - _LEFTOVER_NS
         creating = [it for it in self._files.entries("creating") if _order_of(it.id) < before_ns]
         return [f"checkpoints/{ident}" for ident in stale] + [entry.path for entry in creating]
@@ -4297,11 +4297,11 @@ class FemtoQueue:
         timeout: seconds to wait; None: no limit. Returns False when the time is over, or when
         close() in another thread ends the wait.
         """
-
-        def look() -> bool | None:
-            return None if self._files.has_work() else True
-
-        return self._worker.waits.wait_for(look, _end_s(timeout), False) is True
+        files, end_s = self._files, _end_s(timeout)
+        ended = self._worker.waits.wait_for(
+            lambda: None if files.has_work() else True, end_s, False
+        )
+        return ended is True
 
     # Ending a delivery
 
@@ -4365,7 +4365,7 @@ class FemtoQueue:
         """
         name = lease.rpartition("/")[2]
         for entry in self._files.find("inflight"):
-            if lease == entry.path or name in (entry.name, entry.id):
+            if name in (entry.name, entry.id):
                 length_ns = self._length_ns
                 if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
                     length_ns = max(entry.stamp_ns - self._clock.now_ns(), 10**9)
@@ -4454,9 +4454,7 @@ class FemtoQueue:
     @property
     def paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
-        self._worker.house.look_s = (
-            0.0  # the next pop() is not to hand out what was said to be held back
-        )
+        self._worker.house.look_s = 0.0  # the next pop() must not deliver what was paused
         return self._files.exists("PAUSED")
 
     # Dead letters and upkeep
@@ -4497,7 +4495,7 @@ class FemtoQueue:
         entries = self._files.find(*sorted(wanted))
         count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
         for entry in self._files.entries("failed", "reason") if "failed" in wanted else ():
-            if not os.path.lexists(f"{root}failed/{entry.id}"):
+            if not self._files.exists(f"failed/{entry.id}"):
                 _unlink_if_older(root + entry.path, before_s)
         return count
 
@@ -4559,9 +4557,7 @@ class FemtoQueue:
             path = self._worker.keys.path_of(key)
             return self._read_entry(_entry_of(path)) if path else None
         _check_id(id)
-        # As it moves.
-        states = ("keys", "scheduled", "pending", "inflight", "done", "failed")
-        entry = self._files.find_id(id, *states)
+        entry = self._files.find_id(id, *_PLACES)
         return None if entry is None else self._read_entry(entry)
 
     def contains(self, key: str) -> bool:

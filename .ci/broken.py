@@ -832,8 +832,8 @@ the rest of a short write is written | Gate
 +        if rest:
 +            rest = rest[os.write(fd, rest) :]
 a payload that read() gives in parts is whole | Corruption
--    while length > 0 and (part := os.read(fd, length)):
-+    if length > 0 and (part := os.read(fd, length)):
+-    if len(payload) != length:  # one read() may give less
++    if len(head) == _READ_BYTES:
 a link in pending/ is no task | ForeignFiles
 -_NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) |
 +_NO_FOLLOW_OR_BLOCK =
