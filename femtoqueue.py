@@ -2341,10 +2341,12 @@ class _Keys(_KeyStates):
             if before not in ("", newer):  # CRASH: after it, the old payload at the new time
                 self._files.move(f"keys/{before}", f"keys/{newer}")
             self._files.move_over(aside, f"keys/{newer}")
+            self._files.commit(f"keys/{newer}")
         except BaseException:
             states[name] = path, before
+            if not before:  # a push that raised left nothing behind
+                self._files.remove(f"keys/{newer}")
             raise
-        self._files.commit(f"keys/{newer}")
         return ident
 
     def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
@@ -2387,12 +2389,12 @@ class _Keys(_KeyStates):
         if not newer and _state_of(path) == "scheduled":
             return self._put_over(aside, path)  # no pop() takes it from there
         is_there = None if newer else self._files.swap(aside, path)
-        if is_there is None:
-            self._put_behind(states, name, aside, due_ns)
-        elif not is_there:
+        if is_there is False:
             return ""
         self._files.commit(path)
-        if is_there:
+        if is_there is None:
+            self._put_behind(states, name, aside, due_ns)
+        else:
             self._files.remove(aside)  # the old record
         return _id_of(path)
 

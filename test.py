@@ -3989,6 +3989,26 @@ class Keyed(QueueCase):
             self.assertEqual(seen, wanted)
             seen.clear()
 
+    def test_a_push_behind_a_task_that_raises_leaves_nothing(self) -> None:
+        """Whichever of its syncs fails."""
+        q = self.queue(sync_after_write=True)
+        q.push(b"1", key="k")
+        task = self.pop(q)
+        for number in range(5):
+            syncs = itertools.count()
+
+            def fail(
+                name: str, args: tuple[Any, ...], syncs: Any = syncs, at: int = number
+            ) -> None:
+                if name == "fsync" and next(syncs) == at:
+                    self.fail_with(errno.EIO)
+
+            with self.subTest(sync=number), hooked(fail), self.assertRaises(OSError):
+                q.push(b"2", key="k")
+            self.assertEqual(q.stats().buffered, 0)
+        q.done(task)
+        self.assertIsNone(q.pop())
+
     def test_the_recipe_of_an_inbox_misses_no_update(self) -> None:
         """Many producers, later values replace, one consumer takes long: the last comes last."""
         q = self.queue()
