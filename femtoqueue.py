@@ -2363,7 +2363,7 @@ class _Keys(_KeyStates):
                 self._files.move(path, target)
             states[name] = target, newer
             try:
-                ident = self._replace_at(states, name, aside, due_ns)
+                ident = self._replace_at(states, name, aside, due_ns, target != path)
             except OSError:
                 with contextlib.suppress(OSError):  # a push that raised changed nothing
                     states[name] = self._files.move(target, path), newer
@@ -2376,7 +2376,9 @@ class _Keys(_KeyStates):
             self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
         return ident
 
-    def _replace_at(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+    def _replace_at(
+        self, states: _States, name: str, aside: str, due_ns: int | None, has_moved: bool
+    ) -> str:
         """Replace a waiting task's payload where it is; return its id, "" if it is gone. A pop()
         sees the old one or the new one there, at each instant; CRASH: the other one is a leftover
         in creating/.
@@ -2391,7 +2393,8 @@ class _Keys(_KeyStates):
         is_there = None if newer else self._files.swap(aside, path)
         if is_there is False:
             return ""
-        self._files.commit(path)
+        if has_moved or is_there:
+            self._files.commit(path)
         if is_there is None:
             self._put_behind(states, name, aside, due_ns)
         else:
