@@ -2977,7 +2977,7 @@ class _Worker:
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
         # RACE: close() in another thread than the one that reads it: nobody got this delivery.
-        attempts = (entry.attempts or 0) - (entry.path in self.lease_dir.unread)
+        attempts = max(0, (entry.attempts or 0) - (entry.path in self.lease_dir.unread))
         try:
             target = self.move(entry.path, _front_path(entry.id, attempts), wait=False)
         except FileNotFoundError:
@@ -4733,10 +4733,12 @@ class FemtoQueue:
     @property
     def paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
-        self._worker.house.look_s = (
-            0.0  # the next pop() is not to hand out what was said to be held back
-        )
-        return self._files.is_paused
+        is_paused = self._files.is_paused
+        if is_paused:  # the next pop() is not to hand out what was said to be held back
+            with self._worker.lock:
+                self._worker.backlog.clear()
+                self._worker.house.look_s = 0.0
+        return is_paused
 
     # Dead letters and upkeep
 

@@ -1065,6 +1065,14 @@ class Lifecycle(QueueCase):
         q.push(b"1")
         self.assertEqual((q.paused, q.pop()), (True, None))
 
+    def test_what_paused_says_holds_for_what_was_listed_before(self) -> None:
+        self.clock().stand_still()  # no job comes due
+        q = self.queue()
+        q.push_many([b"1", b"2", b"3"])
+        self.assertEqual(self.pop(q).data, b"1")
+        self.queue("n2").pause()
+        self.assertEqual((q.paused, q.pop()), (True, None))
+
     def test_misuse_of_done_is_named(self) -> None:
         q = self.queue()
         q.push(b"1")
@@ -5134,6 +5142,22 @@ class Faults(Interrupted):
         with hooked(refuse):
             self.assertRaises(OSError, q.pop)
         self.assertEqual(self.drain(q), [b"1", b"2"])
+
+    def test_a_disk_that_fails_during_a_push_to_a_waiting_key_costs_no_task(self) -> None:
+        """Where names can't be exchanged, each move fails from the second one on."""
+        q, clock = self.queue(), self.clock()
+        self.assertIsNone(q.pop())
+        ident, moves = q.push(b"old", key="k"), itertools.count(1)
+
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and next(moves) > 2:
+                raise OSError(errno.EIO, "failed")
+
+        with without_exchange(), hooked(fail), contextlib.suppress(OSError):
+            q.push(b"new", key="k")
+        self.check_invariants(leftovers=True)
+        clock.advance(60)
+        self.assertEqual(self.pop(q).id, ident)
 
     def test_ctrl_c_during_a_claim_leaves_the_task_waiting(self) -> None:
         """Before each call, and after it."""
