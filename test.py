@@ -8324,6 +8324,38 @@ class Coroutines(QueueCase):
         self.assertIsNone(self.run_async(wait()))
         self.assertEqual(self.states(), {"pending": 1})
 
+    def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
+        """Not two, each of which ends the other's."""
+        import asyncio
+
+        q, clock = self.queue(), self.clock()
+        monotonic, main = clock.monotonic, threading.get_ident()
+        readings, is_ending, go = itertools.count(), threading.Event(), threading.Event()
+
+        def reading() -> float:
+            # It reads the clock to know that it is to end, and once more.
+            if clock.monotonic_shift_s and threading.get_ident() != main and next(readings) == 1:
+                is_ending.set()
+                go.wait(60)
+            return monotonic()
+
+        async def wait() -> int:
+            await q.pop_async(0)
+            clock.monotonic = reading  # type: ignore[method-assign]
+            clock.advance(60)
+            self.assertTrue(await asyncio.to_thread(is_ending.wait, 60))
+            waiter = asyncio.ensure_future(q.pop_async())
+            await asyncio.sleep(0.05)
+            go.set()
+            await asyncio.sleep(0.05)
+            serving = [it for it in threading.enumerate() if it.daemon]
+            q.push(b"x")
+            self.assertIsNotNone(await waiter)
+            return len(serving)
+
+        before = sum(it.daemon for it in threading.enumerate())
+        self.assertEqual(self.run_async(wait()) - before, 1)
+
     def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
