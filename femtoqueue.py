@@ -2712,7 +2712,7 @@ class _Worker:
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
         # RACE: close() in another thread than the one that reads it: nobody got this delivery.
-        attempts = (entry.attempts or 0) - (entry.path in self.lease_dir.unread)
+        attempts = max(0, (entry.attempts or 0) - (entry.path in self.lease_dir.unread))
         try:
             target = self.move(entry.path, _front_path(entry.id, attempts), wait=False)
         except FileNotFoundError:
@@ -3358,16 +3358,18 @@ class _Waits:
 
     def _serve(self) -> None:
         """Look for the coroutines until none has waited for a while: the thread."""
+        watcher: _Watcher | None = None
         try:
-            with self._watcher() as self._server:
-                while self._is_serving:
+            with self._watcher() as watcher:
+                self._server = watcher
+                while self._server is watcher:  # RACE: else another thread has begun
                     closes = self._lease_dir.closes
-                    self._wait(self._server, self._look_for_all, float("inf"), closes, True)
+                    self._wait(watcher, self._look_for_all, float("inf"), closes, True)
         except BaseException as error:
-            self._is_serving = False
+            with self._lock:
+                if self._server is watcher:
+                    self._is_serving, self._server = False, None
             self.end_all(error)
-        finally:
-            self._server = None
 
     def _look_for_all(self) -> bool | None:
         """Look for the first coroutine of each line, and for each whose time is over. Return True
@@ -3382,8 +3384,10 @@ class _Waits:
             if is_due and not self._look_for(request):
                 empty_lines.add(request.line)
         with self._lock:
-            self._is_serving = bool(self._requests) or time.monotonic() < self._linger_s
-        return None if self._is_serving else True
+            if self._requests or time.monotonic() < self._linger_s:
+                return None
+            self._is_serving, self._server = False, None
+            return True
 
     def _look_for(self, request: _Request) -> bool:
         """Look once for a coroutine; answer it if something was found, or if its time is over.
@@ -4459,8 +4463,12 @@ class FemtoQueue:
     @property
     def paused(self) -> bool:
         """Whether data_dir/PAUSED is there."""
-        self._worker.house.look_s = 0.0  # the next pop() must not deliver what was paused
-        return self._files.exists("PAUSED")
+        is_paused = self._files.exists("PAUSED")
+        if is_paused:  # the next pop() is not to hand out what was said to be held back
+            with self._worker.lock:
+                self._worker.backlog.clear()
+                self._worker.house.look_s = 0.0
+        return is_paused
 
     # Dead letters and upkeep
 

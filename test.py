@@ -1088,6 +1088,14 @@ class Lifecycle(QueueCase):
         q.push(b"1")
         self.assertEqual((q.paused, q.pop()), (True, None))
 
+    def test_what_paused_says_holds_for_what_was_listed_before(self) -> None:
+        self.clock().stand_still()  # no job comes due
+        q = self.queue()
+        q.push_many([b"1", b"2", b"3"])
+        self.assertEqual(self.pop(q).data, b"1")
+        self.queue("n2").pause()
+        self.assertEqual((q.paused, q.pop()), (True, None))
+
     def test_misuse_of_done_is_named(self) -> None:
         q = self.queue()
         q.push(b"1")
@@ -5360,6 +5368,22 @@ class Faults(Interrupted):
             self.assertRaises(OSError, q.pop)
         self.assertEqual(self.drain(q), [b"1", b"2"])
 
+    def test_a_disk_that_fails_during_a_push_to_a_waiting_key_costs_no_task(self) -> None:
+        """Where names can't be exchanged, each move fails from the second one on."""
+        q, clock = self.queue(), self.clock()
+        self.assertIsNone(q.pop())
+        ident, moves = q.push(b"old", key="k"), itertools.count(1)
+
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and next(moves) > 2:
+                raise OSError(errno.EIO, "failed")
+
+        with without_exchange(), hooked(fail), contextlib.suppress(OSError):
+            q.push(b"new", key="k")
+        self.check_invariants(leftovers=True)
+        clock.advance(60)
+        self.assertEqual(self.pop(q).id, ident)
+
     def test_ctrl_c_during_a_claim_leaves_the_task_waiting(self) -> None:
         """Before each call, and after it."""
         with warnings.catch_warnings():
@@ -8549,6 +8573,38 @@ class Coroutines(QueueCase):
 
         self.assertIsNone(self.run_async(wait()))
         self.assertEqual(self.states(), {"pending": 1})
+
+    def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
+        """Not two, each of which ends the other's."""
+        import asyncio
+
+        q, clock = self.queue(), self.clock()
+        monotonic, main = clock.monotonic, threading.get_ident()
+        readings, is_ending, go = itertools.count(), threading.Event(), threading.Event()
+
+        def reading() -> float:
+            # It reads the clock to know that it is to end, and once more.
+            if clock.monotonic_shift_s and threading.get_ident() != main and next(readings) == 1:
+                is_ending.set()
+                go.wait(60)
+            return monotonic()
+
+        async def wait() -> int:
+            await q.pop_async(0)
+            clock.monotonic = reading  # type: ignore[method-assign]
+            clock.advance(60)
+            self.assertTrue(await asyncio.to_thread(is_ending.wait, 60))
+            waiter = asyncio.ensure_future(q.pop_async())
+            await asyncio.sleep(0.05)
+            go.set()
+            await asyncio.sleep(0.05)
+            serving = [it for it in threading.enumerate() if it.daemon and it not in before]
+            q.push(b"x")
+            self.assertIsNotNone(await waiter)
+            return len(serving)
+
+        before = threading.enumerate()
+        self.assertEqual(self.run_async(wait()), 1)
 
     def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
         q = self.queue()
