@@ -336,7 +336,6 @@ def _remove_empty_dir(path: str) -> None:
 
 
 def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
-    """fsync(2) the file or directory at a path."""
     fd = os.open(path, flags)
     try:
         os.fsync(fd)
@@ -393,7 +392,8 @@ _ENDED = ("done", "failed")
 # Where the record of a task may be, in the order in which tasks move: a look in this order misses
 # none that moves on meanwhile.
 _PLACES = ("keys", "scheduled", "pending", "inflight", *_ENDED)
-# Of a task that has not ended; tasks in flight come back, so these are looked at again at the end.
+# Of tasks that have not ended. A claim needs no lock, nor does its undoing: in this order a task
+# that does one of them meanwhile is not missed; one that does both is.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _STATE_DIRS = ("creating", "pending", "scheduled", *_ENDED)  # that a queue makes at once
 
@@ -563,7 +563,6 @@ def _front_path(ident: str, attempts: int) -> str:
 
 
 def _with_stamp(path: str, stamp_ns: int) -> str:
-    """Return the path of a lease with another deadline."""
     directory, _, name = path.rpartition("/")
     return f"{directory}/{stamp_ns:020d}{name[20:]}"
 
@@ -602,7 +601,6 @@ def _key_tag(name: str) -> str:
 
 
 def _lock_name(tag: str) -> str:
-    """Return the name in locks/ of the lock for the keys of a hash."""
     return tag[-2:]
 
 
@@ -879,9 +877,9 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _lease_length_ns(ms: float | None) -> int:
-    """Return the length of a lease in nanoseconds; None: as long as the holder lives."""
-    return _FOREVER_NS if ms is None or ms > _FOREVER_NS / 1e6 else int(ms * 1e6)
+def _lease_length_ns(name: str, ms: float | None) -> int:
+    """Check the length of a lease, and return it in ns; None: as long as the holder lives."""
+    return _FOREVER_NS if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
 
 
 def _end_s(timeout: float | None) -> float:
@@ -1549,7 +1547,7 @@ class _QueueClock:
         self.boot, self.anchor_ns = self._open()
 
     def init_worker(self) -> None:
-        """Create the tag, the lock and the order of one process. Called again in a forked child."""
+        """Create what belongs to one process. A forked child does so again."""
         self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
         self._lock = threading.RLock()  # of _order; a signal handler may push, too
         self._order = 0
@@ -1568,8 +1566,8 @@ class _QueueClock:
         return _order_of(self.new_id())
 
     def leave_boot(self) -> None:
-        """Date leases by a boot that no observer shares: there are no locks, so no observer can
-        tell whether this worker lives."""
+        """Date leases by a boot that no observer shares: without locks none can tell whether
+        this worker lives."""
         self.boot = os.urandom(4).hex()
 
     def _open(self) -> tuple[str, int]:
@@ -2043,7 +2041,6 @@ class _KeyStates:
 # ==================================================================================================
 
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
-# A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
 
 
 def _later(newer: str) -> int | None:
@@ -2429,7 +2426,7 @@ class _Worker:
         self.node_id, self.detached = node_id, queue.detached
         self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
         self.timeout_stale_ms, self.poll_interval_s = queue.timeout_stale_ms, queue.poll_interval_s
-        self.length_ns = _lease_length_ns(queue.timeout_stale_ms)
+        self.length_ns = queue._length_ns
         self.backlog = _Backlog(self)
         lease_dir_class, keys_class, _ = files.parts
         self.lease_dir: _LeaseDir = lease_dir_class(self)
@@ -2891,7 +2888,7 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs whose time has come, unless another thread does."""
+        """Run the jobs that are due, unless another thread does."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -2954,7 +2951,6 @@ class _Housekeeper:
         return self.wake_s - time.monotonic()
 
     def close(self) -> None:
-        """Close the listing of done/ that is kept open between two runs."""
         scan, self._done_scan = self._done_scan, None
         if scan is not None:
             scan.close()
@@ -2981,10 +2977,8 @@ class _Housekeeper:
         first_error.raise_if_any()
 
     def reclaim(self) -> None:
-        """Reclaim leases that are past their deadline or held by dead workers.
-
-        A directory that can't be read is no reason to leave the others: its error comes last.
-        """
+        """Reclaim leases that are past their deadline or held by dead workers. An OSError comes
+        last: it must not keep the other directories waiting."""
         first_error = _FirstError()
         with self._lock:  # check(repair=True) calls this too
             for directory in self._files.node_dirs():
@@ -3084,7 +3078,7 @@ class _Housekeeper:
             self._purging.every_s = min(max(_BASE_INTERVAL_S, self._keep_done / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove what a killed process left in creating/: it was never acknowledged."""
+        """Remove what a killed process left: it was never acknowledged."""
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
@@ -4037,8 +4031,7 @@ class FemtoQueue:
         detached: bool = False,
     ) -> None:
         _check_places(data_dir, node_id)
-        if timeout_stale_ms is not None:
-            _positive("timeout_stale_ms", timeout_stale_ms)
+        self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms)
         _not_negative("retry_delay_s", retry_delay_s)
         _positive("poll_interval_s", poll_interval_s)
         if not isinstance(keep_done, bool):
@@ -4053,7 +4046,6 @@ class FemtoQueue:
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
         self._given_node_id = node_id
-        self._length_ns = _lease_length_ns(timeout_stale_ms)
         self._files = _open_files(os.fspath(data_dir), self.sync_after_write)
         self._files.make_dirs()
         self._clock = _QueueClock(self._files)
@@ -4066,8 +4058,7 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        """Create the state that belongs to one process: worker id, lock, cached listing. Called
-        again in a forked child, which must not share it."""
+        """Create what belongs to one process. A forked child does so again."""
         self.node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
         self._worker = _Worker(self, self._files, self._clock, self.node_id)
 
@@ -4255,9 +4246,7 @@ class FemtoQueue:
 
     def _length_of(self, lease_ms: float | None) -> int:
         """Return the length of a delivery's lease in nanoseconds; None: the queue's."""
-        if lease_ms is None:
-            return self._length_ns
-        return _lease_length_ns(_positive("lease_ms", lease_ms))
+        return self._length_ns if lease_ms is None else _lease_length_ns("lease_ms", lease_ms)
 
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
@@ -4354,7 +4343,7 @@ class FemtoQueue:
         The task object carries the new lease from then on. Raises LeaseLost as done() does.
         """
         lease = _lease_of(task)
-        length_ns = lease.length_ns if ms is None else _lease_length_ns(_positive("ms", ms))
+        length_ns = lease.length_ns if ms is None else _lease_length_ns("ms", ms)
         self._worker.extend(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
@@ -4516,8 +4505,8 @@ class FemtoQueue:
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state. Reads names only; tasks that
-        move while it counts may be missed or counted twice."""
+        """Count the tasks in each state, by names only. One that moves meanwhile may be missed or
+        counted twice."""
         files = self._files
         pending = files.entries("pending")
         oldest_ns = min((entry.stamp_ns for entry in pending), default=None)
