@@ -165,18 +165,12 @@ _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-_NO_WRITE_ERRNOS = (
-    *(*_OUT_OF_SPACE_ERRNOS, errno.EROFS),
-    *(errno.EACCES, errno.EPERM, errno.EISDIR),
-)
+_NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed what our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
 _NOT_EMPTY_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
-_NO_EXCHANGE_ERRNOS = (
-    *(errno.ENOSYS, errno.EINVAL, errno.EPERM),
-    *(errno.ENOTSUP, errno.EOPNOTSUPP),
-)
+_NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 # O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not block pop().
@@ -631,9 +625,13 @@ def _decode_key(name: str) -> str:
 _MAX_NUMBER = 10**302  # of any argument
 _IF_IN_FLIGHT = ("buffer", "update", "reject")
 # How a delivery ended, as a field of WorkCounts, by the state that its task went to.
-_OUTCOMES = {"done": "done", "": "done", "failed": "failed"} | dict.fromkeys(
-    ("pending", "scheduled"), "released"
-)
+_OUTCOMES = {
+    "done": "done",
+    "": "done",
+    "failed": "failed",
+    "pending": "released",
+    "scheduled": "released",
+}
 
 
 class FemtoQueueError(Exception):
@@ -997,14 +995,14 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
         payload = os.read(fd, length)
     while len(payload) < length and (part := os.read(fd, length - len(payload))):
         payload += part
-    name = header[3] or b""
-    if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
+    name = (header[3] or b"").decode()
+    if b"%08x" % binascii.crc32(payload, binascii.crc32(name.encode())) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
     if not name:
         return payload, None
-    key = _decode_key(name.decode())
+    key = _decode_key(name)
     with contextlib.suppress(ValueError):
-        if _encode_key(key) == name.decode() and _key_tag(name.decode()) == _tag_of(ident):
+        if _encode_key(key) == name and _key_tag(name) == _tag_of(ident):
             return payload, key
     raise CorruptTask(ident, "its key is invalid, or not quoted as push() does, or not of its id")
 
@@ -3013,9 +3011,9 @@ class _Housekeeper:
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Whether a lease was taken or renewed less than our own lease length ago.
 
-        Asked of other hosts' leases that have passed their deadlines: by our clock, and the queue
-        clocks of hosts drift apart (a suspend, an NTP step after the boot). The wall clocks agree,
-        and st_ctime is set by rename(). One in the future tells nothing: the deadline counts.
+        Asked of other hosts' leases whose deadlines have passed by our clock: queue clocks of hosts
+        drift apart (a suspend, an NTP step after the boot). Wall clocks agree, and rename() sets
+        st_ctime. One in the future tells nothing: the deadline counts.
         """
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS:
@@ -4264,9 +4262,8 @@ class FemtoQueue:
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
 
-        Unlike a loop over pop() it goes on while others hold work that may come back. So does
-        what it yielded: end each task before asking for the next. timeout: seconds to wait for a
-        task before it ends all the same; None: no limit.
+        It goes on while others hold work that may come back, and so may what it yielded: end each
+        task before asking for the next. timeout: seconds to wait for a task; None: no limit.
         """
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
@@ -4283,11 +4280,9 @@ class FemtoQueue:
         return tasks()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until no task is pending, scheduled or in flight anywhere; take none.
-
-        timeout: seconds to wait; None: no limit. Returns False when the time is over, or when
-        close() in another thread ends the wait.
-        """
+        """Wait until no task is pending, scheduled or in flight anywhere, and return True; take
+        none. False: `timeout` seconds are over (None: no limit), or close() in another thread
+        ended the wait."""
         files, end_s = self._files, _end_s(timeout)
         ended = self._worker.waits.wait_for(
             lambda: None if files.has_work() else True, end_s, False
@@ -4321,9 +4316,8 @@ class FemtoQueue:
     ) -> None:
         """Give the task back: to the back of the queue, to its front, or after a delay.
 
-        front: to the place of its push, before everything younger. delay_s: seconds to wait in
-        scheduled/ first, by the wall clock. counted: whether its attempts count this delivery.
-        Raises LeaseLost as done() does.
+        front: to the place of its push. delay_s: seconds to wait in scheduled/ first, by the wall
+        clock. counted: whether its attempts count this delivery. Raises LeaseLost as done() does.
         """
         attempts = _attempts_of(_lease_of(task).path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
@@ -4338,10 +4332,8 @@ class FemtoQueue:
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease: it ends `ms` milliseconds from now (None: as long as it was taken for).
-
-        The task object carries the new lease from then on. Raises LeaseLost as done() does.
-        """
+        """Renew the lease, which `task` carries: it ends `ms` milliseconds from now (None: as long
+        as it was taken for). Raises LeaseLost as done() does."""
         lease = _lease_of(task)
         length_ns = lease.length_ns if ms is None else _lease_length_ns("ms", ms)
         self._worker.extend(task, length_ns)
@@ -4429,10 +4421,8 @@ class FemtoQueue:
         return _WorkerPool(self, handler, concurrency, drain, is_stopped).run()
 
     def pause(self) -> None:
-        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED.
-
-        Other workers see it when they list pending/ next, within a second or so.
-        """
+        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers
+        see it when they list pending/ next, within a second or so."""
         os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
         with self._worker.lock:
             self._worker.backlog.clear()
@@ -4462,10 +4452,8 @@ class FemtoQueue:
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
-        """Put every failed task at the back of the queue, oldest first; return how many.
-
-        Those whose key has another task by now stay.
-        """
+        """Put every failed task at the back of the queue, oldest first; return how many. Those
+        whose key has another task by now stay."""
         count = 0
         for entry in self._files.find("failed"):
             with contextlib.suppress(KeyInFlight):
