@@ -165,18 +165,12 @@ _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
 _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-_NO_WRITE_ERRNOS = (
-    *(*_OUT_OF_SPACE_ERRNOS, errno.EROFS),
-    *(errno.EACCES, errno.EPERM, errno.EISDIR),
-)
+_NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed what our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
 _NOT_EMPTY_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
-_NO_EXCHANGE_ERRNOS = (
-    *(errno.ENOSYS, errno.EINVAL, errno.EPERM),
-    *(errno.ENOTSUP, errno.EOPNOTSUPP),
-)
+_NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 # O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not block pop().
@@ -336,7 +330,6 @@ def _remove_empty_dir(path: str) -> None:
 
 
 def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
-    """fsync(2) the file or directory at a path."""
     fd = os.open(path, flags)
     try:
         os.fsync(fd)
@@ -393,7 +386,8 @@ _ENDED = ("done", "failed")
 # Where the record of a task may be, in the order in which tasks move: a look in this order misses
 # none that moves on meanwhile.
 _PLACES = ("keys", "scheduled", "pending", "inflight", *_ENDED)
-# Of a task that has not ended; tasks in flight come back, so these are looked at again at the end.
+# Of tasks that have not ended. A claim needs no lock, nor does its undoing: in this order a task
+# that does one of them meanwhile is not missed; one that does both is.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _STATE_DIRS = ("creating", "pending", "scheduled", *_ENDED)  # that a queue makes at once
 
@@ -563,7 +557,6 @@ def _front_path(ident: str, attempts: int) -> str:
 
 
 def _with_stamp(path: str, stamp_ns: int) -> str:
-    """Return the path of a lease with another deadline."""
     directory, _, name = path.rpartition("/")
     return f"{directory}/{stamp_ns:020d}{name[20:]}"
 
@@ -602,7 +595,6 @@ def _key_tag(name: str) -> str:
 
 
 def _lock_name(tag: str) -> str:
-    """Return the name in locks/ of the lock for the keys of a hash."""
     return tag[-2:]
 
 
@@ -633,9 +625,13 @@ def _decode_key(name: str) -> str:
 _MAX_NUMBER = 10**302  # of any argument
 _IF_IN_FLIGHT = ("buffer", "update", "reject")
 # How a delivery ended, as a field of WorkCounts, by the state that its task went to.
-_OUTCOMES = {"done": "done", "": "done", "failed": "failed"} | dict.fromkeys(
-    ("pending", "scheduled"), "released"
-)
+_OUTCOMES = {
+    "done": "done",
+    "": "done",
+    "failed": "failed",
+    "pending": "released",
+    "scheduled": "released",
+}
 
 
 class FemtoQueueError(Exception):
@@ -879,9 +875,9 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _lease_length_ns(ms: float | None) -> int:
-    """Return the length of a lease in nanoseconds; None: as long as the holder lives."""
-    return _FOREVER_NS if ms is None or ms > _FOREVER_NS / 1e6 else int(ms * 1e6)
+def _lease_length_ns(name: str, ms: float | None) -> int:
+    """Check the length of a lease, and return it in ns; None: as long as the holder lives."""
+    return _FOREVER_NS if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
 
 
 def _end_s(timeout: float | None) -> float:
@@ -999,14 +995,14 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
         payload = os.read(fd, length)
     while len(payload) < length and (part := os.read(fd, length - len(payload))):
         payload += part
-    name = header[3] or b""
-    if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
+    name = (header[3] or b"").decode()
+    if b"%08x" % binascii.crc32(payload, binascii.crc32(name.encode())) != header[1]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
     if not name:
         return payload, None
-    key = _decode_key(name.decode())
+    key = _decode_key(name)
     with contextlib.suppress(ValueError):
-        if _encode_key(key) == name.decode() and _key_tag(name.decode()) == _tag_of(ident):
+        if _encode_key(key) == name and _key_tag(name) == _tag_of(ident):
             return payload, key
     raise CorruptTask(ident, "its key is invalid, or not quoted as push() does, or not of its id")
 
@@ -1549,7 +1545,7 @@ class _QueueClock:
         self.boot, self.anchor_ns = self._open()
 
     def init_worker(self) -> None:
-        """Create the tag, the lock and the order of one process. Called again in a forked child."""
+        """Create what belongs to one process. A forked child does so again."""
         self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
         self._lock = threading.RLock()  # of _order; a signal handler may push, too
         self._order = 0
@@ -1568,8 +1564,8 @@ class _QueueClock:
         return _order_of(self.new_id())
 
     def leave_boot(self) -> None:
-        """Date leases by a boot that no observer shares: there are no locks, so no observer can
-        tell whether this worker lives."""
+        """Date leases by a boot that no observer shares: without locks none can tell whether
+        this worker lives."""
         self.boot = os.urandom(4).hex()
 
     def _open(self) -> tuple[str, int]:
@@ -2043,7 +2039,6 @@ class _KeyStates:
 # ==================================================================================================
 
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
-# A claim needs no lock, nor does its undoing. In this order, one is not missed; both at once are.
 
 
 def _later(newer: str) -> int | None:
@@ -2432,7 +2427,7 @@ class _Worker:
         self.node_id, self.detached = node_id, queue.detached
         self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
         self.timeout_stale_ms, self.poll_interval_s = queue.timeout_stale_ms, queue.poll_interval_s
-        self.length_ns = _lease_length_ns(queue.timeout_stale_ms)
+        self.length_ns = queue._length_ns
         self.backlog = _Backlog(self)
         lease_dir_class, keys_class, _ = files.parts
         self.lease_dir: _LeaseDir = lease_dir_class(self)
@@ -2894,7 +2889,7 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs whose time has come, unless another thread does."""
+        """Run the jobs that are due, unless another thread does."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -2957,7 +2952,6 @@ class _Housekeeper:
         return self.wake_s - time.monotonic()
 
     def close(self) -> None:
-        """Close the listing of done/ that is kept open between two runs."""
         scan, self._done_scan = self._done_scan, None
         if scan is not None:
             scan.close()
@@ -2984,10 +2978,8 @@ class _Housekeeper:
         first_error.raise_if_any()
 
     def reclaim(self) -> None:
-        """Reclaim leases that are past their deadline or held by dead workers.
-
-        A directory that can't be read is no reason to leave the others: its error comes last.
-        """
+        """Reclaim leases that are past their deadline or held by dead workers. An OSError comes
+        last: it must not keep the other directories waiting."""
         first_error = _FirstError()
         with self._lock:  # check(repair=True) calls this too
             for directory in self._files.node_dirs():
@@ -3022,9 +3014,9 @@ class _Housekeeper:
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Whether a lease was taken or renewed less than our own lease length ago.
 
-        Asked of other hosts' leases that have passed their deadlines: by our clock, and the queue
-        clocks of hosts drift apart (a suspend, an NTP step after the boot). The wall clocks agree,
-        and st_ctime is set by rename(). One in the future tells nothing: the deadline counts.
+        Asked of other hosts' leases whose deadlines have passed by our clock: queue clocks of hosts
+        drift apart (a suspend, an NTP step after the boot). Wall clocks agree, and rename() sets
+        st_ctime. One in the future tells nothing: the deadline counts.
         """
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS:
@@ -3087,7 +3079,7 @@ class _Housekeeper:
             self._purging.every_s = min(max(_BASE_INTERVAL_S, self._keep_done / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove what a killed process left in creating/: it was never acknowledged."""
+        """Remove what a killed process left: it was never acknowledged."""
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
@@ -4044,8 +4036,7 @@ class FemtoQueue:
         detached: bool = False,
     ) -> None:
         _check_places(data_dir, node_id)
-        if timeout_stale_ms is not None:
-            _positive("timeout_stale_ms", timeout_stale_ms)
+        self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms)
         _not_negative("retry_delay_s", retry_delay_s)
         _positive("poll_interval_s", poll_interval_s)
         if not isinstance(keep_done, bool):
@@ -4060,7 +4051,6 @@ class FemtoQueue:
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
         self._given_node_id = node_id
-        self._length_ns = _lease_length_ns(timeout_stale_ms)
         self._files = _open_files(os.fspath(data_dir), self.sync_after_write)
         self._files.make_dirs()
         self._clock = _QueueClock(self._files)
@@ -4073,8 +4063,7 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        """Create the state that belongs to one process: worker id, lock, cached listing. Called
-        again in a forked child, which must not share it."""
+        """Create what belongs to one process. A forked child does so again."""
         self.node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
         self._worker = _Worker(self, self._files, self._clock, self.node_id)
 
@@ -4262,9 +4251,7 @@ class FemtoQueue:
 
     def _length_of(self, lease_ms: float | None) -> int:
         """Return the length of a delivery's lease in nanoseconds; None: the queue's."""
-        if lease_ms is None:
-            return self._length_ns
-        return _lease_length_ns(_positive("lease_ms", lease_ms))
+        return self._length_ns if lease_ms is None else _lease_length_ns("lease_ms", lease_ms)
 
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
@@ -4282,9 +4269,8 @@ class FemtoQueue:
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
 
-        Unlike a loop over pop() it goes on while others hold work that may come back. So does
-        what it yielded: end each task before asking for the next. timeout: seconds to wait for a
-        task before it ends all the same; None: no limit.
+        It goes on while others hold work that may come back, and so may what it yielded: end each
+        task before asking for the next. timeout: seconds to wait for a task; None: no limit.
         """
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
@@ -4301,11 +4287,9 @@ class FemtoQueue:
         return tasks()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until no task is pending, scheduled or in flight anywhere; take none.
-
-        timeout: seconds to wait; None: no limit. Returns False when the time is over, or when
-        close() in another thread ends the wait.
-        """
+        """Wait until no task is pending, scheduled or in flight anywhere, and return True; take
+        none. False: `timeout` seconds are over (None: no limit), or close() in another thread
+        ended the wait."""
         files, end_s = self._files, _end_s(timeout)
         ended = self._worker.waits.wait_for(
             lambda: None if files.has_work() else True, end_s, False
@@ -4339,9 +4323,8 @@ class FemtoQueue:
     ) -> None:
         """Give the task back: to the back of the queue, to its front, or after a delay.
 
-        front: to the place of its push, before everything younger. delay_s: seconds to wait in
-        scheduled/ first, by the wall clock. counted: whether its attempts count this delivery.
-        Raises LeaseLost as done() does.
+        front: to the place of its push. delay_s: seconds to wait in scheduled/ first, by the wall
+        clock. counted: whether its attempts count this delivery. Raises LeaseLost as done() does.
         """
         attempts = _attempts_of(_lease_of(task).path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
@@ -4356,12 +4339,10 @@ class FemtoQueue:
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease: it ends `ms` milliseconds from now (None: as long as it was taken for).
-
-        The task object carries the new lease from then on. Raises LeaseLost as done() does.
-        """
+        """Renew the lease, which `task` carries: it ends `ms` milliseconds from now (None: as long
+        as it was taken for). Raises LeaseLost as done() does."""
         lease = _lease_of(task)
-        length_ns = lease.length_ns if ms is None else _lease_length_ns(_positive("ms", ms))
+        length_ns = lease.length_ns if ms is None else _lease_length_ns("ms", ms)
         self._worker.extend(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
@@ -4447,10 +4428,8 @@ class FemtoQueue:
         return _WorkerPool(self, handler, concurrency, drain, is_stopped).run()
 
     def pause(self) -> None:
-        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED.
-
-        Other workers see it when they list pending/ next, within a second or so.
-        """
+        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers
+        see it when they list pending/ next, within a second or so."""
         os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
         with self._worker.lock:
             self._worker.backlog.clear()
@@ -4484,10 +4463,8 @@ class FemtoQueue:
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
-        """Put every failed task at the back of the queue, oldest first; return how many.
-
-        Those whose key has another task by now stay.
-        """
+        """Put every failed task at the back of the queue, oldest first; return how many. Those
+        whose key has another task by now stay."""
         count = 0
         for entry in self._files.find("failed"):
             with contextlib.suppress(KeyInFlight):
@@ -4527,8 +4504,8 @@ class FemtoQueue:
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state. Reads names only; tasks that
-        move while it counts may be missed or counted twice."""
+        """Count the tasks in each state, by names only. One that moves meanwhile may be missed or
+        counted twice."""
         files = self._files
         pending = files.entries("pending")
         oldest_ns = min((entry.stamp_ns for entry in pending), default=None)

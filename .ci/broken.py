@@ -767,7 +767,9 @@ a directory of the queue's own is made durable with its parent | Gate
 +    if sync and not path:
 +        _sync_dir(os.path.dirname(path))
 what can't be looked at is not taken for missing | Faults
+-        os.lstat(path)
 -    except (FileNotFoundError, NotADirectoryError):
++        os.lstat(path)
 +    except OSError:
 purge() counts age from the move, not from the push | Gate
 -        if status.st_ctime > before_s or
