@@ -688,15 +688,15 @@ class _Lease:
     """Where the file of a task was, and its delivery if it is leased (length_ns is not 0).
 
     `path` (inflight-<node>/<exact name>) is the fencing token; a renewal writes the new one here.
-    `length_ns`: how long a renewal makes it last. `closes`: how often its queue had been closed
-    when it began. `is_renewed`: whether a thread renews it. `outcome`: how it ended, a field of
-    WorkCounts; "" while it runs. `has_checkpoint`: it may have one.
+    `length_ns`: how long a renewal makes it last. `is_renewed`: whether a thread renews it.
+    `outcome`: how it ended, a field of WorkCounts; "" while it runs. `has_checkpoint`: it may have
+    one.
     """
 
-    __slots__ = ("closes", "has_checkpoint", "is_renewed", "length_ns", "outcome", "path")
+    __slots__ = ("has_checkpoint", "is_renewed", "length_ns", "outcome", "path")
 
-    def __init__(self, path: str, length_ns: int = 0, closes: int = 0) -> None:
-        self.path, self.length_ns, self.closes = path, length_ns, closes
+    def __init__(self, path: str, length_ns: int = 0) -> None:
+        self.path, self.length_ns = path, length_ns
         self.is_renewed, self.outcome, self.has_checkpoint = False, "", False
 
 
@@ -1615,6 +1615,7 @@ class _QueueClock:
 _MAX_BATCH = 1 << 17  # names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
 _FEW = 1000  # names that are listed in one piece
+_LOSSES = 64  # of claims in one pop(), after which it looks at its lease directory
 _is_waiting = _FORMS["pending"]
 
 
@@ -1706,7 +1707,7 @@ class _LeaseDir:
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
         self.orphans: set[str] = set()  # names of leases in it that no living worker holds
-        # Paths of leases that were claimed and are being read: what `closes` was then.
+        # By the ids of tasks that were claimed and are being read: what `closes` was then.
         self.unread: dict[str, int] = {}
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
@@ -1804,21 +1805,21 @@ class _LeaseDir:
 
     # Claiming
 
-    def claim(self, source: str, length_ns: int, counts: bool = True) -> str:
+    def claim(self, source: str, length_ns: int) -> str:
         """Rename a waiting task into the directory that we hold locked; return the lease's path.
 
         Returns "" if another worker was first, or if the directory is not open (any more). Call it
-        with the worker's lock held. counts: whether it counts as a delivery.
+        with the worker's lock held.
         """
         attempts = _attempts_of(source) if "~" in source else 0
-        if counts and attempts < _MAX_ATTEMPTS:
-            attempts += 1
+        attempts = min(attempts + 1, _MAX_ATTEMPTS)
         boot = _DETACHED if self._detached else self._clock.boot
         deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + length_ns
-        name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
+        ident = source[-_ID_LENGTH:]
+        name = f"0{deadline_ns}~{attempts}~{boot}~{ident}"
         lease = f"{self.directory}/{name}"
         held = self._held
-        self.unread[lease] = self.closes
+        self.unread[ident] = self.closes
         try:
             if held is None:
                 raise FileNotFoundError  # RACE: closed by another thread
@@ -1829,14 +1830,14 @@ class _LeaseDir:
                 return lease
         except BaseException as error:
             if getattr(error, "errno", None) not in _MISSING_ERRNOS:
-                del self.unread[lease]
+                del self.unread[ident]
                 self.undo_claim(lease, source)  # Ctrl-C may come when it is done
                 raise
             self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
             self.is_suspect = True
         else:
             return lease
-        del self.unread[lease]
+        del self.unread[ident]
         return ""
 
     def _was_claimed(self, name: str) -> bool:
@@ -2108,25 +2109,25 @@ class _Keys(_KeyStates):
 
     # Claiming
 
-    def claimed(self, lease: str, key: str, data: bytes, waiting: str) -> tuple[str, bytes] | None:
-        """Return lease and payload to deliver of a task that was just claimed at `waiting`, and
-        read; None: it is not to be delivered.
+    def claimed(self, held: _Lease, key: str, data: bytes, waiting: str) -> bytes | None:
+        """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
+        None: it is not to be delivered.
 
         The state is read without the lock: a payload that a push() put behind the task before it
         was claimed is noted there. `mv failed/ID pending/`, or a state lost with power, makes two
         tasks of one key.
         """
-        name, ident = _encode_key(key), _id_of(lease)
+        name, ident = _encode_key(key), _id_of(held.path)
         if self._is_alone(name, ident):
-            return lease, data
+            return data
         with self.lock(_tag_of(ident)) as states:
-            if other := self._other_task(states, name, lease):
-                self._worker.quarantine(lease, str(KeyInFlight(key, other)))
+            if other := self._other_task(states, name, held.path):
+                self._worker.quarantine(held.path, str(KeyInFlight(key, other)))
                 return None
             if not states[name][1]:
-                return lease, data
+                return data
             is_taken = waiting.startswith("scheduled/")
-            return self._take_along(states, name, None if is_taken else waiting)
+            return self._take_along(states, name, held, None if is_taken else waiting)
 
     def _is_alone(self, name: str, ident: str) -> bool:
         """Whether the key has this task, and nothing is behind it, as far as its state tells."""
@@ -2145,11 +2146,11 @@ class _Keys(_KeyStates):
         return ""
 
     def _take_along(
-        self, states: _States, name: str, waited: str | None
-    ) -> tuple[str, bytes] | None:
-        """Put the payload behind a leased task into its place; return lease and payload, as of a
-        first attempt. None: it is for later, and so is the task now. waited: where it did; None in
-        scheduled/: take(id=...) took it from there, and does not mind.
+        self, states: _States, name: str, held: _Lease, waited: str | None
+    ) -> bytes | None:
+        """Put the payload behind a leased task into its place, as of a first attempt, and return
+        it. None: it is for later, and so is the task now. waited: where it did; None in scheduled/:
+        take(id=...) took it from there, and does not mind.
 
         Only a person moves the task meanwhile. Then there is no file to put the payload over, and
         it stays behind. CRASH: before that rename, nothing is done, or the old payload is at the
@@ -2169,8 +2170,13 @@ class _Keys(_KeyStates):
         data, _ = self._files.read(lease, _id_of(lease))
         first = _first_lease(lease)
         if first != lease:  # an undone claim, or a person, brought it back with its attempts
-            states[name] = self._files.move(lease, first), ""
-        return first, data
+            try:
+                self._files.move(lease, first)
+            finally:  # also when Ctrl-C came between the rename and here
+                if self._files.exists(first):
+                    held.path = first
+            states[name] = first, ""
+        return data
 
     # Moving
 
@@ -2466,7 +2472,7 @@ class _Worker:
         None: no task waits, the queue is paused, or other workers won all claims of _MAX_LISTINGS
         listings. Raises the OSError of a job if no task waits.
         """
-        backlog, listings = self.backlog, 0
+        backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
                 self.house.run_due()
@@ -2478,6 +2484,9 @@ class _Worker:
             if lease:
                 task = self._read_claimed(waiting, lease, length_ns)
             elif waiting:
+                losses += 1
+                if losses % _LOSSES == 0:
+                    self.open_lease_dir()
                 if "~" in waiting:
                     task = self._claim_renamed(waiting, length_ns)
                 backlog.drop_taken()
@@ -2545,9 +2554,9 @@ class _Worker:
     def _read_claimed(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
         """Read a claimed task. None: it is gone (undo the claim), a dead letter now, or given back
         by close()."""
-        ident, checkpoint, claimed, closes = lease[-_ID_LENGTH:], None, lease, None
+        ident, checkpoint, closes = lease[-_ID_LENGTH:], None, None
         before = _attempts_of(waiting) if "~" in waiting else 0
-        attempts = before + 1
+        held = _Lease(lease, length_ns)
         try:
             if self.max_attempts is not None and before >= self.max_attempts:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
@@ -2555,26 +2564,26 @@ class _Worker:
                 return None
             data, key = self.files.read(lease, ident)
             if key is not None:
-                delivery = self.keys.claimed(lease, key, data, waiting)
-                if delivery is None:
+                newest = self.keys.claimed(held, key, data, waiting)
+                if newest is None:
                     return None
-                lease, data = delivery
-                attempts = _attempts_of(lease)
+                data = newest
             if "~" in waiting:  # it may have been delivered before
                 checkpoint = _read_checkpoint(self, ident, data)
         except CorruptTask as error:
-            self.quarantine(lease, error.reason)
+            self.quarantine(held.path, error.reason)
             return None
         except FileNotFoundError:
-            self.lease_dir.undo_claim(lease, waiting)
+            self.lease_dir.undo_claim(held.path, waiting)
             return None
         except BaseException as error:
-            self._return_unreadable(lease, waiting, error)
+            place = waiting if held.path is lease else _reset_path(waiting, None)
+            self._return_unreadable(held.path, place, error)
             raise
         finally:
-            closes = self.lease_dir.unread.pop(claimed, None)
-        held = _Lease(lease, length_ns, self.lease_dir.closes)
+            closes = self.lease_dir.unread.pop(ident, None)
         held.has_checkpoint = checkpoint is not None
+        attempts = before + 1 if held.path is lease else 1
         task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
         if closes == self.lease_dir.closes:
             return task
@@ -2707,7 +2716,10 @@ class _Worker:
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
         # RACE: close() in another thread than the one that reads it: nobody got this delivery.
-        attempts = max(0, (entry.attempts or 0) - (entry.path in self.lease_dir.unread))
+        is_unread = (
+            entry.directory == self.lease_dir.directory and entry.id in self.lease_dir.unread
+        )
+        attempts = max(0, (entry.attempts or 0) - is_unread)
         try:
             target = self.move(entry.path, _front_path(entry.id, attempts), wait=False)
         except FileNotFoundError:
@@ -2767,11 +2779,12 @@ class _Worker:
                 else:
                     self._dead_letter(ident, text, lambda: self.move(source, target))
                 break
-            except FileNotFoundError:
-                if first_error is None:
-                    return  # RACE: another worker took it, or quarantined it first
-                break  # it has moved: what failed was its reason
             except OSError as error:
+                is_gone = isinstance(error, FileNotFoundError) and not self.files.exists(source)
+                if is_gone and first_error is None:
+                    return  # RACE: another worker took it, or quarantined it first
+                if is_gone:
+                    break  # it has moved: what failed was its reason
                 first_error = first_error or error
                 if text is None:
                     with contextlib.suppress(FileNotFoundError):
@@ -3954,7 +3967,7 @@ class _Inspector:
 
 _SETTINGS = frozenset(
     {"data_dir", "timeout_stale_ms", "sync_after_write", "max_attempts", "keep_done"}
-    | {"retry_delay_s", "poll_interval_s", "detached"}
+    | {"retry_delay_s", "poll_interval_s", "detached", "node_id"}
 )
 
 
@@ -4022,6 +4035,8 @@ class FemtoQueue:
     made.
     """
 
+    node_id: str
+
     def __init__(
         self,
         data_dir: str | os.PathLike[str],
@@ -4064,8 +4079,9 @@ class FemtoQueue:
 
     def _init_worker(self) -> None:
         """Create what belongs to one process. A forked child does so again."""
-        self.node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
-        self._worker = _Worker(self, self._files, self._clock, self.node_id)
+        node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
+        self.__dict__["node_id"] = node_id  # past __setattr__: it is another in a child
+        self._worker = _Worker(self, self._files, self._clock, node_id)
 
     def _after_fork(self) -> None:
         """In a forked child: become a worker of its own."""
@@ -4359,7 +4375,7 @@ class FemtoQueue:
                 length_ns = self._length_ns
                 if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
                     length_ns = max(entry.stamp_ns - self._clock.now_ns(), 10**9)
-                held = _Lease(entry.path, length_ns, self._worker.lease_dir.closes)
+                held = _Lease(entry.path, length_ns)
                 anchor_ns = self._clock.anchor_ns
                 held.has_checkpoint = True  # it may have one, which has to go with it
                 return FemtoTask(
@@ -4985,10 +5001,10 @@ class _UnlockedFiles(_Files):
 
 
 class _UnlockedLeaseDir(_LeaseDir):
-    def claim(self, source: str, length_ns: int, counts: bool = True) -> str:
+    def claim(self, source: str, length_ns: int) -> str:
         if _is_keyed(_id_of(source)):
             return ""  # it could be leased, but never finished
-        return super().claim(source, length_ns, counts)
+        return super().claim(source, length_ns)
 
 
 def _afresh(look: _Method) -> _Method:
@@ -5176,16 +5192,16 @@ class _SharedLeaseDir(_LeaseDir):
         super().__init__(worker)
         self._files.clock = worker.clock
 
-    def claim(self, source: str, length_ns: int, counts: bool = True) -> str:
-        lease = super().claim(source, length_ns, counts)
+    def claim(self, source: str, length_ns: int) -> str:
+        lease = super().claim(source, length_ns)
         try:
             is_done = bool(lease) and self._files.drop_done(lease)
         except BaseException:
-            self.unread.pop(lease, None)
+            self.unread.pop(_id_of(lease), None)
             self.undo_claim(lease, source)
             raise
         if is_done:
-            del self.unread[lease]
+            del self.unread[_id_of(lease)]
             self.orphans.add(lease.partition("/")[2])  # should it stay
             return ""
         return lease

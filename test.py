@@ -2105,6 +2105,31 @@ class PlaceLost(QueueCase):
             q.done(task)
             os.rmdir(lease_dir(q))
 
+    def test_a_long_batch_is_not_tried_without_a_lease_directory(self) -> None:
+        q = self.queue()
+        self.assertIsNone(q.pop())
+        q.push_many([b"x"] * 300)
+        q.done(self.pop(q))
+        shutil.rmtree(lease_dir(q))
+        claims: list[object] = []
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and "/pending/" in str(args[0]):
+                claims.append(args)
+
+        with hooked(note):
+            self.assertIsNotNone(q.pop())
+        self.assertLess(len(claims), 100)
+
+    def test_a_corrupt_task_without_creating_is_no_lease_for_ever(self) -> None:
+        q = self.queue(timeout_stale_ms=None)
+        self.assertIsNone(q.pop())
+        self.put(f"{1:020d}-0000aaaa", b"torn")
+        os.rmdir(self.file("creating"))
+        self.assertIsNone(q.pop())
+        self.assertEqual(self.names("inflight-n1"), [])
+        os.mkdir(self.file("creating"))
+
     def test_a_lease_directory_that_stays_stale_is_an_error(self) -> None:
         """Not a loop without end, with the lock held."""
         self.clock().stand_still()  # no job comes due
@@ -3997,6 +4022,40 @@ class Keyed(QueueCase):
                 q.push(b"1", key="k")
             self.assertEqual(seen, wanted)
             seen.clear()
+
+    def brought_back(self, q: FemtoQueue) -> None:
+        """Let a task wait that was delivered before, with a payload behind it: by hand."""
+        ident = q.push(b"1", key="k")
+        task = self.pop(q)
+        q.push(b"2", key="k")
+        os.rename(self.file(task.path), self.file("pending", f"{ident[:20]}~1~{ident}"))
+
+    def test_ctrl_c_as_a_first_attempt_begins_leaves_no_lease(self) -> None:
+        q = self.queue(timeout_stale_ms=None)
+        self.brought_back(q)
+
+        def interrupt(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and all("/inflight-n1/" in str(it) for it in args[:2]):
+                raise KeyboardInterrupt
+
+        with hooked(interrupt, after=True), self.assertRaises(KeyboardInterrupt):
+            q.pop()
+        self.assertEqual(self.names("inflight-n1"), [])
+        task = self.pop(q)
+        self.assertEqual((task.data, task.attempts), (b"2", 1))
+
+    def test_close_as_a_first_attempt_begins_counts_nothing(self) -> None:
+        q = self.queue()
+        self.brought_back(q)
+
+        def close(name: str, args: tuple[Any, ...]) -> None:
+            if name in ("stat", "lstat") and "/checkpoints/" in str(args[0]):
+                q.close()
+
+        with hooked(close):
+            self.assertIsNone(q.pop())
+        task = self.pop(self.queue("n2"))
+        self.assertEqual((task.data, task.attempts), (b"2", 1))
 
     def test_a_push_behind_a_task_that_raises_leaves_nothing(self) -> None:
         """Whichever of its syncs fails."""
@@ -11153,6 +11212,9 @@ class Gate(QueueCase):
             q.max_attempts = 1
         q.release(self.pop(q))
         self.assertEqual(q.pop() is None, q.max_attempts == 1)
+        with contextlib.suppress(AttributeError):
+            q.node_id = "another"
+        self.assertIn(f"inflight-{q.node_id}", os.listdir(self.path))
 
     def test_an_error_of_flock_is_not_taken_for_a_system_without_locks(self) -> None:
         q = self.queue()
