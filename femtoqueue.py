@@ -84,7 +84,8 @@ have wall clocks within a second of each other, one timeout_stale_ms, and node_i
 lease of another host ends by its deadline only, as do all without flock or boot id (not Linux).
 Files whose names have none of these forms are foreign: never delivered, moved or removed.
 
-Rooms of this file; each uses only those above it:
+Rooms of this file: the core, where each uses only those above it; the face; and the annexes, each
+of which the others name at one door only.
 
      1. System             system calls and constants that Python lacks
      2. Names              of tasks, directories and keys
@@ -95,18 +96,18 @@ Rooms of this file; each uses only those above it:
      7. Queue clock        orders and deadlines
      8. Backlog            the batch of names in pending/
      9. Lease directory    claiming into it, and the lock that shows life
-    10. Key states         where the task of each key is, under locks
-    11. Keys               one task a key, and what is pushed behind it
-    12. Worker             each change of a task's state
-    13. Housekeeping       the jobs of pop(): listing, due tasks, dead workers
-    14. Waiting            inotify, threads, coroutines
-    15. Processing         renewal of leases, checkpoints
-    16. Worker pool        the loop of work()
-    17. Inspection         check()
-    18. FemtoQueue         the public face
+    10. Worker             each change of a task's state
+    11. Housekeeping       the jobs of pop(): listing, due tasks, dead workers
+    12. FemtoQueue         the public face
+    13. Key states         where the task of each key is, under locks
+    14. Keys               one task a key, and what is pushed behind it: worker.keys
+    15. Waiting            inotify, threads, coroutines: worker.waits
+    16. Processing         renewal of leases, checkpoints: processing(), checkpoint()
+    17. Worker pool        the loop of work()
+    18. Inspection         check()
     19. Tickets            TicketQueue
-    20. Other file systems  NFS, GlusterFS and the like; systems without flock
-    21. Command line       `femtoqueue COMMAND`
+    20. Other file systems  NFS, GlusterFS and the like; systems without flock: _open_files()
+    21. Command line       `femtoqueue COMMAND`: main()
 """
 
 from __future__ import annotations
@@ -1616,6 +1617,7 @@ _MAX_BATCH = 1 << 17  # names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
 _FEW = 1000  # names that are listed in one piece
 _LOSSES = 64  # of claims in one pop(), after which it looks at its lease directory
+_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
 _is_waiting = _FORMS["pending"]
 
 
@@ -1887,525 +1889,8 @@ class _LeaseDir:
 
 
 # ==================================================================================================
-# 10. Key states: where the task of each key is, under the locks of keys.
-#     Invariant: keys/<hash> has a line for each key, "<key> <path> <newer payload, or ->", then an
-#     empty line; what follows is of an older, longer text. One write() makes a change. It is a
-#     hint, which room 11 checks and corrects. A key without a line has no task, except after power
-#     loss: then repair() finds what is in keys/.
-#     Order of locks: that of a key first, then the worker's. With the worker's lock held, a key's
-#     lock is only tried (wait=False).
-# ==================================================================================================
-
-
-class _States(dict[str, "tuple[str, str]"]):
-    """By encoded key: where its task was last, and the name in keys/ of the newer payload behind it
-    ("": none). `saved`: what keys/<hash> says; None: there is no such file."""
-
-    saved: str | None = None
-
-    def text(self) -> str | None:
-        return (
-            "".join(f"{key} {path} {newer or '-'}\n" for key, (path, newer) in self.items()) or None
-        )
-
-
-def _parse_key_states(content: bytes, tag: str) -> _States:
-    """Return what the contents of keys/<hash> say of each key."""
-    states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
-    for match in map(_parse_key_state, text.splitlines()):
-        # One that leads to a task of no key, or of another hash, would have it overwritten.
-        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
-            states[match[1]] = match[2], match[4].strip("-")
-    states.saved = f"{text}\n"
-    return states
-
-
-class _KeyLocks(threading.local):
-    """The locks of keys that this thread holds, by name, and under each the states of its hashes,
-    by tag. Weak: what Ctrl-C leaves locked, between any two lines, ends with its frame."""
-
-    def __init__(self) -> None:
-        self.locks: weakref.WeakValueDictionary[str, _FileLock] = weakref.WeakValueDictionary()
-        self.states: weakref.WeakKeyDictionary[_FileLock, dict[str, _States]]
-        self.states = weakref.WeakKeyDictionary()
-
-
-class _KeyStates:
-    """The states of keys, in files that are read and written under their locks."""
-
-    def __init__(self, worker: _Worker) -> None:
-        self._worker, self._files, self._clock = worker, worker.files, worker.clock
-        self._held = _KeyLocks()
-
-    @contextlib.contextmanager
-    def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
-        """Hold the lock of the keys of one hash, and save what the block changes of their states.
-
-        The lock is locks/<last two digits of the hash>, which is never removed: a process that
-        waited for the lock of a removed file would have to see that its path leads elsewhere. A
-        nested call, also that of a signal handler, takes the same lock, and shares the states: a
-        handler must not push a key that its thread is at work on.
-        Raises BlockingIOError if the lock is not free and wait is False.
-        """
-        name, outer = _lock_name(tag), self._held.locks.get(_lock_name(tag))
-        if outer is not None and outer.fd < 0:
-            outer = None  # Ctrl-C came while it was closed
-        lock = outer or self._open_lock(name)
-        try:
-            lock.acquire_exclusive(wait)
-            self._held.locks[name] = lock
-            by_tag = self._held.states.setdefault(lock, {})
-            states = by_tag.get(tag)
-            if states is None:
-                states = by_tag.setdefault(tag, self._load(tag))
-            try:
-                yield states
-            finally:
-                with contextlib.suppress(OSError):  # nothing depends on a hint
-                    self._save(tag, states)
-        finally:
-            if outer is None:
-                self._held.states.pop(lock, None)
-                with contextlib.suppress(OSError):  # what was done under the lock is done
-                    lock.close()
-
-    def _open_lock(self, name: str) -> _FileLock:
-        """Open a file in locks/; make the directory for the first key."""
-        try:
-            return self._files.open_lock(f"locks/{name}")
-        except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(f"{self._files.root}locks")  # FileNotFoundError if data_dir is gone
-            return self._files.open_lock(f"locks/{name}")
-
-    def lock_of(
-        self, ident: str, wait: bool = True
-    ) -> contextlib.AbstractContextManager[_States | None]:
-        """Hold the lock of a task's key, if it has one; see lock()."""
-        return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else contextlib.nullcontext()
-
-    def _load(self, tag: str) -> _States:
-        """Read keys/<hash>."""
-        try:
-            fd = os.open(f"{self._files.root}keys/{tag}", _READ_FLAGS)
-        except FileNotFoundError:
-            return _States()
-        try:
-            return _parse_key_states(os.read(fd, os.fstat(fd).st_size), tag)
-        finally:
-            os.close(fd)
-
-    def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        """Write keys/<hash> if the states have changed; remove it if there are none."""
-        path = f"{self._files.root}keys/{tag}"
-        while (text := states.text()) != states.saved:  # again, if a signal handler saved meanwhile
-            if text is None:
-                _unlink_if_exists(path)
-            else:
-                self._write(path, f"{text}\n".encode("ascii"), sync)
-            states.saved = text
-
-    def _write(self, path: str, content: bytes, sync: bool) -> None:
-        """Write over the beginning of a file in keys/."""
-        flags = os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-        try:
-            fd = os.open(path, flags, 0o666)
-        except FileNotFoundError:
-            self._make_dir(sync)
-            fd = os.open(path, flags, 0o666)
-        try:
-            os.pwrite(fd, content, 0)
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-        if sync:
-            _sync_dir(os.path.dirname(path))
-
-    def _make_dir(self, sync: bool) -> None:
-        """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{self._files.root}keys")
-        if sync:
-            _sync_dir(self._files.root)
-
-
-# ==================================================================================================
-# 11. Keys: finds, claims, moves and pushes the tasks with a key. Doors: claimed() and move(), for
-#     ids with a key's tag; push(), find() and path_of(), for keys.
-#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
-#     one newer payload in keys/, behind it. The claim that delivers a task takes the payload behind
-#     it along; a task that ends lets that become a task. What moves does so under the lock of its
-#     key; but a claim, the undoing of one and people move a task without it.
-# ==================================================================================================
-
-_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
-
-
-def _later(newer: str) -> int | None:
-    """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
-    due_ns = _due_of(newer)
-    return due_ns if due_ns is not None and due_ns > time.time_ns() else None
-
-
-class _Keys(_KeyStates):
-    """The tasks with a key. `needs_repair` is set when one may have ended without the payload
-    behind it: repair() is due."""
-
-    needs_repair = False
-
-    # Finding
-
-    def find(self, states: _States, name: str, where: tuple[str, ...] = _LIVE) -> tuple[str, str]:
-        """Return where the task of an encoded key is ("": it has none), and the name in keys/ of
-        the payload behind it; correct its state. where: it is looked for in these."""
-        path, hint = states.get(name, ("", ""))
-        newer = self._name_behind(hint)
-        if path and not self._files.exists(path):
-            path = self._locate(path, where)
-        if not path and newer:
-            # CRASH: the task before it ended, and it did not come up. Or a person removed that.
-            path, newer = self._promote(newer), ""
-        elif not path and hint:  # CRASH: it came up, and that was not noted
-            path = self._locate(hint, where)
-        if path:
-            states[name] = path, newer
-        else:
-            states.pop(name, None)
-        return path, newer
-
-    def _name_behind(self, newer: str) -> str:
-        """Return the name that a payload has in keys/ by now, "" if it is not there. CRASH: before
-        it came there, before it got that name, or after it left."""
-        if not newer or self._files.exists(f"keys/{newer}"):
-            return newer
-        return self._locate(newer, ("keys",)).partition("/")[2]
-
-    def _locate(self, path: str, where: tuple[str, ...]) -> str:
-        """Return where a task is by now, "" if it is in none of these states."""
-        entry = self._files.find_id(_id_of(path), *where)
-        return entry.path if entry else ""
-
-    def may_have_task(self, name: str) -> bool:
-        """Whether an encoded key may have a task: "no" is cheap to know."""
-        return self._files.exists(f"keys/{_key_tag(name)}")
-
-    def path_of(self, key: str | None) -> str:
-        """Return where the task of a key is, "" if it has none."""
-        name = _encode_key(key)
-        if not self.may_have_task(name):
-            return ""
-        with self.lock(_key_tag(name)) as states:
-            return self.find(states, name)[0]
-
-    def newest_of(self, entry: _Entry) -> str:
-        """Return the path of the payload that the next delivery of a task will carry. Without the
-        lock: it may be gone by now."""
-        if _is_keyed(entry.id) and entry.directory in ("pending", "scheduled"):
-            for path, newer in self._load(_tag_of(entry.id)).values():
-                if newer and _id_of(path) == entry.id:
-                    return f"keys/{newer}"
-        return entry.path
-
-    # Claiming
-
-    def claimed(self, held: _Lease, key: str, data: bytes, waiting: str) -> bytes | None:
-        """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
-        None: it is not to be delivered.
-
-        The state is read without the lock: a payload that a push() put behind the task before it
-        was claimed is noted there. `mv failed/ID pending/`, or a state lost with power, makes two
-        tasks of one key.
-        """
-        name, ident = _encode_key(key), _id_of(held.path)
-        if self._is_alone(name, ident):
-            return data
-        with self.lock(_tag_of(ident)) as states:
-            if other := self._other_task(states, name, held.path):
-                self._worker.quarantine(held.path, str(KeyInFlight(key, other)))
-                return None
-            if not states[name][1]:
-                return data
-            is_taken = waiting.startswith("scheduled/")
-            return self._take_along(states, name, held, None if is_taken else waiting)
-
-    def _is_alone(self, name: str, ident: str) -> bool:
-        """Whether the key has this task, and nothing is behind it, as far as its state tells."""
-        path, newer = self._load(_tag_of(ident)).get(name, ("", ""))
-        return _id_of(path) == ident and not newer
-
-    def _other_task(self, states: _States, name: str, lease: str) -> str:
-        """Return the id of the key's task if that is not the one just leased, else ""."""
-        path, newer = states.get(name, ("", ""))
-        if _id_of(path) == _id_of(lease):
-            states[name] = lease, newer
-        path, newer = self.find(states, name)
-        if path and _id_of(path) != _id_of(lease):
-            return _id_of(path)
-        states[name] = lease, newer
-        return ""
-
-    def _take_along(
-        self, states: _States, name: str, held: _Lease, waited: str | None
-    ) -> bytes | None:
-        """Put the payload behind a leased task into its place, as of a first attempt, and return
-        it. None: it is for later, and so is the task now. waited: where it did; None in scheduled/:
-        take(id=...) took it from there, and does not mind.
-
-        Only a person moves the task meanwhile. Then there is no file to put the payload over, and
-        it stays behind. CRASH: before that rename, nothing is done, or the old payload is at the
-        new time; after it, the state names a payload that is not there, as find() sees.
-        """
-        lease, newer = states[name]
-        due_ns = _later(newer) if waited else None
-        if waited and due_ns is not None:
-            target = self._files.move(lease, _reset_path(waited, due_ns))
-            states[name] = target, newer
-            self._files.move_over(f"keys/{newer}", target, must_exist=True)
-            states[name] = target, ""
-            self._worker.note(target)
-            return None
-        self._files.move_over(f"keys/{newer}", lease, must_exist=True)
-        states[name] = lease, ""
-        data, _ = self._files.read(lease, _id_of(lease))
-        first = _first_lease(lease)
-        if first != lease:  # an undone claim, or a person, brought it back with its attempts
-            try:
-                self._files.move(lease, first)
-            finally:  # also when Ctrl-C came between the rename and here
-                if self._files.exists(first):
-                    held.path = first
-            states[name] = first, ""
-        return data
-
-    # Moving
-
-    def move(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task with a key, as _Worker.move() does, under the lock of the key. If it ends,
-        the payload behind it becomes a task. If it comes back, that stays behind, and its attempts
-        and its time, if that is later, count from now on."""
-        ident = _id_of(source)
-        with self.lock(_tag_of(ident), wait) as states:
-            name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
-            newer = self._name_behind(states[name][1]) if name else ""
-            if newer and _state_of(target) in ("pending", "scheduled"):
-                target = _reset_path(target, _later(newer))
-            try:
-                self._files.move(source, target)
-                if name and not _is_end(target):
-                    states[name] = target, newer
-                elif name and newer and (path := self._promote(newer)):
-                    states[name] = path, ""
-                elif name:
-                    del states[name]
-            except BaseException:
-                self.needs_repair = True  # the next pop() promotes what stands behind it
-                raise
-        return target
-
-    def _promote(self, newer: str) -> str:
-        """Move a payload from keys/ into the queue: there is no task before it. "": a person
-        removed it."""
-        path = f"{'pending' if _due_of(newer) is None else 'scheduled'}/{newer}"
-        try:
-            self._files.move(f"keys/{newer}", path)
-        except FileNotFoundError:
-            return ""
-        self._worker.note(path)
-        self._files.commit(path)
-        return path
-
-    def reserve(self, states: _States, source: str, target: str) -> None:
-        """Make sure that the key of a failed task has no other, and say that it will be there.
-
-        Raises KeyInFlight if it has, FileNotFoundError if the task is gone.
-        """
-        try:
-            _, key = self._files.read(source, _id_of(source))
-        except CorruptTask:
-            return  # it has no key, and pop() will quarantine it
-        if key is None:
-            return
-        path, _ = self.find(states, _encode_key(key))
-        if path:
-            raise KeyInFlight(key, _id_of(path))
-        states[_encode_key(key)] = target, ""
-        self._save(_tag_of(source), states, self._files.is_durable)
-
-    # Repair
-
-    def repair(self) -> None:
-        """Promote the payloads whose task is gone, and remove the states of keys without a task."""
-        self.needs_repair, errors, found = False, _FirstError(), self._found(_FORMS["keys"])
-        idle = {_tag_of(path) for path in self.idle()}
-        for tag in sorted(idle.union(map(_tag_of, found))):
-            # Of an idle one all directories have been listed: a claim is what may have come since.
-            where = ("inflight",) if tag in idle else _LIVE
-            with errors, contextlib.suppress(BlockingIOError), self.lock(tag, False) as states:
-                for name in [*states]:
-                    self.find(states, name, where)
-                for newer in {it for it in found if _tag_of(it) == tag}:
-                    self._adopt(states, newer)
-        errors.raise_if_any()
-
-    def _adopt(self, states: _States, newer: str) -> None:
-        """Note a payload in keys/ that no state knows: power loss, or a person, took the state."""
-        if any(newer == known for _, known in states.values()):
-            return
-        try:
-            _, key = self._files.read(f"keys/{newer}", _id_of(newer))
-        except FileNotFoundError:
-            return  # promoted just now, or a person removed it
-        except CorruptTask:
-            key = None  # pop() will quarantine it
-        path, known = states.get(_encode_key(key), ("", "")) if key else ("", "")
-        if not path and (path := self._promote(newer)) and key:
-            states[_encode_key(key)] = path, ""
-        elif key and path and not known:
-            states[_encode_key(key)] = path, newer
-
-    def idle(self) -> list[str]:
-        """Return the paths in keys/, states and newer payloads, of keys that have no task."""
-        names = self._found(_parse_tag) + self._found(_FORMS["keys"])
-        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if names else set()
-        return [f"keys/{name}" for name in names if _tag_of(name) not in busy]
-
-    def _found(self, parse: Callable[[str], object]) -> list[str]:
-        """Return the names of one form in keys/, sorted."""
-        none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
-        with none_yet, os.scandir(f"{self._files.root}keys") as entries:
-            files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-            return sorted(filter(parse, files))
-        return []
-
-    # Pushing
-
-    def push(
-        self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
-    ) -> str:
-        """Push a payload for an encoded key; return its task's id.
-
-        Returns "" if a pop() or a person was quicker at the task that waited: again, then.
-        """
-        with self.lock(_key_tag(name)) as states:
-            path, newer = self.find(states, name)
-            if not path:
-                return self._push_first(states, name, payload, due_ns)
-            is_leased = _state_of(path) == "inflight"
-            if is_leased and if_in_flight == "reject":
-                raise KeyInFlight(_decode_key(name), _id_of(path))
-            header = _header(payload, name)
-            with self._files.replacement(self._clock.new_id(), header, payload) as aside:
-                if not is_leased:
-                    return self._replace(states, name, aside, due_ns)
-                if if_in_flight == "update" and not newer:
-                    return self._put_over(aside, path)
-                return self._put_behind(states, name, aside, due_ns)
-
-    def _push_first(
-        self, states: _States, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Push the only task of a key."""
-        tag = _key_tag(name)
-        ident = _new_name(self._clock.next_order(), tag)
-        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
-        states[name] = path, ""
-        try:
-            # The state is there first: a task that it does not know would be one too many.
-            self._save(tag, states, self._files.is_durable)
-            self._files.publish(ident, payload, path, key=name)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self.find(states, name)  # a consumer that was quicker keeps what it has
-            raise
-        self._worker.note(path)
-        return ident
-
-    def _put_over(self, aside: str, path: str) -> str:
-        """Put a payload into the place of one; return the task's id, "" if it is not there."""
-        if not self._files.swap_or_replace(aside, path):
-            self._files.remove(aside)
-            return ""
-        self._files.commit(path)
-        self._files.remove(aside)  # the old record: until now the disk may know only that
-        return _id_of(path)
-
-    def _put_behind(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Put a payload behind the task of a key, or into the place of the one behind it; return
-        its id. CRASH: find() knows it by its id, under its old name too."""
-        path, before = states[name]
-        ident = _id_of(before) or _new_name(self._clock.next_order(), _key_tag(name))
-        newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
-        states[name] = path, newer
-        try:
-            self._save(_key_tag(name), states, self._files.is_durable)
-            if before not in ("", newer):  # CRASH: after it, the old payload at the new time
-                self._files.move(f"keys/{before}", f"keys/{newer}")
-            self._files.move_over(aside, f"keys/{newer}")
-            self._files.commit(f"keys/{newer}")
-        except BaseException:
-            states[name] = path, before
-            if not before:  # a push that raised left nothing behind
-                self._files.remove(f"keys/{newer}")
-            raise
-        return ident
-
-    def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Replace the payload of a task that waits, as a first attempt; return its id, "" if
-        another was quicker. It keeps its place, or gets the new time.
-
-        CRASH: after the rename, the old payload at the new time, or begun anew. The other order
-        could deliver the new payload before its time.
-        """
-        path, newer = states[name]
-        target = _reset_path(path, due_ns)
-        try:
-            if target != path:
-                self._files.move(path, target)
-            states[name] = target, newer
-            try:
-                ident = self._replace_at(states, name, aside, due_ns, target != path)
-            except OSError:
-                with contextlib.suppress(OSError):  # a push that raised changed nothing
-                    states[name] = self._files.move(target, path), newer
-                raise
-        except FileNotFoundError:
-            ident = ""
-        if ident:
-            self._worker.note(target)
-        else:
-            self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
-        return ident
-
-    def _replace_at(
-        self, states: _States, name: str, aside: str, due_ns: int | None, has_moved: bool
-    ) -> str:
-        """Replace a waiting task's payload where it is; return its id, "" if it is gone. A pop()
-        sees the old one or the new one there, at each instant; CRASH: the other one is a leftover
-        in creating/.
-
-        Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
-        reads the state after its rename. Before our save it delivers the old payload, and the new
-        one is behind a lease; after it, it waits for our lock, and takes the new one along.
-        """
-        path, newer = states[name]
-        if not newer and _state_of(path) == "scheduled":
-            return self._put_over(aside, path)  # no pop() takes it from there
-        is_there = None if newer else self._files.swap(aside, path)
-        if is_there is False:
-            return ""
-        if has_moved or is_there:
-            self._files.commit(path)
-        if is_there is None:
-            self._put_behind(states, name, aside, due_ns)
-        else:
-            self._files.remove(aside)  # the old record
-        return _id_of(path)
-
-
-# ==================================================================================================
-# 12. Worker: the state machine: each change of a task's state, except pushes (6, 11) and purges
-#     (13, 18).
+# 10. Worker: the state machine: each change of a task's state, except pushes (6, 14) and purges
+#     (11, 12).
 #     Invariant: the rename is the commit and the fence; what is written beside it comes after it.
 #     The lock is held while a task moves into our lease directory or out of it, so that a renewal
 #     and a done() in two threads don't cross; not while a caller's payload is read or written.
@@ -2825,7 +2310,7 @@ class _Worker:
 
 
 # ==================================================================================================
-# 13. Housekeeping: the periodic jobs of pop(): list pending/, enqueue due tasks, reclaim leases of
+# 11. Housekeeping: the periodic jobs of pop(): list pending/, enqueue due tasks, reclaim leases of
 #     late and dead workers, repair keys, purge done/, remove stale files.
 #     Invariant: an OSError of a job never stops deliveries; pop() raises it when no task waits.
 # ==================================================================================================
@@ -3115,851 +2600,7 @@ class _Housekeeper:
 
 
 # ==================================================================================================
-# 14. Waiting: for an event in the directories, in threads and in coroutines.
-#     Invariant: a wait has its watcher before its last look, so that what comes after that look
-#     ends the sleep. Coroutines only wait: one thread looks for them.
-# ==================================================================================================
-
-# inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
-_IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
-_LINGER_S = 1.0  # for which a thread waits for the next coroutine
-_MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
-_Found = TypeVar("_Found")  # by a wait
-
-
-class _Watcher:
-    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is gone, or wake() is called.
-
-    One for each wait. Without inotify, only wake() ends the sleep. sees_all: no event is missed,
-    as only this kernel writes there; else a wait must be short.
-    """
-
-    def __init__(self, root: str) -> None:
-        self._root, self._libc = root, _libc()
-        self._fds: list[int] = []  # of inotify, and the ends of a pipe for wake()
-        self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
-        self._no_wake.acquire()
-        fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
-        if fd >= 0:  # -1: too many
-            self._fds.append(fd)
-            self._fds += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
-        self.sees_all = self._watch() and _fs_type(root) in _LOCAL_TYPES
-
-    def _watch(self) -> bool:
-        """Watch the directories, and those in their places if they were replaced."""
-        watched = [("pending", _IN_COMES), ("scheduled", _IN_COMES), ("", _IN_COMES | _IN_GOES)]
-        watches = [
-            self._libc.inotify_add_watch(fd, os.fsencode(self._root + name), mask | _IN_ONLYDIR)
-            for fd in self._fds[:1]
-            for name, mask in watched
-        ]
-        self._pushed = watches[0].to_bytes(4, sys.byteorder, signed=True) if watches else b""
-        return min(watches, default=-1) >= 0
-
-    def sleep(self, seconds: float) -> None:
-        """Return at the next event, or when the time is over."""
-        import select
-
-        if not self._fds:
-            self._no_wake.acquire(timeout=seconds)
-            return
-        poll = select.poll()
-        for fd in self._fds[:2]:
-            poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll(int(seconds * 1000) + 1):
-            with contextlib.suppress(BlockingIOError):
-                events = os.read(fd, 1 << 16)
-                if fd == self._fds[0] and not self._is_one_push(events):
-                    # Before the next look: pending/ may be a new directory (shrink_pending).
-                    self.sees_all = self._watch() and self.sees_all
-
-    def _is_one_push(self, events: bytes) -> bool:
-        """Whether that is one event, of pending/: 16 bytes, from the watch to the name's length."""
-        name_bytes = int.from_bytes(events[12:16], sys.byteorder)
-        return events.startswith(self._pushed) and len(events) == 16 + name_bytes
-
-    def wake(self) -> None:
-        """End the sleep, or the next one; in any thread, or in a signal handler."""
-        if not self._fds:
-            with contextlib.suppress(RuntimeError):  # it was woken before
-                self._no_wake.release()
-            return
-        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
-            os.write(self._fds[2], b"!")
-
-    def close(self) -> None:
-        while self._fds:
-            os.close(self._fds.pop())
-
-    def __del__(self) -> None:
-        if os is not None:  # None: the interpreter ends
-            self.close()
-
-
-class _Request:
-    """A coroutine that waits: how to look for it, and the answer."""
-
-    def __init__(self, look: Callable[[], FemtoTask | None], line: str, closes: int) -> None:
-        import asyncio
-        from concurrent.futures import Future
-
-        self.look, self.line, self.closes, self.is_over = look, line, closes, False
-        self.loop = asyncio.get_running_loop()
-        self.answer: Future[FemtoTask | None] = Future()
-
-
-class _Waits:
-    """The waits on one queue object. A look is a function that returns what it found, or None."""
-
-    def __init__(self, worker: _Worker) -> None:
-        self._worker, self._house, self._lease_dir = worker, worker.house, worker.lease_dir
-        self._longest_poll_s = worker.poll_interval_s
-        self._watchers: set[_Watcher] = set()  # of the waits that go on
-        self._idle: list[_Watcher] = []  # for the next ones; an old event wakes them for nothing
-        # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
-        self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
-        self._lock = threading.RLock()  # held as the thread that serves them starts and ends
-        self._is_serving, self._linger_s = False, 0.0  # until when it waits for the next one
-        self._server: _Watcher | None = None  # of that thread
-
-    def wait_for(
-        self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
-    ) -> _Found | None:
-        """Look until something is found, the time has come, or the queue is closed: None.
-
-        has_events=False: it may be found without an event, as when other workers finish a task.
-        """
-        closes = self._lease_dir.closes
-        found = self._look(look, closes)
-        if found is not None or time.monotonic() >= end_s:
-            return found
-        with self._watcher() as watcher:
-            return self._wait(watcher, look, end_s, closes, has_events)
-
-    def _wait(
-        self,
-        watcher: _Watcher,
-        look: Callable[[], _Found | None],
-        end_s: float,
-        closes: int,
-        has_events: bool,
-    ) -> _Found | None:
-        """Look, and sleep, by turns."""
-        pauses_s = _backoff_s(self._longest_poll_s)
-        while True:
-            found = self._look(look, closes)
-            left_s = end_s - time.monotonic()
-            if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
-                return found
-            rest_s, pause_s = self._house.rest_s(), next(pauses_s)
-            if rest_s <= 0:  # a job failed, or another thread runs it
-                rest_s = pause_s
-            elif not (watcher.sees_all and has_events):
-                rest_s = min(rest_s, pause_s)
-            watcher.sleep(min(left_s, rest_s))
-
-    def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
-        """Look once, for a wait that began when the queue had been closed `closes` times."""
-        found = look()
-        if self._lease_dir.closes == closes:
-            return found
-        # RACE: closed as we looked. The task goes back, and the lease directory is given up again
-        # if we opened it; if it is in use again, it has leases, or will be opened for the next.
-        self._give_back(found)
-        with (
-            self._worker.lock,
-            contextlib.suppress(OSError),
-        ):  # it is gone; or let the next look see
-            if not os.listdir(self._lease_dir.path):
-                self._lease_dir.close(_no_op)
-        return None
-
-    def _give_back(self, found: object) -> None:
-        """Return a task that was found for a wait that is over to its place, uncounted."""
-        if not isinstance(found, FemtoTask):
-            return
-        try:
-            self._worker.requeue_uncounted(found)
-        except LeaseLost:
-            pass  # close() did
-        except OSError as error:
-            _log().warning("task %s waits for the end of its lease: %s", found.id, error)
-
-    @contextlib.contextmanager
-    def _watcher(self) -> Iterator[_Watcher]:
-        """Have a watcher for the block."""
-        try:
-            watcher = self._idle.pop()
-        except IndexError:
-            watcher = _Watcher(self._worker.files.root)
-        self._watchers.add(watcher)
-        try:
-            yield watcher
-        finally:
-            self._watchers.discard(watcher)
-            if watcher.sees_all and len(self._idle) < _MAX_IDLE:
-                self._idle.append(watcher)
-
-    def end_all(self, error: BaseException | None = None) -> None:
-        """End all waits, after the count of close() has grown; or those of coroutines, with an
-        error."""
-        for watcher in [*self._watchers]:
-            watcher.wake()
-        for ref in self._requests.valuerefs():
-            request = ref()
-            if request is not None:
-                self._answer(request, None, error)
-
-    # Coroutines
-
-    async def wait_for_async(
-        self, look: Callable[[], FemtoTask | None], end_s: float, line: str
-    ) -> FemtoTask | None:
-        """Do as wait_for() does, without blocking the event loop; first come, first served in a
-        line. A look that takes long holds up the others, not their loops."""
-        import asyncio
-
-        request = _Request(look, line, self._lease_dir.closes)
-        left_s = max(0, end_s - time.monotonic())
-        # The loop holds the request by its timer; the thread does not.
-        timer = request.loop.call_later(min(left_s, _FOREVER_NS / 1e9), self._end, request)
-        try:
-            request.is_over = left_s == 0
-            self._start(request)
-            return await asyncio.wrap_future(request.answer)
-        except BaseException:  # cancelled
-            if not request.answer.cancel() and request.answer.exception() is None:
-                self._give_back(request.answer.result())  # RACE: the thread was quicker
-            raise
-        finally:
-            timer.cancel()
-            self._requests.pop(id(request), None)
-
-    def _end(self, request: _Request) -> None:
-        """Have a last look for a coroutine whose time is over."""
-        request.is_over = True
-        self._wake_server()
-
-    def _wake_server(self) -> None:
-        server = self._server
-        if server is not None:  # else it is yet to look
-            server.wake()
-
-    def _start(self, request: _Request) -> None:
-        """Have the thread look for a coroutine from now on."""
-        with self._lock:
-            self._requests[id(request)] = request
-            self._linger_s = time.monotonic() + _LINGER_S
-            if self._is_serving:
-                self._wake_server()
-                return
-            self._is_serving = True
-            try:
-                threading.Thread(target=self._serve, daemon=True).start()
-            except BaseException:
-                self._is_serving = False
-                raise
-
-    def _serve(self) -> None:
-        """Look for the coroutines until none has waited for a while: the thread."""
-        watcher: _Watcher | None = None
-        try:
-            with self._watcher() as watcher:
-                self._server = watcher
-                while self._server is watcher:  # RACE: else another thread has begun
-                    closes = self._lease_dir.closes
-                    self._wait(watcher, self._look_for_all, float("inf"), closes, True)
-        except BaseException as error:
-            with self._lock:
-                if self._server is watcher:
-                    self._is_serving, self._server = False, None
-            self.end_all(error)
-
-    def _look_for_all(self) -> bool | None:
-        """Look for the first coroutine of each line, and for each whose time is over. Return True
-        if none has waited for a while: it ends the thread."""
-        empty_lines = set()
-        for ref in self._requests.valuerefs():
-            request = ref()
-            # A loop that does not run could not take its task.
-            if request is None or not request.loop.is_running():
-                continue
-            is_due = request.is_over or request.line not in empty_lines
-            if is_due and not self._look_for(request):
-                empty_lines.add(request.line)
-        with self._lock:
-            if self._requests or time.monotonic() < self._linger_s:
-                return None
-            self._is_serving, self._server = False, None
-            return True
-
-    def _look_for(self, request: _Request) -> bool:
-        """Look once for a coroutine; answer it if something was found, or if its time is over.
-        Return whether there may be more for its line."""
-        is_over = request.is_over
-        try:
-            task = self._look(request.look, request.closes)
-        except BaseException as error:
-            self._answer(request, None, error)
-            return True
-        is_closed = self._lease_dir.closes != request.closes  # perhaps before it was in line
-        if task is not None or is_over or is_closed:
-            self._answer(request, task)
-        return task is not None
-
-    def _answer(
-        self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
-    ) -> None:
-        """End the wait of a coroutine; give back the task if the wait has ended."""
-        from concurrent.futures import InvalidStateError
-
-        self._requests.pop(id(request), None)
-        try:
-            if error is None:
-                request.answer.set_result(task)
-            else:
-                request.answer.set_exception(error)
-        except InvalidStateError:  # RACE: cancelled, or the queue was closed
-            self._give_back(task)
-
-
-# ==================================================================================================
-# 15. Processing: keeping a lease while its task is worked on, and ending it.
-#     Invariant: while blocks of processing() run, at most one thread per queue object renews their
-#     leases; none does if their leases have no deadline.
-# ==================================================================================================
-
-_RENEWAL = 1 / 3  # of its length, after which a lease is renewed
-_LONGEST_RETRY_S = 3600.0  # after an exception in processing()
-
-
-def _retry_delay_s(first_s: float, attempts: int) -> float:
-    """Return how long a task waits after a failure. The delay doubles with each attempt; a random
-    part of up to half is subtracted, so that tasks that failed together spread out."""
-    delay_s = min(first_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
-    return delay_s * (1 - os.urandom(1)[0] / 512)
-
-
-def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
-    """Return how far the work on that payload had come: of a key, another may be here now."""
-    files, path = worker.files, f"checkpoints/{ident}"
-    if not files.exists(path):
-        return None
-    try:
-        saved, _ = files.read(path, ident)
-    except FileNotFoundError:
-        return None  # RACE: a person removed it
-    except CorruptTask as error:  # power loss: the work begins anew
-        _log().warning("checkpoints/%s: %s", ident, error.reason)
-        return None
-    of_data = _header(data)
-    if saved.startswith(of_data):
-        return saved[len(of_data) :]
-    files.remove(path)
-    return None
-
-
-def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
-    """Put a checkpoint in place, and renew the lease, which is the fence."""
-    files, data, lease = worker.files, task.data, _lease_of(task)
-    if task.size_bytes is None:  # of attach(): the payload was not read
-        try:
-            data, _ = files.read(task.path, task.id)
-        except FileNotFoundError:
-            os.stat(files.root)  # gone: disk trouble
-            raise worker.lease_lost(task) from None
-    record = _header(data) + payload
-    with files.replacement(worker.clock.new_id(), _header(record), record) as aside:
-        if not os.path.isdir(f"{files.root}checkpoints"):
-            _make_dir(f"{files.root}checkpoints", 0o777, files.is_durable)
-        with worker.keys.lock_of(task.id), worker.lock:
-            worker.renew(task)  # it holds for far longer than the next line
-            files.move_over(aside, f"checkpoints/{task.id}")
-    files.commit_dir("checkpoints")
-    task.checkpoint, lease.has_checkpoint = payload, True
-
-
-class _LeaseRenewer:
-    """Renews the leases of the tasks that are being processed, in one thread.
-
-    The thread holds the worker, not the queue: a dropped queue object gives up its lease directory
-    at once.
-    """
-
-    def __init__(self, worker: _Worker) -> None:
-        self._worker, self._lock = worker, worker.lock
-        # By the id() of the task. Weak: the `with` holds the block, for as long as there is one.
-        self._blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
-        self.stop = threading.Event()  # set: no thread renews
-        self.stop.set()
-        self._pause_s = 0.0  # seconds between two rounds of the thread
-
-    def add(self, block: _Processing) -> None:
-        """Renew a lease from now on; start a thread if none runs, or if its rounds are too rare."""
-        lease = _lease_of(block.task)
-        pause_s = lease.length_ns / 1e9 * _RENEWAL
-        with self._lock:
-            self._blocks[id(block.task)], lease.is_renewed = block, True
-            runs = not self.stop.is_set() and pause_s >= self._pause_s
-            if lease.length_ns >= _FOREVER_NS or runs:
-                return
-            self.stop.set()
-            self.stop, self._pause_s = threading.Event(), pause_s
-            try:
-                threading.Thread(target=self._run, args=(self.stop, pause_s), daemon=True).start()
-            except BaseException:
-                self.stop.set()
-                self.remove(block.task)
-                raise
-
-    def remove(self, task: FemtoTask) -> None:
-        """Renew a lease no more."""
-        with self._lock:
-            self._blocks.pop(id(task), None)
-            _lease_of(task).is_renewed = False
-
-    def _run(self, stop: threading.Event, pause_s: float) -> None:
-        """Renew until nothing is left to renew, or `stop` is set."""
-        while not stop.wait(pause_s):
-            try:
-                done = [self._renew(task) for task in self._tasks(stop)]
-            except BaseException:  # e.g. of a log handler: the other leases must go on
-                done = [False]
-            pause_s = self._pause_s if all(done) else self._pause_s / 10
-
-    def _tasks(self, stop: threading.Event) -> list[FemtoTask]:
-        """Return what is to be renewed; if no lease of them ends, set `stop`."""
-        with self._lock:
-            tasks = [block.task for block in self._blocks.values()]
-            length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
-            if stop.is_set() or length_ns >= _FOREVER_NS:
-                stop.set()
-                return []
-            self._pause_s = length_ns / 1e9 * _RENEWAL
-            return tasks
-
-    def _renew(self, task: FemtoTask) -> bool:
-        """Renew a lease, unless the next round will do. False: to be tried again soon."""
-        lease = _lease_of(task)
-        next_left_ns = self._worker.left_ns(task) - self._pause_s * 1e9
-        if next_left_ns >= lease.length_ns * (1 - _RENEWAL):
-            return True
-        if lease.outcome or not lease.is_renewed:
-            return True  # its block has ended meanwhile
-        try:
-            # Not waiting for the lock of its key: a process may be stopped while it has it.
-            self._worker.renew(task, wait=False)
-        except LeaseLost:
-            self.remove(task)  # its block will see
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            _log().warning("task %s: its lease is not renewed: %s", task.id, error)
-            return False
-        return True
-
-
-class _Processing:
-    """The block of processing(): see FemtoQueue.processing().
-
-    queue: only its public methods are used. outcome: how the delivery ended, a field of
-    WorkCounts; "" while it runs, or if its end could not be written.
-    """
-
-    def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
-        self._queue, self.task = queue, task
-        self._worker, self._renewer = worker, worker.renewer
-        self._lease, self._pid = _lease_of(task), os.getpid()
-
-    @property
-    def outcome(self) -> str:
-        return self._lease.outcome
-
-    def __enter__(self) -> FemtoTask:
-        """Check or renew the lease, and have it renewed. Raises LeaseLost."""
-        task = self.task
-        if self._worker.left_ns(task) < self._lease.length_ns * 2 / 3:
-            self._worker.renew(task)
-        elif not self._worker.files.exists(task.path):
-            raise self._worker.lease_lost(task)
-        self._renewer.add(self)
-        return task
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
-    ) -> None:
-        """End the delivery by what the block raised, unless the block ended it itself."""
-        task = self.task
-        if os.getpid() != self._pid:
-            return  # a child that was forked in the block does not own the task
-        try:
-            if not self.outcome and not (isinstance(error, LeaseLost) and error.id == task.id):
-                self._end(error)
-        except LeaseLost as lost:
-            raise lost from error
-        except OSError:
-            self.orphan()  # another worker may deliver it again
-            raise
-        finally:
-            self._renewer.remove(task)
-
-    def _end(self, error: BaseException | None) -> None:
-        """End the delivery, by what the block raised."""
-        queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
-        if error is None:
-            queue.done(task)
-        elif not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
-            queue.release(task, front=True, counted=False)
-        elif queue.max_attempts is not None and attempts >= queue.max_attempts:
-            queue.fail(task, error)
-        else:
-            queue.release(task, delay_s=_retry_delay_s(queue.retry_delay_s, attempts))
-            self._lease.outcome = "retried"
-
-    def orphan(self) -> None:
-        """Have the task delivered again soon: its delivery can't be ended."""
-        self._worker.orphan(self.task.path)
-
-
-# ==================================================================================================
-# 16. Worker pool: the loop behind work() and the command `work`.
-#     Invariant: each task that it takes is settled, given back or counted as lost, and no signal
-#     comes between two of its steps that would leave a task in flight.
-# ==================================================================================================
-
-_ONE_SIGNAL_S = 0.3  # two signals within that are one
-_AFTER_FAILURE = {
-    "retried": "to be retried",
-    "failed": "a dead letter",
-    "": "delivered again later",
-}
-
-
-class _WorkerPool:
-    """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
-    If concurrency is 1, the calling thread does, unless in_threads is set.
-
-    is_stopped: asked between two tasks. more_signals: stop the pool as SIGINT and SIGTERM do.
-    on_stop() is called at the first signal, in its handler, and on_abort(number) at the second.
-
-    Invariant: a task is in _running from before its handler is called until its delivery is
-    counted, by the thread that removes it. _changed is held where _running or counts change.
-    """
-
-    def __init__(
-        self,
-        queue: Any,
-        handler: Callable[[FemtoTask], object],
-        concurrency: int,
-        drain: bool,
-        is_stopped: Callable[[], object] = _no_op,
-        *,
-        in_threads: bool = False,
-        more_signals: Iterable[int] = (),
-        on_stop: Callable[[], object] = _no_op,
-        on_abort: Callable[[int], object] = _no_op,
-    ) -> None:
-        self._pid = os.getpid()
-        self._queue, self._handler, self._concurrency = queue, handler, concurrency
-        self._drain, self._is_stopped, self._in_threads = drain, is_stopped, in_threads
-        self._is_threaded = in_threads or concurrency > 1
-        self._more_signals, self._on_stop, self._on_abort = more_signals, on_stop, on_abort
-        self.signals: list[int] = []  # that came
-        self._last_signal_s = 0.0
-        self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
-        self._running: dict[int, FemtoTask] = {}  # by their id()
-        self._changed = threading.Condition()
-        self._turn = threading.Lock()  # held by the thread that takes a task
-        self._threads = 0  # that have not ended
-        self._is_drained = self._is_interruptible = False  # a handler runs that signals interrupt
-        self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
-
-    def run(self) -> WorkCounts:
-        """Work until told to stop. Raises what a handler raised to end the pool, and the OSError
-        of a pop(), unless a signal came before what ran had finished: that is answered first."""
-        with self._signals_handled():
-            if self._is_threaded:
-                self._start_threads()
-                self._wait_for_threads()
-            else:
-                self._work()
-            if len(self.signals) > 1:
-                self._abort()
-            elif isinstance(self._error, OSError) and self.signals:
-                _log().error("work ends by a signal; before it: %s", self._error)
-            elif self._error is not None:
-                raise self._error
-        return WorkCounts(**self.counts)
-
-    def _start_threads(self) -> None:
-        for _ in range(self._concurrency):
-            # A daemon: a handler that does not return must not keep the process alive.
-            thread = threading.Thread(target=self._work, daemon=True)
-            with self._changed:
-                self._threads += 1
-            try:
-                thread.start()
-            except RuntimeError:
-                with self._changed:
-                    self._threads -= 1
-                if not self._threads:  # else the running ones are enough
-                    raise
-                return
-
-    def _wait_for_threads(self) -> None:
-        with self._changed:
-            while self._threads > 0 and len(self.signals) < 2:
-                self._changed.wait(_BASE_INTERVAL_S)
-
-    def _work(self) -> None:
-        """Take tasks, and handle them, until the pool is stopped or the queue is drained."""
-        try:
-            while not self._is_stopping():
-                with self._turn:
-                    task = self._take()
-                if task is not None:
-                    self._process(task)
-        except BaseException as error:
-            self._error = self._error or error
-        finally:
-            with self._changed:
-                self._threads -= 1
-                self._changed.notify_all()
-
-    def _is_stopping(self) -> bool:
-        is_over = self.signals or self._is_drained or self._error is not None
-        return bool(is_over or self._is_stopped())
-
-    def _take(self) -> FemtoTask | None:
-        """Take a task, or wait for one a moment: nothing wakes this wait when is_stopped()
-        changes, and with drain, others may end the last task at any moment."""
-        queue, wait_s = self._queue, _BASE_INTERVAL_S
-        if self._is_stopping():
-            return None
-        task: FemtoTask | None = queue.pop(0 if self._drain else wait_s)
-        if task is None and self._drain:
-            self._is_drained = queue.join(0)
-            if not self._is_drained:
-                task = queue.pop(min(wait_s, queue.poll_interval_s))
-        with self._changed:
-            if task is None or not self._is_stopping():
-                if task is not None:
-                    self._running[id(task)] = task
-                return task
-        queue.release(task, front=True, counted=False)
-        return None
-
-    def _process(self, task: FemtoTask) -> None:
-        """Handle a task; log how its delivery failed, and count how it ended."""
-        processing = self._queue.processing(task)
-        try:
-            with processing:
-                self._handle(task)
-        except LeaseLost as error:
-            _log().warning("%s", error)
-        except Exception as error:
-            then = _AFTER_FAILURE.get(processing.outcome, processing.outcome)
-            cause = None if isinstance(error, _CommandFailed) else error
-            why = str(error).partition("\n")[0]
-            text = "%s: try %d failed, %s: %s"
-            _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            if not processing.outcome:  # it could not even begin, or not be ended
-                processing.orphan()
-        finally:
-            with self._changed:
-                if self._running.pop(id(task), None) is not None:  # else _abort() has counted it
-                    self.counts[processing.outcome or "lost"] += 1
-                self._changed.notify_all()
-
-    def _handle(self, task: FemtoTask) -> None:
-        """Call the handler. In the thread that gets signals, the second one interrupts it."""
-        try:
-            self._is_interruptible = not self._is_threaded
-            self._handler(task)
-        finally:
-            self._is_interruptible = False
-
-    def _abort(self) -> None:
-        """Give back what runs in other threads; what ran in this one has been given back."""
-        self._on_abort(self.signals[-1])
-        with self._changed:
-            if self._in_threads:  # their commands have ended: they give their tasks back themselves
-                self._changed.wait_for(lambda: not self._running, 1.0)
-        for task in [*self._running.values()]:
-            try:
-                self._queue.release(task, front=True, counted=False)
-            except LeaseLost:
-                continue  # it has just ended, and its thread counts it
-            except OSError as error:
-                _log().warning("task %s is not given back: %s", task.id, error)
-            with self._changed:
-                if self._running.pop(id(task), None) is not None:
-                    self.counts["released"] += 1
-
-    @contextlib.contextmanager
-    def _signals_handled(self) -> Iterator[None]:
-        """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
-        import signal
-
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGINT, signal.SIGTERM, *self._more_signals)
-            before = {number: signal.getsignal(number) for number in numbers}
-        # Not those that are ignored, as by nohup, or have a handler that Python did not set.
-        before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
-
-        def handle(number: int, frame: object) -> None:
-            if os.getpid() == self._pid:
-                self._on_signal(number)
-            else:  # a child that a handler forked gets its signals as before
-                signal.signal(number, before[number])
-                os.kill(os.getpid(), number)
-
-        try:
-            for number in before:
-                signal.signal(number, handle)
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int) -> None:
-        """Note a signal: the first one stops the pool, the second one aborts what runs."""
-        # timeout(1) and a terminal that goes away signal twice: the process, and its group.
-        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
-            return
-        self._last_signal_s = time.monotonic()
-        self.signals.append(number)
-        if len(self.signals) == 1:
-            self._on_stop()
-        elif len(self.signals) == 2 and self._is_interruptible:  # a third one changes nothing
-            raise KeyboardInterrupt
-
-
-# ==================================================================================================
-# 17. Inspection: check(), a method for each thing that may be odd.
-#     Invariant: without repair nothing is changed; with it, only what is safe while others work.
-# ==================================================================================================
-
-
-class _Inspector:
-    """What check() finds, and mends with `repair`."""
-
-    def __init__(self, worker: _Worker, repair: bool) -> None:
-        self._worker, self._files, self._repair = worker, worker.files, repair
-
-    def findings(self) -> Iterator[Finding]:
-        """Yield what is odd; a directory that can't be read is a finding too."""
-        keys, house, root = self._worker.keys, self._worker.house, self._files.root
-        for look in (
-            self._file_systems(),
-            self._queue_clock(),
-            self._foreign(),
-            self._records(),
-            self._twice(),
-            self._workers(),
-            self._of_no_use("key without a task", "nothing of it waits", keys.idle, keys.repair),
-            self._of_no_use(
-                *("leftover", "more than an hour old"), house.stale_files, house.remove_stale_files
-            ),
-        ):
-            try:
-                yield from look
-            except OSError as error:
-                yield Finding(
-                    "unreadable", os.path.relpath(error.filename or root, root), str(error)
-                )
-
-    def _file_systems(self) -> Iterator[Finding]:
-        """A network file system, and directories on another one."""
-        root = self._files.root
-        if self._files.caveat:
-            yield Finding("network file system", ".", self._files.caveat)
-        device = os.stat(root).st_dev
-        for name in self._directories():
-            if os.stat(root + name).st_dev != device:
-                yield Finding("file system", name, "another than data_dir's: rename() can't cross")
-
-    def _directories(self) -> list[str]:
-        """Return the directories of the queue."""
-        root = self._files.root
-        names = [name for name in os.listdir(root) if name in _NAMES_IN or _parse_node_dir(name)]
-        return sorted(name for name in names if os.path.isdir(root + name))
-
-    def _queue_clock(self) -> Iterator[Finding]:
-        """A clock that is ahead of the wall clock."""
-        clock = self._worker.clock
-        ahead_s = (clock.now_ns() - time.time_ns()) / 1e9
-        if ahead_s > 1:
-            text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
-            yield Finding("clock", f"clock-{clock.boot}", text)
-
-    def _foreign(self) -> Iterator[Finding]:
-        """Names that are not the queue's."""
-        directories = self._directories()
-        forms = {name: _NAMES_IN.get(name, (_FORMS["inflight"],)) for name in directories}
-        for directory in (".", *directories):
-            known = forms.get(directory, ({*directories, "PAUSED"}.__contains__, _parse_clock))
-            for name in sorted(os.listdir(self._files.root + directory)):
-                if not any(form(name) for form in known):
-                    path = os.path.normpath(f"{directory}/{name}")
-                    yield Finding("foreign", path, "not of the queue's")
-
-    def _records(self) -> Iterator[Finding]:
-        """Records that are not whole, or can't be read."""
-        for entry in self._files.find(*STATES, "keys"):
-            try:
-                self._files.read(entry.path, entry.id)
-            except FileNotFoundError:
-                continue  # it moved on
-            except OSError as error:
-                yield Finding("unreadable", entry.path, str(error))
-            except CorruptTask as error:
-                if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
-                    continue  # a dead letter for just that
-                mend = self._repair and entry.directory in ("pending", "scheduled")
-                if mend:
-                    self._worker.quarantine(entry.path, error.reason)
-                yield Finding("corrupt", entry.path, error.reason, mend)
-
-    def _twice(self) -> Iterator[Finding]:
-        """An id in two places."""
-        first: dict[str, str] = {}
-        for entry in self._files.find(*STATES, "keys"):
-            other = first.setdefault(entry.id, entry.path)
-            if other != entry.path and all(map(self._files.exists, (other, entry.path))):
-                yield Finding("twice", entry.path, f"there is {other} too")
-
-    def _workers(self) -> Iterator[Finding]:
-        """Dead workers, and leases that have ended."""
-        house, found = self._worker.house, []
-        for directory in self._files.node_dirs():
-            stats = house.node_stats(directory)
-            if stats.liveness == "dead":
-                found.append((directory, "dead worker", f"{stats.inflight} tasks leased"))
-            elif stats.expired:
-                found.append((directory, "expired", f"{stats.expired} leases have ended"))
-        if found and self._repair:
-            house.reclaim()
-        for directory, kind, text in found:
-            stats = house.node_stats(directory)
-            is_left = stats.expired or (stats.liveness == "dead" and stats.inflight)
-            yield Finding(kind, directory, text, self._repair and not is_left)
-
-    def _of_no_use(
-        self, kind: str, text: str, look: Callable[[], list[str]], remove: Callable[[], None]
-    ) -> Iterator[Finding]:
-        """The files that look() returns, and remove() removes."""
-        found = look()
-        if found and self._repair:
-            remove()
-        for path in found:
-            yield Finding(kind, path, text, self._repair and not self._files.exists(path))
-
-
-# ==================================================================================================
-# 18. FemtoQueue: the public face. Its methods stand in the order of a task's life.
+# 12. FemtoQueue: the public face. Its methods stand in the order of a task's life.
 #     Invariant: _lock is held while the backlog is changed, while pop() runs jobs, and while a task
 #     moves into our lease directory or out of it; not while a caller's payload is read or written.
 # ==================================================================================================
@@ -4637,6 +3278,1365 @@ class FemtoQueue:
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         self.__init__(**settings)  # type: ignore[misc]
+
+
+# ==================================================================================================
+# 13. Key states: where the task of each key is, under the locks of keys.
+#     Invariant: keys/<hash> has a line for each key, "<key> <path> <newer payload, or ->", then an
+#     empty line; what follows is of an older, longer text. One write() makes a change. It is a
+#     hint, which room 14 checks and corrects. A key without a line has no task, except after power
+#     loss: then repair() finds what is in keys/.
+#     Order of locks: that of a key first, then the worker's. With the worker's lock held, a key's
+#     lock is only tried (wait=False).
+# ==================================================================================================
+
+
+class _States(dict[str, "tuple[str, str]"]):
+    """By encoded key: where its task was last, and the name in keys/ of the newer payload behind it
+    ("": none). `saved`: what keys/<hash> says; None: there is no such file."""
+
+    saved: str | None = None
+
+    def text(self) -> str | None:
+        return (
+            "".join(f"{key} {path} {newer or '-'}\n" for key, (path, newer) in self.items()) or None
+        )
+
+
+def _parse_key_states(content: bytes, tag: str) -> _States:
+    """Return what the contents of keys/<hash> say of each key."""
+    states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
+    for match in map(_parse_key_state, text.splitlines()):
+        # One that leads to a task of no key, or of another hash, would have it overwritten.
+        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
+            states[match[1]] = match[2], match[4].strip("-")
+    states.saved = f"{text}\n"
+    return states
+
+
+class _KeyLocks(threading.local):
+    """The locks of keys that this thread holds, by name, and under each the states of its hashes,
+    by tag. Weak: what Ctrl-C leaves locked, between any two lines, ends with its frame."""
+
+    def __init__(self) -> None:
+        self.locks: weakref.WeakValueDictionary[str, _FileLock] = weakref.WeakValueDictionary()
+        self.states: weakref.WeakKeyDictionary[_FileLock, dict[str, _States]]
+        self.states = weakref.WeakKeyDictionary()
+
+
+class _KeyStates:
+    """The states of keys, in files that are read and written under their locks."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker, self._files, self._clock = worker, worker.files, worker.clock
+        self._held = _KeyLocks()
+
+    @contextlib.contextmanager
+    def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
+        """Hold the lock of the keys of one hash, and save what the block changes of their states.
+
+        The lock is locks/<last two digits of the hash>, which is never removed: a process that
+        waited for the lock of a removed file would have to see that its path leads elsewhere. A
+        nested call, also that of a signal handler, takes the same lock, and shares the states: a
+        handler must not push a key that its thread is at work on.
+        Raises BlockingIOError if the lock is not free and wait is False.
+        """
+        name, outer = _lock_name(tag), self._held.locks.get(_lock_name(tag))
+        if outer is not None and outer.fd < 0:
+            outer = None  # Ctrl-C came while it was closed
+        lock = outer or self._open_lock(name)
+        try:
+            lock.acquire_exclusive(wait)
+            self._held.locks[name] = lock
+            by_tag = self._held.states.setdefault(lock, {})
+            states = by_tag.get(tag)
+            if states is None:
+                states = by_tag.setdefault(tag, self._load(tag))
+            try:
+                yield states
+            finally:
+                with contextlib.suppress(OSError):  # nothing depends on a hint
+                    self._save(tag, states)
+        finally:
+            if outer is None:
+                self._held.states.pop(lock, None)
+                with contextlib.suppress(OSError):  # what was done under the lock is done
+                    lock.close()
+
+    def _open_lock(self, name: str) -> _FileLock:
+        """Open a file in locks/; make the directory for the first key."""
+        try:
+            return self._files.open_lock(f"locks/{name}")
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(f"{self._files.root}locks")  # FileNotFoundError if data_dir is gone
+            return self._files.open_lock(f"locks/{name}")
+
+    def lock_of(
+        self, ident: str, wait: bool = True
+    ) -> contextlib.AbstractContextManager[_States | None]:
+        """Hold the lock of a task's key, if it has one; see lock()."""
+        return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else contextlib.nullcontext()
+
+    def _load(self, tag: str) -> _States:
+        """Read keys/<hash>."""
+        try:
+            fd = os.open(f"{self._files.root}keys/{tag}", _READ_FLAGS)
+        except FileNotFoundError:
+            return _States()
+        try:
+            return _parse_key_states(os.read(fd, os.fstat(fd).st_size), tag)
+        finally:
+            os.close(fd)
+
+    def _save(self, tag: str, states: _States, sync: bool = False) -> None:
+        """Write keys/<hash> if the states have changed; remove it if there are none."""
+        path = f"{self._files.root}keys/{tag}"
+        while (text := states.text()) != states.saved:  # again, if a signal handler saved meanwhile
+            if text is None:
+                _unlink_if_exists(path)
+            else:
+                self._write(path, f"{text}\n".encode("ascii"), sync)
+            states.saved = text
+
+    def _write(self, path: str, content: bytes, sync: bool) -> None:
+        """Write over the beginning of a file in keys/."""
+        flags = os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        try:
+            fd = os.open(path, flags, 0o666)
+        except FileNotFoundError:
+            self._make_dir(sync)
+            fd = os.open(path, flags, 0o666)
+        try:
+            os.pwrite(fd, content, 0)
+            if sync:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        if sync:
+            _sync_dir(os.path.dirname(path))
+
+    def _make_dir(self, sync: bool) -> None:
+        """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(f"{self._files.root}keys")
+        if sync:
+            _sync_dir(self._files.root)
+
+
+# ==================================================================================================
+# 14. Keys: finds, claims, moves and pushes the tasks with a key. Doors: claimed() and move(), for
+#     ids with a key's tag; push(), find() and path_of(), for keys.
+#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
+#     one newer payload in keys/, behind it. The claim that delivers a task takes the payload behind
+#     it along; a task that ends lets that become a task. What moves does so under the lock of its
+#     key; but a claim, the undoing of one and people move a task without it.
+# ==================================================================================================
+
+
+def _later(newer: str) -> int | None:
+    """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
+    due_ns = _due_of(newer)
+    return due_ns if due_ns is not None and due_ns > time.time_ns() else None
+
+
+class _Keys(_KeyStates):
+    """The tasks with a key. `needs_repair` is set when one may have ended without the payload
+    behind it: repair() is due."""
+
+    needs_repair = False
+
+    # Finding
+
+    def find(self, states: _States, name: str, where: tuple[str, ...] = _LIVE) -> tuple[str, str]:
+        """Return where the task of an encoded key is ("": it has none), and the name in keys/ of
+        the payload behind it; correct its state. where: it is looked for in these."""
+        path, hint = states.get(name, ("", ""))
+        newer = self._name_behind(hint)
+        if path and not self._files.exists(path):
+            path = self._locate(path, where)
+        if not path and newer:
+            # CRASH: the task before it ended, and it did not come up. Or a person removed that.
+            path, newer = self._promote(newer), ""
+        elif not path and hint:  # CRASH: it came up, and that was not noted
+            path = self._locate(hint, where)
+        if path:
+            states[name] = path, newer
+        else:
+            states.pop(name, None)
+        return path, newer
+
+    def _name_behind(self, newer: str) -> str:
+        """Return the name that a payload has in keys/ by now, "" if it is not there. CRASH: before
+        it came there, before it got that name, or after it left."""
+        if not newer or self._files.exists(f"keys/{newer}"):
+            return newer
+        return self._locate(newer, ("keys",)).partition("/")[2]
+
+    def _locate(self, path: str, where: tuple[str, ...]) -> str:
+        """Return where a task is by now, "" if it is in none of these states."""
+        entry = self._files.find_id(_id_of(path), *where)
+        return entry.path if entry else ""
+
+    def may_have_task(self, name: str) -> bool:
+        """Whether an encoded key may have a task: "no" is cheap to know."""
+        return self._files.exists(f"keys/{_key_tag(name)}")
+
+    def path_of(self, key: str | None) -> str:
+        """Return where the task of a key is, "" if it has none."""
+        name = _encode_key(key)
+        if not self.may_have_task(name):
+            return ""
+        with self.lock(_key_tag(name)) as states:
+            return self.find(states, name)[0]
+
+    def newest_of(self, entry: _Entry) -> str:
+        """Return the path of the payload that the next delivery of a task will carry. Without the
+        lock: it may be gone by now."""
+        if _is_keyed(entry.id) and entry.directory in ("pending", "scheduled"):
+            for path, newer in self._load(_tag_of(entry.id)).values():
+                if newer and _id_of(path) == entry.id:
+                    return f"keys/{newer}"
+        return entry.path
+
+    # Claiming
+
+    def claimed(self, held: _Lease, key: str, data: bytes, waiting: str) -> bytes | None:
+        """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
+        None: it is not to be delivered.
+
+        The state is read without the lock: a payload that a push() put behind the task before it
+        was claimed is noted there. `mv failed/ID pending/`, or a state lost with power, makes two
+        tasks of one key.
+        """
+        name, ident = _encode_key(key), _id_of(held.path)
+        if self._is_alone(name, ident):
+            return data
+        with self.lock(_tag_of(ident)) as states:
+            if other := self._other_task(states, name, held.path):
+                self._worker.quarantine(held.path, str(KeyInFlight(key, other)))
+                return None
+            if not states[name][1]:
+                return data
+            is_taken = waiting.startswith("scheduled/")
+            return self._take_along(states, name, held, None if is_taken else waiting)
+
+    def _is_alone(self, name: str, ident: str) -> bool:
+        """Whether the key has this task, and nothing is behind it, as far as its state tells."""
+        path, newer = self._load(_tag_of(ident)).get(name, ("", ""))
+        return _id_of(path) == ident and not newer
+
+    def _other_task(self, states: _States, name: str, lease: str) -> str:
+        """Return the id of the key's task if that is not the one just leased, else ""."""
+        path, newer = states.get(name, ("", ""))
+        if _id_of(path) == _id_of(lease):
+            states[name] = lease, newer
+        path, newer = self.find(states, name)
+        if path and _id_of(path) != _id_of(lease):
+            return _id_of(path)
+        states[name] = lease, newer
+        return ""
+
+    def _take_along(
+        self, states: _States, name: str, held: _Lease, waited: str | None
+    ) -> bytes | None:
+        """Put the payload behind a leased task into its place, as of a first attempt, and return
+        it. None: it is for later, and so is the task now. waited: where it did; None in scheduled/:
+        take(id=...) took it from there, and does not mind.
+
+        Only a person moves the task meanwhile. Then there is no file to put the payload over, and
+        it stays behind. CRASH: before that rename, nothing is done, or the old payload is at the
+        new time; after it, the state names a payload that is not there, as find() sees.
+        """
+        lease, newer = states[name]
+        due_ns = _later(newer) if waited else None
+        if waited and due_ns is not None:
+            target = self._files.move(lease, _reset_path(waited, due_ns))
+            states[name] = target, newer
+            self._files.move_over(f"keys/{newer}", target, must_exist=True)
+            states[name] = target, ""
+            self._worker.note(target)
+            return None
+        self._files.move_over(f"keys/{newer}", lease, must_exist=True)
+        states[name] = lease, ""
+        data, _ = self._files.read(lease, _id_of(lease))
+        first = _first_lease(lease)
+        if first != lease:  # an undone claim, or a person, brought it back with its attempts
+            try:
+                self._files.move(lease, first)
+            finally:  # also when Ctrl-C came between the rename and here
+                if self._files.exists(first):
+                    held.path = first
+            states[name] = first, ""
+        return data
+
+    # Moving
+
+    def move(self, source: str, target: str, wait: bool = True) -> str:
+        """Move a task with a key, as _Worker.move() does, under the lock of the key. If it ends,
+        the payload behind it becomes a task. If it comes back, that stays behind, and its attempts
+        and its time, if that is later, count from now on."""
+        ident = _id_of(source)
+        with self.lock(_tag_of(ident), wait) as states:
+            name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
+            newer = self._name_behind(states[name][1]) if name else ""
+            if newer and _state_of(target) in ("pending", "scheduled"):
+                target = _reset_path(target, _later(newer))
+            try:
+                self._files.move(source, target)
+                if name and not _is_end(target):
+                    states[name] = target, newer
+                elif name and newer and (path := self._promote(newer)):
+                    states[name] = path, ""
+                elif name:
+                    del states[name]
+            except BaseException:
+                self.needs_repair = True  # the next pop() promotes what stands behind it
+                raise
+        return target
+
+    def _promote(self, newer: str) -> str:
+        """Move a payload from keys/ into the queue: there is no task before it. "": a person
+        removed it."""
+        path = f"{'pending' if _due_of(newer) is None else 'scheduled'}/{newer}"
+        try:
+            self._files.move(f"keys/{newer}", path)
+        except FileNotFoundError:
+            return ""
+        self._worker.note(path)
+        self._files.commit(path)
+        return path
+
+    def reserve(self, states: _States, source: str, target: str) -> None:
+        """Make sure that the key of a failed task has no other, and say that it will be there.
+
+        Raises KeyInFlight if it has, FileNotFoundError if the task is gone.
+        """
+        try:
+            _, key = self._files.read(source, _id_of(source))
+        except CorruptTask:
+            return  # it has no key, and pop() will quarantine it
+        if key is None:
+            return
+        path, _ = self.find(states, _encode_key(key))
+        if path:
+            raise KeyInFlight(key, _id_of(path))
+        states[_encode_key(key)] = target, ""
+        self._save(_tag_of(source), states, self._files.is_durable)
+
+    # Repair
+
+    def repair(self) -> None:
+        """Promote the payloads whose task is gone, and remove the states of keys without a task."""
+        self.needs_repair, errors, found = False, _FirstError(), self._found(_FORMS["keys"])
+        idle = {_tag_of(path) for path in self.idle()}
+        for tag in sorted(idle.union(map(_tag_of, found))):
+            # Of an idle one all directories have been listed: a claim is what may have come since.
+            where = ("inflight",) if tag in idle else _LIVE
+            with errors, contextlib.suppress(BlockingIOError), self.lock(tag, False) as states:
+                for name in [*states]:
+                    self.find(states, name, where)
+                for newer in {it for it in found if _tag_of(it) == tag}:
+                    self._adopt(states, newer)
+        errors.raise_if_any()
+
+    def _adopt(self, states: _States, newer: str) -> None:
+        """Note a payload in keys/ that no state knows: power loss, or a person, took the state."""
+        if any(newer == known for _, known in states.values()):
+            return
+        try:
+            _, key = self._files.read(f"keys/{newer}", _id_of(newer))
+        except FileNotFoundError:
+            return  # promoted just now, or a person removed it
+        except CorruptTask:
+            key = None  # pop() will quarantine it
+        path, known = states.get(_encode_key(key), ("", "")) if key else ("", "")
+        if not path and (path := self._promote(newer)) and key:
+            states[_encode_key(key)] = path, ""
+        elif key and path and not known:
+            states[_encode_key(key)] = path, newer
+
+    def idle(self) -> list[str]:
+        """Return the paths in keys/, states and newer payloads, of keys that have no task."""
+        names = self._found(_parse_tag) + self._found(_FORMS["keys"])
+        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if names else set()
+        return [f"keys/{name}" for name in names if _tag_of(name) not in busy]
+
+    def _found(self, parse: Callable[[str], object]) -> list[str]:
+        """Return the names of one form in keys/, sorted."""
+        none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        with none_yet, os.scandir(f"{self._files.root}keys") as entries:
+            files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+            return sorted(filter(parse, files))
+        return []
+
+    # Pushing
+
+    def push(
+        self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
+    ) -> str:
+        """Push a payload for an encoded key; return its task's id.
+
+        Returns "" if a pop() or a person was quicker at the task that waited: again, then.
+        """
+        with self.lock(_key_tag(name)) as states:
+            path, newer = self.find(states, name)
+            if not path:
+                return self._push_first(states, name, payload, due_ns)
+            is_leased = _state_of(path) == "inflight"
+            if is_leased and if_in_flight == "reject":
+                raise KeyInFlight(_decode_key(name), _id_of(path))
+            header = _header(payload, name)
+            with self._files.replacement(self._clock.new_id(), header, payload) as aside:
+                if not is_leased:
+                    return self._replace(states, name, aside, due_ns)
+                if if_in_flight == "update" and not newer:
+                    return self._put_over(aside, path)
+                return self._put_behind(states, name, aside, due_ns)
+
+    def _push_first(
+        self, states: _States, name: str, payload: bytes | memoryview, due_ns: int | None
+    ) -> str:
+        """Push the only task of a key."""
+        tag = _key_tag(name)
+        ident = _new_name(self._clock.next_order(), tag)
+        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
+        states[name] = path, ""
+        try:
+            # The state is there first: a task that it does not know would be one too many.
+            self._save(tag, states, self._files.is_durable)
+            self._files.publish(ident, payload, path, key=name)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self.find(states, name)  # a consumer that was quicker keeps what it has
+            raise
+        self._worker.note(path)
+        return ident
+
+    def _put_over(self, aside: str, path: str) -> str:
+        """Put a payload into the place of one; return the task's id, "" if it is not there."""
+        if not self._files.swap_or_replace(aside, path):
+            self._files.remove(aside)
+            return ""
+        self._files.commit(path)
+        self._files.remove(aside)  # the old record: until now the disk may know only that
+        return _id_of(path)
+
+    def _put_behind(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+        """Put a payload behind the task of a key, or into the place of the one behind it; return
+        its id. CRASH: find() knows it by its id, under its old name too."""
+        path, before = states[name]
+        ident = _id_of(before) or _new_name(self._clock.next_order(), _key_tag(name))
+        newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
+        states[name] = path, newer
+        try:
+            self._save(_key_tag(name), states, self._files.is_durable)
+            if before not in ("", newer):  # CRASH: after it, the old payload at the new time
+                self._files.move(f"keys/{before}", f"keys/{newer}")
+            self._files.move_over(aside, f"keys/{newer}")
+            self._files.commit(f"keys/{newer}")
+        except BaseException:
+            states[name] = path, before
+            if not before:  # a push that raised left nothing behind
+                self._files.remove(f"keys/{newer}")
+            raise
+        return ident
+
+    def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+        """Replace the payload of a task that waits, as a first attempt; return its id, "" if
+        another was quicker. It keeps its place, or gets the new time.
+
+        CRASH: after the rename, the old payload at the new time, or begun anew. The other order
+        could deliver the new payload before its time.
+        """
+        path, newer = states[name]
+        target = _reset_path(path, due_ns)
+        try:
+            if target != path:
+                self._files.move(path, target)
+            states[name] = target, newer
+            try:
+                ident = self._replace_at(states, name, aside, due_ns, target != path)
+            except OSError:
+                with contextlib.suppress(OSError):  # a push that raised changed nothing
+                    states[name] = self._files.move(target, path), newer
+                raise
+        except FileNotFoundError:
+            ident = ""
+        if ident:
+            self._worker.note(target)
+        else:
+            self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
+        return ident
+
+    def _replace_at(
+        self, states: _States, name: str, aside: str, due_ns: int | None, has_moved: bool
+    ) -> str:
+        """Replace a waiting task's payload where it is; return its id, "" if it is gone. A pop()
+        sees the old one or the new one there, at each instant; CRASH: the other one is a leftover
+        in creating/.
+
+        Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
+        reads the state after its rename. Before our save it delivers the old payload, and the new
+        one is behind a lease; after it, it waits for our lock, and takes the new one along.
+        """
+        path, newer = states[name]
+        if not newer and _state_of(path) == "scheduled":
+            return self._put_over(aside, path)  # no pop() takes it from there
+        is_there = None if newer else self._files.swap(aside, path)
+        if is_there is False:
+            return ""
+        if has_moved or is_there:
+            self._files.commit(path)
+        if is_there is None:
+            self._put_behind(states, name, aside, due_ns)
+        else:
+            self._files.remove(aside)  # the old record
+        return _id_of(path)
+
+
+# ==================================================================================================
+# 15. Waiting: for an event in the directories, in threads and in coroutines.
+#     Invariant: a wait has its watcher before its last look, so that what comes after that look
+#     ends the sleep. Coroutines only wait: one thread looks for them.
+# ==================================================================================================
+
+# inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
+_IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
+_LINGER_S = 1.0  # for which a thread waits for the next coroutine
+_MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
+_Found = TypeVar("_Found")  # by a wait
+
+
+class _Watcher:
+    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is gone, or wake() is called.
+
+    One for each wait. Without inotify, only wake() ends the sleep. sees_all: no event is missed,
+    as only this kernel writes there; else a wait must be short.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root, self._libc = root, _libc()
+        self._fds: list[int] = []  # of inotify, and the ends of a pipe for wake()
+        self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
+        self._no_wake.acquire()
+        fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
+        if fd >= 0:  # -1: too many
+            self._fds.append(fd)
+            self._fds += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
+        self.sees_all = self._watch() and _fs_type(root) in _LOCAL_TYPES
+
+    def _watch(self) -> bool:
+        """Watch the directories, and those in their places if they were replaced."""
+        watched = [("pending", _IN_COMES), ("scheduled", _IN_COMES), ("", _IN_COMES | _IN_GOES)]
+        watches = [
+            self._libc.inotify_add_watch(fd, os.fsencode(self._root + name), mask | _IN_ONLYDIR)
+            for fd in self._fds[:1]
+            for name, mask in watched
+        ]
+        self._pushed = watches[0].to_bytes(4, sys.byteorder, signed=True) if watches else b""
+        return min(watches, default=-1) >= 0
+
+    def sleep(self, seconds: float) -> None:
+        """Return at the next event, or when the time is over."""
+        import select
+
+        if not self._fds:
+            self._no_wake.acquire(timeout=seconds)
+            return
+        poll = select.poll()
+        for fd in self._fds[:2]:
+            poll.register(fd, select.POLLIN)
+        for fd, _ in poll.poll(int(seconds * 1000) + 1):
+            with contextlib.suppress(BlockingIOError):
+                events = os.read(fd, 1 << 16)
+                if fd == self._fds[0] and not self._is_one_push(events):
+                    # Before the next look: pending/ may be a new directory (shrink_pending).
+                    self.sees_all = self._watch() and self.sees_all
+
+    def _is_one_push(self, events: bytes) -> bool:
+        """Whether that is one event, of pending/: 16 bytes, from the watch to the name's length."""
+        name_bytes = int.from_bytes(events[12:16], sys.byteorder)
+        return events.startswith(self._pushed) and len(events) == 16 + name_bytes
+
+    def wake(self) -> None:
+        """End the sleep, or the next one; in any thread, or in a signal handler."""
+        if not self._fds:
+            with contextlib.suppress(RuntimeError):  # it was woken before
+                self._no_wake.release()
+            return
+        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
+            os.write(self._fds[2], b"!")
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def __del__(self) -> None:
+        if os is not None:  # None: the interpreter ends
+            self.close()
+
+
+class _Request:
+    """A coroutine that waits: how to look for it, and the answer."""
+
+    def __init__(self, look: Callable[[], FemtoTask | None], line: str, closes: int) -> None:
+        import asyncio
+        from concurrent.futures import Future
+
+        self.look, self.line, self.closes, self.is_over = look, line, closes, False
+        self.loop = asyncio.get_running_loop()
+        self.answer: Future[FemtoTask | None] = Future()
+
+
+class _Waits:
+    """The waits on one queue object. A look is a function that returns what it found, or None."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker, self._house, self._lease_dir = worker, worker.house, worker.lease_dir
+        self._longest_poll_s = worker.poll_interval_s
+        self._watchers: set[_Watcher] = set()  # of the waits that go on
+        self._idle: list[_Watcher] = []  # for the next ones; an old event wakes them for nothing
+        # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
+        self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()  # held as the thread that serves them starts and ends
+        self._is_serving, self._linger_s = False, 0.0  # until when it waits for the next one
+        self._server: _Watcher | None = None  # of that thread
+
+    def wait_for(
+        self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
+    ) -> _Found | None:
+        """Look until something is found, the time has come, or the queue is closed: None.
+
+        has_events=False: it may be found without an event, as when other workers finish a task.
+        """
+        closes = self._lease_dir.closes
+        found = self._look(look, closes)
+        if found is not None or time.monotonic() >= end_s:
+            return found
+        with self._watcher() as watcher:
+            return self._wait(watcher, look, end_s, closes, has_events)
+
+    def _wait(
+        self,
+        watcher: _Watcher,
+        look: Callable[[], _Found | None],
+        end_s: float,
+        closes: int,
+        has_events: bool,
+    ) -> _Found | None:
+        """Look, and sleep, by turns."""
+        pauses_s = _backoff_s(self._longest_poll_s)
+        while True:
+            found = self._look(look, closes)
+            left_s = end_s - time.monotonic()
+            if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
+                return found
+            rest_s, pause_s = self._house.rest_s(), next(pauses_s)
+            if rest_s <= 0:  # a job failed, or another thread runs it
+                rest_s = pause_s
+            elif not (watcher.sees_all and has_events):
+                rest_s = min(rest_s, pause_s)
+            watcher.sleep(min(left_s, rest_s))
+
+    def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
+        """Look once, for a wait that began when the queue had been closed `closes` times."""
+        found = look()
+        if self._lease_dir.closes == closes:
+            return found
+        # RACE: closed as we looked. The task goes back, and the lease directory is given up again
+        # if we opened it; if it is in use again, it has leases, or will be opened for the next.
+        self._give_back(found)
+        with (
+            self._worker.lock,
+            contextlib.suppress(OSError),
+        ):  # it is gone; or let the next look see
+            if not os.listdir(self._lease_dir.path):
+                self._lease_dir.close(_no_op)
+        return None
+
+    def _give_back(self, found: object) -> None:
+        """Return a task that was found for a wait that is over to its place, uncounted."""
+        if not isinstance(found, FemtoTask):
+            return
+        try:
+            self._worker.requeue_uncounted(found)
+        except LeaseLost:
+            pass  # close() did
+        except OSError as error:
+            _log().warning("task %s waits for the end of its lease: %s", found.id, error)
+
+    @contextlib.contextmanager
+    def _watcher(self) -> Iterator[_Watcher]:
+        """Have a watcher for the block."""
+        try:
+            watcher = self._idle.pop()
+        except IndexError:
+            watcher = _Watcher(self._worker.files.root)
+        self._watchers.add(watcher)
+        try:
+            yield watcher
+        finally:
+            self._watchers.discard(watcher)
+            if watcher.sees_all and len(self._idle) < _MAX_IDLE:
+                self._idle.append(watcher)
+
+    def end_all(self, error: BaseException | None = None) -> None:
+        """End all waits, after the count of close() has grown; or those of coroutines, with an
+        error."""
+        for watcher in [*self._watchers]:
+            watcher.wake()
+        for ref in self._requests.valuerefs():
+            request = ref()
+            if request is not None:
+                self._answer(request, None, error)
+
+    # Coroutines
+
+    async def wait_for_async(
+        self, look: Callable[[], FemtoTask | None], end_s: float, line: str
+    ) -> FemtoTask | None:
+        """Do as wait_for() does, without blocking the event loop; first come, first served in a
+        line. A look that takes long holds up the others, not their loops."""
+        import asyncio
+
+        request = _Request(look, line, self._lease_dir.closes)
+        left_s = max(0, end_s - time.monotonic())
+        # The loop holds the request by its timer; the thread does not.
+        timer = request.loop.call_later(min(left_s, _FOREVER_NS / 1e9), self._end, request)
+        try:
+            request.is_over = left_s == 0
+            self._start(request)
+            return await asyncio.wrap_future(request.answer)
+        except BaseException:  # cancelled
+            if not request.answer.cancel() and request.answer.exception() is None:
+                self._give_back(request.answer.result())  # RACE: the thread was quicker
+            raise
+        finally:
+            timer.cancel()
+            self._requests.pop(id(request), None)
+
+    def _end(self, request: _Request) -> None:
+        """Have a last look for a coroutine whose time is over."""
+        request.is_over = True
+        self._wake_server()
+
+    def _wake_server(self) -> None:
+        server = self._server
+        if server is not None:  # else it is yet to look
+            server.wake()
+
+    def _start(self, request: _Request) -> None:
+        """Have the thread look for a coroutine from now on."""
+        with self._lock:
+            self._requests[id(request)] = request
+            self._linger_s = time.monotonic() + _LINGER_S
+            if self._is_serving:
+                self._wake_server()
+                return
+            self._is_serving = True
+            try:
+                threading.Thread(target=self._serve, daemon=True).start()
+            except BaseException:
+                self._is_serving = False
+                raise
+
+    def _serve(self) -> None:
+        """Look for the coroutines until none has waited for a while: the thread."""
+        watcher: _Watcher | None = None
+        try:
+            with self._watcher() as watcher:
+                self._server = watcher
+                while self._server is watcher:  # RACE: else another thread has begun
+                    closes = self._lease_dir.closes
+                    self._wait(watcher, self._look_for_all, float("inf"), closes, True)
+        except BaseException as error:
+            with self._lock:
+                if self._server is watcher:
+                    self._is_serving, self._server = False, None
+            self.end_all(error)
+
+    def _look_for_all(self) -> bool | None:
+        """Look for the first coroutine of each line, and for each whose time is over. Return True
+        if none has waited for a while: it ends the thread."""
+        empty_lines = set()
+        for ref in self._requests.valuerefs():
+            request = ref()
+            # A loop that does not run could not take its task.
+            if request is None or not request.loop.is_running():
+                continue
+            is_due = request.is_over or request.line not in empty_lines
+            if is_due and not self._look_for(request):
+                empty_lines.add(request.line)
+        with self._lock:
+            if self._requests or time.monotonic() < self._linger_s:
+                return None
+            self._is_serving, self._server = False, None
+            return True
+
+    def _look_for(self, request: _Request) -> bool:
+        """Look once for a coroutine; answer it if something was found, or if its time is over.
+        Return whether there may be more for its line."""
+        is_over = request.is_over
+        try:
+            task = self._look(request.look, request.closes)
+        except BaseException as error:
+            self._answer(request, None, error)
+            return True
+        is_closed = self._lease_dir.closes != request.closes  # perhaps before it was in line
+        if task is not None or is_over or is_closed:
+            self._answer(request, task)
+        return task is not None
+
+    def _answer(
+        self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
+    ) -> None:
+        """End the wait of a coroutine; give back the task if the wait has ended."""
+        from concurrent.futures import InvalidStateError
+
+        self._requests.pop(id(request), None)
+        try:
+            if error is None:
+                request.answer.set_result(task)
+            else:
+                request.answer.set_exception(error)
+        except InvalidStateError:  # RACE: cancelled, or the queue was closed
+            self._give_back(task)
+
+
+# ==================================================================================================
+# 16. Processing: keeping a lease while its task is worked on, and ending it.
+#     Invariant: while blocks of processing() run, at most one thread per queue object renews their
+#     leases; none does if their leases have no deadline.
+# ==================================================================================================
+
+_RENEWAL = 1 / 3  # of its length, after which a lease is renewed
+_LONGEST_RETRY_S = 3600.0  # after an exception in processing()
+
+
+def _retry_delay_s(first_s: float, attempts: int) -> float:
+    """Return how long a task waits after a failure. The delay doubles with each attempt; a random
+    part of up to half is subtracted, so that tasks that failed together spread out."""
+    delay_s = min(first_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
+    return delay_s * (1 - os.urandom(1)[0] / 512)
+
+
+def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
+    """Return how far the work on that payload had come: of a key, another may be here now."""
+    files, path = worker.files, f"checkpoints/{ident}"
+    if not files.exists(path):
+        return None
+    try:
+        saved, _ = files.read(path, ident)
+    except FileNotFoundError:
+        return None  # RACE: a person removed it
+    except CorruptTask as error:  # power loss: the work begins anew
+        _log().warning("checkpoints/%s: %s", ident, error.reason)
+        return None
+    of_data = _header(data)
+    if saved.startswith(of_data):
+        return saved[len(of_data) :]
+    files.remove(path)
+    return None
+
+
+def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
+    """Put a checkpoint in place, and renew the lease, which is the fence."""
+    files, data, lease = worker.files, task.data, _lease_of(task)
+    if task.size_bytes is None:  # of attach(): the payload was not read
+        try:
+            data, _ = files.read(task.path, task.id)
+        except FileNotFoundError:
+            os.stat(files.root)  # gone: disk trouble
+            raise worker.lease_lost(task) from None
+    record = _header(data) + payload
+    with files.replacement(worker.clock.new_id(), _header(record), record) as aside:
+        if not os.path.isdir(f"{files.root}checkpoints"):
+            _make_dir(f"{files.root}checkpoints", 0o777, files.is_durable)
+        with worker.keys.lock_of(task.id), worker.lock:
+            worker.renew(task)  # it holds for far longer than the next line
+            files.move_over(aside, f"checkpoints/{task.id}")
+    files.commit_dir("checkpoints")
+    task.checkpoint, lease.has_checkpoint = payload, True
+
+
+class _LeaseRenewer:
+    """Renews the leases of the tasks that are being processed, in one thread.
+
+    The thread holds the worker, not the queue: a dropped queue object gives up its lease directory
+    at once.
+    """
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker, self._lock = worker, worker.lock
+        # By the id() of the task. Weak: the `with` holds the block, for as long as there is one.
+        self._blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
+        self.stop = threading.Event()  # set: no thread renews
+        self.stop.set()
+        self._pause_s = 0.0  # seconds between two rounds of the thread
+
+    def add(self, block: _Processing) -> None:
+        """Renew a lease from now on; start a thread if none runs, or if its rounds are too rare."""
+        lease = _lease_of(block.task)
+        pause_s = lease.length_ns / 1e9 * _RENEWAL
+        with self._lock:
+            self._blocks[id(block.task)], lease.is_renewed = block, True
+            runs = not self.stop.is_set() and pause_s >= self._pause_s
+            if lease.length_ns >= _FOREVER_NS or runs:
+                return
+            self.stop.set()
+            self.stop, self._pause_s = threading.Event(), pause_s
+            try:
+                threading.Thread(target=self._run, args=(self.stop, pause_s), daemon=True).start()
+            except BaseException:
+                self.stop.set()
+                self.remove(block.task)
+                raise
+
+    def remove(self, task: FemtoTask) -> None:
+        """Renew a lease no more."""
+        with self._lock:
+            self._blocks.pop(id(task), None)
+            _lease_of(task).is_renewed = False
+
+    def _run(self, stop: threading.Event, pause_s: float) -> None:
+        """Renew until nothing is left to renew, or `stop` is set."""
+        while not stop.wait(pause_s):
+            try:
+                done = [self._renew(task) for task in self._tasks(stop)]
+            except BaseException:  # e.g. of a log handler: the other leases must go on
+                done = [False]
+            pause_s = self._pause_s if all(done) else self._pause_s / 10
+
+    def _tasks(self, stop: threading.Event) -> list[FemtoTask]:
+        """Return what is to be renewed; if no lease of them ends, set `stop`."""
+        with self._lock:
+            tasks = [block.task for block in self._blocks.values()]
+            length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
+            if stop.is_set() or length_ns >= _FOREVER_NS:
+                stop.set()
+                return []
+            self._pause_s = length_ns / 1e9 * _RENEWAL
+            return tasks
+
+    def _renew(self, task: FemtoTask) -> bool:
+        """Renew a lease, unless the next round will do. False: to be tried again soon."""
+        lease = _lease_of(task)
+        next_left_ns = self._worker.left_ns(task) - self._pause_s * 1e9
+        if next_left_ns >= lease.length_ns * (1 - _RENEWAL):
+            return True
+        if lease.outcome or not lease.is_renewed:
+            return True  # its block has ended meanwhile
+        try:
+            # Not waiting for the lock of its key: a process may be stopped while it has it.
+            self._worker.renew(task, wait=False)
+        except LeaseLost:
+            self.remove(task)  # its block will see
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            _log().warning("task %s: its lease is not renewed: %s", task.id, error)
+            return False
+        return True
+
+
+class _Processing:
+    """The block of processing(): see FemtoQueue.processing().
+
+    queue: only its public methods are used. outcome: how the delivery ended, a field of
+    WorkCounts; "" while it runs, or if its end could not be written.
+    """
+
+    def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
+        self._queue, self.task = queue, task
+        self._worker, self._renewer = worker, worker.renewer
+        self._lease, self._pid = _lease_of(task), os.getpid()
+
+    @property
+    def outcome(self) -> str:
+        return self._lease.outcome
+
+    def __enter__(self) -> FemtoTask:
+        """Check or renew the lease, and have it renewed. Raises LeaseLost."""
+        task = self.task
+        if self._worker.left_ns(task) < self._lease.length_ns * 2 / 3:
+            self._worker.renew(task)
+        elif not self._worker.files.exists(task.path):
+            raise self._worker.lease_lost(task)
+        self._renewer.add(self)
+        return task
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        """End the delivery by what the block raised, unless the block ended it itself."""
+        task = self.task
+        if os.getpid() != self._pid:
+            return  # a child that was forked in the block does not own the task
+        try:
+            if not self.outcome and not (isinstance(error, LeaseLost) and error.id == task.id):
+                self._end(error)
+        except LeaseLost as lost:
+            raise lost from error
+        except OSError:
+            self.orphan()  # another worker may deliver it again
+            raise
+        finally:
+            self._renewer.remove(task)
+
+    def _end(self, error: BaseException | None) -> None:
+        """End the delivery, by what the block raised."""
+        queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
+        if error is None:
+            queue.done(task)
+        elif not isinstance(error, Exception):  # KeyboardInterrupt, SystemExit
+            queue.release(task, front=True, counted=False)
+        elif queue.max_attempts is not None and attempts >= queue.max_attempts:
+            queue.fail(task, error)
+        else:
+            queue.release(task, delay_s=_retry_delay_s(queue.retry_delay_s, attempts))
+            self._lease.outcome = "retried"
+
+    def orphan(self) -> None:
+        """Have the task delivered again soon: its delivery can't be ended."""
+        self._worker.orphan(self.task.path)
+
+
+# ==================================================================================================
+# 17. Worker pool: the loop behind work() and the command `work`.
+#     Invariant: each task that it takes is settled, given back or counted as lost, and no signal
+#     comes between two of its steps that would leave a task in flight.
+# ==================================================================================================
+
+_ONE_SIGNAL_S = 0.3  # two signals within that are one
+_AFTER_FAILURE = {
+    "retried": "to be retried",
+    "failed": "a dead letter",
+    "": "delivered again later",
+}
+
+
+class _WorkerPool:
+    """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
+    If concurrency is 1, the calling thread does, unless in_threads is set.
+
+    is_stopped: asked between two tasks. more_signals: stop the pool as SIGINT and SIGTERM do.
+    on_stop() is called at the first signal, in its handler, and on_abort(number) at the second.
+
+    Invariant: a task is in _running from before its handler is called until its delivery is
+    counted, by the thread that removes it. _changed is held where _running or counts change.
+    """
+
+    def __init__(
+        self,
+        queue: Any,
+        handler: Callable[[FemtoTask], object],
+        concurrency: int,
+        drain: bool,
+        is_stopped: Callable[[], object] = _no_op,
+        *,
+        in_threads: bool = False,
+        more_signals: Iterable[int] = (),
+        on_stop: Callable[[], object] = _no_op,
+        on_abort: Callable[[int], object] = _no_op,
+    ) -> None:
+        self._pid = os.getpid()
+        self._queue, self._handler, self._concurrency = queue, handler, concurrency
+        self._drain, self._is_stopped, self._in_threads = drain, is_stopped, in_threads
+        self._is_threaded = in_threads or concurrency > 1
+        self._more_signals, self._on_stop, self._on_abort = more_signals, on_stop, on_abort
+        self.signals: list[int] = []  # that came
+        self._last_signal_s = 0.0
+        self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
+        self._running: dict[int, FemtoTask] = {}  # by their id()
+        self._changed = threading.Condition()
+        self._turn = threading.Lock()  # held by the thread that takes a task
+        self._threads = 0  # that have not ended
+        self._is_drained = self._is_interruptible = False  # a handler runs that signals interrupt
+        self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
+
+    def run(self) -> WorkCounts:
+        """Work until told to stop. Raises what a handler raised to end the pool, and the OSError
+        of a pop(), unless a signal came before what ran had finished: that is answered first."""
+        with self._signals_handled():
+            if self._is_threaded:
+                self._start_threads()
+                self._wait_for_threads()
+            else:
+                self._work()
+            if len(self.signals) > 1:
+                self._abort()
+            elif isinstance(self._error, OSError) and self.signals:
+                _log().error("work ends by a signal; before it: %s", self._error)
+            elif self._error is not None:
+                raise self._error
+        return WorkCounts(**self.counts)
+
+    def _start_threads(self) -> None:
+        for _ in range(self._concurrency):
+            # A daemon: a handler that does not return must not keep the process alive.
+            thread = threading.Thread(target=self._work, daemon=True)
+            with self._changed:
+                self._threads += 1
+            try:
+                thread.start()
+            except RuntimeError:
+                with self._changed:
+                    self._threads -= 1
+                if not self._threads:  # else the running ones are enough
+                    raise
+                return
+
+    def _wait_for_threads(self) -> None:
+        with self._changed:
+            while self._threads > 0 and len(self.signals) < 2:
+                self._changed.wait(_BASE_INTERVAL_S)
+
+    def _work(self) -> None:
+        """Take tasks, and handle them, until the pool is stopped or the queue is drained."""
+        try:
+            while not self._is_stopping():
+                with self._turn:
+                    task = self._take()
+                if task is not None:
+                    self._process(task)
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            with self._changed:
+                self._threads -= 1
+                self._changed.notify_all()
+
+    def _is_stopping(self) -> bool:
+        is_over = self.signals or self._is_drained or self._error is not None
+        return bool(is_over or self._is_stopped())
+
+    def _take(self) -> FemtoTask | None:
+        """Take a task, or wait for one a moment: nothing wakes this wait when is_stopped()
+        changes, and with drain, others may end the last task at any moment."""
+        queue, wait_s = self._queue, _BASE_INTERVAL_S
+        if self._is_stopping():
+            return None
+        task: FemtoTask | None = queue.pop(0 if self._drain else wait_s)
+        if task is None and self._drain:
+            self._is_drained = queue.join(0)
+            if not self._is_drained:
+                task = queue.pop(min(wait_s, queue.poll_interval_s))
+        with self._changed:
+            if task is None or not self._is_stopping():
+                if task is not None:
+                    self._running[id(task)] = task
+                return task
+        queue.release(task, front=True, counted=False)
+        return None
+
+    def _process(self, task: FemtoTask) -> None:
+        """Handle a task; log how its delivery failed, and count how it ended."""
+        processing = self._queue.processing(task)
+        try:
+            with processing:
+                self._handle(task)
+        except LeaseLost as error:
+            _log().warning("%s", error)
+        except Exception as error:
+            then = _AFTER_FAILURE.get(processing.outcome, processing.outcome)
+            cause = None if isinstance(error, _CommandFailed) else error
+            why = str(error).partition("\n")[0]
+            text = "%s: try %d failed, %s: %s"
+            _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
+            if not processing.outcome:  # it could not even begin, or not be ended
+                processing.orphan()
+        finally:
+            with self._changed:
+                if self._running.pop(id(task), None) is not None:  # else _abort() has counted it
+                    self.counts[processing.outcome or "lost"] += 1
+                self._changed.notify_all()
+
+    def _handle(self, task: FemtoTask) -> None:
+        """Call the handler. In the thread that gets signals, the second one interrupts it."""
+        try:
+            self._is_interruptible = not self._is_threaded
+            self._handler(task)
+        finally:
+            self._is_interruptible = False
+
+    def _abort(self) -> None:
+        """Give back what runs in other threads; what ran in this one has been given back."""
+        self._on_abort(self.signals[-1])
+        with self._changed:
+            if self._in_threads:  # their commands have ended: they give their tasks back themselves
+                self._changed.wait_for(lambda: not self._running, 1.0)
+        for task in [*self._running.values()]:
+            try:
+                self._queue.release(task, front=True, counted=False)
+            except LeaseLost:
+                continue  # it has just ended, and its thread counts it
+            except OSError as error:
+                _log().warning("task %s is not given back: %s", task.id, error)
+            with self._changed:
+                if self._running.pop(id(task), None) is not None:
+                    self.counts["released"] += 1
+
+    @contextlib.contextmanager
+    def _signals_handled(self) -> Iterator[None]:
+        """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
+        import signal
+
+        before = {}
+        if threading.current_thread() is threading.main_thread():
+            numbers = (signal.SIGINT, signal.SIGTERM, *self._more_signals)
+            before = {number: signal.getsignal(number) for number in numbers}
+        # Not those that are ignored, as by nohup, or have a handler that Python did not set.
+        before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
+
+        def handle(number: int, frame: object) -> None:
+            if os.getpid() == self._pid:
+                self._on_signal(number)
+            else:  # a child that a handler forked gets its signals as before
+                signal.signal(number, before[number])
+                os.kill(os.getpid(), number)
+
+        try:
+            for number in before:
+                signal.signal(number, handle)
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int) -> None:
+        """Note a signal: the first one stops the pool, the second one aborts what runs."""
+        # timeout(1) and a terminal that goes away signal twice: the process, and its group.
+        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
+            return
+        self._last_signal_s = time.monotonic()
+        self.signals.append(number)
+        if len(self.signals) == 1:
+            self._on_stop()
+        elif len(self.signals) == 2 and self._is_interruptible:  # a third one changes nothing
+            raise KeyboardInterrupt
+
+
+# ==================================================================================================
+# 18. Inspection: check(), a method for each thing that may be odd.
+#     Invariant: without repair nothing is changed; with it, only what is safe while others work.
+# ==================================================================================================
+
+
+class _Inspector:
+    """What check() finds, and mends with `repair`."""
+
+    def __init__(self, worker: _Worker, repair: bool) -> None:
+        self._worker, self._files, self._repair = worker, worker.files, repair
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what is odd; a directory that can't be read is a finding too."""
+        keys, house, root = self._worker.keys, self._worker.house, self._files.root
+        for look in (
+            self._file_systems(),
+            self._queue_clock(),
+            self._foreign(),
+            self._records(),
+            self._twice(),
+            self._workers(),
+            self._of_no_use("key without a task", "nothing of it waits", keys.idle, keys.repair),
+            self._of_no_use(
+                *("leftover", "more than an hour old"), house.stale_files, house.remove_stale_files
+            ),
+        ):
+            try:
+                yield from look
+            except OSError as error:
+                yield Finding(
+                    "unreadable", os.path.relpath(error.filename or root, root), str(error)
+                )
+
+    def _file_systems(self) -> Iterator[Finding]:
+        """A network file system, and directories on another one."""
+        root = self._files.root
+        if self._files.caveat:
+            yield Finding("network file system", ".", self._files.caveat)
+        device = os.stat(root).st_dev
+        for name in self._directories():
+            if os.stat(root + name).st_dev != device:
+                yield Finding("file system", name, "another than data_dir's: rename() can't cross")
+
+    def _directories(self) -> list[str]:
+        """Return the directories of the queue."""
+        root = self._files.root
+        names = [name for name in os.listdir(root) if name in _NAMES_IN or _parse_node_dir(name)]
+        return sorted(name for name in names if os.path.isdir(root + name))
+
+    def _queue_clock(self) -> Iterator[Finding]:
+        """A clock that is ahead of the wall clock."""
+        clock = self._worker.clock
+        ahead_s = (clock.now_ns() - time.time_ns()) / 1e9
+        if ahead_s > 1:
+            text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
+            yield Finding("clock", f"clock-{clock.boot}", text)
+
+    def _foreign(self) -> Iterator[Finding]:
+        """Names that are not the queue's."""
+        directories = self._directories()
+        forms = {name: _NAMES_IN.get(name, (_FORMS["inflight"],)) for name in directories}
+        for directory in (".", *directories):
+            known = forms.get(directory, ({*directories, "PAUSED"}.__contains__, _parse_clock))
+            for name in sorted(os.listdir(self._files.root + directory)):
+                if not any(form(name) for form in known):
+                    path = os.path.normpath(f"{directory}/{name}")
+                    yield Finding("foreign", path, "not of the queue's")
+
+    def _records(self) -> Iterator[Finding]:
+        """Records that are not whole, or can't be read."""
+        for entry in self._files.find(*STATES, "keys"):
+            try:
+                self._files.read(entry.path, entry.id)
+            except FileNotFoundError:
+                continue  # it moved on
+            except OSError as error:
+                yield Finding("unreadable", entry.path, str(error))
+            except CorruptTask as error:
+                if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
+                    continue  # a dead letter for just that
+                mend = self._repair and entry.directory in ("pending", "scheduled")
+                if mend:
+                    self._worker.quarantine(entry.path, error.reason)
+                yield Finding("corrupt", entry.path, error.reason, mend)
+
+    def _twice(self) -> Iterator[Finding]:
+        """An id in two places."""
+        first: dict[str, str] = {}
+        for entry in self._files.find(*STATES, "keys"):
+            other = first.setdefault(entry.id, entry.path)
+            if other != entry.path and all(map(self._files.exists, (other, entry.path))):
+                yield Finding("twice", entry.path, f"there is {other} too")
+
+    def _workers(self) -> Iterator[Finding]:
+        """Dead workers, and leases that have ended."""
+        house, found = self._worker.house, []
+        for directory in self._files.node_dirs():
+            stats = house.node_stats(directory)
+            if stats.liveness == "dead":
+                found.append((directory, "dead worker", f"{stats.inflight} tasks leased"))
+            elif stats.expired:
+                found.append((directory, "expired", f"{stats.expired} leases have ended"))
+        if found and self._repair:
+            house.reclaim()
+        for directory, kind, text in found:
+            stats = house.node_stats(directory)
+            is_left = stats.expired or (stats.liveness == "dead" and stats.inflight)
+            yield Finding(kind, directory, text, self._repair and not is_left)
+
+    def _of_no_use(
+        self, kind: str, text: str, look: Callable[[], list[str]], remove: Callable[[], None]
+    ) -> Iterator[Finding]:
+        """The files that look() returns, and remove() removes."""
+        found = look()
+        if found and self._repair:
+            remove()
+        for path in found:
+            yield Finding(kind, path, text, self._repair and not self._files.exists(path))
 
 
 # ==================================================================================================
@@ -5320,7 +5320,7 @@ class _SharedNumbers(_Numbers):
 # ==================================================================================================
 # 21. Command line: a function for each command, with its arguments. Its docstring is the help.
 #     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
-#     uses _WorkerPool (16), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
+#     uses _WorkerPool (17), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
 # ==================================================================================================
 
 

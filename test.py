@@ -10795,7 +10795,9 @@ class Documents(DocumentCase):
         import ast
 
         tree = ast.parse(self.read("femtoqueue.py"))
-        room, doors = self.room_of_each_line(), {"_read_checkpoint", "_open_files"}  # of annexes
+        room = self.room_of_each_line()
+        doors = {"_Inspector", "_Processing", "_WorkerPool", "_open_files"}  # of annexes
+        doors |= {"_read_checkpoint", "_save_checkpoint"}
         homes: dict[str, int] = {}  # of the names at top level
         private: dict[int, set[str]] = {}  # names of attributes that belong to a room's own classes
         for node in tree.body:

@@ -817,13 +817,13 @@ a payload that is a str is refused | Lifecycle
 +    if isinstance(data, str):
 +        raise TypeError("data must be bytes, not str
 a record with a wrong checksum is never delivered | Corruption
--    if b"%08x" % binascii.crc32(payload, binascii.crc32(name)) != header[1]:
+-    if b"%08x" % binascii.crc32(payload, binascii.crc32(name.encode())) != header[1]:
 +    if not header[1]:
 a record with bytes behind its payload is never delivered | Corruption
 -    if status.st_size - start != length:
 +    if status.st_size - start < length:
 a record with the key of another id is never delivered | Gate
-- and _key_tag(name.decode()) == _tag_of(ident):
+- and _key_tag(name) == _tag_of(ident):
 +:
 the checksum of a record covers its key | Corruption
 -        binascii.crc32(payload, binascii.crc32(name)),
@@ -834,8 +834,8 @@ the rest of a short write is written | Gate
 +        if rest:
 +            rest = rest[os.write(fd, rest) :]
 a payload that read() gives in parts is whole | Corruption
--    if len(payload) != length:  # one read() may give less
-+    if len(head) == _READ_BYTES:
+-    while len(payload) < length and (part
++    while len(payload) < -1 and (part
 a link in pending/ is no task | ForeignFiles
 -_NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) |
 +_NO_FOLLOW_OR_BLOCK =
@@ -977,11 +977,11 @@ max_attempts is a limit | Lifecycle
 -            if self.max_attempts is not None and before >= self.max_attempts:
 +            if self.max_attempts is not None and before > self.max_attempts:
 attempts are counted | Lifecycle
--        if counts and attempts < _MAX_ATTEMPTS:
-+        if counts and not attempts:
+-        attempts = min(attempts + 1, _MAX_ATTEMPTS)
++        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
 -        except CorruptTask as error:
--            self.quarantine(lease, error.reason)
+-            self.quarantine(held.path, error.reason)
 -            return None
 +        except CorruptTask:
 +            return None
@@ -1036,7 +1036,7 @@ a push of a key saves its state before the task | Keyed
 -            self._files.publish(ident, payload, path, key=name)
 +            self._files.publish(ident, payload, path, key=name)
 a second task of a key, put there by hand, is a dead letter | Keyed
--            if other := self._other_task(states, name, lease):
+-            if other := self._other_task(states, name, held.path):
 +            if other := "":
 retry() of a task whose key has another raises | Keyed
 -        if path:
