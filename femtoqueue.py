@@ -30,20 +30,20 @@ with 20 digits, so that sorting the names of a directory gives its order. A file
 
 Each move is one system call, and takes effect when that call returns:
 
-    step       room and method                 from              to                       by
-    publish    _Files.publish                  creating/<id>     pending/, scheduled/     rename
+    step       room and method                from              to                       by
+    publish    _Files.publish                 creating/<id>     pending/, scheduled/     rename
     due        _Worker.enqueue_scheduled      scheduled/        pending/<now>~<n>~<id>   rename
-    claim      _LeaseDir.claim                 pending/          inflight-<node>/         rename
-    undo       _LeaseDir.undo_claim            inflight-<node>/  pending/                 rename
+    claim      _LeaseDir.claim                pending/          inflight-<node>/         rename
+    undo       _LeaseDir.undo_claim           inflight-<node>/  pending/                 rename
     finish     _Worker.finish                 inflight-<node>/  done/<id>                rename
-                 without keep_done             inflight-<node>/  nowhere                  unlink
+                 without keep_done            inflight-<node>/  nowhere                  unlink
     fail       _Worker.fail                   inflight-<node>/  failed/<id>; its .error  rename
     release    _Worker.requeue                inflight-<node>/  pending/ or scheduled/   rename
     extend     _Worker.extend                 inflight-<node>/  the same, a new deadline rename
     reclaim    _Worker.reclaim                an ended lease    pending/, its old place  rename
     quarantine _Worker.quarantine             inflight, pending failed/<id>; its .error  rename
     retry      _Worker.requeue_failed         failed/<id>       pending/<now>~0~<id>     rename
-    purge      FemtoQueue.purge, _purge_done   done/, failed/    nowhere                  unlink
+    purge      FemtoQueue.purge, _purge_done  done/, failed/    nowhere                  unlink
     replace    _Keys.push, _Files.swap        creating/<id>     for a waiting record     renameat2
     update     _Keys.push, _Files.swap        creating/<id>     for a leased record      renameat2
     buffer     _Keys.push                     creating/<id>     keys/<id>                rename
