@@ -3503,16 +3503,19 @@ class _Keys(_KeyStates):
 
     def claimed(self, held: _Lease, key: str, data: bytes, waiting: str) -> bytes | None:
         """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
-        None: it is not to be delivered.
+        None: it is not to be delivered. Raises FileNotFoundError if the lease has ended.
 
         The state is read without the lock: a payload that a push() put behind the task before it
-        was claimed is noted there. `mv failed/ID pending/`, or a state lost with power, makes two
-        tasks of one key.
+        was claimed is noted there. RACE: unless this lease has ended, and another worker took that
+        payload along; so the lease is looked at after the state. `mv failed/ID pending/`, or a
+        state lost with power, makes two tasks of one key.
         """
         name, ident = _encode_key(key), _id_of(held.path)
         if self._is_alone(name, ident):
+            self._must_hold(held.path)
             return data
         with self.lock(_tag_of(ident)) as states:
+            self._must_hold(held.path)
             if other := self._other_task(states, name, held.path):
                 self._worker.quarantine(held.path, str(KeyInFlight(key, other)))
                 return None
@@ -3520,6 +3523,9 @@ class _Keys(_KeyStates):
                 return data
             is_taken = waiting.startswith("scheduled/")
             return self._take_along(states, name, held, None if is_taken else waiting)
+
+    def _must_hold(self, lease: str) -> None:
+        self._files.lstat(lease)
 
     def _is_alone(self, name: str, ident: str) -> bool:
         """Whether the key has this task, and nothing is behind it, as far as its state tells."""
@@ -5272,6 +5278,11 @@ class _SharedKeys(_Keys):
         tag = _tag_of(entry.id)
         is_behind = any(_tag_of(newer.id) == tag for newer in self._files.entries("keys"))
         return super().newest_of(entry) if is_behind else entry.path
+
+    def _must_hold(self, lease: str) -> None:
+        directory, name = os.path.split(lease)
+        if name not in self._files.names(directory):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), lease)
 
     def _is_alone(self, name: str, ident: str) -> bool:
         return False

@@ -2245,7 +2245,7 @@ STEPS = {
     ),
     "keyed pop": Row(
         lambda q: (q.push(b"x", key="k"), q.pop)[1],
-        "list move open read fstat close open fstat read close",
+        "list move open read fstat close open fstat read close stat",
         "move",
     ),
     "keyed done": Row(
@@ -4056,6 +4056,35 @@ class Keyed(QueueCase):
             self.assertIsNone(q.pop())
         task = self.pop(self.queue("n2"))
         self.assertEqual((task.data, task.attempts), (b"2", 1))
+
+    def is_look_behind(self, name: str, args: tuple[Any, ...]) -> bool:
+        """Whether a call looks for what is behind a task: at its state, or first for the lock."""
+        if self.has_states:
+            return name == "open" and args[0] == self.file("keys", key_tag("k"))
+        return name == "lock" and "/locks/" in os.readlink(f"/proc/self/fd/{args[0]}")
+
+    @unittest.skipUnless(sys.platform == "linux", "asks /proc what a descriptor is")
+    def test_a_claim_that_is_late_delivers_no_outdated_payload(self) -> None:
+        """Its lease ended before it looked behind the task; another worker had the newer one."""
+        for end in (FemtoQueue.done, FemtoQueue.release):
+            q, other, clock = self.queue(), self.queue("n2"), self.clock()
+            self.brought_back(q)
+            left = [(other, clock, end)]
+
+            def be_late(name: str, args: tuple[Any, ...], left: Any = left) -> None:
+                if left and self.is_look_behind(name, args):
+                    other, clock, end = left.pop()
+                    clock.advance(31)
+                    task = _taken(other)
+                    self.assertEqual(task.data, b"2")
+                    end(other, task)
+
+            with self.subTest(end.__name__), hooked(be_late):
+                task = q.pop()
+                self.assertIn(task and task.data, (None, b"2"))
+            for each in (q, other):
+                each.close()
+            self.assertEqual((left, len(self.drain(other)) < 2), ([], True))
 
     def test_a_push_behind_a_task_that_raises_leaves_nothing(self) -> None:
         """Whichever of its syncs fails."""
