@@ -8597,23 +8597,31 @@ class Hearing(QueueCase):
                 self.assertGreater(self.looks_in(0.5), 6)
 
     def test_no_descriptor_is_left_when_the_object_is_dropped(self) -> None:
-        import asyncio
+        """In a process of its own: in this one, what other tests left is closed meanwhile."""
+        code = """if True:
+            import asyncio, os, sys, time
+            from femtoqueue import FemtoQueue
 
-        asyncio.run(asyncio.sleep(0))
-        gc.collect()
-        before = self.descriptors()
-        q = FemtoQueue(self.path, "gone")
-        q.pop(0.01)
-        del q
-        until(lambda: self.descriptors() == before)  # threads of other tests may end meanwhile
-        q = FemtoQueue(self.path, "gone")
-        asyncio.run(q.pop_async(0.01))
-        del q
-        until(lambda: self.descriptors() == before)
+            def descriptors():
+                return sorted(os.listdir("/proc/self/fd"))
+
+            async def wait():
+                await FemtoQueue(sys.argv[1], "gone").pop_async(0.01)
+
+            asyncio.run(asyncio.sleep(0))
+            before, end = descriptors(), time.monotonic() + float(sys.argv[2])
+            for wait_once in (
+                lambda: FemtoQueue(sys.argv[1], "gone").pop(0.01),
+                lambda: asyncio.run(wait()),
+            ):
+                wait_once()
+                while descriptors() != before:
+                    assert time.monotonic() < end, "descriptors are left"
+                    time.sleep(0.001)
+        """
+        command = [sys.executable, "-S", "-W", "error", "-c", code, self.path, str(PATIENCE_S)]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": HERE}, check=True)
         self.assertNotIn("inflight-gone", os.listdir(self.path))
-
-    def descriptors(self) -> list[str]:
-        return sorted(os.listdir("/proc/self/fd"))
 
 
 class Coroutines(QueueCase):
