@@ -335,7 +335,8 @@ class HeardLibrary:
 @contextlib.contextmanager
 def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
     """Call hook(event, arguments) before each call by which femtoqueue leaves its process, or after
-    each of them; see EVENTS."""
+    each of them; see EVENTS. What other tests left in cycles of garbage stays there meanwhile: its
+    finalizers would be heard, too."""
     hear = functools.partial(with_hook, hook, after)
     library = through_seam("C library")()
     opens = hear("open", getattr(femtoqueue, "open", open))
@@ -349,6 +350,9 @@ def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
         stack.enter_context(seam("exchange", hear("move", through_seam("exchange"))))
         if locks := sys.modules.get("fcntl"):
             stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, hear)))
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         yield
 
 
@@ -9534,8 +9538,10 @@ class Work(QueueCase):
 
             def set_handler(number: int, handler: Any) -> Any:
                 def hear(number: int, frame: Any) -> None:
-                    child.say("heard")
-                    handler(number, frame)
+                    try:
+                        handler(number, frame)
+                    finally:
+                        child.say("heard")
 
                 return set_signal(number, hear if callable(handler) else handler)
 
