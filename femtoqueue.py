@@ -1184,9 +1184,8 @@ class _Files:
         self.is_durable = is_durable
 
     def make_dirs(self) -> None:
-        """Make data_dir and its directories where they are missing, and the spare one."""
+        """Make the directories of the states where they are missing, and the spare one."""
         data_dir = os.path.dirname(self.root)
-        _make_dir(data_dir, 0o700, self.is_durable)
         for name in _STATE_DIRS:
             _make_dir(self.root + name, 0o777, sync=False)
         if self.is_durable:
@@ -3822,8 +3821,8 @@ class _Watcher:
     """
 
     def __init__(self, root: str) -> None:
-        self._root, self._libc = root, _libc()
         self._fds: list[int] = []  # of inotify, and the ends of a pipe for wake()
+        self._root, self._libc = root, _libc()
         self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
         self._no_wake.acquire()
         fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1

@@ -341,6 +341,9 @@ def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
     library = through_seam("C library")()
     opens = hear("open", getattr(femtoqueue, "open", open))
     with contextlib.ExitStack() as stack:
+        if gc.isenabled():
+            gc.disable()
+            stack.callback(gc.enable)
         fake = HookedModule(os, hear)
         fake.__dict__["path"] = HookedModule(os.path, hear)
         stack.enter_context(mock.patch.object(femtoqueue, "os", fake))
@@ -350,9 +353,6 @@ def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
         stack.enter_context(seam("exchange", hear("move", through_seam("exchange"))))
         if locks := sys.modules.get("fcntl"):
             stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, hear)))
-        if gc.isenabled():
-            gc.disable()
-            stack.callback(gc.enable)
         yield
 
 
