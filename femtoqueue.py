@@ -3058,16 +3058,20 @@ class FemtoQueue:
         concurrency: int = 1,
         drain: bool = False,
         stop: threading.Event | None = None,
+        idle_timeout_s: float | None = None,
+        time_limit_s: float | None = None,
     ) -> WorkCounts:
         """Call handler(task) for each task, within processing(), until told to stop.
 
         concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
-        pending, scheduled or in flight any more. stop: an Event; when it is set, what runs is
-        finished, and work() returns. In the main thread SIGTERM and SIGINT do the same, and a
-        second one gives back what runs and returns at once; threads that still handle
-        a task then get LeaseLost. A handler that fails is logged (logger "femtoqueue"), and the
-        loop goes on; one that raises SystemExit or the like ends it. Disk trouble of pop() ends
-        it too, as the OSError that it is, when what runs is finished.
+        pending, scheduled or in flight any more. idle_timeout_s: return when this worker has had
+        nothing to do for so long, also while others are at work. time_limit_s: take nothing more
+        after that time. stop: an Event; when it is set, what runs is finished, and work() returns.
+        In the main thread SIGTERM and SIGINT do the same, and a second one gives back what runs
+        and returns at once; threads that still handle a task then get LeaseLost. A handler that
+        fails is logged (logger "femtoqueue"), and the loop goes on; one that raises SystemExit or
+        the like ends it, and its task is given back, uncounted. Disk trouble of pop() ends it too,
+        as the OSError that it is, when what runs is finished.
         """
         if not callable(handler):
             raise TypeError(f"handler must be callable, not {handler!r}")
@@ -3075,13 +3079,20 @@ class FemtoQueue:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
         if stop is not None and not callable(getattr(stop, "is_set", None)):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
+        for name, value in (("idle_timeout_s", idle_timeout_s), ("time_limit_s", time_limit_s)):
+            _not_negative(name, 0 if value is None else value)
         lease_dir = self._worker.lease_dir
         closes = lease_dir.closes
 
         def is_stopped() -> bool:
             return lease_dir.closes != closes or (stop is not None and stop.is_set())
 
-        return _WorkerPool(self, handler, concurrency, drain, is_stopped).run()
+        pool = _WorkerPool(
+            *(self, handler, concurrency, drain, is_stopped),
+            idle_timeout_s=idle_timeout_s,
+            time_limit_s=time_limit_s,
+        )
+        return pool.run()
 
     def pause(self) -> None:
         """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers
@@ -4326,7 +4337,9 @@ class _WorkerPool:
     """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
     If concurrency is 1, the calling thread does, unless in_threads is set.
 
-    is_stopped: asked between two tasks. more_signals: stop the pool as SIGINT and SIGTERM do.
+    is_stopped: asked between two tasks. idle_timeout_s: it ends when it has run and taken nothing
+    for so long. time_limit_s: it takes nothing more then. None: no limit.
+    more_signals: stop the pool as SIGINT and SIGTERM do.
     on_stop() is called at the first signal, in its handler, and on_abort(number) at the second.
 
     Invariant: a task is in _running from before its handler is called until its delivery is
@@ -4341,6 +4354,8 @@ class _WorkerPool:
         drain: bool,
         is_stopped: Callable[[], object] = _no_op,
         *,
+        idle_timeout_s: float | None = None,
+        time_limit_s: float | None = None,
         in_threads: bool = False,
         more_signals: Iterable[int] = (),
         on_stop: Callable[[], object] = _no_op,
@@ -4351,6 +4366,8 @@ class _WorkerPool:
         self._drain, self._is_stopped, self._in_threads = drain, is_stopped, in_threads
         self._is_threaded = in_threads or concurrency > 1
         self._more_signals, self._on_stop, self._on_abort = more_signals, on_stop, on_abort
+        self._idle_timeout_s, self._end_s = idle_timeout_s, _end_s(time_limit_s)
+        self._idle_end_s = _end_s(idle_timeout_s)
         self.signals: list[int] = []  # that came
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
@@ -4358,7 +4375,7 @@ class _WorkerPool:
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
         self._threads = 0  # that have not ended
-        self._is_drained = self._is_interruptible = False  # a handler runs that signals interrupt
+        self._has_no_work = self._is_interruptible = False  # a handler runs that signals interrupt
         self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
 
     def run(self) -> WorkCounts:
@@ -4414,8 +4431,8 @@ class _WorkerPool:
                 self._changed.notify_all()
 
     def _is_stopping(self) -> bool:
-        is_over = self.signals or self._is_drained or self._error is not None
-        return bool(is_over or self._is_stopped())
+        is_over = self.signals or self._has_no_work or self._error is not None
+        return bool(is_over or time.monotonic() >= self._end_s or self._is_stopped())
 
     def _take(self) -> FemtoTask | None:
         """Take a task, or wait for one a moment: nothing wakes this wait when is_stopped()
@@ -4425,13 +4442,16 @@ class _WorkerPool:
             return None
         task: FemtoTask | None = queue.pop(0 if self._drain else wait_s)
         if task is None and self._drain:
-            self._is_drained = queue.join(0)
-            if not self._is_drained:
+            self._has_no_work = queue.join(0)
+            if not self._has_no_work:
                 task = queue.pop(min(wait_s, queue.poll_interval_s))
         with self._changed:
-            if task is None or not self._is_stopping():
-                if task is not None:
-                    self._running[id(task)] = task
+            if task is None:
+                if not self._running and time.monotonic() >= self._idle_end_s:
+                    self._has_no_work = True
+                return None
+            if not self._is_stopping():
+                self._running[id(task)] = task
                 return task
         queue.release(task, front=True, counted=False)
         return None
@@ -4454,6 +4474,7 @@ class _WorkerPool:
                 processing.orphan()
         finally:
             with self._changed:
+                self._idle_end_s = _end_s(self._idle_timeout_s)
                 if self._running.pop(id(task), None) is not None:  # else _abort() has counted it
                     self.counts[processing.outcome or "lost"] += 1
                 self._changed.notify_all()
@@ -5644,6 +5665,8 @@ _START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
     _argument("words", metavar="-- CMD", nargs="*", default=(), help="what to run for each task"),
     _number("-j", "--jobs", default=1, help="run N at a time (default: 1)"),
     _flag("--drain", help="exit when no task waits or is in flight"),
+    _time_span("--idle-timeout", help="exit when this worker got nothing for TIME"),
+    _time_span("--time-limit", help="take nothing more after TIME, and exit"),
     _number("--max-attempts", default=3, help="give up after N tries; 0: never (default: 3)"),
     _time_span("--retry-delay", default=1.0, help="before a second try; doubles (default: 1s)"),
     _LEASE,
@@ -5668,10 +5691,12 @@ def _work_command(options: Any) -> int:
     Output is passed on as it comes; with -j 2 or more, and above a progress line,
     by whole lines.
 
-    SIGTERM or Ctrl-C: the commands that run are finished. A second one: it is
-    passed to their process groups, and their tasks are given back. If this worker
-    is killed, its commands are killed, too. But a lease that is lost (after a stop
-    for longer than --timeout, or by `release`) does not end CMD.
+    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are
+    finished. A second one: it is passed to their process groups, and their tasks
+    are given back. A scheduler may signal the commands, too: what fails then, or
+    dies of such a signal, is given back and is no failed try; but SIGKILL counts.
+    If this worker is killed, its commands are killed, too. But a lease that is
+    lost (after a stop for longer than --timeout, or by `release`) does not end CMD.
 
     Status 1: with --drain, a task failed for good, or a signal came before the
     end.
@@ -5715,9 +5740,11 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     pool = _WorkerPool(
         *(q, handler, options.jobs, options.drain),
+        idle_timeout_s=options.idle_timeout,
+        time_limit_s=options.time_limit,
         in_threads=True,  # a signal must not come between a command's start and its report
-        more_signals=(signal.SIGHUP,),  # the terminal is gone
-        on_stop=_announce_stop,
+        more_signals=_stop_signals(),
+        on_stop=handler.stop,
         on_abort=handler.abort,
     )
     is_over, started_s = threading.Event(), time.monotonic()
@@ -5743,32 +5770,37 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
     return 1 if options.drain and (pool.counts["failed"] or pool.signals) else 0
 
 
-def _announce_stop() -> None:
-    """Tell of the first signal, in its handler, unless that would block. Not by the console: its
-    lock may be held by the very line that the signal interrupted."""
-    import select
-
-    with contextlib.suppress(OSError, ValueError):
-        if select.select([], [2], [], 0)[1]:
-            os.write(2, b"\nfemtoqueue: finishing what runs; a second signal ends it\n")
-
-
 def _report(q: FemtoQueue, pool: _WorkerPool, console: _Console, is_over: threading.Event) -> None:
     """Show counts, the rate over the last samples, and an estimate of the time left: each half
     second on a terminal, else each 10 s, or 20 times what it costs."""
-    places = [os.path.join(q.data_dir, it) for it in ("pending", "scheduled")]
-    samples: deque[tuple[float, int]] = deque(maxlen=20)  # when, and how many had ended
+    samples: deque[tuple[float, int]] = deque(maxlen=20)  # when, and how many we had ended
+    looks: deque[_Look] = deque(maxlen=20)
     cost_s, waiting = 0.0, 0
     while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
         done, failed, started_s = pool.counts["done"], pool.counts["failed"], time.monotonic()
         samples.append((started_s, done + failed))
         with contextlib.suppress(OSError):  # pop() meets it, too
-            waiting = sum(len(os.listdir(place)) for place in places)
+            names = {it: os.listdir(os.path.join(q.data_dir, it)) for it in _STATE_DIRS}
+            waiting = len(names["pending"]) + len(names["scheduled"])
+            ended = sum(not name.endswith(".error") for it in _ENDED for name in names[it])
+            looks.append((started_s, ended, waiting))
         cost_s = time.monotonic() - started_s
         (first_s, before), (last_s, now) = samples[0], samples[-1]
         rate = (now - before) / (last_s - first_s) if last_s > first_s else 0.0
-        left = f", {_time_text(waiting / rate)} left" if rate else ""
+        left = _time_left(looks)
         console.show(f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}")
+
+
+_Look = tuple[float, int, int]  # when, how many tasks had ended, and how many waited
+
+
+def _time_left(looks: deque[_Look]) -> str:
+    """Return how long what waits will take at the rate of the whole queue, "" if it has none."""
+    if not looks:
+        return ""
+    (first_s, ended, waited), (last_s, ended_now, waiting) = looks[0], looks[-1]
+    gone = max(ended_now - ended, waited - waiting)  # what has ended may be kept, or not
+    return f", {_time_text(waiting * (last_s - first_s) / gone)} left" if gone > 0 else ""
 
 
 class _Console:
@@ -5832,7 +5864,7 @@ class _CommandHandler:
         self._queue, self._watchdog = queue, watchdog
         self._console, self._options = console, options
         self._running: set[Any] = set()
-        self._is_aborted = False
+        self._is_stopped, self._is_aborted = threading.Event(), False
 
     def __call__(self, task: FemtoTask) -> None:
         import tempfile
@@ -5847,9 +5879,20 @@ class _CommandHandler:
                     paths = [os.path.join(output_dir, f"{task.id}.{it}") for it in ("out", "err")]
                     fds = [files.enter_context(open(it, "ab")).fileno() for it in paths]
                 process = files.enter_context(self._start(task, payload.fileno()))
-                self._run(process, fds)
+                if not self._run(process, fds):
+                    self._queue.release(task, front=True, counted=False)
         except OSError as error:  # no descriptors, memory or room; nobody reads what it wrote
             raise SystemExit(_error_text(error)) from error
+
+    def stop(self) -> None:
+        """Tell of the first signal, in its handler, unless that would block. Not by the console:
+        its lock may be held by the very line that the signal interrupted."""
+        import select
+
+        self._is_stopped.set()
+        with contextlib.suppress(OSError, ValueError):
+            if select.select([], [2], [], 0)[1]:
+                os.write(2, b"\nfemtoqueue: finishing what runs; a second signal ends it\n")
 
     def abort(self, number: int) -> None:
         """Pass a signal to all commands that run, and wait until they have ended."""
@@ -5880,8 +5923,9 @@ class _CommandHandler:
             self._queue.fail(task, text)  # now: another try would end so, too
             raise _CommandFailed(text) from None
 
-    def _run(self, process: Any, fds: list[int]) -> None:
-        """Raise _CommandFailed unless a process exits with status 0."""
+    def _run(self, process: Any, fds: list[int]) -> bool:
+        """Return True if a process exits with status 0, False if it fails as this worker is told
+        to stop; else raise _CommandFailed."""
         import subprocess
 
         timeout_s = self._options.task_timeout
@@ -5903,11 +5947,16 @@ class _CommandHandler:
             raise SystemExit  # abort() ended it
         if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
+        # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
+        is_signaled = status and (-status if status < 0 else status - 128) in _stop_signals()
+        if status and self._is_stopped.wait(_ONE_SIGNAL_S if is_signaled else 0):
+            return False
         if status is None:
             raise _CommandFailed(f"killed after {_time_text(timeout_s)}\n{tail}".rstrip())
         if status:
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
+        return True
 
     def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
         """Relay what a process writes until it has ended, or until end_s; return the end of its
@@ -5946,6 +5995,14 @@ class _CommandHandler:
                 process.wait(max(0, end_s - time.monotonic()))
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+
+
+def _stop_signals() -> tuple[int, ...]:
+    """Return the signals that stop `work`; schedulers send the last ones as a warning."""
+    import signal
+
+    stops = signal.SIGHUP, signal.SIGINT, signal.SIGTERM  # HUP: the terminal is gone
+    return (*stops, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _signal_group(group: int, number: int) -> None:
@@ -6066,7 +6123,11 @@ def _fail_command(options: Any) -> int:
 
 
 @_command(
-    _ids(nargs="+"),
+    _ids(nargs="*"),
+    _either(
+        _flag("--all", help="all that are in flight"),
+        _argument("--node", help="all that the worker of that name has in flight"),
+    ),
     _either(
         _flag("--front", help="to the front of the queue"),
         _time_span("--delay", default=0.0, help="to the back, after TIME (default: 0s)"),
@@ -6077,11 +6138,26 @@ def _release_command(options: Any) -> int:
 
     They go to the back of the queue, to its front, or wait for a delay first. A
     worker that holds such a task loses its lease, and can change nothing any more.
+    With --all or --node, a line says how many they were.
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
     to = {"front": options.front, "delay_s": options.delay}
-    return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
+    if options.ids:
+        if options.all or options.node is not None:
+            options.error("--all and --node go without IDs")
+        return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
+    if not options.all and options.node is None:
+        options.error("give IDs, --all or --node")
+    count = 0
+    with _open_queue(options) as q:
+        for task in q.tasks("inflight", data=False):
+            if options.node in (None, task.node):
+                with contextlib.suppress(LeaseLost, TaskNotFound):  # it has just ended
+                    q.release(q.attach(task.path), **to)
+                    count += 1
+    print(f"released {count}")
+    return 0
 
 
 @_command(_ids(nargs="+"), _LEASE)
@@ -6191,6 +6267,7 @@ def _top_command(options: Any) -> None:
 
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     before, q = None, _open_queue(options)
+    looks: deque[_Look] = deque(maxlen=20)
     for number in itertools.count(1):
         stats = q.stats()
         ended = stats.done + stats.failed
@@ -6199,7 +6276,9 @@ def _top_command(options: Any) -> None:
         seconds, came, went = (b - a for a, b in zip(before or now, now, strict=True))
         rates = (max(0, it) / (seconds or 1) for it in (came, went))
         before = now
-        lines = [*_top_lines(q, options.dir, stats, "in {:.1f}/s   out {:.1f}/s".format(*rates))]
+        looks.append((now[0], ended, stats.pending + stats.scheduled))
+        speed = "in {:.1f}/s   out {:.1f}/s".format(*rates) + _time_left(looks)
+        lines = [*_top_lines(q, options.dir, stats, speed)]
         text = "\n".join(lines) + "\n"
         if is_terminal:  # no line is wrapped, or scrolls another one away
             columns, rows = shutil.get_terminal_size()

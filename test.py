@@ -9476,6 +9476,41 @@ class Work(QueueCase):
         with hooked(self.trouble(errno.ENOSPC, broken)):
             self.assertEqual(q.work(handle, concurrency=2).done, 1)
 
+    def test_an_idle_worker_leaves_but_not_while_it_runs_a_task(self) -> None:
+        """And whatever others have in flight."""
+        vain = threading.Semaphore(0)
+
+        class Listened(FemtoQueue):
+            def pop(self, timeout: float | None = 0, **settings: Any) -> FemtoTask | None:
+                task = super().pop(timeout, **settings)
+                if task is None:
+                    vain.release()
+                return task
+
+        q, other, second = self.queue(), self.queue("n2"), threading.Event()
+        q.push_many([b"theirs", b"first"])
+        self.assertEqual(self.pop(other).data, b"theirs")
+
+        def handle(task: FemtoTask) -> None:
+            if task.data == b"first":
+                for _ in range(2):  # the other thread finds nothing, and has not left
+                    self.assertTrue(vain.acquire(timeout=30))
+                q.push(b"second")
+                self.assertTrue(second.wait(60))
+            else:
+                second.set()
+
+        with Listened(self.path, "n3") as worker:
+            self.assertEqual(worker.work(handle, concurrency=2, idle_timeout_s=0).done, 2)
+            self.assertEqual(worker.work(handle, idle_timeout_s=0).done, 0)
+
+    def test_after_its_time_limit_a_worker_finishes_what_runs_and_takes_no_more(self) -> None:
+        q, clock = self.queue(), self.clock()
+        q.push_many([b"1", b"2"])
+        self.assertEqual(q.work(lambda _: clock.advance(61), drain=True, time_limit_s=60).done, 1)
+        self.assertEqual(q.work(self.fail, drain=True, time_limit_s=0).done, 0)
+        self.assertEqual(self.drain(q), [b"2"])
+
     def test_work_whose_threads_can_not_be_started_gives_the_task_back(self) -> None:
         q = self.queue()
         q.push(b"x")
@@ -9511,6 +9546,9 @@ class Work(QueueCase):
             (print, {"concurrency": 0}),
             (print, {"concurrency": 1.5}),
             (print, {"stop": True}),
+            (print, {"idle_timeout_s": -1}),
+            (print, {"time_limit_s": float("nan")}),
+            (print, {"time_limit_s": "1"}),
         ]
         for handler, settings in bad:
             with self.assertRaises((TypeError, ValueError)):
@@ -9839,6 +9877,9 @@ class CommandLine(QueueCase):
         ("done jobs 7", "argument ID: invalid '7'"),
         ("fail jobs TASK why", "argument ID: invalid 'why'"),
         ("release jobs TASK --front --delay 1s", "not allowed with"),
+        ("release jobs", "give IDs, --all or --node; see femtoqueue release --help"),
+        ("release jobs TASK --all", "--all and --node go without IDs"),
+        ("release jobs --all --node n1", "not allowed with"),
         ("ls jobs pendng", "state must be one of pending, scheduled"),
         ("ls jobs/file", "jobs/file: there is no queue"),
         ("push jobs/file x", "jobs/file"),
@@ -9961,6 +10002,18 @@ class CommandLine(QueueCase):
             self.assertEqual((status, err.count("\n")), (2, 1))
             self.assertIn(text, err)
         self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
+
+    def test_release_gives_back_all_that_is_in_flight_or_what_a_worker_has(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        q.push_many([b"1", b"2", b"3"])
+        held, *theirs = self.pop(q), self.pop(other), self.pop(other)
+        self.assertEqual(self.ok("release", "jobs", "--node", "nobody"), "released 0\n")
+        self.assertEqual(self.ok("release", "jobs", "--node", "n2", "--front"), "released 2\n")
+        self.assertEqual(self.drain(self.queue("n3")), [b"2", b"3"])
+        self.assertEqual(self.ok("release", "jobs", "--all"), "released 1\n")
+        for owner, task in ((q, held), *((other, it) for it in theirs)):
+            self.assertRaises(LeaseLost, owner.done, task)
+        self.assertEqual(self.drain(self.queue("n3")), [b"1"])
 
     def test_cancel_deletes_what_waits_and_says_what_does_not(self) -> None:
         q = self.queue()
@@ -10110,6 +10163,27 @@ class CommandLine(QueueCase):
         lines = self.ok("top", "jobs", "-n", "2", "--interval", "10ms").splitlines()
         self.assertEqual(sum("inflight 1" in line for line in lines), 2)
         self.assertEqual(sum(task.id in line for line in lines), 2)
+
+    def test_top_estimates_the_time_left_by_the_rate_of_all_workers(self) -> None:
+        """By what ends, or, where that is not kept, by how what waits shrinks; else not at all."""
+        for keep_done in (True, False):
+            q, clock = self.queue(keep_done=keep_done), self.clock()
+            clock.stand_still()
+            q.push_many([b"x"] * 8)
+
+            def work(seconds: float, q: FemtoQueue = q, clock: Clock = clock) -> None:
+                clock.advance(10)
+                q.done(self.pop(q))
+                q.done(self.pop(q))
+
+            clock.__dict__.update(sleep=work, strftime=time.strftime)
+            lines = self.ok("top", "jobs", "-n", "3").splitlines()
+            rates = [line for line in lines if line.startswith("in ")]
+            self.assertEqual(len(rates), 3)
+            self.assertNotIn("left", rates[0])
+            self.assertIn(", 30s left", rates[1])
+            self.assertIn(", 20s left", rates[2])
+            self.drain(q)
 
     # work
 
@@ -10264,11 +10338,13 @@ class CommandLine(QueueCase):
         with self.start(*words) as process:
             begun = self.begun(process, 4)
             process.send_signal(signal.SIGTERM)
+            assert process.stderr is not None
+            self.assertEqual(process.stderr.readline(), b"\n")  # it has heard, and takes no more
+            self.assertIn(b"finishing what runs", process.stderr.readline())
             with open(os.path.join(os.path.dirname(self.path), "fifo"), "wb", buffering=0) as fifo:
                 fifo.write(b"\n" * 4)
-                out, err = process.communicate(timeout=120)
+                out, _ = process.communicate(timeout=120)
         self.assertEqual(process.returncode, 0)
-        self.assertIn(b"finishing what runs", err)
         self.assertEqual(sorted(out.splitlines()), sorted(b"end " + name for name in begun))
         self.assertEqual(self.states(), {"done": 4, "pending": 16})
 
@@ -10295,6 +10371,78 @@ class CommandLine(QueueCase):
             self.assertEqual({task.attempts for task in tasks}, {1})
             for task in tasks:
                 q.done(task)
+
+    def test_a_try_that_a_stop_ended_is_no_failure(self) -> None:
+        """A scheduler signals the worker and CMD, in either order. A CMD that does not die of it
+        has then heard of the stop; one that ends well has done its task."""
+        dies = "echo $$; exec sleep 1000"
+        exits = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
+        orders = [  # what CMD does, which signal, who hears it first, and what becomes of the task
+            (dies, signal.SIGTERM, "worker", "pending"),
+            (dies, signal.SIGTERM, "CMD", "pending"),
+            (dies, signal.SIGUSR1, "worker", "pending"),
+            (dies, signal.SIGHUP, "CMD", "pending"),
+            (exits % 143, signal.SIGTERM, "CMD", "pending"),
+            (exits % 143, signal.SIGHUP, "worker", "pending"),
+            (exits % 1, signal.SIGTERM, "worker", "pending"),
+            (exits % 0, signal.SIGTERM, "worker", "done"),
+        ]
+        self.hasten("one signal", 60)  # CMD's end is slow to be seen, and so is a worker's signal
+        for jobs, order in zip((1, 2) * 4, orders, strict=True):
+            with self.subTest(order):
+                self.stop_in_order(jobs, *order)
+
+    def stop_in_order(
+        self, jobs: int, script: str, number: signal.Signals, first: str, state: str
+    ) -> None:
+        q = self.queue()
+        before = self.states()[state]
+        q.push_many([b"x"] * jobs)
+        words = ("-q", "-j", str(jobs), "--max-attempts", "1", "--", "sh", "-c", script)
+        with self.start("work", "jobs", *words) as process:
+            pids = [int(pid) for pid in self.begun(process, jobs)]
+            assert process.stderr is not None
+            if first == "worker":
+                process.send_signal(number)
+                self.assertEqual(process.stderr.readline(), b"\n")  # it has heard
+            for pid in pids:
+                os.kill(pid, number)
+            if first == "CMD":
+                for pid in pids:
+                    self.wait_until_gone(pid)
+                process.send_signal(number)
+            process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 0)
+        self.assertEqual(self.states()[state] - before, jobs)
+        if state == "pending":  # uncounted
+            tasks = [self.pop(q) for _ in range(jobs)]
+            self.assertEqual([task.attempts for task in tasks], [1] * jobs)
+            for task in tasks:
+                q.done(task)
+
+    def test_a_command_that_a_signal_ends_alone_has_failed(self) -> None:
+        self.hasten("one signal", 0.05)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            self.queue().push(b"x")
+            words = ("--drain", "--max-attempts", "1", "--time-limit", "20s", "--", "sh", "-c")
+            self.assertEqual(self.work(*words, f"kill -{number:d} $$")[0], 1)
+            *_, task = self.queue().tasks("failed")
+            self.assertIn(f"killed by signal {number:d}", task.error or "")
+
+    def test_work_ends_when_it_is_idle_and_when_its_time_is_over(self) -> None:
+        """Also while another worker has a task, which --drain would wait for."""
+        q = self.queue()
+        q.push_many([b"theirs", b"1", b"2"])
+        task = self.pop(q)
+        self.assertEqual(self.work("--time-limit", "0s", "--", "true")[0], 0)
+        self.assertEqual(self.places(), {"inflight": 1, "pending": 2})
+        self.assertEqual(self.work("--idle-timeout", "0s", "-j", "2", "--", "true")[0], 0)
+        self.assertEqual(self.places(), {"inflight": 1, "done": 2})
+        q.done(task)
+
+    def places(self) -> dict[str, int]:
+        """Return how many tasks stand in each state."""
+        return {name.partition("-")[0]: count for name, count in self.states().items()}
 
     def test_who_can_not_write_its_output_leaves_and_fails_no_task(self) -> None:
         """A full disk, a closed pipe: CMD did well."""

@@ -1093,6 +1093,18 @@ a new queue is its user's alone | Gate
 a setting is not changed in silence | Gate
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
+a try that a stop ended is no failure | CommandLine
+-        if status and self._is_stopped.wait(_ONE_SIGNAL_S if is_signaled else 0):
++        if status and self._is_stopped.wait(0):
+a command that a signal ends alone has failed | CommandLine
+-        if status and self._is_stopped.wait(_ONE_SIGNAL_S if is_signaled else 0):
++        if status and (is_signaled or self._is_stopped.is_set()):
+an idle worker that runs a task is not idle | Work
+-                if not self._running and time.monotonic() >= self._idle_end_s:
++                if time.monotonic() >= self._idle_end_s:
+a worker takes nothing after its time limit | Work
+-        return bool(is_over or time.monotonic() >= self._end_s or self._is_stopped())
++        return bool(is_over or self._is_stopped())
 release() with a delay is not at the front | Lifecycle
 - or (front and delay_s):
 +:
