@@ -170,6 +170,7 @@ SEAMS = {
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
     "base interval": "_BASE_INTERVAL_S",
+    "longest pause": "_LONGEST_PAUSE_S",
     "renewal": "_RENEWAL",
     "stale": "_STALE_S",
     "shrink": "_SHRINK_BYTES",
@@ -569,8 +570,10 @@ class QueueCase(unittest.TestCase):
         return child
 
     def clock(self) -> Clock:
+        """Set the clock by hand. A job that took long, on a busy machine, then rests no longer."""
         clock = Clock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
+        self.hasten("longest pause", 0)
         return clock
 
     def pop(self, q: FemtoQueue) -> FemtoTask:
@@ -9568,8 +9571,8 @@ class Work(QueueCase):
 
             def handle(task: FemtoTask) -> None:
                 child.say(f"begun {task.data.decode()}")
-                while not go.wait(0.001):
-                    pass
+                while not go.is_set():
+                    time.sleep(0.001)  # an Event's wait() that Ctrl-C ends may be a RuntimeError
                 child.say(f"finished {task.data.decode()}")
 
             def wait() -> None:
