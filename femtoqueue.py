@@ -151,7 +151,7 @@ __all__ = [
     "TicketQueue",
     "WorkCounts",
 ]
-__version__ = "1.0.0.dev0"
+__version__ = "1.0.0"
 
 # ==================================================================================================
 # 1. System: system calls and constants that Python lacks, and small helpers of all rooms.
@@ -5401,14 +5401,15 @@ def _write_error(text: str) -> None:
 
 _Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
 _Declaration = Callable[[Any], object]  # adds to a parser
-_COMMANDS: dict[str, tuple[_Run, tuple[_Declaration, ...]]] = {}
+_COMMANDS: dict[str, tuple[_Run, tuple[_Declaration, ...], str | None]] = {}
 
 
-def _command(*declarations: _Declaration) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR."""
+def _command(*declarations: _Declaration, usage: str | None = None) -> Callable[[_Run], _Run]:
+    """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR.
+    usage: what the help says of these in its first line, where all of them are too many."""
 
     def declare(run: _Run) -> _Run:
-        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, declarations
+        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, declarations, usage
         return run
 
     return declare
@@ -5451,13 +5452,15 @@ def _parse_arguments(argv: list[str]) -> Any:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     default_dir = os.environ.get("FEMTOQUEUE_DIR")
     note = f"No word is DIR: FEMTOQUEUE_DIR is {default_dir}" if default_dir else None
-    for name, (run, declarations) in _COMMANDS.items():
+    for name, (run, declarations, usage) in _COMMANDS.items():
         text = re.sub("(?m)^    ", "", run.__doc__ or "").replace("femtoqueue ", f"{program} ")
         command = commands.add_parser(name, help=text.split("\n")[0], description=text, epilog=note)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
+        if usage is not None:
+            command.usage = f"{command.prog} {'' if default_dir else 'DIR '}{usage}"
         for add in declarations:
             add(command)
     if not argv or argv[0] not in commands.choices:
@@ -5585,29 +5588,30 @@ def _fields(row: dict[str, Any]) -> str:
 
 # Command line: push
 
+_WHEN = "wait until 2026-12-01T08:00, or 2026-12-01T08:00+01:00"
+_HOW = {"metavar": "HOW", "help": "if that is leased: buffer, update or reject"}
+
 
 @_command(
-    _argument("payloads", metavar="PAYLOAD", nargs="*", default=()),
+    _argument("payloads", metavar="PAYLOAD", nargs="*", default=(), help="a task"),
     _piece("--lines", const=b"\n", help="push each line of standard input"),
     _piece("-0", "--null", const=b"\0", help="push each piece that a zero byte ends"),
     _either(
         _time_span("--delay", help="wait for TIME before it joins the queue"),
-        _argument("--at", type=_timestamp, metavar="WHEN", help="wait until WHEN"),
+        _argument("--at", type=_timestamp, metavar="WHEN", help=_WHEN),
     ),
     _argument("--key", help="replace the payload of this key's task, if one waits"),
-    _argument("--if-in-flight", choices=_IF_IN_FLIGHT, default="buffer", help="if that is leased"),
+    _argument("--if-in-flight", choices=_IF_IN_FLIGHT, default="buffer", **_HOW),
     _SYNC,
+    usage="[OPTIONS] [PAYLOAD ...]",
 )
 def _push_command(options: Any) -> None:
     """Add tasks, and print their ids.
 
-    Each PAYLOAD is a task; put one that begins with - after --. Without any,
-    standard input is read: all of it is one task, or each line is (--lines), or
-    each piece that ends with a zero byte (--null). WHEN is 2026-12-01T08:00, by the
-    clock of this machine, or 2026-12-01T08:00+01:00.
-
-    If the task of a key is leased, a new payload comes after it (buffer, the
-    default), or in a redelivery (update), or is an error (reject).
+    Put a PAYLOAD that begins with - after --. Without any, standard input is a
+    task, or each of its pieces (--lines, --null). If the task of a key is leased, a
+    new payload comes after it (buffer, the default), or in a redelivery (update),
+    or is an error (reject).
 
     Example: femtoqueue push jobs 'resize 42.png'
     """
@@ -6052,6 +6056,7 @@ def _start_watchdog() -> int:
         _argument("--key", help="lease the task of this key, out of turn"),
         _argument("--id", type=_id_argument, help="lease this task, due or not"),
     ),
+    usage="[OPTIONS]",
 )
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
@@ -6059,9 +6064,7 @@ def _pop_command(options: Any) -> int:
     The path ends with the id. The lease outlives this process: it lasts until
     done, fail or release, or for --timeout. These commands take the path, which
     stands for this delivery only, or the id. With --payload, the payload is
-    printed, and the path goes to standard error.
-
-    Status 1: there is no task to lease.
+    printed, and the path goes to standard error. Status 1: there is no task.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"

@@ -9932,7 +9932,9 @@ class CommandLine(QueueCase):
         overview = self.ok("--help")
         self.assertEqual(len(self.commands()), 17)
         for words in ([], *([name] for name in self.commands())):
-            for line in self.ok(*words, "--help").splitlines():
+            lines = self.ok(*words, "--help").splitlines()
+            self.assertTrue(len(lines) <= 24 or words in ([], ["work"]), words)
+            for line in lines:
                 self.assertLessEqual(len(line), 80, line)
         for name in self.commands():
             text = self.ok(name, "--help")
@@ -11159,10 +11161,12 @@ class Readme(ReadmeCase):
 
     def test_the_rooms_that_it_names_are_rooms(self) -> None:
         rooms = re.findall(r"(?m)^# (\d+)\. ", self.read("femtoqueue.py"))
-        cells = self.column(2, self.section("How it works"))
-        self.assertGreaterEqual(len(cells), 5)
-        for number in re.findall(r"\d+", " ".join(cells)):
-            self.assertIn(number, rooms)
+        _, text = self.section("How it works").split("rooms of femtoqueue.py: ")
+        named = re.findall(r"(?s)([^,()]+?) \(([\d, ]+)\)", text)
+        self.assertGreaterEqual(len(named), 8)
+        for _, numbers in named:
+            for number in numbers.split(", "):
+                self.assertIn(number, rooms)
 
 
 class ReadmeExamples(ReadmeCase):
@@ -11203,7 +11207,8 @@ class ReadmeExamples(ReadmeCase):
 
     def test_no_recipe_has_more_than_twelve_lines(self) -> None:
         text = self.section("Recipes")
-        for block in [it for kind in ("python", "sh", "ini") for it in self.blocks(kind, text)]:
+        kinds = ("python", "sh", "bash", "ini")
+        for block in [it for kind in kinds for it in self.blocks(kind, text)]:
             for recipe in block.split("\n\n"):
                 self.assertLessEqual(len(recipe.splitlines()), 12, recipe)
 
@@ -11240,7 +11245,7 @@ class ReadmeExamples(ReadmeCase):
         dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
         died = subprocess.run([sys.executable, "-c", dying], cwd=path, check=False)
         self.assertEqual(died.returncode, -signal.SIGKILL)
-        again = work.replace('q.push(b"10 rows")\n', "") + "\n            print(row, end=' ')"
+        again = re.sub(r'q\.push\(b"10 rows"\).*\n', "", work) + "\n            print(row, end=' ')"
         self.assertEqual(self.run_python(path, again), "7 8 9 ")
 
     def test_a_second_delivery_changes_nothing(self) -> None:
@@ -11270,10 +11275,49 @@ class ReadmeExamples(ReadmeCase):
             with subprocess.Popen(command.split(), cwd=path, stdout=pipe, stderr=pipe) as process:
                 self.addCleanup(process.kill)
                 self.assertTrue(q.join(120))
-                process.send_signal(signal.Signals[settings["KillSignal"]])
+                process.terminate()
                 out, err = process.communicate(timeout=120)
         self.assertEqual((process.returncode, sorted(out.split())), (0, [b"a", b"b"]), err)
         self.assertEqual(settings["Restart"], "always")
+
+    @FORK
+    def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
+        """And one with nothing to do leaves. The scheduler signals the shell only."""
+        path = self.empty_dir()
+        (script,) = self.blocks("bash", self.section("Recipes"))
+        for here, there in (("sleep 45", "sleep 2"), ("5m", "0s"), ("python3", sys.executable)):
+            self.assertIn(here, script)
+            script = script.replace(here, there)
+        with open(os.path.join(path, "task.sh"), "w", encoding="ascii") as file:
+            file.write("#!/bin/sh\necho begun\nsleep 1000\n")
+        os.chmod(os.path.join(path, "task.sh"), 0o755)
+        of_slurm = {"CPUS_PER_TASK": "2", "ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "1"}
+        with FemtoQueue(os.path.join(path, "jobs")) as q:
+            for data, status in ((None, 0), (b"x", 128 + signal.SIGTERM)):
+                if data is not None:
+                    q.push(data)
+                with subprocess.Popen(
+                    ["sh", "-c", script],
+                    cwd=path,
+                    env=os.environ | {f"SLURM_{name}": it for name, it in of_slurm.items()},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                ) as process:
+                    try:
+                        assert process.stdout is not None
+                        said = process.stdout.readline()
+                        if data is not None:
+                            self.assertEqual(said, b"begun\n")
+                            self.assertEqual(q.stats().nodes[0].node, "7-1")
+                            process.terminate()
+                        self.assertEqual(process.wait(120), status)
+                    finally:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(process.pid, signal.SIGKILL)  # what of it is left
+            task = q.pop()
+            assert task is not None
+            self.assertEqual((task.data, task.attempts), (b"x", 1))
 
     def test_the_idea_of_it_works_on_bare_system_calls(self) -> None:
         """In at most 25 lines, and from a second process as from the first."""

@@ -1280,7 +1280,9 @@ def say(text: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Show that broken queues are caught.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--list", action="store_true", help="print the broken queues, and the faults")
     add("--check", action="store_true", help="look whether each fault still has its place")

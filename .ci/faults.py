@@ -1048,7 +1048,9 @@ def check_all(args: argparse.Namespace) -> tuple[int, int]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Let each system call of a queue fail in turn.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--sample", type=int, default=600, help="so many injections a life (default: 600)")
     add("--all", action="store_true", help="not a sample: every one")

@@ -499,7 +499,9 @@ def self_check(seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Run random seeds against femtoqueue.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = ("lives", "names", "contents")
     parser.add_argument("--minutes", type=float, default=1)
     parser.add_argument("--seed", type=int, default=None, help="the first (default: random)")

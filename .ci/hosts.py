@@ -55,6 +55,11 @@ In the same phase two processes on each host take turns by a TicketQueue. Proved
 A host reads files and names that another host has changed as they were, for up to a second, from
 the caches of its mount. The locks and the whereabouts of keys must not depend on such a reading.
 
+What a queue needs of another shared file system, between its hosts: of two rename() of one name
+one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and ends with its host;
+a name that one call made is found by the next call of any host, or within a second. To try: mount
+it where this volume is mounted below, and run --only calm, keys and then storms.
+
 --only runs one phase: calm, keys or storms; with --self-check, the broken queues that this phase
 must catch.
 
@@ -1040,7 +1045,9 @@ def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Several hosts share a queue on GlusterFS.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--only", choices=PHASES, help="run only this phase")
     parser.add_argument("--measure", action="store_true", help="only measure")

@@ -957,7 +957,9 @@ def run_all(args: argparse.Namespace, seed: int) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Two machines share a queue on NFS.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--nfs", choices=("4.2", "3"), help="the version; default: 4.2")
     parser.add_argument("--only", choices=PHASES, help="run only this phase, all of it")

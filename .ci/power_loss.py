@@ -345,7 +345,7 @@ def self_check(store: str, seed: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        description="Cut the power under a queue, and look what is left."
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cuts", type=int, default=30, help="per file system (default: 30)")
     parser.add_argument("--seed", type=int, default=None)

@@ -1150,7 +1150,9 @@ def run_again() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Let a storm pass over a queue.")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60, help="default: 60")
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--fs", choices=["ext4", "tmpfs"], default="ext4")
