@@ -28,8 +28,6 @@ import gc
 import io
 import itertools
 import logging
-import multiprocessing
-import multiprocessing.connection
 import os
 import pickle
 import py_compile
@@ -51,7 +49,6 @@ import unittest
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -11547,172 +11544,11 @@ def heed_signals() -> None:
             signal.signal(number, handler)
 
 
-class ReportedTest(unittest.TestCase):
-    """Stands in a result for a test that a worker process ran."""
+class Spread:
+    """Runs classes of tests, each in a process, as many at a time as there are processors.
 
-    def __init__(self, description: str) -> None:
-        super().__init__()
-        self.description = description
-
-    def __str__(self) -> str:
-        return self.description
-
-    def shortDescription(self) -> None:
-        return None  # it is part of the description
-
-
-class Spread(unittest.TestSuite):
-    """Suites that are run by worker processes; each takes the next suite when it is ready.
-
-    A worker is the leader of a process group, which is killed when the run ends. It reports a
-    suite's results as text. A suite whose worker died is an error. Workers that hang are aborted.
+    Such a process is the leader of a group, which is killed when it has ended, or the run has.
     """
-
-    LISTS = ("failures", "errors", "skipped", "expectedFailures")
-
-    def __init__(self, suites: list[unittest.TestSuite], processes: int) -> None:
-        super().__init__(suites)
-        self.suites, self.processes = suites, processes
-        self.statuses: list[int] = []  # of workers that have ended; a signal is negative
-
-    def run(self, result: Any, debug: bool = False) -> Any:
-        """Run the suites and add their results. Ctrl-C and SIGTERM end the workers as well."""
-        pids: list[int] = []
-        with contextlib.ExitStack() as stack:
-            self.use_own_dirs(stack)
-            stack.callback(self.kill, pids)
-            receivers = self.fork(pids, result)
-            before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-            stack.callback(signal.signal, signal.SIGTERM, before)
-            left = self.gather(pids, receivers, result)
-        if not result.shouldStop:
-            for suite in left:
-                name = type(next(iter(suite))).__name__
-                why = f"Its worker died. Exit statuses of all workers: {self.statuses}\n"
-                result.errors.append((ReportedTest(name), why))
-        return result
-
-    def use_own_dirs(self, stack: contextlib.ExitStack) -> None:
-        """Put the directories of tests into two that are removed when the run ends: tests that
-        are killed do not remove theirs."""
-        run_dir = functools.partial(
-            tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
-        )
-        disk = stack.enter_context(run_dir())
-        memory = stack.enter_context(run_dir(dir=QueueCase.memory)) if QueueCase.memory else None
-        for path in filter(None, (disk, memory)):
-            os.chmod(path, 0o755)  # one test runs as another user
-        stack.enter_context(mock.patch.object(tempfile, "tempdir", disk))
-        stack.enter_context(mock.patch.object(QueueCase, "memory", memory))
-
-    def fork(self, pids: list[int], result: Any) -> list[Connection]:
-        """Start the workers. They read the numbers of the suites from one pipe."""
-        numbers, filling = os.pipe()
-        os.write(filling, bytes(range(len(self.suites))))
-        os.close(filling)
-        receivers = []
-        for _ in range(self.processes):
-            receiver, sender = multiprocessing.Pipe(duplex=False)
-            pid = os.fork()
-            if pid == 0:
-                self.work(numbers, sender, result)
-            os.setpgid(pid, pid)
-            pids.append(pid)
-            receivers.append(receiver)
-            sender.close()
-        os.close(numbers)
-        return receivers
-
-    def work(self, numbers: int, sender: Connection, result: Any) -> NoReturn:
-        """Run suites in a worker until none is left."""
-        status = 1
-        try:
-            os.setpgid(0, 0)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            faulthandler.enable()
-            heed_signals()
-            while number := os.read(numbers, 1):
-                sender.send((number[0], *self.report(self.suites[number[0]], result)))
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-
-    def report(self, suite: unittest.TestSuite, result: Any) -> tuple[str, int, Any, Any]:
-        """Run a suite. Return what was printed, the number of tests, the entries of LISTS, and
-        the durations (Python 3.12)."""
-        text = io.StringIO()
-        result.stream = unittest.TextTestRunner(text).stream
-        result.testsRun = 0
-        lists = {name: getattr(result, name) for name in self.LISTS}
-        durations = getattr(result, "collectedDurations", [])
-        for entries in (*lists.values(), result.unexpectedSuccesses, durations):
-            entries.clear()
-        suite(result)
-        told = {
-            name: [(result.getDescription(test), why) for test, why in entries]
-            for name, entries in lists.items()
-        }
-        for test in result.unexpectedSuccesses:
-            told["failures"].append((result.getDescription(test), "unexpected success\n"))
-        return text.getvalue(), result.testsRun, told, durations
-
-    def gather(
-        self, pids: list[int], receivers: list[Connection], result: Any
-    ) -> list[unittest.TestSuite]:
-        """Add the reports to the result. Return the suites without a report."""
-        left = dict(enumerate(self.suites))
-        hung_s = time.monotonic() + SUITE_S
-        while receivers and not result.shouldStop:
-            for receiver in multiprocessing.connection.wait(receivers, 1):
-                assert isinstance(receiver, Connection)
-                try:
-                    number, *report = receiver.recv()
-                except EOFError:
-                    receivers.remove(receiver)
-                    continue
-                del left[number]
-                self.merge(result, *report)
-                hung_s = time.monotonic() + SUITE_S
-            if time.monotonic() > hung_s:
-                for pid in pids:
-                    os.kill(pid, signal.SIGABRT)  # it says where it hangs
-            self.reap(pids)
-        return [*left.values()]
-
-    def reap(self, pids: list[int]) -> None:
-        """Kill the children of workers that have ended: they hold the pipes of reports open."""
-        for pid in [*pids]:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                pids.remove(pid)
-                self.statuses.append(os.waitstatus_to_exitcode(status))
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
-
-    def merge(self, result: Any, text: str, count: int, told: Any, durations: Any) -> None:
-        """Add a report to the result, and print its text."""
-        result.stream.write(text)
-        result.stream.flush()
-        result.testsRun += count
-        for name, entries in told.items():
-            getattr(result, name).extend(
-                (ReportedTest(description), why) for description, why in entries
-            )
-        if durations:
-            result.collectedDurations.extend(durations)
-        if result.failfast and (told["failures"] or told["errors"]):
-            result.stop()
-
-    def kill(self, pids: list[int]) -> None:
-        for pid in pids:
-            os.killpg(pid, signal.SIGKILL)
-            self.statuses.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-
-
-class Runner(unittest.TextTestRunner):
-    """Runs the classes of tests in one worker process per processor."""
 
     # These begin first, so that the last one is short.
     LONGEST = (
@@ -11721,28 +11557,116 @@ class Runner(unittest.TextTestRunner):
         *("Processing", "Waiting", "ByHand", "Liveness"),
     )
 
-    def run(self, test: Any) -> Any:
-        """Run in this process if there is one class, one processor, or no fork()."""
-        self.stream.writeln(f"seed {SEED}")
-        suites: dict[str, unittest.TestSuite] = {}
-        for case in self.cases(test):
-            suites.setdefault(type(case).__name__, unittest.TestSuite()).addTest(case)
-        has_affinity = hasattr(os, "sched_getaffinity")
-        processors = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-        processes = min(processors, len(suites))
-        if processes < 2 or not hasattr(os, "fork"):
-            heed_signals()
-            return super().run(test)
-        longest = [suites.pop(name) for name in self.LONGEST if name in suites]
-        return super().run(Spread([*longest, *suites.values()], processes))
+    def __init__(self, names: list[str], switches: list[str], processes: int) -> None:
+        self.names = deque(sorted(names, key=[*self.LONGEST, *names].index))
+        self.switches, self.processes = switches, processes
+        self.running: dict[int, tuple[str, Any]] = {}  # by pid: a class, and where it prints
+        self.counts: Counter[str] = Counter()
 
-    def cases(self, test: Any) -> Iterator[unittest.TestCase]:
-        if isinstance(test, unittest.TestSuite):
-            for part in test:
-                yield from self.cases(part)
+    def run(self) -> int:
+        """Return the exit status. Ctrl-C and SIGTERM end the processes as well."""
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+        try:
+            while self.names or self.running:
+                while self.names and len(self.running) < self.processes:
+                    self.start(self.names.popleft())
+                self.wait()
+                if self.counts["failed"] and "-f" in self.switches:
+                    break
+        finally:
+            for pid in self.running:
+                os.killpg(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        return int(self.counts["failed"] > 0)
+
+    def start(self, name: str) -> None:
+        output = tempfile.TemporaryFile()  # noqa: SIM115
+        pid = os.fork()
+        if pid == 0:
+            self.work(name, output.fileno())
+        os.setpgid(pid, pid)
+        self.running[pid] = name, output
+
+    def work(self, name: str, output: int) -> NoReturn:
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(output, 1)
+            os.dup2(output, 2)
+            faulthandler.enable()
+            faulthandler.dump_traceback_later(SUITE_S, exit=True)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            heed_signals()
+            argv = [sys.argv[0], *self.switches, name]
+            status = not unittest.main(argv=argv, exit=False).result.wasSuccessful()
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+
+    def wait(self) -> None:
+        """Wait until a process has ended; print what it said if that is not all well."""
+        pid, status = os.wait()
+        name, output = self.running.pop(pid)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)  # what it left running
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+        output.close()
+        count = int((re.findall(r"(?m)^Ran (\d+) tests? in", text) or ["0"])[-1])
+        self.counts["tests"] += count
+        self.counts["skipped"] += sum(map(int, re.findall(r"(?m)^OK.*skipped=(\d+)", text)))
+        self.counts["failed"] += status != 0
+        if status or not count or "-v" in self.switches:
+            code = os.waitstatus_to_exitcode(status)
+            print(f"\n{text}{name}: exit status {code}", file=sys.stderr)
         else:
-            yield test
+            print("." * count, end="", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def own_dirs() -> Iterator[None]:
+    """Put the directories of tests into two that are removed at the end: tests that are killed do
+    not remove theirs."""
+    run_dir = functools.partial(
+        tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
+    )
+    with contextlib.ExitStack() as stack:
+        disk = stack.enter_context(run_dir())
+        memory = stack.enter_context(run_dir(dir=QueueCase.memory)) if QueueCase.memory else None
+        for path in filter(None, (disk, memory)):
+            os.chmod(path, 0o755)  # one test runs as another user
+        tempfile.tempdir, QueueCase.memory = disk, memory
+        yield
+
+
+def main() -> int:
+    """Run classes side by side; a single one, or by other switches of unittest, in this process."""
+    print(f"seed {SEED}", file=sys.stderr, flush=True)
+    switches = [it for it in sys.argv[1:] if it in ("-v", "-f")]
+    names = [it for it in sys.argv[1:] if it not in switches]
+    tests_of = unittest.defaultTestLoader.getTestCaseNames
+    cases = {name: it for name, it in globals().items() if isinstance(it, type)}
+    classes = names or [
+        name for name, it in cases.items() if issubclass(it, unittest.TestCase) and tests_of(it)
+    ]
+    has_affinity = hasattr(os, "sched_getaffinity")
+    processes = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    is_simple = len(classes) < 2 or any(it.startswith("-") for it in names)
+    if is_simple or processes < 2 or not hasattr(os, "fork"):
+        heed_signals()
+        return int(not unittest.main(exit=False).result.wasSuccessful())
+    began_s, spread = time.monotonic(), Spread(classes, switches, processes)
+    with own_dirs():
+        status = spread.run()
+    counts, took_s = spread.counts, time.monotonic() - began_s
+    print(f"\nRan {counts['tests']} tests in {took_s:.1f} s", file=sys.stderr)
+    print(f"{counts['failed']} classes FAILED" if status else "OK", file=sys.stderr, end="")
+    print(f" (skipped={counts['skipped']})", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":
-    unittest.main(testRunner=Runner)
+    sys.exit(main())
