@@ -3009,8 +3009,12 @@ class FemtoQueue:
         it if this object's leases have no end. Raises LeaseLost if there is no such lease (any
         more).
         """
-        name = lease.rpartition("/")[2]
-        for entry in self._files.find("inflight"):
+        directory, _, name = lease.rpartition("/")
+        entries = self._files.find("inflight")
+        if _parse_node_dir(directory) and self._files.exists(lease):  # then no listing is needed
+            known = _parse(directory, name)
+            entries = iter([known] if known else [])
+        for entry in entries:
             if name in (entry.name, entry.id):
                 length_ns = self._length_ns
                 if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
@@ -3070,8 +3074,8 @@ class FemtoQueue:
         In the main thread SIGTERM and SIGINT do the same, and a second one gives back what runs
         and returns at once; threads that still handle a task then get LeaseLost. A handler that
         fails is logged (logger "femtoqueue"), and the loop goes on; one that raises SystemExit or
-        the like ends it, and its task is given back, uncounted. Disk trouble of pop() ends it too,
-        as the OSError that it is, when what runs is finished.
+        the like ends it, and its task is given back, uncounted. Disk trouble of pop() or of a
+        task's end ends it too, as the OSError that it is, when what runs is finished.
         """
         if not callable(handler):
             raise TypeError(f"handler must be callable, not {handler!r}")
@@ -4375,12 +4379,14 @@ class _WorkerPool:
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
         self._threads = 0  # that have not ended
-        self._has_no_work = self._is_interruptible = False  # a handler runs that signals interrupt
+        self.is_drained = self._has_no_work = False
+        self._is_interruptible = False  # a handler runs that signals interrupt
         self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
 
     def run(self) -> WorkCounts:
         """Work until told to stop. Raises what a handler raised to end the pool, and the OSError
-        of a pop(), unless a signal came before what ran had finished: that is answered first."""
+        of a pop() or of a task's end, unless a signal came before what ran had finished: that is
+        answered first."""
         with self._signals_handled():
             if self._is_threaded:
                 self._start_threads()
@@ -4442,7 +4448,7 @@ class _WorkerPool:
             return None
         task: FemtoTask | None = queue.pop(0 if self._drain else wait_s)
         if task is None and self._drain:
-            self._has_no_work = queue.join(0)
+            self.is_drained = self._has_no_work = queue.join(0)
             if not self._has_no_work:
                 task = queue.pop(min(wait_s, queue.poll_interval_s))
         with self._changed:
@@ -4453,14 +4459,15 @@ class _WorkerPool:
             if not self._is_stopping():
                 self._running[id(task)] = task
                 return task
-        queue.release(task, front=True, counted=False)
+        self._give_back(task)
         return None
 
     def _process(self, task: FemtoTask) -> None:
         """Handle a task; log how its delivery failed, and count how it ended."""
-        processing = self._queue.processing(task)
+        processing, has_begun = self._queue.processing(task), False
         try:
             with processing:
+                has_begun = True
                 self._handle(task)
         except LeaseLost as error:
             _log().warning("%s", error)
@@ -4470,8 +4477,12 @@ class _WorkerPool:
             why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            if not processing.outcome:  # it could not even begin, or not be ended
-                processing.orphan()
+            if not processing.outcome:  # trouble with the disk, or no more threads: as of pop()
+                self._error = self._error or error
+                if has_begun:
+                    processing.orphan()
+                else:
+                    self._give_back(task)
         finally:
             with self._changed:
                 self._idle_end_s = _end_s(self._idle_timeout_s)
@@ -4494,15 +4505,22 @@ class _WorkerPool:
             if self._in_threads:  # their commands have ended: they give their tasks back themselves
                 self._changed.wait_for(lambda: not self._running, 1.0)
         for task in [*self._running.values()]:
-            try:
-                self._queue.release(task, front=True, counted=False)
-            except LeaseLost:
-                continue  # it has just ended, and its thread counts it
-            except OSError as error:
-                _log().warning("task %s is not given back: %s", task.id, error)
-            with self._changed:
-                if self._running.pop(id(task), None) is not None:
-                    self.counts["released"] += 1
+            if self._give_back(task):
+                with self._changed:
+                    if self._running.pop(id(task), None) is not None:
+                        self.counts["released"] += 1
+
+    def _give_back(self, task: FemtoTask) -> bool:
+        """Return a task to the front, uncounted; False if it has just ended, or can't be moved."""
+        try:
+            self._queue.release(task, front=True, counted=False)
+            return True
+        except LeaseLost:
+            pass
+        except OSError as error:
+            _log().warning("task %s is not given back: %s", task.id, error)
+            self._queue.processing(task).orphan()
+        return False
 
     @contextlib.contextmanager
     def _signals_handled(self) -> Iterator[None]:
@@ -5659,6 +5677,7 @@ def _read_pieces(stream: Any, end: bytes) -> Iterator[bytes]:
 
 # Command line: work
 
+_GRACE_S = 5.0  # between a signal to a command's group and SIGKILL
 # Run by sh, in the process that becomes CMD: standard input is the watchdog's pipe at first, and
 # then the payload. CRASH: if the worker dies after its fork(), the pipe has a writer until CMD is
 # known: the watchdog kills it. Not a preexec_fn: that would run Python in a fork with threads.
@@ -5696,14 +5715,16 @@ def _work_command(options: Any) -> int:
     by whole lines.
 
     SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are
-    finished. A second one: it is passed to their process groups, and their tasks
-    are given back. A scheduler may signal the commands, too: what fails then, or
-    dies of such a signal, is given back and is no failed try; but SIGKILL counts.
+    finished. A second one: it is passed to their process groups, which are killed
+    5 s later, and their tasks are given back. A scheduler may signal the commands,
+    too: what fails then, or dies of such a signal, is given back to the front, and
+    is no failed try; but SIGKILL counts. So a task that takes longer than a job may
+    would come first in the next one: let --task-timeout be less than that.
+
     If this worker is killed, its commands are killed, too. But a lease that is
     lost (after a stop for longer than --timeout, or by `release`) does not end CMD.
 
-    Status 1: with --drain, a task failed for good, or a signal came before the
-    end.
+    Status 1: with --drain, a task failed for good, or work is left.
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
@@ -5757,7 +5778,7 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
         reporter.start()
     try:
         pool.run()
-    except SystemExit as error:
+    except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
         console.write(f"femtoqueue: {error}\n")
         return 2
     finally:
@@ -5771,7 +5792,7 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
             console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
     if len(pool.signals) > 1:
         return 128 + pool.signals[-1]
-    return 1 if options.drain and (pool.counts["failed"] or pool.signals) else 0
+    return 1 if options.drain and (pool.counts["failed"] or not pool.is_drained) else 0
 
 
 def _report(q: FemtoQueue, pool: _WorkerPool, console: _Console, is_over: threading.Event) -> None:
@@ -5868,7 +5889,8 @@ class _CommandHandler:
         self._queue, self._watchdog = queue, watchdog
         self._console, self._options = console, options
         self._running: set[Any] = set()
-        self._is_stopped, self._is_aborted = threading.Event(), False
+        self._is_stopped, self._is_killed = threading.Event(), threading.Event()
+        self._is_aborted = False
 
     def __call__(self, task: FemtoTask) -> None:
         import tempfile
@@ -5883,7 +5905,7 @@ class _CommandHandler:
                     paths = [os.path.join(output_dir, f"{task.id}.{it}") for it in ("out", "err")]
                     fds = [files.enter_context(open(it, "ab")).fileno() for it in paths]
                 process = files.enter_context(self._start(task, payload.fileno()))
-                if not self._run(process, fds):
+                if not self._run(process, fds, task.attempts == self._options.max_attempts):
                     self._queue.release(task, front=True, counted=False)
         except OSError as error:  # no descriptors, memory or room; nobody reads what it wrote
             raise SystemExit(_error_text(error)) from error
@@ -5902,6 +5924,7 @@ class _CommandHandler:
         """Pass a signal to all commands that run, and wait until they have ended."""
         self._is_aborted = True
         self._terminate([*self._running], number)
+        self._is_killed.set()
 
     def _start(self, task: FemtoTask, payload: int) -> Any:
         """Start CMD in a process group of its own: Ctrl-C at the terminal is for the worker only,
@@ -5927,13 +5950,13 @@ class _CommandHandler:
             self._queue.fail(task, text)  # now: another try would end so, too
             raise _CommandFailed(text) from None
 
-    def _run(self, process: Any, fds: list[int]) -> bool:
+    def _run(self, process: Any, fds: list[int], is_last_try: bool) -> bool:
         """Return True if a process exits with status 0, False if it fails as this worker is told
         to stop; else raise _CommandFailed."""
         import subprocess
 
         timeout_s = self._options.task_timeout
-        end_s = _end_s(timeout_s)
+        end_s, is_guarded, is_stopped = _end_s(timeout_s), True, False
         self._running.add(process)
         try:
             if self._is_aborted:  # RACE: abort() did not see this process
@@ -5942,25 +5965,38 @@ class _CommandHandler:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s and max(0, end_s - time.monotonic()))
             status = process.returncode
+            if status:
+                # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
+                may_be_stop = (-status if status < 0 else status - 128) in _stop_signals()
+                wait_s = _ONE_SIGNAL_S if may_be_stop or is_last_try else 0
+                is_stopped = self._is_stopped.wait(wait_s)
+            # CMD may be a shell whose program still saves its state: not twice at once.
+            while is_stopped and _signal_group(process.pid, 0) and not self._is_killed.wait(0.05):
+                self._relay(process, fds, time.monotonic() + 0.1)
+                with contextlib.suppress(ChildProcessError):  # it has others, if we are not init
+                    os.waitpid(-process.pid, os.WNOHANG)
         finally:
             if process.returncode is None:
                 self._terminate([process])
             self._running.discard(process)
-            os.write(self._watchdog, b"-%d\n" % process.pid)
+            try:
+                os.write(self._watchdog, b"-%d\n" % process.pid)
+            except BrokenPipeError:
+                is_guarded = False
+        if status == 0:
+            return True
         if self._is_aborted:
             raise SystemExit  # abort() ended it
+        if not is_guarded:
+            raise SystemExit("the watchdog of this worker was killed")
         if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
-        # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
-        is_signaled = status and (-status if status < 0 else status - 128) in _stop_signals()
-        if status and self._is_stopped.wait(_ONE_SIGNAL_S if is_signaled else 0):
+        if is_stopped:
             return False
-        if status is None:
-            raise _CommandFailed(f"killed after {_time_text(timeout_s)}\n{tail}".rstrip())
-        if status:
+        what = f"killed after {_time_text(timeout_s)}"
+        if status is not None:
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
-            raise _CommandFailed(f"{what}\n{tail}".rstrip())
-        return True
+        raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
         """Relay what a process writes until it has ended, or until end_s; return the end of its
@@ -5987,18 +6023,25 @@ class _CommandHandler:
         return tail.decode("utf-8", "replace")
 
     def _terminate(self, processes: list[Any], number: int = 15) -> None:  # SIGTERM
-        """Signal the groups of processes, wait, and kill after 5 s what still runs in them."""
+        """Signal the groups of processes, wait, and kill after _GRACE_S what still runs in them."""
         import signal
-        import subprocess
 
-        end_s = time.monotonic() + 5
+        end_s = time.monotonic() + _GRACE_S
         for process in processes:
             _signal_group(process.pid, number)
         for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0, end_s - time.monotonic()))
-            _signal_group(process.pid, signal.SIGKILL)
+            while is_alive := self._is_alive(process):
+                if time.monotonic() >= end_s:
+                    break
+                time.sleep(0.01)
+            if is_alive:
+                _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+
+    def _is_alive(self, process: Any) -> bool:
+        """Whether anything of a process's group still runs."""
+        process.poll()  # a process that has ended is in it until then
+        return _signal_group(process.pid, 0)
 
 
 def _stop_signals() -> tuple[int, ...]:
@@ -6009,9 +6052,12 @@ def _stop_signals() -> tuple[int, ...]:
     return (*stops, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def _signal_group(group: int, number: int) -> None:
-    with contextlib.suppress(OSError):  # all of it has ended
+def _signal_group(group: int, number: int) -> bool:
+    """Signal a process group; 0: only look. False: all of it has ended."""
+    with contextlib.suppress(OSError):
         os.killpg(group, number)
+        return True
+    return False
 
 
 def _start_watchdog() -> int:
@@ -6025,15 +6071,15 @@ def _start_watchdog() -> int:
     import signal
 
     reading, writing = os.pipe()
+    # Signals to all processes of a group, or of a scheduler's job, are not for the watchdog.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reading)
         return writing
     try:
         os.close(writing)
         os.setsid()
-        # Signals to the worker's whole process group are not for the watchdog.
-        for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
         groups: set[int] = set()
         with os.fdopen(reading) as reports:
             for report in map(int, reports):
@@ -6152,15 +6198,26 @@ def _release_command(options: Any) -> int:
         return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
     if not options.all and options.node is None:
         options.error("give IDs, --all or --node")
-    count = 0
     with _open_queue(options) as q:
-        for task in q.tasks("inflight", data=False):
-            if options.node in (None, task.node):
-                with contextlib.suppress(LeaseLost, TaskNotFound):  # it has just ended
-                    q.release(q.attach(task.path), **to)
+        left, count = _leases(q, options.node), 0
+        for _ in range(100):
+            for delivery, path in [*left.items()]:
+                with contextlib.suppress(LeaseLost):
+                    q.release(q.attach(path), **to)
                     count += 1
+                    del left[delivery]
+            if not left:
+                break
+            # A lease that was renewed meanwhile has another name.
+            left = {it: path for it, path in _leases(q, options.node).items() if it in left}
     print(f"released {count}")
     return 0
+
+
+def _leases(q: FemtoQueue, node: str | None) -> dict[tuple[str, int | None], str]:
+    """Return the paths of what a worker has in flight, or of all, by id and attempts."""
+    tasks = q.tasks("inflight", data=False)
+    return {(it.id, it.attempts): it.path for it in tasks if node in (None, it.node)}
 
 
 @_command(_ids(nargs="+"), _LEASE)

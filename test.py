@@ -166,6 +166,7 @@ SEAMS = {
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
+    "grace": "_GRACE_S",
     "base interval": "_BASE_INTERVAL_S",
     "longest pause": "_LONGEST_PAUSE_S",
     "renewal": "_RENEWAL",
@@ -9456,6 +9457,33 @@ class Work(QueueCase):
             q.work(handle, concurrency=2)
         self.assertEqual((finished, self.states()), ([b"x"], {"done": 1}))
 
+    def test_a_task_that_can_not_be_ended_ends_it_before_it_takes_others(self) -> None:
+        """Each would be delivered again, and would be a dead letter in the end."""
+        for concurrency in (1, 2):
+            q, handled = self.queue(str(concurrency), max_attempts=2), list[bytes]()
+            q.push_many([b"x"] * 9)
+
+            def handle(task: FemtoTask, handled: list[bytes] = handled) -> None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(self.file("done"))
+                handled.append(task.data)
+
+            with self.assertRaises(FileNotFoundError):
+                q.work(handle, concurrency=concurrency, drain=True)
+            self.assertLessEqual(len(handled), concurrency)
+            os.mkdir(self.file("done"))
+            self.assertEqual(len(self.drain(q)), 9)
+            shutil.rmtree(self.file("done"))
+            os.mkdir(self.file("done"))
+
+    def test_without_a_thread_that_renews_leases_nothing_is_begun(self) -> None:
+        q = self.queue(max_attempts=1)
+        q.push_many([b"1", b"2"])
+        broken = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
+        with broken, self.assertRaisesRegex(RuntimeError, "no more"):
+            q.work(self.fail, drain=True)
+        self.assertEqual((self.pop(q).attempts, self.states()["pending"]), (1, 1))
+
     def trouble(self, code: int, met: threading.Event) -> Callable[[str, tuple[Any, ...]], None]:
         """Return a hook by which pending/ can't be listed any more when a task was taken."""
 
@@ -9731,7 +9759,7 @@ class CommandLine(QueueCase):
     """Each command through main(). In this process, unless the test is about processes: those run
     what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
 
-    one_signal_s = constant("one signal")
+    usual_s = ("one signal", constant("one signal")), ("grace", constant("grace"))
     program: str
 
     @classmethod
@@ -9764,13 +9792,14 @@ class CommandLine(QueueCase):
         return process
 
     def program_as_hastened(self) -> list[str]:
-        """Return what Python is to run: the program, with the wait that this test has hastened."""
-        if self.one_signal_s == constant("one signal"):
+        """Return what Python is to run: the program, with the waits that this test has hastened."""
+        hastened = {it: constant(it) for it, usual_s in self.usual_s if constant(it) != usual_s}
+        if not hastened:
             return [self.program]
-        path, seconds = os.path.dirname(self.program), constant("one signal")
-        code = f"import sys; sys.path[0] = {path!r}; import femtoqueue; "
-        code += f"femtoqueue.{CONSTANTS['one signal']} = {seconds}; sys.exit(femtoqueue.main())"
-        return ["-c", code]
+        code = f"import sys; sys.path[0] = {os.path.dirname(self.program)!r}; import femtoqueue; "
+        for name, seconds in hastened.items():
+            code += f"femtoqueue.{CONSTANTS[name]} = {seconds}; "
+        return ["-c", f"{code}sys.exit(femtoqueue.main())"]
 
     def run_alone(self, *words: str, input: bytes = b"", **settings: Any) -> tuple[int, str, str]:
         """Run a command in a process of its own."""
@@ -10018,6 +10047,21 @@ class CommandLine(QueueCase):
         for owner, task in ((q, held), *((other, it) for it in theirs)):
             self.assertRaises(LeaseLost, owner.done, task)
         self.assertEqual(self.drain(self.queue("n3")), [b"1"])
+
+    def test_release_gives_back_what_is_renewed_as_it_looks(self) -> None:
+        q, renewed = self.queue(detached=True), list[str]()
+        q.push_many([b"1", b"2"])
+        self.pop(q), self.pop(q)
+
+        def renew(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and not renewed:
+                *_, last = self.names("inflight-n1")
+                renewed.append(f"{int(last[:20]) + 10**9:020}{last[20:]}")
+                os.rename(self.file("inflight-n1", last), self.file("inflight-n1", renewed[0]))
+
+        with hooked(renew):
+            self.assertEqual(self.ok("release", "jobs", "--all"), "released 2\n")
+        self.assertEqual((len(renewed), self.states()), (1, {"pending": 2}))
 
     def test_cancel_deletes_what_waits_and_says_what_does_not(self) -> None:
         q = self.queue()
@@ -10389,10 +10433,11 @@ class CommandLine(QueueCase):
             (exits % 143, signal.SIGTERM, "CMD", "pending"),
             (exits % 143, signal.SIGHUP, "worker", "pending"),
             (exits % 1, signal.SIGTERM, "worker", "pending"),
+            (exits % 1, signal.SIGTERM, "CMD", "pending"),
             (exits % 0, signal.SIGTERM, "worker", "done"),
         ]
         self.hasten("one signal", 60)  # CMD's end is slow to be seen, and so is a worker's signal
-        for jobs, order in zip((1, 2) * 4, orders, strict=True):
+        for jobs, order in zip((1, 2) * 9, orders, strict=False):
             with self.subTest(order):
                 self.stop_in_order(jobs, *order)
 
@@ -10432,6 +10477,105 @@ class CommandLine(QueueCase):
             self.assertEqual(self.work(*words, f"kill -{number:d} $$")[0], 1)
             *_, task = self.queue().tasks("failed")
             self.assertIn(f"killed by signal {number:d}", task.error or "")
+
+    def test_a_program_that_outlives_its_shell_in_a_stop_still_has_its_task(self) -> None:
+        """As it saves its state. At its end it sees nothing that waits for another worker."""
+        self.hasten("one signal", 60)  # a stop is slow to be heard
+        self.queue().push(b"x")
+        directory = os.path.dirname(self.path)
+        os.mkfifo(os.path.join(directory, "fifo"))
+        saves = "trap '' TERM; echo saves; read x < fifo; ls jobs/pending > seen"
+        shell = f'sh -c "{saves}" & echo $$; wait'
+        words = ("work", "jobs", "-q", "--max-attempts", "1", "--", "sh", "-c", shell)
+        with self.start(*words) as process:
+            (pid,) = {*self.begun(process, 2)} - {b"saves"}
+            process.send_signal(signal.SIGTERM)
+            os.kill(int(pid), signal.SIGTERM)
+            self.wait_until_gone(int(pid))
+            with self.assertRaises(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            with open(os.path.join(directory, "fifo"), "wb", buffering=0) as fifo:
+                fifo.write(b"\n")
+            process.communicate(timeout=120)
+        with open(os.path.join(directory, "seen"), encoding="ascii") as file:
+            self.assertEqual((process.returncode, file.read()), (0, ""))
+        self.assertEqual(self.pop(self.queue()).attempts, 1)
+
+    def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
+        """And not when its shell has; but what ended well is done."""
+        self.hasten("one signal", 0.05)
+        self.hasten("grace", 1)
+        self.queue().push_many([b"hangs", b"program", b"well"])
+        see = "while sleep 0.01; do ls jobs/pending >> seen; done"
+        script = f"""read x; case $x in
+            hangs) trap '' TERM; echo $x; {see} ;;
+            program) sh -c "trap '' TERM; echo $x; {see}" & wait ;;
+            well) trap 'exit 0' TERM; echo $x; while sleep 0.01; do :; done ;;
+        esac"""
+        with self.start("work", "jobs", "-q", "-j", "3", "--", "sh", "-c", script) as process:
+            self.begun(process, 3)
+            assert process.stderr is not None
+            process.send_signal(signal.SIGTERM)
+            self.assertEqual(process.stderr.readline(), b"\n")
+            time.sleep(2 * constant("one signal"))  # what comes too soon is no second one
+            process.send_signal(signal.SIGTERM)
+            process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 128 + signal.SIGTERM)
+        with open(os.path.join(os.path.dirname(self.path), "seen"), encoding="ascii") as file:
+            self.assertEqual(file.read(), "")
+        self.assertEqual(self.states(), {"done": 1, "pending": 2})
+        self.assertEqual([task.attempts for task in iter(self.queue().pop, None)], [1, 1])
+
+    @unittest.skipUnless(os.path.exists("/proc/self/task"), "needs /proc")
+    def test_a_signal_to_all_processes_of_a_job_does_not_end_the_watchdog(self) -> None:
+        self.queue().push_many([b"1", b"2"])
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            process, command, watchdog = self.watched()
+            os.kill(watchdog, number)
+            process.kill()
+            self.wait_until_gone(command)
+            process.communicate()
+
+    @unittest.skipUnless(os.path.exists("/proc/self/task"), "needs /proc")
+    def test_a_worker_whose_watchdog_is_killed_finishes_what_runs_and_leaves(self) -> None:
+        self.queue().push_many([b"1", b"2"])
+        os.mkfifo(os.path.join(os.path.dirname(self.path), "fifo"))
+        process, _, watchdog = self.watched()
+        os.kill(watchdog, signal.SIGKILL)
+        self.wait_until_gone(watchdog)
+        with open(os.path.join(os.path.dirname(self.path), "fifo"), "wb", buffering=0) as fifo:
+            fifo.write(b"\n")
+        _, err = process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 2)
+        self.assertIn(b"watchdog", err)
+        self.assertEqual(self.states(), {"done": 1, "pending": 1})
+
+    def watched(self) -> tuple[subprocess.Popen[bytes], int, int]:
+        """Start a worker, whose command reads a fifo; return that, and the watchdog's number."""
+        script = "echo $$; if [ -e fifo ]; then read x < fifo; else sleep 1000; fi"
+        words = ("work", "jobs", "-q", "--max-attempts", "1", "--", "sh", "-c", script)
+        process = self.start(*words)
+        (command,) = map(int, self.begun(process, 1))
+        (watchdog,) = self.children_of(process.pid) - {command}
+        return process, command, watchdog
+
+    def children_of(self, pid: int) -> set[int]:
+        """Return the processes whose parent that is."""
+        found = set()
+        for name in filter(str.isdigit, os.listdir("/proc")):
+            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="ascii") as file:
+                if int(file.read().rpartition(")")[2].split()[1]) == pid:
+                    found.add(int(name))
+        return found
+
+    def test_drain_that_ends_sooner_says_so_by_its_status(self) -> None:
+        self.queue().push(b"x")
+        for limit in ("--time-limit", "--idle-timeout"):
+            held = self.pop(q := self.queue()) if limit == "--idle-timeout" else None
+            self.assertEqual(self.work("--drain", limit, "0s", "--", "true")[0], 1)
+            if held:
+                q.release(held)
+        self.assertEqual(self.work("--drain", "--time-limit", "1h", "--", "true")[0], 0)
 
     def test_work_ends_when_it_is_idle_and_when_its_time_is_over(self) -> None:
         """Also while another worker has a task, which --drain would wait for."""

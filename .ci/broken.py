@@ -1074,7 +1074,7 @@ two signals at once are one | Gate
 -        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
 +        if self.signals and time.monotonic() < self._last_signal_s:
 a signal drops no task that was just claimed | Work
--        queue.release(task, front=True, counted=False)
+-        self._give_back(task)
 -        return None
 +        return None
 work() leaves the signal handlers as they were | Work hangs
@@ -1094,11 +1094,33 @@ a setting is not changed in silence | Gate
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a try that a stop ended is no failure | CommandLine
--        if status and self._is_stopped.wait(_ONE_SIGNAL_S if is_signaled else 0):
-+        if status and self._is_stopped.wait(0):
+-                is_stopped = self._is_stopped.wait(wait_s)
++                is_stopped = self._is_stopped.wait(0)
+a program that outlives its shell in a stop has its task until then | CommandLine
+-            while is_stopped and _signal_group(process.pid, 0) and not self._is_killed.wait(0.05):
++            while is_stopped and self._is_stopped.wait(60) is None:
+a command that ends well after the second signal has done its task | CommandLine
+-        if status == 0:
+-            return True
+-        if self._is_aborted:
+-            raise SystemExit  # abort() ended it
++        if self._is_aborted:
++            raise SystemExit  # abort() ended it
++        if status == 0:
++            return True
+a signal to all processes of a job does not end the watchdog | CommandLine
+-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
++    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+a task that can't be ended ends work() | Work
+-                self._error = self._error or error
+-                if has_begun:
++                if has_begun:
+`release --all` gives back what is renewed meanwhile | CommandLine
+-            left = {it: path for it, path in _leases(q, options.node).items() if it in left}
++            left = {}
 a command that a signal ends alone has failed | CommandLine
--        if status and self._is_stopped.wait(_ONE_SIGNAL_S if is_signaled else 0):
-+        if status and (is_signaled or self._is_stopped.is_set()):
+-                is_stopped = self._is_stopped.wait(wait_s)
++                is_stopped = may_be_stop or self._is_stopped.is_set()
 an idle worker that runs a task is not idle | Work
 -                if not self._running and time.monotonic() >= self._idle_end_s:
 +                if time.monotonic() >= self._idle_end_s:
@@ -1173,7 +1195,7 @@ a lease that `pop` can't print is given back | CommandLine
 +        except ZeroDivisionError:
 +            raise
 `work --drain` is status 1 if a task failed | CommandLine
--    return 1 if options.drain and (pool.counts["failed"] or pool.signals) else 0
+-    return 1 if options.drain and (pool.counts["failed"] or not pool.is_drained) else 0
 +    return 1 if options.drain and pool.signals else 0
 `check` is status 1 if something is odd | CommandLine
 -        status = status if finding.repaired else 1
