@@ -1023,6 +1023,7 @@ _NO_FLOCK_ERRNOS = (
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
+_no_fork = threading.RLock()  # held by fork(), and while a descriptor is yet to come into that set
 
 
 def _flock(fd: int, how: int) -> bool | None:
@@ -1050,8 +1051,9 @@ class _FileLock:
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS) -> None:
         self.path, self._pid = path, os.getpid()
-        self.fd = os.open(path, flags, 0o666)
-        _open_lock_fds.add(self.fd)
+        with _no_fork:
+            self.fd = os.open(path, flags, 0o666)
+            _open_lock_fds.add(self.fd)
 
     def acquire_shared(self) -> bool | None:
         """Wait while another process has the exclusive lock; None: there are no locks here."""
@@ -1090,9 +1092,10 @@ class _FileLock:
             return
         with contextlib.suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_UN)
-        _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
-        self.fd = -1  # not sooner: what Ctrl-C leaves open is closed with the last reference
-        os.close(fd)
+        with _no_fork:
+            _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
+            self.fd = -1  # not sooner: what Ctrl-C leaves open is closed with the last reference
+            os.close(fd)
 
     def __del__(self) -> None:
         # os is None when the interpreter ends. In a forked child the descriptor is closed already
@@ -1108,6 +1111,7 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.Wea
 
 def _after_fork_in_child() -> None:
     """In a forked child: the parent's locks must end with the parent, so close them here."""
+    _no_fork.release()
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
     for owner, hook in list(_fork_hooks.items()):
@@ -1115,7 +1119,11 @@ def _after_fork_in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
+    os.register_at_fork(
+        before=_no_fork.acquire,
+        after_in_parent=_no_fork.release,
+        after_in_child=_after_fork_in_child,
+    )
 
 
 # ==================================================================================================
@@ -1615,6 +1623,7 @@ class _QueueClock:
 _MAX_BATCH = 1 << 17  # names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
 _FEW = 1000  # names that are listed in one piece
+_AT_ONCE = 256  # names that the system lists in one call: no push comes meanwhile
 _LOSSES = 64  # of claims in one pop(), after which it looks at its lease directory
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
 _is_waiting = _FORMS["pending"]
@@ -1646,13 +1655,31 @@ class _Backlog:
 
     def __init__(self, worker: _Worker) -> None:
         self._pending, self._lock = f"{worker.files.root}pending", worker.lock
+        self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = 0  # how many names pending/ had when it was listed last
         self._listed_s = 0.0
         self.refill_s = 0.0  # when it is to be listed again, though names are left
 
     def refill(self, now_s: float) -> None:
-        """List pending/; now_s: the monotonic clock."""
+        """List pending/; now_s: the monotonic clock.
+
+        RACE: of two tasks that are pushed as it is listed, only the younger one may be seen. So
+        what is younger than the listing is left to the next one; if nothing else is there, that is
+        now.
+        """
+        for _ in range(2):
+            began = f"{self._clock.now_ns():020d}"
+            self._list(now_s)
+            newer = 0
+            if len(self.names) > _AT_ONCE:
+                newer = sum(1 for _ in itertools.takewhile(began.__le__, self.names))
+            if not self.names or newer < len(self.names):
+                del self.names[:newer]
+                return
+
+    def _list(self, now_s: float) -> None:
+        """List pending/, in one piece or in many."""
         if self.seen < _FEW and now_s - self._listed_s < 1:  # it can't be huge by now
             names = os.listdir(self._pending)
             self.names, self.seen = sorted(filter(_is_waiting, names), reverse=True), len(names)
@@ -1708,7 +1735,8 @@ class _LeaseDir:
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
         self.orphans: set[str] = set()  # names of leases in it that no living worker holds
-        # By the ids of tasks that were claimed and are being read: what `closes` was then.
+        self.uncounted: set[str] = set()  # of those, the ones that no caller has got
+        # By the leases of tasks that were claimed and are being read: what `closes` was then.
         self.unread: dict[str, int] = {}
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
@@ -1820,7 +1848,7 @@ class _LeaseDir:
         name = f"0{deadline_ns}~{attempts}~{boot}~{ident}"
         lease = f"{self.directory}/{name}"
         held = self._held
-        self.unread[ident] = self.closes
+        self.unread[lease] = self.closes
         try:
             if held is None:
                 raise FileNotFoundError  # RACE: closed by another thread
@@ -1831,14 +1859,14 @@ class _LeaseDir:
                 return lease
         except BaseException as error:
             if getattr(error, "errno", None) not in _MISSING_ERRNOS:
-                del self.unread[ident]
+                self.unread.pop(lease, None)
                 self.undo_claim(lease, source)  # Ctrl-C may come when it is done
                 raise
             self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
             self.is_suspect = True
         else:
             return lease
-        del self.unread[ident]
+        self.unread.pop(lease, None)
         return ""
 
     def _was_claimed(self, name: str) -> bool:
@@ -1846,20 +1874,22 @@ class _LeaseDir:
         return False
 
     def undo_claim(self, lease: str, source: str) -> None:
-        """Undo a claim that was interrupted, or whose file is not at its path: a person took it
-        out, or moved the whole directory away, where the task must not be lost."""
+        """Undo a claim that was interrupted ("": there was none), or whose file is not at its path:
+        a person took it out, or moved the whole directory away, where it must not be lost."""
         with self._lock:
             self._backlog.clear()
             self.is_suspect = True
             name = lease.partition("/")[2]
             try:
-                if (held := self._held) is not None:
+                if lease and (held := self._held) is not None:
                     os.rename(held.prefix + name, self._root + source, src_dir_fd=held.fd)
-            except FileNotFoundError:
-                pass  # it had not been claimed yet, or a person has it
-            except OSError:
-                self.orphans.add(name)
-                raise
+            except OSError as error:
+                # Else it had not been claimed yet, or a person has it. Or pending/ was replaced.
+                if not isinstance(error, FileNotFoundError) or self._files.exists(lease):
+                    self.uncounted.add(name)
+                    self.orphans.add(name)
+                if not isinstance(error, FileNotFoundError):
+                    raise
 
     def deadline_is_final(self, entry: _Entry) -> bool:
         """Whether our clock alone decides if a lease is over: taken on this boot, or detached."""
@@ -1960,21 +1990,25 @@ class _Worker:
         while True:
             if time.monotonic() >= self.house.wake_s:
                 self.house.run_due()
-            task, lease = None, ""
-            with self.lock:
-                waiting = f"pending/{backlog.names.pop()}" if backlog.names else ""
-                if waiting:
-                    lease = self.lease_dir.claim(waiting, length_ns)
-            if lease:
-                task = self._read_claimed(waiting, lease, length_ns)
-            elif waiting:
+            task, lease, waiting = None, "", ""
+            try:
+                with self.lock:
+                    names = backlog.names
+                    waiting = f"pending/{names.pop()}" if names else ""
+                    if waiting:
+                        lease = self.lease_dir.claim(waiting, length_ns)
+                if lease:
+                    task = self._read_claimed(waiting, lease, length_ns)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # Ctrl-C
+                    self.lease_dir.undo_claim(lease, waiting)
+                elif not lease:  # a file that can't be claimed must not keep the others waiting
+                    backlog.names = names
+                raise
+            if waiting and not lease:
                 losses += 1
-                if losses % _LOSSES == 0:
-                    self.open_lease_dir()
-                if "~" in waiting:
-                    task = self._claim_renamed(waiting, length_ns)
-                backlog.drop_taken()
-            else:
+                task = self._claim_lost(waiting, losses, length_ns)
+            elif not waiting:
                 # All claims of a listing were lost: to other workers, or our directory is gone.
                 self.lease_dir.is_suspect |= listings > 0
                 listings += 1
@@ -1982,6 +2016,15 @@ class _Worker:
                     return None
             if task is not None:
                 return task
+
+    def _claim_lost(self, waiting: str, losses: int, length_ns: int) -> FemtoTask | None:
+        """After a claim was lost, to another worker or as our directory is gone, drop what else of
+        the batch is gone. Return the task if it was only renamed."""
+        if losses % _LOSSES == 0:
+            self.open_lease_dir()
+        task = self._claim_renamed(waiting, length_ns) if "~" in waiting else None
+        self.backlog.drop_taken()
+        return task
 
     def take(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
         """Run the jobs that are due, and lease the task of an encoded key, or ("") that of an id,
@@ -1998,9 +2041,12 @@ class _Worker:
                 self.open_lease_dir()
             try:
                 with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
-                    path = self._path_of_key(key) if key else self._path_of_id(ident)
+                    entry = self.files.find_id(ident, "scheduled", "pending") if ident else None
+                    path = self._path_of_key(key) if key else entry.path if entry else ""
                     task = self._claim(path, length_ns) if path else None
             except BlockingIOError:
+                # A push came to pending/, and has the lock yet: its end is no event.
+                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
             if task is not None or not path:
                 return task  # RACE: else a pop() was quicker, and we see it in flight now
@@ -2015,18 +2061,19 @@ class _Worker:
                 path = self.enqueue_scheduled(path)
         return path if path.startswith("pending/") else ""
 
-    def _path_of_id(self, ident: str) -> str:
-        """Return where a task of that id waits, "" if it does not."""
-        entry = self.files.find_id(ident, "scheduled", "pending")  # as it moves
-        return entry.path if entry else ""
-
     def _claim(self, waiting: str, length_ns: int) -> FemtoTask | None:
         """Lease a waiting task, and read it. None: another worker was first, or it can't be
         delivered."""
-        with self.lock:
-            lease = self.lease_dir.claim(waiting, length_ns)
-        if lease:
-            return self._read_claimed(waiting, lease, length_ns)
+        lease = ""
+        try:
+            with self.lock:
+                lease = self.lease_dir.claim(waiting, length_ns)
+            if lease:
+                return self._read_claimed(waiting, lease, length_ns)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C
+                self.lease_dir.undo_claim(lease, waiting)
+            raise
         return self._claim_renamed(waiting, length_ns)
 
     def _claim_renamed(self, waiting: str, length_ns: int) -> FemtoTask | None:
@@ -2038,7 +2085,7 @@ class _Worker:
     def _read_claimed(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
         """Read a claimed task. None: it is gone (undo the claim), a dead letter now, or given back
         by close()."""
-        ident, checkpoint, closes = lease[-_ID_LENGTH:], None, None
+        ident, checkpoint = lease[-_ID_LENGTH:], None
         before = _attempts_of(waiting) if "~" in waiting else 0
         held = _Lease(lease, length_ns)
         try:
@@ -2054,6 +2101,12 @@ class _Worker:
                 data = newest
             if "~" in waiting:  # it may have been delivered before
                 checkpoint = _read_checkpoint(self, ident, data)
+            held.has_checkpoint = checkpoint is not None
+            attempts = before + 1 if held.path is lease else 1
+            task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
+            closes = self.lease_dir.unread.pop(lease, None)
+            if closes == self.lease_dir.closes:
+                return task
         except CorruptTask as error:
             self.quarantine(held.path, error.reason)
             return None
@@ -2065,12 +2118,7 @@ class _Worker:
             self._return_unreadable(held.path, place, error)
             raise
         finally:
-            closes = self.lease_dir.unread.pop(ident, None)
-        held.has_checkpoint = checkpoint is not None
-        attempts = before + 1 if held.path is lease else 1
-        task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
-        if closes == self.lease_dir.closes:
-            return task
+            self.lease_dir.unread.pop(lease, None)
         with contextlib.suppress(LeaseLost):  # RACE: close() in another thread gave it back, or
             self.requeue_uncounted(task)  # could not: its key was busy, its node_id is shared
         return None
@@ -2087,7 +2135,7 @@ class _Worker:
             try:
                 self.note(self.move(lease, target))
             except OSError:
-                self.orphan(lease)
+                self.orphan(lease, counted=False)
                 raise
 
     def _back_path(self, path: str, attempts: int) -> str:
@@ -2191,19 +2239,22 @@ class _Worker:
 
     # From in flight, by others
 
-    def orphan(self, lease: str) -> None:
-        """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/."""
+    def orphan(self, lease: str, counted: bool = True) -> None:
+        """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/.
+        counted: whether its attempts count this delivery."""
         with self.lock:
+            if not counted:
+                self.lease_dir.uncounted.add(lease.partition("/")[2])
             self.lease_dir.orphans.add(lease.partition("/")[2])
             self.house.ends.sooner(0)
 
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
         # RACE: close() in another thread than the one that reads it: nobody got this delivery.
-        is_unread = (
-            entry.directory == self.lease_dir.directory and entry.id in self.lease_dir.unread
-        )
-        attempts = max(0, (entry.attempts or 0) - is_unread)
+        unread = {_id_of(lease) for lease in [*self.lease_dir.unread]}
+        is_unread = entry.id in unread or entry.name in self.lease_dir.uncounted
+        is_own = entry.directory == self.lease_dir.directory
+        attempts = max(0, (entry.attempts or 0) - (is_own and is_unread))
         try:
             target = self.move(entry.path, _front_path(entry.id, attempts), wait=False)
         except FileNotFoundError:
@@ -2215,6 +2266,7 @@ class _Worker:
                 return  # RACE: another process is at work on its key; next time
             raise
         self.lease_dir.orphans.discard(entry.name)
+        self.lease_dir.uncounted.discard(entry.name)
         self.note(target)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
@@ -3282,6 +3334,7 @@ class FemtoQueue:
         if worker is not None and _FileLock is not None:
             if worker.lease_dir.is_open:
                 self.close()
+            worker.renewer.stop.set()  # its thread would have gone on until the next round
             worker.__dict__.clear()  # it is in a cycle with its parts; what they hold goes now
 
     def __getstate__(self) -> dict[str, Any]:
@@ -3653,12 +3706,20 @@ class _Keys(_KeyStates):
         for tag in sorted(idle.union(map(_tag_of, found))):
             # Of an idle one all directories have been listed: a claim is what may have come since.
             where = ("inflight",) if tag in idle else _LIVE
-            with errors, contextlib.suppress(BlockingIOError), self.lock(tag, False) as states:
-                for name in [*states]:
-                    self.find(states, name, where)
-                for newer in {it for it in found if _tag_of(it) == tag}:
-                    self._adopt(states, newer)
+            with errors:
+                try:
+                    self._repair(tag, where, {it for it in found if _tag_of(it) == tag})
+                except BlockingIOError:  # RACE: another process is at work on a key of its hash
+                    self._worker.house.repairing.sooner(1)
         errors.raise_if_any()
+
+    def _repair(self, tag: str, where: tuple[str, ...], found: set[str]) -> None:
+        """Repair the keys of one hash; found: the payloads of that in keys/."""
+        with self.lock(tag, wait=False) as states:
+            for name in [*states]:
+                self.find(states, name, where)
+            for newer in found:
+                self._adopt(states, newer)
 
     def _adopt(self, states: _States, newer: str) -> None:
         """Note a payload in keys/ that no state knows: power loss, or a person, took the state."""
@@ -3738,9 +3799,19 @@ class _Keys(_KeyStates):
         if not self._files.swap_or_replace(aside, path):
             self._files.remove(aside)
             return ""
-        self._files.commit(path)
+        self._commit_swapped(aside, path)
         self._files.remove(aside)  # the old record: until now the disk may know only that
         return _id_of(path)
+
+    def _commit_swapped(self, aside: str, path: str) -> None:
+        """Sync a record that was exchanged with the one at `aside`; if that fails, exchange them
+        again: a push that raised changed nothing."""
+        try:
+            self._files.commit(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                self._files.swap(aside, path)
+            raise
 
     def _put_behind(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
         """Put a payload behind the task of a key, or into the place of the one behind it; return
@@ -3753,8 +3824,12 @@ class _Keys(_KeyStates):
             self._save(_key_tag(name), states, self._files.is_durable)
             if before not in ("", newer):  # CRASH: after it, the old payload at the new time
                 self._files.move(f"keys/{before}", f"keys/{newer}")
-            self._files.move_over(aside, f"keys/{newer}")
-            self._files.commit(f"keys/{newer}")
+            if before and self._files.swap(aside, f"keys/{newer}"):
+                self._commit_swapped(aside, f"keys/{newer}")
+                self._files.remove(aside)  # the old record
+            else:
+                self._files.move_over(aside, f"keys/{newer}")
+                self._files.commit(f"keys/{newer}")
         except BaseException:
             states[name] = path, before
             if not before:  # a push that raised left nothing behind
@@ -3806,7 +3881,9 @@ class _Keys(_KeyStates):
         is_there = None if newer else self._files.swap(aside, path)
         if is_there is False:
             return ""
-        if has_moved or is_there:
+        if is_there:
+            self._commit_swapped(aside, path)
+        elif has_moved:
             self._files.commit(path)
         if is_there is None:
             self._put_behind(states, name, aside, due_ns)
@@ -3849,13 +3926,14 @@ class _Watcher:
 
     def _watch(self) -> bool:
         """Watch the directories, and those in their places if they were replaced."""
-        watched = [("pending", _IN_COMES), ("scheduled", _IN_COMES), ("", _IN_COMES | _IN_GOES)]
+        # data_dir first: pending/ may be replaced between two of these lines.
+        watched = [("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES)]
         watches = [
             self._libc.inotify_add_watch(fd, os.fsencode(self._root + name), mask | _IN_ONLYDIR)
             for fd in self._fds[:1]
             for name, mask in watched
         ]
-        self._pushed = watches[0].to_bytes(4, sys.byteorder, signed=True) if watches else b""
+        self._pushed = watches[1].to_bytes(4, sys.byteorder, signed=True) if watches else b""
         return min(watches, default=-1) >= 0
 
     def sleep(self, seconds: float) -> None:
@@ -4132,6 +4210,7 @@ class _Waits:
 # ==================================================================================================
 
 _RENEWAL = 1 / 3  # of its length, after which a lease is renewed
+_LOCK_PAUSE_S = 0.0005  # between two tries of a renewal to get the lock of a key
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
 
 
@@ -4248,17 +4327,23 @@ class _LeaseRenewer:
             return True
         if lease.outcome or not lease.is_renewed:
             return True  # its block has ended meanwhile
-        try:
-            # Not waiting for the lock of its key: a process may be stopped while it has it.
-            self._worker.renew(task, wait=False)
-        except LeaseLost:
-            self.remove(task)  # its block will see
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            _log().warning("task %s: its lease is not renewed: %s", task.id, error)
-            return False
-        return True
+        end_s = time.monotonic() + self._pause_s / 10
+        while True:
+            try:
+                # Not waiting for the lock of its key: a process may be stopped while it has it.
+                self._worker.renew(task, wait=False)
+                return True
+            except LeaseLost:
+                self.remove(task)  # its block will see
+                return True
+            except BlockingIOError:
+                # One that pushes the key all the time leaves the lock free for moments only.
+                if lease.outcome or time.monotonic() >= end_s:
+                    return False
+            except OSError as error:
+                _log().warning("task %s: its lease is not renewed: %s", task.id, error)
+                return False
+            time.sleep(_LOCK_PAUSE_S)
 
 
 class _Processing:
@@ -4772,12 +4857,16 @@ class TicketQueue:
         Blocks only while other processes register. Raises OSError if this host was cut off, and
         others registered, again and again meanwhile.
         """
+        member, held = self._join_line()
+        self._held[member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
+        return _number_of(member), member
+
+    def _join_line(self) -> tuple[str, _HeldTicket]:
+        """Take the next ticket, as register() does; return its member and its file."""
         for left in range(_MAX_REDRAWS, -1, -1):
             try:
                 with self._locked() as last:
-                    member, held = self._register(last)
-                self._held[member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
-                return _number_of(member), member
+                    return self._register(last)
             except OSError as error:
                 if not left or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
                     raise
@@ -4869,9 +4958,10 @@ class TicketQueue:
         person removed it.
         """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
-        ticket, member = self.register()
-        over = threading.Event()
+        member, over = "", threading.Event()
         try:
+            member, held = self._join_line()
+            self._held[member], ticket = held, _number_of(member)
             if self.stale_timeout is not None:
                 threading.Thread(target=self._touch_until, args=(member, over), daemon=True).start()
             while not self.is_head(ticket):
@@ -4885,9 +4975,12 @@ class TicketQueue:
                 time.sleep(min(0.002 * line.index(member), 0.05, left_s))
             yield ticket
         finally:
-            over.set()
-            if member in self._held:  # not in a forked child; nor if is_head() has removed it
-                self.remove(member)
+            try:
+                over.set()
+                if member in self._held:  # not in a forked child; nor if is_head() has removed it
+                    self.remove(member)
+            finally:  # also if Ctrl-C came: the lock ends with its last reference
+                self._held.pop(member, None)
 
     def __del__(self) -> None:
         if self._held and _FileLock is not None:  # None: the interpreter ends
@@ -4896,9 +4989,9 @@ class TicketQueue:
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
         """Touch a member's ticket now and then, until it is over."""
-        while not over.wait(self._stale_s / 4):
-            with contextlib.suppress(OSError, KeyError):  # RACE: given up just now
-                self._touch(self._held[member])
+        while not over.wait(self._stale_s / 4) and (held := self._held.get(member)):
+            with contextlib.suppress(OSError):  # RACE: given up just now
+                self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
         """Touch a ticket; False if it may have been passed over, also just now."""
@@ -5241,11 +5334,11 @@ class _SharedLeaseDir(_LeaseDir):
         try:
             is_done = bool(lease) and self._files.drop_done(lease)
         except BaseException:
-            self.unread.pop(_id_of(lease), None)
+            self.unread.pop(lease, None)
             self.undo_claim(lease, source)
             raise
         if is_done:
-            del self.unread[_id_of(lease)]
+            self.unread.pop(lease, None)
             self.orphans.add(lease.partition("/")[2])  # should it stay
             return ""
         return lease
