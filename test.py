@@ -1215,6 +1215,12 @@ class Ordering(QueueCase):
         clock.advance(1.1)
         self.assertEqual(self.pop(second).data, b"0")
 
+    def test_what_a_process_itself_puts_in_front_is_next(self) -> None:
+        q = self.queue()
+        q.push_many([b"1", b"2", b"3"])
+        q.release(self.pop(q), front=True)
+        self.assertEqual(self.drain(q), [b"1", b"2", b"3"])
+
     def test_a_huge_backlog_is_taken_in_order_though_only_part_of_it_is_kept(self) -> None:
         """The cut that keeps a sixteenth in memory drops the youngest, and foreign names first."""
         q = self.queue()
@@ -1402,17 +1408,6 @@ class Liveness(QueueCase):
             self.assertIsNone(q.pop())
             self.assertEqual(os.path.exists(self.file("inflight-other")), there)
 
-    def test_a_restarted_worker_takes_back_what_it_left(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        child, ident = self.worker("same", timeout_stale_ms=None)
-        self.kill(child)
-        again, taken = self.worker("same")
-        self.assertEqual(taken, ident)
-        again.go()
-        self.assertEqual(again.finish()[1], 0)
-        self.assertEqual(self.states(), {"done": 1})
-
     def test_a_killed_namesakes_task_waits_for_its_deadline_or_for_the_last_of_them(self) -> None:
         """The directory's lock says that one of them lives, not which."""
         clock, watcher, q = self.clock(), self.queue("watcher"), self.queue("same")
@@ -1475,25 +1470,19 @@ class Liveness(QueueCase):
 
     def test_a_directory_that_another_removes_while_it_is_taken_is_made_again(self) -> None:
         """Before it is opened, or between that and the lock: an observer saw nobody in it."""
+        place = self.file("inflight-n1")
+
+        def is_there(name: str, args: tuple[Any, ...]) -> bool:
+            return args[0] == place and os.path.isdir(place)
+
         for number in itertools.count():
-            q = self.queue("n1")
-            place, left = lease_dir(q), itertools.count(number, -1)
-
-            def remove(
-                name: str,
-                args: tuple[Any, ...],
-                place: str = place,
-                left: Iterator[int] = left,
-            ) -> None:
-                if args[0] == place and os.path.isdir(place) and next(left) == 0:
-                    os.rmdir(place)
-
+            q, step = self.queue("n1"), Meanwhile(number, lambda: os.rmdir(place), is_there)
             q.push(b"x")
-            with hooked(remove):
+            with hooked(step):
                 q.done(self.pop(q))
             self.assertEqual(self.names("inflight-n1"), [])
             q.close()
-            if next(left) >= 0:
+            if not step.reached:
                 break
         self.assertGreaterEqual(number, 2)
 
@@ -2292,14 +2281,13 @@ class Sharing(QueueCase):
         mine, theirs = self.pop(q), list[FemtoTask]()
         is_held, may_end = threading.Event(), threading.Event()
 
-        def hang(name: str, args: tuple[Any, ...]) -> None:
-            if name == "move" and not is_held.is_set():
-                is_held.set()
-                may_end.wait(PATIENCE_S)
+        def hang() -> None:
+            is_held.set()
+            may_end.wait(PATIENCE_S)
 
         holder = threading.Thread(target=q.extend, args=(mine, 100_000))
         popper = threading.Thread(target=lambda: theirs.append(_taken(q)))
-        with hooked(hang):
+        with hooked(at_call("move", None, hang, times=1)):
             holder.start()
             is_held.wait(PATIENCE_S)
             popper.start()
@@ -6553,29 +6541,26 @@ class ByHand(QueueCase):
             self.assertEqual((task.id, task.attempts), (second, 1))
             q.fail(task, "why")
 
-    def test_mv_to_failed_of_a_task_that_was_delivered_before_is_seen_there(self) -> None:
-        """Its name is the long one; stats, peek, retry and purge know it by its id."""
-        q = self.queue()
-        ids = q.push_many([b"1", b"2"])
-        for _ in ids:
-            q.release(self.pop(q))
-        self.sh("mv pending/* failed/")
-        self.assertEqual((q.stats().failed, q.peek(ids[0])), (2, FemtoTask(ids[0], b"1", 1)))
-        q.retry(ids[1])
-        self.assertEqual(q.retry_failed(), 1)
-        self.assertEqual(self.drain(q), [b"2", b"1"])
-
     def test_mv_under_any_name_that_a_task_ever_had_is_seen(self) -> None:
-        """A lease's name in pending/, and a waiting one's in done/."""
+        """A lease's name in pending/, and a waiting one's in failed/ and done/: stats, peek, retry
+        and purge know a task by its id."""
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
         self.sh("mv inflight-n1/* pending/")
         self.assertEqual([task.id for task in q.tasks("pending")], ids)
-        self.assertEqual(self.pop(q).attempts, 2)
-        q.release(self.pop(q))
+        for task in [self.pop(q), self.pop(q)]:
+            q.release(task)
+        self.sh("mv pending/* failed/")
+        self.assertEqual((q.stats().failed, q.peek(ids[0])), (2, FemtoTask(ids[0], b"1", 2)))
+        q.retry(ids[1])
+        self.assertEqual(q.retry_failed(), 1)
+        for data in (b"2", b"1"):
+            task = self.pop(q)
+            self.assertEqual((task.data, task.attempts), (data, 1))
+            q.release(task)
         self.sh("mv pending/* done/")
-        self.assertEqual((q.stats().done, q.peek(ids[1])), (1, FemtoTask(ids[1], b"2", 2)))
+        self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
 
     def test_retry_failed_lists_failed_once(self) -> None:
         q = self.queue()
@@ -10984,12 +10969,16 @@ class Gate(QueueCase):
         self.assertEqual((q.purge(60), self.names("done")), (0, [ident]))
 
     def test_names_of_19_and_21_digits_are_foreign(self) -> None:
-        names = ("0" + "1" * 18 + "-00000000", "0" + "1" * 20 + "-00000000")
-        self.foreign = names
+        """Of an id, and of what stands before it."""
+        numbers, ident = ("0" + "1" * 18, "0" + "1" * 20), f"{1:020d}-00000000"
+        self.foreign = (
+            *(f"{it}~1~{ident}" for it in numbers),
+            *(f"{it}-00000000" for it in numbers),
+        )
         q = self.queue()
-        for name in names:
+        for name in self.foreign:
             self.put(name, b"FQ1 00000000 0\n")
-        self.assertEqual((q.pop(), self.names("pending")), (None, sorted(names)))
+        self.assertEqual((q.pop(), self.names("pending")), (None, sorted(self.foreign)))
 
     def test_a_record_whose_key_is_not_that_of_its_id_is_a_dead_letter(self) -> None:
         q = self.queue()
