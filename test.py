@@ -701,62 +701,41 @@ def reason_of(q: FemtoQueue, ident: str) -> str:
         return file.read()
 
 
-NAN, INFINITE = float("nan"), float("inf")
-NO_BYTES = (7, None, memoryview(b"abcd")[::2], ["x"])
-
 # Wrong arguments: a call, of a queue that has leased a task; what it raises, and what that says;
-# and what is wrong.
+# and what is wrong. In what it says, {it} is what is wrong; for None, the task.
 Refusal = tuple[Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]]
+NAN, INFINITE = float("nan"), float("inf")
+NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
+NO_TIMES = NAN, INFINITE, 9e15, 1e300, 1e308, 10**400
+NO_AGES = -1, NAN, INFINITE
+NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-00000000"}
+NO_RELEASE = {"front": True, "delay_s": 1}, {"delay_s": -1}, {"delay_s": NAN}
+FIXED = "sync_after_write", "max_attempts", "keep_done", "timeout_stale_ms"
 REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(it), TypeError, "bytes-like", NO_BYTES),
-    (lambda q, task, it: q.schedule(it, 0), TypeError, "bytes-like", NO_BYTES),
-    (
-        lambda q, task, it: q.schedule(b"x", it),
-        ValueError,
-        "time_us",
-        (NAN, INFINITE, 9e15, 1e300, 1e308, 10**400),
-    ),
-    (lambda q, task, it: q.schedule(b"x", it), TypeError, "time_us", ("1", None, True)),
     (lambda q, task, it: q.push_many(it), TypeError, "for one payload use push", (b"123",)),
+    (lambda q, task, it: q.schedule(it, 0), TypeError, "bytes-like", NO_BYTES),
+    (lambda q, task, it: q.schedule(b"x", it), TypeError, "time_us", ("1", None, True)),
+    (lambda q, task, it: q.schedule(b"x", it), ValueError, "time_us", NO_TIMES),
     (lambda q, task, it: q.pop(lease_ms=it), ValueError, "lease_ms", (0, -1, NAN)),
-    (
-        lambda q, task, it: q.take(**it),
-        TypeError,
-        "a key or an id",
-        ({}, {"key": "k", "id": f"{0:020d}-00000000"}),
-    ),
+    (lambda q, task, it: q.take(**it), TypeError, "a key or an id", NO_TASK),
     (lambda q, task, it: q.take(id=it), ValueError, "not the id", ("../x",)),
     (lambda q, task, it: q.done(it), TypeError, "FemtoTask", (None,)),
     (lambda q, task, it: q.fail(task, it), TypeError, "text or an exception", (7,)),
-    (
-        lambda q, task, it: q.release(task, **it),
-        ValueError,
-        "delay_s",
-        ({"front": True, "delay_s": 1}, {"delay_s": -1}, {"delay_s": NAN}),
-    ),
+    (lambda q, task, it: q.release(task, **it), ValueError, "delay_s", NO_RELEASE),
     (lambda q, task, it: q.release(task, delay_s=it), TypeError, "delay_s", ("1",)),
     (lambda q, task, it: q.extend(task, it), ValueError, "ms", (0, -1, NAN, INFINITE)),
-    (lambda q, task, it: q.retry(it), ValueError, "not the id", ("", "../pending/x", "x" * 29)),
     (lambda q, task, it: q.retry(it), TypeError, "id", (None,)),
+    (lambda q, task, it: q.retry(it), ValueError, "not the id", ("", "../pending/x", "x" * 29)),
     (lambda q, task, it: q.retry(task.id), TaskNotFound, "{it.id}", (None,)),
-    (lambda q, task, it: q.purge(0, states=("done", it)), ValueError, "{it}", ("pending", 7)),
     (lambda q, task, it: q.purge(it), ValueError, "older_than_s", (-1, NAN)),
+    (lambda q, task, it: q.purge(0, states=("done", it)), ValueError, "{it}", ("pending", 7)),
     (lambda q, task, it: q.peek(it), ValueError, "not the id", ("../secrets",)),
     (lambda q, task, it: q.tasks(it), ValueError, "state must be one of", ("waiting",)),
-    (
-        lambda q, task, it: FemtoQueue(q.data_dir, keep_done=it),
-        ValueError,
-        "keep_done",
-        (-1, NAN, INFINITE),
-    ),
     (lambda q, task, it: FemtoQueue(q.data_dir, keep_done=it), TypeError, "keep_done", ("1d",)),
-    (
-        lambda q, task, it: setattr(q, it, 1),
-        AttributeError,
-        "{it}",
-        ("sync_after_write", "max_attempts", "keep_done", "timeout_stale_ms"),
-    ),
+    (lambda q, task, it: FemtoQueue(q.data_dir, keep_done=it), ValueError, "keep_done", NO_AGES),
+    (lambda q, task, it: setattr(q, it, 1), AttributeError, "{it}", FIXED),
 )
 
 
@@ -6459,7 +6438,8 @@ class ForeignFiles(QueueCase):
         return {os.path.normpath(self.file(directory, name)) for name in names}
 
     def test_what_is_not_ours_is_never_delivered_moved_removed_or_a_crash(self) -> None:
-        """Files, folders, links and names of any bytes, in every directory."""
+        """Files, folders, links and names of any bytes, in every directory; and what only looks
+        like a lease directory."""
         q, clock = self.queue("n1"), self.clock()
         q.push(b"1")
         q.close()
@@ -6469,9 +6449,13 @@ class ForeignFiles(QueueCase):
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
         for directory in (".", "keys", "creating", *states):
             foreign |= self.litter(directory)
-        for name in ("80000000", "0" * 20 + "-80000000"):  # as a lock and a payload are named
-            os.mkdir(self.file("keys", name))
-            foreign.add(self.file("keys", name))
+        # As a lock and a payload are named, and the place of a worker.
+        for name in ("keys/80000000", "keys/" + "0" * 20 + "-80000000", "inflight-bad name"):
+            os.mkdir(self.file(name))
+            foreign.add(self.file(name))
+        foreign.add(self.put("inflight-file", b"", ""))
+        os.symlink(self.file("pending"), self.file("inflight-link"))
+        foreign.add(self.file("inflight-link"))
         q = self.queue("n3")
         q.push(b"2")
         clock.advance(3700)
@@ -6481,18 +6465,6 @@ class ForeignFiles(QueueCase):
         q.retry_failed()
         q.close()
         self.assertEqual(foreign - self.everything(), set())
-
-    def test_stray_things_that_look_like_lease_directories_are_left_alone(self) -> None:
-        q, clock = self.queue(), self.clock()
-        self.put("inflight-file", b"", "")
-        os.symlink(self.file("pending"), self.file("inflight-link"))
-        os.mkdir(self.file("inflight-bad name"))
-        q.push(b"1")
-        clock.advance(60)
-        self.assertEqual(self.drain(q), [b"1"])
-        q.stats()
-        self.assertTrue(os.path.isdir(self.file("inflight-bad name")))
-        self.assertTrue(os.path.lexists(self.file("inflight-link")))
 
     def test_links_folders_and_fifos_with_a_tasks_name_are_set_aside_unread(self) -> None:
         """O_NOFOLLOW: a link is not followed. O_NONBLOCK: a FIFO does not hang pop()."""
