@@ -7393,7 +7393,6 @@ class Overwriting(QueueCase):
 
     def test_finishing_a_task_that_was_finished_before_works(self) -> None:
         """A person ran it again by `cp done/ID pending/`, or failed it twice."""
-
         real = os.rename
 
         def rename(source: str, target: str, **dir_fds: int) -> None:
@@ -7404,15 +7403,14 @@ class Overwriting(QueueCase):
         q = self.queue()
         ident = q.push(b"x")
         with mock.patch("os.rename", rename):
-            for end in (q.done, q.done):
-                end(_taken(q))
+            for _ in range(2):
+                q.done(_taken(q))
                 shutil.copy(self.file("done", ident), self.file("pending", ident))
             os.unlink(self.file("done", ident))
             for reason in ("first", "second"):
                 q.fail(_taken(q), reason)
                 os.replace(self.file("failed", ident), self.file("pending", ident))
-        with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
-            self.assertEqual(file.read(), "second\n")
+        self.assertEqual(reason_of(q, ident), "second\n")
 
 
 def an_old_life(path: str) -> None:
