@@ -1302,20 +1302,18 @@ class Leases(QueueCase):
         self.assertEqual(self.states(), {"done": 3})
 
     def test_progress_is_kept_when_another_process_saves_it(self) -> None:
-        """The payload that a checkpoint belongs to is read, for attach() did not."""
+        """The payload that a checkpoint belongs to is read, for attach() did not; when the lease is
+        lost, there is none."""
         q, other = self.queue(), self.queue("n2")
         q.checkpoint(_pushed_and_taken(q), b"1")
-        task = other.attach(self.names("inflight-n1")[0])
-        other.checkpoint(task, b"2")
-        other.release(task)
-        self.assertEqual(self.pop(q).checkpoint, b"2")
-
-    def test_progress_on_an_attached_lease_that_is_lost_is_refused(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        task = _pushed_and_taken(q)
+        attached = other.attach(self.names("inflight-n1")[0])
+        other.checkpoint(attached, b"2")
+        other.release(attached)
+        task = self.pop(q)
+        self.assertEqual(task.checkpoint, b"2")
         attached = other.attach(task.id)
         q.done(task)
-        self.assertRaises(LeaseLost, other.checkpoint, attached, b"1")
+        self.assertRaises(LeaseLost, other.checkpoint, attached, b"3")
 
     def test_a_detached_lease_gets_no_longer_by_a_queue_whose_leases_have_no_end(self) -> None:
         """No death would ever end it."""
@@ -1555,12 +1553,18 @@ class Liveness(QueueCase):
     def descriptors(self) -> int:
         return len(os.listdir("/dev/fd")) if os.path.isdir("/dev/fd") else 0
 
-    def outlive(self, fork: Callable[[Child, FemtoQueue], None]) -> None:
-        """A child that outlives its parent must not keep the parent's tasks leased."""
+    def outlive(self, call: str) -> None:
+        """Let a worker fork at a call of its pop(), and die before its child does."""
 
         def parent(child: Child) -> None:
+            def fork() -> None:
+                if os.fork() == 0:
+                    child.wait_for_go()
+                    os._exit(0)
+
             mine = FemtoQueue(self.path, "parent", timeout_stale_ms=None)
-            fork(child, mine)
+            with hooked(at_call(call, None, fork, times=1)):
+                mine.pop()
             child.say("forked")
             child.wait_for_go()
 
@@ -1570,32 +1574,20 @@ class Liveness(QueueCase):
         self.assertEqual(child.line(), "forked")
         child.kill()
         os.waitpid(child.pid, 0)
-        self.assertIsNotNone(self.pop_within(q, 10))
+        task = self.pop_within(q, 10)
+        assert task is not None
+        q.done(task)
         child.go()
         child._status = 0
         child._said.close()
         os.close(child._goes)
 
-    def fork(self, child: Child) -> None:
-        if os.fork() == 0:
-            child.wait_for_go()
-            os._exit(0)
-
-    def test_fork_leaves_the_parents_lock_with_the_parent(self) -> None:
-        def pop_and_fork(child: Child, q: FemtoQueue) -> None:
-            q.pop()
-            self.fork(child)
-
-        self.outlive(pop_and_fork)
-
-    def test_fork_while_another_thread_takes_its_place_keeps_no_lock(self) -> None:
-        """The descriptor is in nobody's hands yet but that thread's."""
-
-        def fork_in_pop(child: Child, q: FemtoQueue) -> None:
-            with hooked(at_call("lock", None, lambda: self.fork(child), times=1)):
-                q.pop()
-
-        self.outlive(fork_in_pop)
+    def test_a_forked_child_that_outlives_its_parent_keeps_no_task_of_its_leased(self) -> None:
+        """Nor if another thread forked as the lock was taken, when the descriptor is in nobody's
+        hands yet but that thread's."""
+        for call in ("read", "lock"):
+            with self.subTest(call):
+                self.outlive(call)
 
     def test_a_fork_while_another_thread_looks_at_a_directory_keeps_no_lock(self) -> None:
         """The child has a copy of the observer's descriptor, and would keep its owner waiting."""
@@ -7365,11 +7357,9 @@ class NoLocks(QueueCase):
     def test_without_flock_leases_end_by_their_deadlines(self) -> None:
         """As on file systems that answer ENOLCK, EOPNOTSUPP or, NFS to an exclusive one, EBADF."""
         for code in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
-            error = OSError(code, os.strerror(code))
-            with mock.patch("fcntl.flock", side_effect=error):
+            self.path = self.new_dir(self.memory)
+            with mock.patch("fcntl.flock", side_effect=OSError(code, os.strerror(code))):
                 self.check_deadlines(femtoqueue)
-            shutil.rmtree(self.path)
-            os.mkdir(self.path)
 
     def test_without_hard_links_the_clock_is_still_made_once(self) -> None:
         error = OSError(errno.EPERM, "no hard links here")
