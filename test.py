@@ -34,6 +34,7 @@ import py_compile
 import random
 import re
 import select
+import shlex
 import shutil
 import signal
 import stat
@@ -9727,6 +9728,299 @@ class Checking(QueueCase):
         self.assertIn("3600 s ahead", found[1].text)
 
 
+# Under what they show: commands, and after -> or in lines of their own what each says, on standard
+# output, then, after !, on standard error, and last its status, if not 0. After ->, white space is
+# one space; in lines, spaces are. ... is anything, alone any lines. <name> is an id, or, as
+# <lease...>, the path of a lease; from there on it is that one, also as $name in a command. Two
+# names are two values. Besides the shell's commands: `states` counts the tasks in each directory,
+# `payloads STATE` prints payloads.
+ID = r"[0-9]{20}-[0-9a-f]{8}"
+LEASE = rf"inflight-\w+/[0-9]{{20}}~[0-9]+~0{{8}}~{ID}"
+TRANSCRIPTS = r"""
+# push takes arguments, standard input, its lines and its pieces, and prints ids
+$ femtoqueue push jobs 'a b' x -> <a> <b>
+$ femtoqueue push jobs -- --not-an-option -> <c>
+$ printf 'whole\ninput\n' | femtoqueue push jobs -> <d>
+$ printf '1\n\n2' | femtoqueue push jobs --lines --sync -> <e> <f> <g>
+$ printf 'p\nq\0r' | femtoqueue push jobs -0 -> <h> <i>
+$ payloads pending -> a b, x, --not-an-option, whole\ninput\n, 1, , 2, p\nq, r
+$ ls jobs/pending -> <a> <b> <c> <d> <e> <f> <g> <h> <i>
+# of a key one task waits; --if-in-flight reject is an error
+$ femtoqueue push jobs 1 --key user:42 -> <first>
+$ femtoqueue push jobs 2 --key user:42 -> <first>
+$ payloads pending -> 2
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue push jobs 3 --key user:42 --if-in-flight reject -> ! femtoqueue: ... [1]
+$ states -> inflight-cli 1
+# push --delay, and --at a local time or another
+$ femtoqueue push jobs later --delay 1h -> <later>
+$ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
+$ femtoqueue push jobs utc --at 2050-12-01T08:00:00Z -> <utc>
+$ ls jobs/scheduled -> ...~0~<later> 02553487200000000000~0~<local> 02553494400000000000~0~<utc>
+$ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 59m...s - - ...
+# FEMTOQUEUE_DIR is DIR, and then no word is
+$ FEMTOQUEUE_DIR=jobs femtoqueue push hello -> <a>
+$ FEMTOQUEUE_DIR=jobs femtoqueue push jobs -> <b>
+$ payloads pending -> hello, jobs
+$ FEMTOQUEUE_DIR=jobs femtoqueue ls pending -> ... pending <a> ... pending <b> ...
+$ FEMTOQUEUE_DIR=jobs femtoqueue stat -> pending 2 ...
+$ FEMTOQUEUE_DIR=jobs femtoqueue pop -> <lease>
+$ FEMTOQUEUE_DIR=jobs femtoqueue done $lease
+$ states -> done 1, pending 1
+$ FEMTOQUEUE_DIR=jobs femtoqueue ls --help
+usage: femtoqueue ls [-h] [--all] [--json] [STATE ...]
+...
+No word is DIR: FEMTOQUEUE_DIR is jobs
+$ femtoqueue ls --help -> usage: femtoqueue ls [-h] [--all] [--json] DIR [STATE ...] ...
+$ femtoqueue --help -> ... If FEMTOQUEUE_DIR is set, no word is DIR. ...
+# a lease outlives pop, until done, fail or release; the path that it prints is the fence
+$ printf '1\n2\n3' | femtoqueue push jobs --lines -> <a> <b> <c>
+$ femtoqueue pop jobs | cat -> <lease_a>
+$ tail -n +2 jobs/$lease_a -> 1
+$ femtoqueue pop jobs | cat -> <lease_b>
+$ femtoqueue pop jobs --payload --node me && echo ' is all' -> 3 is all ! <lease_c>
+$ femtoqueue pop jobs -> [1]
+$ states -> inflight-cli 2, inflight-me 1
+$ femtoqueue done jobs $lease_a
+$ femtoqueue fail jobs $c --reason 'no such image'
+$ femtoqueue release jobs $(basename $lease_b)
+$ states -> done 1, failed 1, pending 1
+$ femtoqueue done jobs $lease_a $lease_b $lease_c
+! femtoqueue: task <a>: it is not in flight by that name (any more)
+! femtoqueue: task <b>: it is not in flight by that name (any more)
+! femtoqueue: task <c>: it is not in flight by that name (any more)
+[1]
+$ femtoqueue show jobs $c -> state failed ... reason no such image 3
+# extend prints a new path, and the old one is no fence any more
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue pop jobs --timeout 1m -> <lease_old>
+$ femtoqueue extend jobs $lease_old --timeout 1h -> <lease_new>
+$ femtoqueue done jobs $lease_old -> ! femtoqueue: task <x>: it is not in flight ... [1]
+$ femtoqueue ls jobs -> ... inflight <x> ...s 1 1 59m...s - cli
+$ femtoqueue done jobs $lease_new
+$ states -> done 1
+# pop takes a task by its id, due or not, or waits for a key
+$ femtoqueue push jobs first second -> <first> <second>
+$ femtoqueue push jobs later --delay 1h -> <later>
+$ femtoqueue pop jobs --id $second -> ...~<second>
+$ femtoqueue pop jobs --id $later -> ...~<later>
+$ femtoqueue pop jobs --id $second -> [1]
+$ femtoqueue pop jobs --wait 60s --key k --payload & femtoqueue push jobs mine --key k > id; wait
+mine
+! ...
+$ payloads pending -> first
+# release gives back all that is in flight, or all that a worker has
+$ femtoqueue push jobs 1 2 3 -> <a> <b> <c>
+$ femtoqueue pop jobs --node n1 -> <lease_a>
+$ femtoqueue pop jobs --node n2 -> <lease_b>
+$ femtoqueue pop jobs --node n2 -> <lease_c>
+$ femtoqueue release jobs --node nobody -> released 0
+$ femtoqueue release jobs --node n2 --front -> released 2
+$ femtoqueue release jobs --all -> released 1
+$ femtoqueue done jobs $lease_a $lease_c -> ! ...task <a>: ... ! ...task <c>: ... [1]
+$ payloads pending -> 2, 3, 1
+# cancel deletes what waits, due or not, and says what does not
+$ femtoqueue push jobs held again waiting -> <held> <again> <waiting>
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue release jobs $(femtoqueue pop jobs)
+$ femtoqueue push jobs later --delay 1h -> <later>
+$ femtoqueue cancel jobs $waiting $held 00000000000000000001-0000aaaa $later
+! femtoqueue: task <held> is not waiting, or the queue is paused
+! femtoqueue: task 00000000000000000001-0000aaaa is not waiting, or the queue is paused
+[1]
+$ states -> inflight-cli 1, pending 1
+$ femtoqueue pause jobs
+$ femtoqueue cancel jobs $again -> ! ...task <again> is not waiting, or the queue is paused [1]
+$ femtoqueue resume jobs
+$ femtoqueue cancel jobs $again
+$ states -> inflight-cli 1
+# ls and show tell of each task; a key of any form is one word
+$ femtoqueue push jobs 12345 --key "$(printf 'a b\n/\303\251:@-._~')" -> <keyed>
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue push jobs later --delay 2h -> <later>
+$ femtoqueue pop jobs --timeout 1h -> <lease>
+$ echo torn > jobs/pending/00000000000000000001-0000aaaa
+$ femtoqueue ls jobs
+STATE ID AGE TRY BYTES LEFT KEY NODE
+pending 00000000000000000001-0000aaaa ... 0 - - - -
+pending <x> ...s 0 1 - - -
+scheduled <later> ...s 0 5 1h59m - -
+inflight <keyed> ...s 1 5 59m...s a%20b%0A/%C3%A9:@-._~ cli
+$ femtoqueue ls jobs inflight --json
+{"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
+$ femtoqueue show jobs $keyed
+state inflight
+id <keyed>
+...
+key a%20b%0A/%C3%A9:@-._~
+node cli
+
+12345
+$ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
+$ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
+$ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
+$ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
+# ls lists what is alive and failed, and the rest when asked
+$ femtoqueue push jobs held done failed waiting > ids; femtoqueue push jobs later --delay 1h >> ids
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue done jobs $(femtoqueue pop jobs)
+$ femtoqueue fail jobs $(femtoqueue pop jobs)
+$ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending scheduled inflight failed
+$ femtoqueue ls jobs done | cut -d' ' -f 1 -> STATE done
+$ femtoqueue ls jobs failed pending | cut -d' ' -f 1 -> STATE failed pending
+$ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending scheduled inflight done failed
+# attempts that are not known are a dash: a task that failed at its third try did not at its 0th
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue release jobs $(femtoqueue pop jobs)
+$ femtoqueue release jobs $(femtoqueue pop jobs)
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue ls jobs -> ... inflight <x> ...s 3 1 ...s - cli
+$ femtoqueue fail jobs $lease --reason why
+$ femtoqueue ls jobs -> ... failed <x> ...s - 1 - - -
+$ femtoqueue show jobs $x -> ... attempts - ... reason why x
+# show tells the state of a newer payload behind what is in flight
+$ femtoqueue push jobs old --key 'k k' -> <old>
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue push jobs new --key 'k k' -> <new>
+$ femtoqueue show jobs $new -> state buffered ... key k%20k node - new
+# stat counts, and is a monitor
+$ femtoqueue push jobs x x -> <a> <b>
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue stat jobs
+pending 1
+scheduled 0
+inflight 1
+...
+workers_alive 0
+workers_dead 0
+workers_unknown 1
+paused False
+$ femtoqueue stat jobs --json --max-pending 1 --max-age 1h -> {"pending": 1, "scheduled": 0, ...}
+$ femtoqueue stat jobs --max-pending 0 -> pending 1 ... ! femtoqueue: 1 tasks are pending [1]
+$ femtoqueue stat jobs --max-age 0s -> ... ! femtoqueue: the oldest task waits for ...s [1]
+# pause, resume, retry, check and purge
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue pause jobs
+$ femtoqueue pop jobs -> [1]
+$ femtoqueue resume jobs
+$ femtoqueue fail jobs $(femtoqueue pop jobs)
+$ femtoqueue retry jobs $x
+$ femtoqueue fail jobs $(femtoqueue pop jobs)
+$ femtoqueue retry jobs --all -> 1
+$ femtoqueue retry jobs $x -> ! femtoqueue: ... [1]
+$ femtoqueue check jobs
+$ echo torn > jobs/pending/00000000000000000001-0000aaaa
+$ femtoqueue check jobs -> corrupt pending/00000000000000000001-0000aaaa ... odd [1]
+$ femtoqueue check jobs --repair -> corrupt pending/00000000000000000001-0000aaaa ... mended ! ...
+$ femtoqueue check jobs
+$ femtoqueue done jobs $(femtoqueue pop jobs)
+$ states -> done 1, failed 1
+$ femtoqueue purge jobs --older-than 0 -> 1
+$ femtoqueue purge jobs --older-than 0 --failed -> 1
+# a pipe that closes, a full disk and closed descriptors are no tracebacks, and lose no task
+$ seq 5000 | femtoqueue push jobs --lines > ids; femtoqueue ls jobs | head -n 1 -> STATE ...NODE
+$ { until [ -e gone ]; do :; done; echo x; } | femtoqueue push new --lines | { exec <&-; >gone; }
+$ femtoqueue push new x >&- 2>&- <&-
+$ femtoqueue pop new > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ femtoqueue work new --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
+$ femtoqueue ls new -> ... pending <a> ...s 0 1 - - - pending <b> ...s 0 1 - - -
+# top prints blocks where there is no terminal
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue top jobs -n 2 --interval 10ms | grep -e cli -e flight
+pending 0 scheduled 0 inflight 1 done 0 failed 0 buffered 0
+cli unknown 1 0
+inflight <x> ...s 1 1 ...s - cli
+pending 0 scheduled 0 inflight 1 done 0 failed 0 buffered 0
+cli unknown 1 0
+inflight <x> ...s 1 1 ...s - cli
+# work runs a command for each task, its payload as standard input, and passes its lines on
+$ femtoqueue push jobs 1 2 > ids; femtoqueue push jobs keyed --key k:1 >> ids
+$ head -c 100000 /dev/zero | femtoqueue push jobs >> ids
+$ femtoqueue work jobs -q -j 2 --drain -- sh -c \
+ 'wc -c; echo "$FEMTOQUEUE_KEY $FEMTOQUEUE_ATTEMPT" >&2; printf end' > out 2> err
+$ sort out -> 1 1 100000 5 end end end end
+$ sort err -> 1 1 1 k:1 1
+$ states -> done 4
+# {} in an argument is the payload, bytes as they are; standard input has them too
+$ printf ' $HOME {} \377\n' | femtoqueue push jobs > ids; femtoqueue push jobs '' >> ids
+$ femtoqueue work jobs -q --drain -- sh -c 'printf "<%s|%s|%s>" "$@"; cat' {} {} 'a{}b{}' c
+< $HOME {} \xff
+|a $HOME {} \xff
+b $HOME {} \xff
+|c> $HOME {} \xff
+<|ab|c>
+# a payload that can't be an argument is a dead letter at once, and the worker goes on
+$ printf 'a\0b' | femtoqueue push jobs -> <null>
+$ head -c 10000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
+$ femtoqueue push jobs good -> <good>
+$ femtoqueue work jobs -q --drain -- echo {}
+good
+! ... <null>: try 1 failed, a dead letter: the payload can't be an argument...: embedded null byte
+! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long: ...
+[1]
+$ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte
+$ femtoqueue retry jobs --all -> 2
+$ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
+# work keeps what is done for as long as asked
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --keep-done 1h -- true
+$ states -> done 1
+$ femtoqueue push jobs y -> <y>
+$ femtoqueue work jobs -q --drain --keep-done 0s -- true
+$ states -> none
+# a command that fails is tried again, and then its task is a dead letter
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
+ 'echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3'
+try 1
+try 2
+! no such image
+! ... <x>: try 1 failed, to be retried: exit status 3
+! no such image
+! ... <x>: try 2 failed, a dead letter: exit status 3
+[1]
+$ cat jobs/failed/$x.error -> exit status 3 no such image
+# its output goes to files, if so wanted; where they are deleted, the reason is kept
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --output-dir logs -- sh -c 'echo out; echo err >&2'
+$ tail logs/* -> ==> logs/<x>.err <== err ==> logs/<x>.out <== out
+$ femtoqueue push jobs y -> <y>
+$ femtoqueue work jobs -q --drain --output-dir logs --max-attempts 1 -- sh -c \
+ 'echo why >&2; rm logs/*; exit 3' -> ! ... [1]
+$ cat jobs/failed/$y.error -> exit status 3 why
+# a command that can't be run is no fault of the task's; one that ends as a shell then does, is
+$ femtoqueue push jobs x -> <x>
+$ echo '#!/no/interpreter' > script; chmod +x script
+$ femtoqueue work jobs -q --drain -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
+$ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
+$ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - -
+$ femtoqueue work jobs -q --drain --max-attempts 1 -- sh -c no-such-command -> ! ... [1]
+$ states -> failed 1
+# without a terminal, work says at the end what it did
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs --drain -- true -> ! femtoqueue: done 1 in ...s
+# work ends when it is idle, and when its time is over, though another worker has a task
+$ femtoqueue push jobs theirs 1 2 > ids
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue work jobs -q --time-limit 0s -- true
+$ states -> inflight-cli 1, pending 2
+$ femtoqueue work jobs -q --idle-timeout 0s -j 2 -- true
+$ states -> done 2, inflight-cli 1
+# a parent that ignores its children does not make a failure a success
+$ femtoqueue push jobs x -> <x>
+$ trap '' CHLD; femtoqueue work jobs -q --drain --max-attempts 1 -- false -> ! ... exit status 1 [1]
+# what a command leaves running does not hold up work, though it has the pipes, or writes on
+$ femtoqueue push jobs x y > ids
+$ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
+$ kill $(cat pids)
+$ femtoqueue push jobs x > ids
+$ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
+$ kill $(cat pids)
+$ states -> done 3
+"""
+
+
 class CommandLine(QueueCase):
     """Each command through main(). In this process, unless the test is about processes: those run
     what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
@@ -9740,6 +10034,10 @@ class CommandLine(QueueCase):
         cls.addClassCleanup(shutil.rmtree, directory, ignore_errors=True)
         cls.program = os.path.join(directory, "femtoqueue.pyc")
         py_compile.compile(os.path.join(HERE, "femtoqueue.py"), cls.program, doraise=True)
+        command = os.path.join(directory, "femtoqueue")
+        with open(command, "w", encoding="utf-8") as file:
+            file.write(f'#!/bin/sh\nexec {sys.executable} -S -W error {cls.program} "$@"\n')
+        os.chmod(command, 0o755)
 
     def setUp(self) -> None:
         super().setUp()
@@ -9778,16 +10076,14 @@ class CommandLine(QueueCase):
             out, err = process.communicate(input, 120)
         return process.returncode, out.decode(), err.decode()
 
-    def run_it(
-        self, *words: str, input: bytes | None = None, env: dict[str, str] | None = None
-    ) -> tuple[int, str, str]:
-        """Run a command in this process; what is given input, or handles signals, alone."""
-        if input is not None or words[:1] == ("work",):
-            return self.run_alone(*words, input=input or b"", env=env)
+    def run_it(self, *words: str) -> tuple[int, str, str]:
+        """Run a command in this process; what handles signals, alone."""
+        if words[:1] == ("work",):
+            return self.run_alone(*words)
         outputs = io.BytesIO(), io.BytesIO()
         out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
         with (
-            mock.patch.dict(os.environ, {**self.environment(env), "COLUMNS": "80"}, clear=True),
+            mock.patch.dict(os.environ, {**self.environment(None), "COLUMNS": "80"}, clear=True),
             mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err),
             mock.patch.object(LOG, "disabled", False),
             warnings.catch_warnings(),
@@ -9799,42 +10095,75 @@ class CommandLine(QueueCase):
                 status = int(end.code or 0)
         return status, outputs[0].getvalue().decode(), outputs[1].getvalue().decode()
 
-    def ok(self, *words: str, **settings: Any) -> str:
+    def ok(self, *words: str) -> str:
         """Run it, and return what it prints: nothing went wrong."""
-        status, out, err = self.run_it(*words, **settings)
+        status, out, err = self.run_it(*words)
         self.assertEqual((status, err), (0, ""), words)
         return out
 
-    def payloads(self, state: str = "pending") -> list[bytes]:
-        return [task.data for task in self.queue("looker").tasks(state)]
+    def test_transcripts(self) -> None:
+        """Each of TRANSCRIPTS comes out as it stands there, in a directory of its own."""
+        for transcript in TRANSCRIPTS.split("\n# ")[1:]:
+            claim, *steps = transcript.rstrip().split("\n$ ")
+            with self.subTest(claim):
+                os.chdir(self.new_dir(self.memory))
+                self.path, names = os.path.abspath("jobs"), dict[str, str]()
+                for step in steps:
+                    self.follow(step, names)
 
-    def test_push_takes_arguments_standard_input_lines_and_pieces(self) -> None:
-        ids = self.ok("push", "jobs", "a b", "x").split()
-        ids += self.ok("push", "jobs", "--", "--not-an-option").split()
-        ids += self.ok("push", "jobs", input=b"whole\ninput\n").split()
-        ids += self.ok("push", "jobs", "--lines", "--sync", input=b"1\n\n2").split()
-        ids += self.ok("push", "jobs", "-0", input=b"p\nq\0r").split()
-        wanted = [b"a b", b"x", b"--not-an-option", b"whole\ninput\n", b"1", b"", b"2", b"p\nq"]
-        self.assertEqual(self.payloads(), [*wanted, b"r"])
-        self.assertEqual(ids, self.names("pending"))
+    def follow(self, step: str, names: dict[str, str]) -> None:
+        """Run the command of a step; what it says must be as wanted. names: what stands for what,
+        from now on with those of this step."""
+        parts = re.fullmatch(r"((?:.*\\\n)*.*?)(?: -> (.*)|\n((?s:.*))|)", step)
+        assert parts is not None
+        said = self.said(re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1]))
+        if parts[2]:
+            said, wanted = " ".join(said.split()), self.pattern(parts[2], names)
+        else:
+            said, lines = re.sub(" {2,}", " ", said), parts[3].split("\n") if parts[3] else []
+            any_lines = {"...": "(?:.*\n)*", "! ...": "(?:! .*\n)*"}
+            wanted = "".join(any_lines.get(it) or self.pattern(it, names) + "\n" for it in lines)
+        found = re.fullmatch(wanted, said)
+        self.assertIsNotNone(found, f"{step}\n\nsaid, with {names}:\n{said}")
+        names.update(found.groupdict() if found else {})
+        self.assertEqual(len({*names.values()}), len(names), names)
 
-    def test_push_with_a_key_or_for_a_time(self) -> None:
-        first = self.ok("push", "jobs", "1", "--key", "user:42")
-        self.assertEqual(self.ok("push", "jobs", "2", "--key", "user:42"), first)
-        self.assertEqual(self.payloads(), [b"2"])
-        task = self.pop(self.queue())
-        status, _, err = self.run_it(
-            *("push", "jobs", "3", "--key", "user:42", "--if-in-flight", "reject")
-        )
-        self.assertEqual((status, err.count("\n")), (1, 1))
-        self.queue().done(task)
-        self.ok("push", "jobs", "later", "--delay", "1h")
-        self.ok("push", "jobs", "then", "--at", "2050-12-01T08:00")
-        self.ok("push", "jobs", "utc", "--at", "2051-12-01T08:00:00Z")
-        self.assertEqual(self.payloads("scheduled"), [b"later", b"then", b"utc"])
-        due_s = [int(name[:20]) / 1e9 - time.time() for name in self.names("scheduled")]
-        self.assertTrue(3000 < due_s[0] < 3601, due_s)
-        self.assertTrue(due_s[1] < due_s[2] - 360 * 86400)
+    def pattern(self, text: str, names: dict[str, str]) -> str:
+        """Return the regular expression of what is wanted."""
+
+        def named(name: re.Match[str]) -> str:
+            form = LEASE if name[1].startswith("lease") else ID
+            return re.escape(names[name[1]]) if name[1] in names else f"(?P<{name[1]}>{form})"
+
+        return re.sub(r"<(\w+)>", named, re.escape(text).replace(r"\.\.\.", ".*"))
+
+    def said(self, command: str) -> str:
+        """Return what a command says, and its status. One of femtoqueue that needs no shell runs in
+        this process."""
+        words = shlex.split(command)
+        if words[0] == "states":
+            states = sorted(self.states().items())
+            return ", ".join(f"{state} {count}" for state, count in states) or "none"
+        if words[0] == "payloads":
+            return ", ".join(repr(it.data)[2:-1] for it in self.queue().tasks(words[1]))
+        if re.match(r"femtoqueue (?!work )[^|;&<>$]*$", command):
+            status, out, err = self.run_it(*words[1:])
+        else:
+            path = f"{os.path.dirname(self.program)}:{os.environ['PATH']}"
+            done = subprocess.run(
+                ["sh", "-c", command],
+                env=self.environment({"PATH": path}),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=False,
+                timeout=120,
+            )
+            status = done.returncode
+            out, err = (it.decode(errors="backslashreplace") for it in (done.stdout, done.stderr))
+        lines = [*out.removesuffix("\n").split("\n")] if out else []
+        lines += [f"! {line}" for line in err.splitlines()]
+        lines += [f"[{status}]"] if status else []
+        return "".join(f"{line}\n" for line in lines)
 
     # What is typed, TASK being a task's id, and a part of what is said.
     WRONG_USES = (
@@ -9940,234 +10269,6 @@ class CommandLine(QueueCase):
             self.assertIn(f"\n    {name:9} {summary}\n", overview)
         self.assertEqual(self.ok("--version"), f"femtoqueue {femtoqueue.__version__}\n")
 
-    def test_the_directory_may_come_from_the_environment(self) -> None:
-        ident = self.in_env("push", "hello")
-        self.assertEqual(self.payloads(), [b"hello"])
-        self.assertIn(ident.strip(), self.in_env("ls", "pending"))
-        self.assertIn("pending              1", self.in_env("stat"))
-        lease = self.in_env("pop").strip()
-        self.in_env("done", lease)
-        for word in ("other", self.path):  # no word is DIR
-            self.in_env("push", word)
-        self.assertEqual(self.payloads(), [b"other", self.path.encode()])
-        self.assertEqual(self.states(), {"done": 1, "pending": 2})
-        for text in (self.ok("--help"), self.in_env("ls", "--help")):
-            self.assertRegex(text, "(?i)no word is\\s+DIR")
-        self.assertNotIn("DIR [STATE ...]", self.in_env("ls", "--help"))
-
-    def in_env(self, *words: str) -> str:
-        return self.ok(*words, env={"FEMTOQUEUE_DIR": self.path})
-
-    def test_pop_leases_until_done_and_the_lease_outlives_its_process(self) -> None:
-        """The name that it prints is the fence; a restart of its node changes nothing."""
-        for name in (b"1", b"2", b"3"):
-            self.queue().push(name)
-        first, second = (self.run_alone("pop", "jobs")[1].strip() for _ in range(2))
-        self.assertRegex(first, r"^inflight-cli/\d{20}~1~0{8}~\d{20}-[0-9a-f]{8}$")
-        with open(self.file(first), "rb") as file:
-            self.assertEqual(file.read().partition(b"\n")[2], b"1")
-        self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
-        status, out, err = self.run_alone("pop", "jobs", "--payload", "--node", "me")
-        self.assertEqual((status, out), (0, "3"))
-        self.assertEqual(self.run_it("pop", "jobs")[:2], (1, ""))
-        self.ok("done", "jobs", first)
-        self.ok("fail", "jobs", err.strip()[-29:], "--reason", "no such image")
-        self.ok("release", "jobs", os.path.basename(second))
-        self.assertEqual(self.states(), {"done": 1, "failed": 1, "pending": 1})
-        for stale in (first, second, err.strip()):
-            status, _, told = self.run_it("done", "jobs", stale)
-            self.assertEqual((status, told.count("\n")), (1, 1))
-        self.assertIn("no such image", self.ok("show", "jobs", err.strip()[-29:]))
-
-    def test_extend_prints_the_new_name_and_the_old_one_is_no_fence_any_more(self) -> None:
-        self.queue().push(b"x")
-        old = self.ok("pop", "jobs", "--timeout", "1s").strip()
-        new = self.ok("extend", "jobs", old, "--timeout", "1h").strip()
-        self.assertEqual(self.run_it("done", "jobs", old)[0], 1)
-        self.ok("done", "jobs", new)
-
-    def test_pop_waits_and_takes_by_key(self) -> None:
-        process = self.start("pop", "jobs", "--wait", "60s", "--key", "k", "--payload")
-        q = self.queue()
-        q.push(b"other")
-        q.push(b"mine", key="k")
-        self.assertEqual(process.communicate(timeout=120)[0], b"mine")
-
-    def test_pop_takes_a_task_by_its_id(self) -> None:
-        q = self.queue()
-        q.push(b"first")
-        wanted = q.push(b"second")
-        later = q.schedule(b"later", (time.time() + 3600) * 1e6)
-        self.assertIn(wanted, self.ok("pop", "jobs", "--id", wanted))
-        self.assertIn(later, self.ok("pop", "jobs", "--id", later))
-        self.assertEqual(self.run_it("pop", "jobs", "--id", wanted), (1, "", ""))
-        for words, text in ((["--id", "7"], "'7'"), (["--id", wanted, "--key", "k"], "--key")):
-            status, _, err = self.run_it("pop", "jobs", *words)
-            self.assertEqual((status, err.count("\n")), (2, 1))
-            self.assertIn(text, err)
-        self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
-
-    def test_release_gives_back_all_that_is_in_flight_or_what_a_worker_has(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        q.push_many([b"1", b"2", b"3"])
-        held, *theirs = self.pop(q), self.pop(other), self.pop(other)
-        self.assertEqual(self.ok("release", "jobs", "--node", "nobody"), "released 0\n")
-        self.assertEqual(self.ok("release", "jobs", "--node", "n2", "--front"), "released 2\n")
-        self.assertEqual(self.drain(self.queue("n3")), [b"2", b"3"])
-        self.assertEqual(self.ok("release", "jobs", "--all"), "released 1\n")
-        for owner, task in ((q, held), *((other, it) for it in theirs)):
-            self.assertRaises(LeaseLost, owner.done, task)
-        self.assertEqual(self.drain(self.queue("n3")), [b"1"])
-
-    def test_cancel_deletes_what_waits_and_says_what_does_not(self) -> None:
-        q = self.queue()
-        held = q.push(b"held")
-        self.pop(q)
-        waiting, again = q.push(b"waiting"), q.push(b"delivered before")
-        q.release(self.pop(q))
-        later = q.schedule(b"later", (time.time() + 3600) * 1e6)
-        gone = f"{1:020d}-0000aaaa"
-        status, out, err = self.run_it("cancel", "jobs", waiting, held, gone, later)
-        self.assertEqual((status, out, err.count("\n")), (1, "", 2))
-        for ident in (held, gone):
-            self.assertIn(f"task {ident} is not waiting, or the queue is paused\n", err)
-        self.assertEqual(self.states(), {"inflight-n1": 1, "pending": 1})
-        self.ok("pause", "jobs")
-        status, _, err = self.run_it("cancel", "jobs", again)
-        self.assertEqual((status, "paused" in err), (1, True))
-        self.ok("resume", "jobs")
-        self.ok("cancel", "jobs", again)
-        self.assertEqual(self.states(), {"inflight-n1": 1})
-
-    def test_ls_and_show_tell_of_each_task(self) -> None:
-        q = self.queue()
-        q.push(b"12345", key="käse\n")
-        q.schedule(b"later", (time.time() + 3600) * 1e6)
-        q.push(b"x")
-        task = self.pop(q)
-        self.put(f"{1:020d}-0000aaaa", b"torn")
-        rows = self.rows()
-        self.assertEqual({len(row) for row in rows}, {8})
-        self.assertEqual([row[0] for row in rows], ["pending", "pending", "scheduled", "inflight"])
-        self.assertEqual(rows[0][4], "-")
-        self.assertEqual(rows[3][1], task.id)
-        import json
-
-        objects = [json.loads(line) for line in self.ok("ls", "jobs", "--json").splitlines()]
-        self.assertEqual(objects[3]["key"], "käse\n")
-        self.assertEqual((objects[3]["node"], objects[3]["size_bytes"]), ("n1", 5))
-        self.assertEqual(self.ok("show", "jobs", task.id, "--payload"), "12345")
-        self.assertIn("inflight", self.ok("show", "jobs", task.id))
-        self.assertEqual(self.run_it("show", "jobs", f"{2:020d}-0000aaaa")[0], 1)
-        os.unlink(self.file("pending", f"{1:020d}-0000aaaa"))
-
-    def test_ls_lists_what_is_alive_and_failed_and_the_rest_when_asked(self) -> None:
-        q = self.queue(max_attempts=3, retry_delay_s=0)
-        for name in (b"held", b"done", b"failed", b"waiting"):
-            q.push(name)
-        q.schedule(b"later", (time.time() + 3600) * 1e6)
-        held, done = self.pop(q), self.pop(q)
-        q.done(done)
-        q.fail(self.pop(q))
-        self.assertEqual(self.listed(), ["pending", "scheduled", "inflight", "failed"])
-        self.assertEqual(self.listed("done"), ["done"])
-        self.assertEqual(self.listed("failed", "pending"), ["failed", "pending"])
-        self.assertEqual(self.listed("--all"), [*femtoqueue.STATES])
-        self.assertIn(held.id, self.ok("ls", "jobs", "inflight"))
-
-    def listed(self, *words: str) -> list[str]:
-        return [row[0] for row in self.rows(*words)]
-
-    def rows(self, *words: str) -> list[list[str]]:
-        """Return the words of each line of `ls`, without the headings."""
-        heading, *lines = self.ok("ls", "jobs", *words).splitlines()
-        self.assertRegex(heading, "^STATE +ID +AGE TRY +BYTES +LEFT KEY NODE$")
-        return [line.split() for line in lines]
-
-    def test_attempts_that_are_not_known_are_a_dash(self) -> None:
-        """A task that failed at its third try did not fail at its 0th."""
-        q = self.queue()
-        q.push(b"x")
-        for _ in range(2):
-            q.release(self.pop(q))
-        task = self.pop(q)
-        self.assertEqual(self.rows()[0][3], "3")
-        q.fail(task, "why")
-        self.assertEqual(self.rows()[0][3], "-")
-        self.assertRegex(self.ok("show", "jobs", task.id), r"attempts +-\n")
-        self.assertRegex(self.ok("show", "jobs", task.id), r"reason +why\n\nx")
-
-    def test_a_key_of_any_form_is_one_word_of_a_row(self) -> None:
-        """In a file that push() did not write, it may be too long to be one."""
-        self.queue().push(b"x", key="a b\n/é:@-._~")
-        self.put(f"{1:020d}-f000aaaa", b"FQ1 00000000 0 %b\n" % (b"k" * 300))
-        self.assertEqual([row[6] for row in self.rows()], ["k" * 300, "a%20b%0A/%C3%A9:@-._~"])
-        os.unlink(self.file("pending", f"{1:020d}-f000aaaa"))
-
-    def test_show_tells_the_state_of_a_newer_payload_behind_what_is_in_flight(self) -> None:
-        q = self.queue()
-        q.push(b"old", key="k k")
-        task = self.pop(q)
-        newer = q.push(b"new", key="k k")
-        out = self.ok("show", "jobs", newer)
-        self.assertRegex(out, r"state +buffered\n")
-        self.assertRegex(out, r"key +k%20k\n")
-        q.done(task)
-
-    def test_stat_counts_and_is_a_monitor(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        q.push(b"x")
-        held = self.pop(q)
-        lines = dict(line.split() for line in self.ok("stat", "jobs").splitlines())
-        self.assertEqual((lines["pending"], lines["inflight"]), ("1", "1"))
-        self.assertEqual(lines["workers_alive"], "1")
-        self.ok("stat", "jobs", "--json", "--max-pending", "1", "--max-age", "1h")
-        self.assertEqual(self.run_it("stat", "jobs", "--max-pending", "0")[0], 1)
-        status, _, err = self.run_it("stat", "jobs", "--max-age", "0s")
-        self.assertEqual((status, err.count("\n")), (1, 1))
-        q.done(held)
-
-    def test_pause_resume_check_retry_and_purge(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        self.ok("pause", "jobs")
-        self.assertEqual(self.run_it("pop", "jobs")[0], 1)
-        self.ok("resume", "jobs")
-        task = self.pop(q)
-        q.fail(task)
-        self.ok("retry", "jobs", task.id)
-        q.fail(self.pop(q))
-        self.assertEqual(self.ok("retry", "jobs", "--all"), "1\n")
-        self.assertEqual(self.run_it("retry", "jobs", task.id)[0], 1)
-        self.assertEqual(self.run_it("retry", "jobs")[0], 2)
-        self.assertEqual(self.ok("check", "jobs"), "")
-        self.put(f"{1:020d}-0000aaaa", b"torn")
-        status, out, _ = self.run_it("check", "jobs")
-        self.assertEqual((status, out.split("\t")[0]), (1, "corrupt"))
-        self.run_it("check", "jobs", "--repair")
-        self.ok("check", "jobs")
-        q.done(self.pop(q))
-        self.assertEqual(self.ok("purge", "jobs", "--older-than", "0"), "1\n")
-        self.assertEqual(self.ok("purge", "jobs", "--older-than", "0", "--failed"), "1\n")
-
-    def test_a_pipe_that_closes_ends_quietly(self) -> None:
-        self.queue().push_many([b"x"] * 5000)
-        with self.start("ls", "jobs") as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            process.stdout.readline()
-            process.stdout.close()
-            self.assertEqual(process.stderr.read(), b"")
-
-    def test_top_prints_blocks_where_there_is_no_terminal(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        task = self.pop(q)
-        lines = self.ok("top", "jobs", "-n", "2", "--interval", "10ms").splitlines()
-        self.assertEqual(sum("inflight 1" in line for line in lines), 2)
-        self.assertEqual(sum(task.id in line for line in lines), 2)
-
     def test_top_estimates_the_time_left_by_the_rate_of_all_workers(self) -> None:
         """By what ends, or, where that is not kept, by how what waits shrinks; else not at all."""
         for keep_done in (True, False):
@@ -10192,46 +10293,7 @@ class CommandLine(QueueCase):
     # work
 
     def work(self, *words: str, **settings: Any) -> tuple[int, str, str]:
-        return self.run_it("work", "jobs", "-q", *words, **settings)
-
-    def test_work_runs_a_command_for_each_task_and_passes_its_lines_on(self) -> None:
-        q = self.queue()
-        for name in (b"1", b"2", b"x" * 100_000):
-            q.push(name)
-        q.push(b"keyed", key="k:1")
-        script = 'wc -c; echo "$FEMTOQUEUE_KEY $FEMTOQUEUE_ATTEMPT" >&2; printf end'
-        status, out, err = self.work("--drain", "-j", "2", "--", "sh", "-c", script)
-        self.assertEqual(status, 0, err)
-        self.assertEqual(sorted(out.split()), sorted([*["end"] * 4, "1", "1", "100000", "5"]))
-        self.assertEqual(sorted(err.splitlines()), [" 1", " 1", " 1", "k:1 1"])
-        self.assertEqual(self.states(), {"done": 4})
-
-    def test_braces_in_an_argument_are_replaced_by_the_payload(self) -> None:
-        """Bytes as they are, in every argument but CMD; standard input has them too."""
-        payload = b" $HOME {} \xff\n"
-        self.queue().push(payload)
-        self.queue().push(b"")
-        script = """printf '<%s|%s|%s>' "$@"; cat"""
-        words = ("--drain", "--", "sh", "-c", script, "{}", "{}", "a{}b{}", "c")
-        with self.start("work", "jobs", "-q", *words) as process:
-            out, err = process.communicate(timeout=120)
-        first = b"<%b|a%bb%b|c>%b" % (payload, payload, payload, payload)
-        self.assertEqual((out, err), (first + b"<|ab|c>", b""))
-
-    def test_a_payload_that_can_not_be_an_argument_is_a_dead_letter_at_once(self) -> None:
-        """The worker goes on, and without {} in its arguments any payload is good."""
-        bad = [self.queue().push(it) for it in (b"a\0b", b"x" * 10**7)]
-        self.queue().push(b"good")
-        status, out, err = self.work("--drain", "--", "echo", "{}")
-        self.assertEqual((status, out), (1, "good\n"))
-        self.assertEqual(err.count("a dead letter: the payload can't be an argument"), 2)
-        self.assertEqual(self.states(), {"failed": 2, "done": 1})
-        for ident, why in zip(bad, ("embedded null byte", ".*too long.*"), strict=True):
-            with open(self.file("failed", f"{ident}.error"), encoding="ascii") as file:
-                self.assertRegex(file.read(), f"^the payload can't be an argument .*: {why}\n$")
-        self.queue().retry_failed()
-        status, out, _ = self.work("--drain", "--", "sh", "-c", "wc -c")
-        self.assertEqual((status, sorted(out.split())), (0, ["10000000", "3"]))
+        return self.run_alone("work", "jobs", "-q", *words, **settings)
 
     def test_work_where_there_is_no_fork_says_what_to_use(self) -> None:
         err = io.StringIO()
@@ -10244,24 +10306,6 @@ class CommandLine(QueueCase):
         self.assertEqual(caught.exception.code, 2)
         self.assertIn("use FemtoQueue.work()", err.getvalue())
         self.assertFalse(os.path.exists(self.path))
-
-    def test_work_keeps_what_is_done_for_as_long_as_asked(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        self.assertEqual(self.work("--drain", "--keep-done", "1h", "--", "true")[0], 0)
-        self.assertEqual(self.states(), {"done": 1})
-        q.push(b"y")
-        self.assertEqual(self.work("--drain", "--keep-done", "0s", "--", "true")[0], 0)
-        self.assertEqual(self.states(), {}, "neither, nor what was done longer ago")
-
-    def test_a_command_that_fails_is_tried_again_and_then_a_dead_letter(self) -> None:
-        ident = self.queue().push(b"x")
-        words = ("--drain", "--max-attempts", "2", "--retry-delay", "1ms", "--sync")
-        script = "echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3"
-        status, out, _ = self.work(*words, "--", "sh", "-c", script)
-        self.assertEqual((status, out), (1, "try 1\ntry 2\n"))
-        with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
-            self.assertEqual(file.read(), "exit status 3\nno such image\n")
 
     def test_work_kills_a_command_that_takes_too_long_with_all_its_group(self) -> None:
         ident = self.queue().push(b"x")
@@ -10285,49 +10329,6 @@ class CommandLine(QueueCase):
                 return
             time.sleep(0.001)
         self.fail(f"{pid} runs on")
-
-    def test_output_goes_to_files_if_so_wanted(self) -> None:
-        ident = self.queue().push(b"x")
-        script = "echo out; echo err >&2"
-        status, out, err = self.work("--drain", "--output-dir", "logs", "--", "sh", "-c", script)
-        self.assertEqual((status, out, err), (0, "", ""))
-        for name in ("out", "err"):
-            path = os.path.join(os.path.dirname(self.path), "logs", f"{ident}.{name}")
-            with open(path, encoding="ascii") as file:
-                self.assertEqual(file.read(), f"{name}\n")
-        ident = self.queue().push(b"x")
-        words = ("--drain", "--max-attempts", "1", "--output-dir", "logs")
-        script = "echo why >&2; rm logs/*; exit 3"
-        self.assertEqual(self.work(*words, "--", "sh", "-c", script)[0], 1)
-        with open(self.file("failed", f"{ident}.error"), encoding="ascii") as file:
-            self.assertEqual(file.read(), "exit status 3\nwhy\n")
-
-    def test_a_command_that_can_not_be_run_is_no_fault_of_the_tasks(self) -> None:
-        self.queue().push(b"x")
-        path = os.path.join(os.path.dirname(self.path), "script")
-        with open(path, "w", encoding="ascii") as file:
-            file.write("#!/no/interpreter\n")
-        os.chmod(path, 0o755)
-        for jobs in ("1", "2"):
-            status, _, err = self.work("-j", jobs, "--drain", "--", "./script")
-            *said_by_sh, last = err.splitlines()
-            self.assertEqual((status, last), (2, "femtoqueue: ./script can't be run"))
-            self.assertTrue(all("./script" in line for line in said_by_sh), err)
-        self.assertEqual(self.pop(self.queue()).attempts, 1)
-
-    def test_a_command_may_exit_with_the_status_that_a_shell_has_for_one_it_can_not_run(
-        self,
-    ) -> None:
-        """That is a failure of the task, not of the worker."""
-        self.queue().push(b"x")
-        words = ("--drain", "--max-attempts", "1", "--", "sh", "-c", "no-such-command")
-        self.assertEqual(self.work(*words)[0], 1)
-        self.assertEqual(self.states(), {"failed": 1})
-
-    def test_without_a_terminal_it_says_at_the_end_what_it_did(self) -> None:
-        self.queue().push(b"x")
-        status, _, err = self.run_it("work", "jobs", "--drain", "--", "true")
-        self.assertEqual((status, err), (0, "femtoqueue: done 1 in 0s\n"))
 
     def begun(self, process: subprocess.Popen[bytes], count: int) -> list[bytes]:
         assert process.stdout is not None
@@ -10433,45 +10434,6 @@ class CommandLine(QueueCase):
             *_, task = self.queue().tasks("failed")
             self.assertIn(f"killed by signal {number:d}", task.error or "")
 
-    def test_work_ends_when_it_is_idle_and_when_its_time_is_over(self) -> None:
-        """Also while another worker has a task, which --drain would wait for."""
-        q = self.queue()
-        q.push_many([b"theirs", b"1", b"2"])
-        task = self.pop(q)
-        self.assertEqual(self.work("--time-limit", "0s", "--", "true")[0], 0)
-        self.assertEqual(self.places(), {"inflight": 1, "pending": 2})
-        self.assertEqual(self.work("--idle-timeout", "0s", "-j", "2", "--", "true")[0], 0)
-        self.assertEqual(self.places(), {"inflight": 1, "done": 2})
-        q.done(task)
-
-    def places(self) -> dict[str, int]:
-        """Return how many tasks stand in each state."""
-        return {name.partition("-")[0]: count for name, count in self.states().items()}
-
-    def test_who_can_not_write_its_output_leaves_and_fails_no_task(self) -> None:
-        """A full disk, a closed pipe: CMD did well."""
-        self.queue().push(b"x")
-        with open("/dev/full", "wb") as full:
-            command = [sys.executable, self.program, "work", self.path]
-            command += ["--max-attempts", "1", "--drain", "--", "echo", "x"]
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-        self.assertEqual(done.returncode, 2)
-        self.assertNotIn(b"Traceback", done.stderr)
-        self.assertEqual(self.pop(self.queue()).attempts, 1)
-
-    def test_a_parent_that_ignores_its_children_does_not_make_a_failure_a_success(self) -> None:
-        self.queue().push(b"x")
-        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        try:
-            process = self.start(
-                *("work", "jobs", "-q", "--drain", "--max-attempts", "1", "--", "false")
-            )
-        finally:
-            signal.signal(signal.SIGCHLD, before)
-        with process:
-            process.communicate(timeout=120)
-        self.assertEqual((process.returncode, self.states()), (1, {"failed": 1}))
-
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """The first finds standard error full, the second a command's line that is stuck."""
         self.hasten("one signal", 0.1)
@@ -10490,44 +10452,11 @@ class CommandLine(QueueCase):
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
         self.assertEqual(self.drain(self.queue()), [b"x"])
 
-    def test_closed_descriptors_are_no_tracebacks_and_no_task_is_written_over(self) -> None:
-        script = f"{sys.executable} {self.program} push {self.path} x >&- 2>&- <&-"
-        self.assertEqual(subprocess.run(["sh", "-c", script], check=False).returncode, 0)
-        self.assertEqual(self.payloads(), [b"x"])
-
-    def test_pop_that_can_tell_nobody_leaves_nothing_leased(self) -> None:
-        self.queue().push(b"x")
-        command = [sys.executable, self.program, "pop", self.path]
-        with open("/dev/full", "wb") as full:
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-        self.assertEqual(done.returncode, 2)
-        self.assertEqual(self.pop(self.queue()).attempts, 1)
-
     def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
         self.queue().push(b"x")
         with mock.patch("builtins.print", side_effect=KeyboardInterrupt):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
-
-    def test_push_goes_on_when_nobody_reads_its_ids(self) -> None:
-        with self.start("push", "jobs", "--lines") as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdout.close()
-            process.stdin.write(b"x\n" * 100)
-            process.stdin.close()
-            assert process.stderr is not None
-            self.assertEqual(process.stderr.read(), b"")
-        self.assertEqual(self.states(), {"pending": 100})
-
-    def test_what_a_command_leaves_running_does_not_hold_up_work(self) -> None:
-        """Neither when it has the pipes, nor when it writes on and on."""
-        for background in ("sleep 1000", "while :; do echo; sleep 0.01; done"):
-            self.queue().push(b"x")
-            script = f"({background}) & echo $!"
-            status, out, _ = self.work("--drain", "--", "sh", "-c", script)
-            os.kill(int(out.split()[0]), signal.SIGKILL)
-            self.assertEqual(status, 0)
 
     def test_the_commands_of_a_killed_worker_are_killed(self) -> None:
         """Its task is another's at once."""
