@@ -17,6 +17,7 @@ temporary directory (.ci/ has what needs root), and what needs fork() where ther
 
 from __future__ import annotations
 
+import asyncio
 import binascii
 import contextlib
 import dataclasses
@@ -49,7 +50,7 @@ import types
 import unittest
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -8152,53 +8153,62 @@ class Waiting(QueueCase):
         if self.polling:
             self.patched(without_libc())
 
-    def waiting(self, work: Callable[[], object]) -> threading.Thread:
-        """Start work() in a thread, and return when it waits."""
-        thread = threading.Thread(target=work, daemon=True)
+    def waiting(self, *works: Callable[[], object]) -> list[threading.Thread]:
+        """Start each of them in a thread, and return when all of them wait."""
+        threads = [threading.Thread(target=it, daemon=True) for it in works]
         with sleepers(self.polling) as asleep:
-            thread.start()
-            until(lambda: thread.ident in asleep or not thread.is_alive())
-        self.assertTrue(thread.is_alive(), "it did not wait")
-        self.addCleanup(thread.join, 60)
-        return thread
+            for thread in threads:
+                thread.start()
+                self.addCleanup(thread.join, 60)
+            until(lambda: all(it.ident in asleep or not it.is_alive() for it in threads))
+        self.assertTrue(all(it.is_alive() for it in threads), "it did not wait")
+        return threads
+
+    def woken(self, wait: Callable[[], Any], happens: Callable[[], object]) -> Any:
+        """Return what a wait returns that something ends, which happens while it waits."""
+        got = Tasks()
+        (thread,) = self.waiting(lambda: got.append(wait()))
+        happens()
+        thread.join(60)
+        (it,) = got
+        return it
 
     @FORK
-    def test_a_push_of_another_process_wakes_who_waits(self) -> None:
+    def test_each_push_of_another_process_wakes_one_who_waits(self) -> None:
         """Woken, not by chance: but for Polling, an event alone ends the wait."""
 
         def push(child: Child) -> None:
             q = FemtoQueue(self.path)
             child.wait_for_go()
-            child.say(q.push(b"x"))
+            for _ in range(3):
+                child.say(q.push(b"x"))
 
         q, child, got = self.queue(), self.child(push), Tasks()
         if not self.polling:
             self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
-        thread = self.waiting(lambda: got.append(q.pop(60)))
+        threads = self.waiting(*[lambda: got.append(_popped(q).id)] * 3)
         child.go()
         lines, _ = child.finish()
-        thread.join(60)
-        self.assertEqual([task.id for task in got], lines)
+        for thread in threads:
+            thread.join(60)
+        self.assertEqual(sorted(got), lines)
 
     def test_a_task_that_comes_due_wakes_who_waits(self) -> None:
         """Also one that was scheduled by another while it waited, before all others."""
         self.hasten("base interval", 0.05)
-        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q, other = self.queue(), self.queue("n2")
         other.schedule(b"later", (time.time() + 3600) * 1e6)
-        thread = self.waiting(lambda: got.append(q.pop(60)))
-        other.schedule(b"soon", (time.time() + 0.05) * 1e6)
-        thread.join(60)
-        self.assertEqual(got[0].data, b"soon")
+        task = self.woken(
+            lambda: q.pop(60), lambda: other.schedule(b"soon", (time.time() + 0.05) * 1e6)
+        )
+        self.assertEqual(task.data, b"soon")
 
     def test_a_lease_that_runs_out_wakes_who_waits(self) -> None:
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=50)
-        q.push(b"x")
-        first = self.pop(other)
-        second = q.pop(60)
-        assert second is not None
+        first = _pushed_and_taken(other)
+        second = _popped(q)
         self.assertEqual((second.id, second.attempts), (first.id, 2))
-        with self.assertRaises(LeaseLost):
-            other.done(first)
+        self.assertRaises(LeaseLost, other.done, first)
 
     @FORK
     def test_the_death_of_a_worker_wakes_who_waits(self) -> None:
@@ -8207,45 +8217,36 @@ class Waiting(QueueCase):
 
         def hold(child: Child) -> None:
             q = FemtoQueue(self.path, timeout_stale_ms=None)
-            task = _taken(q)
-            child.say(task.id)
+            child.say(_taken(q).id)
             child.wait_for_go()
 
         q = self.queue()
-        ident, child, got = q.push(b"x"), self.child(hold), Tasks()
+        ident, child = q.push(b"x"), self.child(hold)
         self.assertEqual(child.line(), ident)
-        thread = self.waiting(lambda: got.append(q.pop(60)))
-        child.kill()
-        thread.join(60)
-        self.assertEqual(got[0].id, ident)
+        self.assertEqual(self.woken(lambda: q.pop(60), child.kill).id, ident)
 
     def test_who_waits_while_paused_is_woken_by_resume(self) -> None:
-        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q, other = self.queue(), self.queue("n2")
         q.push(b"x")
         other.pause()
         self.assertTrue(q.paused)
         self.assertIsNone(q.pop(0.01))
-        thread = self.waiting(lambda: got.append(q.pop(60)))
-        other.resume()
-        thread.join(60)
-        self.assertEqual((got[0].data, q.paused), (b"x", False))
+        task = self.woken(lambda: q.pop(60), other.resume)
+        self.assertEqual((task.data, q.paused), (b"x", False))
         other.resume()  # twice is no error
 
     def test_take_waits_for_its_key_and_leaves_others(self) -> None:
         """For a first task, and for one that its holder gives back."""
-        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q, other = self.queue(), self.queue("n2")
         q.push(b"other", key="other")
-        thread = self.waiting(lambda: got.append(q.take("mine", 60)))
-        other.push(b"first", key="mine")
-        thread.join(60)
-        q.release(got[0])
+        take = functools.partial(q.take, "mine", 60)
+        task = self.woken(take, lambda: other.push(b"first", key="mine"))
+        q.release(task)
         held = other.take("mine")
         assert held is not None
         self.assertIsNone(q.take("mine", 0.01))
-        threading.Timer(0.01, other.release, [held]).start()
-        again = q.take("mine", 60)
-        assert again is not None
-        self.assertEqual((got[0].data, again.data), (b"first", b"first"))
+        again = self.woken(take, lambda: other.release(held))
+        self.assertEqual((task.data, again.data), (b"first", b"first"))
 
     def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
         q = self.queue()
@@ -8289,25 +8290,20 @@ class Waiting(QueueCase):
             child.wait_for_go()
             for number in range(200):
                 q.push(b"%d" % number)
-                child.say("pushed")
-
-        q, child, got = self.queue(), self.child(push), []
-        free = threading.Semaphore(0)
+            for _ in threads:
+                q.push(b"end")
 
         def take() -> None:
-            while (task := q.pop(60)) is not None and task.data != b"end":
+            while (task := _popped(q)).data != b"end":
                 q.done(task)
                 got.append(int(task.data))
-                free.release()
 
+        q, got = self.queue(), list[int]()
         threads = [threading.Thread(target=take, daemon=True) for _ in range(6)]
+        child = self.child(push)
         for thread in threads:
             thread.start()
         child.go()
-        for _ in range(200):
-            self.assertTrue(free.acquire(timeout=60))
-        for _ in threads:
-            q.push(b"end")
         for thread in threads:
             thread.join(60)
         self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
@@ -8316,7 +8312,7 @@ class Waiting(QueueCase):
         """Each push of others to scheduled/ would cost every pop() a listing of it."""
         clock = StandingClock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
-        q, other, seconds = self.queue(), self.queue("n2"), []
+        q, other, seconds = self.queue(), self.queue("n2"), list[float]()
 
         def listing(name: str, args: tuple[Any, ...]) -> None:
             if name == "list" and args[0].endswith("scheduled"):
@@ -8334,37 +8330,25 @@ class Waiting(QueueCase):
 
     def test_close_ends_all_waits_and_the_object_works_again(self) -> None:
         """Also of those who had just looked; none of them takes a place, or a task, afterwards."""
-        q = self.queue()
+        q, got = self.queue(), list[str]()
         q.push(b"held", key="k")
         held = self.pop(self.queue("n2"))
-        got: list[object] = []
-        waits: list[Callable[[], object]] = [
-            *(
-                lambda: q.pop(None),
-                lambda: q.take("k", None),
-                lambda: q.take(id=held.id, timeout=60),
-            ),
-            *(lambda: [*q.drain()], q.join, lambda: q.work(self.fail)),
-        ]
-        self.close_while_all_wait(q, [lambda it=it: got.append(it()) for it in waits])  # type: ignore[misc]
-        self.assertEqual(
-            sorted(map(str, got)),
-            sorted(map(str, [None, None, None, [], False, femtoqueue.WorkCounts()])),
-        )
+        wanted: dict[Callable[[], object], object] = {
+            lambda: q.pop(None): None,
+            lambda: q.take("k", None): None,
+            lambda: q.take(id=held.id, timeout=60): None,
+            lambda: [*q.drain()]: [],
+            q.join: False,
+            lambda: q.work(self.fail): femtoqueue.WorkCounts(),
+        }
+        threads = self.waiting(*(lambda it=it: got.append(str(it())) for it in wanted))
+        q.close()
+        for thread in threads:
+            thread.join(60)
+        self.assertEqual(sorted(got), sorted(map(str, wanted.values())))
         self.assertFalse(os.path.exists(self.file("inflight-n1")))
         q.push(b"again")
         self.assertEqual(self.pop(q).data, b"again")
-
-    def close_while_all_wait(self, q: FemtoQueue, waits: list[Callable[[], object]]) -> None:
-        """Run each in a thread of its own, and close the queue when all of them wait."""
-        threads = [threading.Thread(target=it, daemon=True) for it in waits]
-        with sleepers(self.polling) as asleep:
-            for thread in threads:
-                thread.start()
-            until(lambda: {thread.ident for thread in threads} <= asleep)
-            q.close()
-            for thread in threads:
-                thread.join(60)
 
     def test_a_wait_that_close_ends_as_it_looks_takes_nothing(self) -> None:
         """Before each system call of the look; at the next one that does not hold close() up."""
@@ -8414,45 +8398,26 @@ class Waiting(QueueCase):
         other.push(b"1", key="k")
         task = self.pop(other)
         other.push(b"2", key="k")
-        joined: list[bool] = []
-        thread = threading.Thread(target=lambda: joined.append(q.join()), daemon=True)
-        thread.start()
-        self.assertFalse(other.join(0.01))
-        other.done(task)
-        self.assertFalse(other.join(0))
-        other.done(self.pop(other))
-        thread.join(60)
-        self.assertEqual(joined, [True])
+
+        def finish() -> None:
+            self.assertFalse(other.join(0.01))
+            other.done(task)
+            self.assertFalse(other.join(0))
+            other.done(self.pop(other))
+
+        self.assertIs(self.woken(q.join, finish), True)
         self.assertFalse(os.path.exists(self.file("inflight-n1")))
 
-    # drain()
-
-    def test_drain_waits_for_what_others_may_give_back(self) -> None:
+    def test_drain_waits_for_what_others_may_give_back_and_ends_as_they_are_done(self) -> None:
         """A loop over pop() would have ended."""
-        q, other, got = self.queue(), self.queue("n2"), []
-        q.push(b"1")
-        held = self.pop(other)
-
-        def drain() -> None:
-            for task in q.drain():
-                got.append(task.data)
-                q.done(task)
-
-        thread = self.waiting(drain)
-        self.assertEqual(got, [])
-        other.release(held, delay_s=0.05)
-        thread.join(60)
-        self.assertEqual((got, self.states()), ([b"1"], {"done": 1}))
-
-    def test_drain_ends_when_the_last_one_of_others_is_done(self) -> None:
-        q, other, got = self.queue(), self.queue("n2"), Tasks()
-        q.push(b"1", key="key")
-        held = self.pop(other)
-        thread = self.waiting(lambda: got.extend(q.drain()))
-        other.done(held)
-        thread.join(60)
-        self.assertFalse(thread.is_alive())
-        self.assertEqual((got, self.states()), ([], {"done": 1}))
+        q, other = self.queue(), self.queue("n2")
+        held, tasks = _pushed_and_taken(other), q.drain()
+        task = self.woken(lambda: next(tasks), lambda: other.release(held, delay_s=0.05))
+        q.done(task)
+        other.push(b"y", key="key")
+        last = self.pop(other)
+        self.assertEqual(self.woken(lambda: [*tasks], lambda: other.done(last)), [])
+        self.assertEqual((task.id, self.states()), (held.id, {"done": 2}))
 
 
 class Polling(Waiting):
@@ -8469,90 +8434,65 @@ class Hearing(QueueCase):
         if through_seam("C library")() is None:
             self.skipTest("no inotify here: Polling covers what there is")
 
-    def popped_after(self, *steps: Callable[[], object]) -> FemtoTask:
-        """Pop, and do a step each time that it goes to sleep, between its last look and the call.
-        What it sleeps for is an event: its time is never over."""
-        left = deque(steps)
+    def popped_after(self, *steps: Callable[[FemtoQueue], object]) -> bytes:
+        """Pop, and do a step, with another queue object, each time that it goes to sleep, between
+        its last look and the call. What it sleeps for is an event: its time is never over."""
+        q, other, left = self.queue(), self.queue("n2"), deque(steps)
 
         def sleep(poll: Poll, ms: int) -> list[Any]:
             if threading.current_thread() is not threading.main_thread():
                 return poll(ms)  # that of an earlier test, which waits for coroutines
             if left and not poll(0):
-                left.popleft()()
+                left.popleft()(other)
             return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
 
-        q = self.queue()
         with hooked_poll(sleep):
-            task = q.pop(60)
-        assert task is not None
-        return task
+            return _popped(q).data
 
     def replace(self, directory: str) -> None:
-        """Put an empty directory in the place of one of the queue's."""
+        """Put an empty directory in the place of one of the queue's, as a person does."""
         os.mkdir(self.file("fresh"))
         os.rename(self.file(directory), self.file("old"))
         os.rename(self.file("fresh"), self.file(directory))
 
-    def test_what_came_before_the_wait_is_not_slept_over(self) -> None:
-        other = self.queue("n2")
-        self.assertEqual(self.popped_after(lambda: other.push(b"x")).data, b"x")
+    def shrink(self) -> None:
+        """Put an empty directory in the place of an empty pending/, as the queue does."""
+        os.mkdir(self.file("creating", "fresh"))
+        os.rename(self.file("creating", "fresh"), self.file("pending"))
 
-    def test_each_of_several_threads_hears(self) -> None:
-        """Whichever of them heard it first."""
-        q, other, got = self.queue(), self.queue("n2"), []
-        threads = [
-            threading.Thread(target=lambda: got.append(_popped(q)), daemon=True) for _ in range(3)
-        ]
-        with hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)):
-            with sleepers() as asleep:
-                for thread in threads:
-                    thread.start()
-                until(lambda: {thread.ident for thread in threads} <= asleep)
-            for _ in threads:
-                other.push(b"x")
-            for thread in threads:
-                thread.join(60)
-        self.assertEqual(got, [b"x"] * 3)
+    def most_events(self) -> int:
+        with open("/proc/sys/fs/inotify/max_queued_events", encoding="ascii") as file:
+            return int(file.read())
 
-    def test_a_pending_that_was_replaced_behind_a_push_is_watched(self) -> None:
-        """One read() has both events; a watch of the old directory would hear nothing more."""
-        other = self.queue("n2")
+    def test_what_comes_before_the_wait_is_not_slept_over(self) -> None:
+        """Nor is a push into a directory that took the place of a watched one just then."""
 
-        def push_and_replace() -> None:
-            other.push(b"1")
+        def push(other: FemtoQueue) -> None:
+            other.push(b"x")
+
+        def push_and_replace(other: FemtoQueue) -> None:
+            other.push(b"old")  # one read() has both events; the old watch would hear nothing more
             self.replace("pending")
 
-        self.assertEqual(self.popped_after(push_and_replace, lambda: other.push(b"2")).data, b"2")
-
-    def test_a_push_into_a_replaced_directory_is_heard(self) -> None:
-        """By the queue, which shrinks pending/, or by a person."""
-        other = self.queue("n2")
-
-        def shrink() -> None:
-            os.mkdir(self.file("creating", "fresh"))
-            os.rename(self.file("creating", "fresh"), self.file("pending"))
-
-        self.assertEqual(self.popped_after(shrink, lambda: other.push(b"x")).data, b"x")
-        # It may list scheduled/ only later, which must be paid for; but it has heard.
-        steps = lambda: other.schedule(b"due", 0), lambda: other.push(b"x")
-        task = self.popped_after(lambda: self.replace("scheduled"), *steps)
-        self.assertIn(task.data, (b"due", b"x"))
-
-    def test_a_directory_that_was_replaced_as_events_were_lost_is_watched(self) -> None:
-        with open("/proc/sys/fs/inotify/max_queued_events", encoding="ascii") as file:
-            most = int(file.read())
-        if most > 50_000:
-            self.skipTest("more events than that are kept")
-        other, names = self.queue("n2"), [self.file("pending", name) for name in ("a", "b")]
-        self.put("a", b"foreign")
-
-        def flood_and_replace() -> None:
-            for _ in range(most // 2 + 1):
+        def flood_and_replace(other: FemtoQueue) -> None:
+            names = self.put("a", b"foreign"), self.file("pending", "b")
+            for _ in range(self.most_events() // 2 + 1):  # events are lost
                 os.rename(names[0], names[1])
                 os.rename(names[1], names[0])
             self.replace("pending")
 
-        self.assertEqual(self.popped_after(flood_and_replace, lambda: other.push(b"x")).data, b"x")
+        befores: list[tuple[Callable[[FemtoQueue], object], ...]] = [
+            (),
+            (push_and_replace,),
+            (lambda other: self.shrink(),),
+            # It may list scheduled/ only later, which must be paid for; but it has heard.
+            (lambda other: self.replace("scheduled"), lambda other: other.schedule(b"due", 0)),
+        ]
+        if self.most_events() <= 50_000:
+            befores.append((flood_and_replace,))
+        for before in befores:
+            self.path = self.new_dir(self.memory)
+            self.assertIn(self.popped_after(*before, push), (b"x", b"due"))
 
     @FORK
     def test_a_forked_child_leaves_its_parent_to_hear(self) -> None:
@@ -8578,7 +8518,7 @@ class Hearing(QueueCase):
             return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
 
         with hooked_poll(sleep):
-            self.assertEqual(_popped(q), b"x")
+            self.assertEqual(_popped(q).data, b"x")
 
     def looks_in(self, seconds: float) -> int:
         """Return how often a wait of that length lists pending/."""
@@ -8629,64 +8569,61 @@ class Hearing(QueueCase):
         self.assertNotIn("inflight-gone", os.listdir(self.path))
 
 
+def in_a_loop(test: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
+    """Run a test that is a coroutine, for a minute at most."""
+
+    @functools.wraps(test)
+    def run(self: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(self), PATIENCE_S))
+
+    return run
+
+
 class Coroutines(QueueCase):
-    def test_close_ends_the_waits_of_coroutines(self) -> None:
+    @in_a_loop
+    async def test_close_ends_the_waits_of_coroutines(self) -> None:
         """By another thread; also of those that wait behind another."""
-        import asyncio
-
-        q = self.queue()
-
-        async def wait() -> list[FemtoTask | None]:
+        q, looked = self.queue(), threading.Event()
+        closer = threading.Thread(target=q.close)
+        with hooked(lambda name, args: looked.set() if name == "list" else None):
             waits = [q.pop_async(), q.pop_async(), q.take_async("k"), q.pop_async(60)]
             tasks = [asyncio.ensure_future(it) for it in waits]
             await asyncio.to_thread(looked.wait, 60)
             closer.start()
-            return await asyncio.gather(*tasks)
-
-        looked = threading.Event()
-        closer = threading.Thread(target=q.close)
-        with hooked(lambda name, args: looked.set() if name == "list" else None):
-            self.assertEqual(self.run_async(wait()), [None] * 4)
+            self.assertEqual(await asyncio.gather(*tasks), [None] * 4)
         closer.join()
         # A look that runs meanwhile may open it again; as it ends, it gives it up.
         until(lambda: not os.path.exists(self.file("inflight-n1")))
         q.push(b"x")
-        self.assertIsNotNone(self.run_async(q.pop_async()))
+        self.assertIsNotNone(await q.pop_async())
 
-    def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
+    @in_a_loop
+    async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
         """Else each look of it would take a task, and give it back, for ever."""
-        import asyncio
-
-        q = self.queue()
+        q, loop = self.queue(), asyncio.get_running_loop()
         q.push(b"x")
+        call_later = loop.call_later
 
-        async def wait() -> FemtoTask | None:
-            loop = asyncio.get_running_loop()
-            call_later = loop.call_later
+        def close_first(*args: Any) -> Any:
+            q.close()
+            return call_later(*args)
 
-            def close_first(*args: Any) -> Any:
-                q.close()
-                return call_later(*args)
-
-            with mock.patch.object(loop, "call_later", close_first):
-                waiter = asyncio.ensure_future(q.pop_async())
-                await asyncio.sleep(0)
-            return await asyncio.wait_for(waiter, 10)
-
-        self.assertIsNone(self.run_async(wait()))
+        with mock.patch.object(loop, "call_later", close_first):
+            waiter = asyncio.ensure_future(q.pop_async())
+            await asyncio.sleep(0)
+        self.assertIsNone(await asyncio.wait_for(waiter, 10))
         self.assertEqual(self.states(), {"pending": 1})
 
-    def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
+    @in_a_loop
+    async def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
         """Not two, each of which ends the other's."""
-        import asyncio
-
         q, clock = self.queue(), self.clock()
-        monotonic, main = clock.monotonic, threading.get_ident()
+        monotonic, before = clock.monotonic, threading.enumerate()
         is_ending, go = threading.Event(), threading.Event()
 
         def reading() -> float:
             # The thread reads the clock to know that it is to end, and once more.
-            if clock.monotonic_shift_s and threading.get_ident() != main:
+            if clock.monotonic_shift_s and threading.current_thread() not in before:
                 is_ending.set()
                 go.wait(0.1)
             return monotonic()
@@ -8694,39 +8631,29 @@ class Coroutines(QueueCase):
         def serving() -> int:
             return sum(it.daemon and it not in before for it in threading.enumerate())
 
-        async def wait() -> None:
-            await q.pop_async(0)
-            clock.monotonic = reading  # type: ignore[method-assign]
-            clock.advance(60)
-            self.assertTrue(await asyncio.to_thread(is_ending.wait, 60))
-            waiter = asyncio.ensure_future(q.pop_async())
-            await asyncio.sleep(0.05)
-            go.set()
-            while serving() != 1:
-                await asyncio.sleep(0.01)
-            q.push(b"x")
-            self.assertIsNotNone(await waiter)
+        await q.pop_async(0)
+        clock.monotonic = reading  # type: ignore[method-assign]
+        clock.advance(60)
+        self.assertTrue(await asyncio.to_thread(is_ending.wait, 60))
+        waiter = asyncio.ensure_future(q.pop_async())
+        await asyncio.sleep(0.05)
+        go.set()
+        while serving() != 1:
+            await asyncio.sleep(0.01)
+        q.push(b"x")
+        self.assertIsNotNone(await waiter)
 
-        before = threading.enumerate()
-        self.run_async(wait())
-
-    def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
+    @in_a_loop
+    async def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
         lock = self.locked("k")
-        self.assertIsNone(self.run_async(q.take_async("k", 0.01)))
+        self.assertIsNone(await q.take_async("k", 0.01))
         lock.close()
-        self.assertIsNotNone(self.run_async(q.take_async("k", 0.01)))
-
-    def run_async(self, work: Any) -> Any:
-        import asyncio
-
-        return asyncio.run(asyncio.wait_for(work, 60))
+        self.assertIsNotNone(await q.take_async("k", 0.01))
 
     def test_a_hundred_wait_half_are_cancelled_and_a_thousand_tasks_come(self) -> None:
         """Each who still waits gets one, the rest is there, nothing is leased to nobody."""
-        import asyncio
-
         q, other = self.queue(), self.queue("n2")
 
         async def wait() -> str:
@@ -8745,7 +8672,7 @@ class Coroutines(QueueCase):
                     await asyncio.sleep(0)
             return await asyncio.gather(*waiters, return_exceptions=True)
 
-        results = self.run_async(all_of_them())
+        results = asyncio.run(asyncio.wait_for(all_of_them(), 60))
         ids = [result for result in results[1::2] if isinstance(result, str)]
         self.assertEqual(len({*ids}), 50)
         until(lambda: not self.names("inflight-n1"))
@@ -8754,44 +8681,33 @@ class Coroutines(QueueCase):
         attempts = {task.attempts for task in iter(other.pop, None)}
         self.assertEqual(attempts, {1}, "no delivery to nobody was counted")
 
-    def test_a_wait_that_is_cancelled_as_it_gets_its_task_gives_it_back(self) -> None:
+    @in_a_loop
+    async def test_a_wait_that_is_cancelled_as_it_gets_its_task_gives_it_back(self) -> None:
         """To its place, and the delivery is not counted."""
-        import asyncio
-
-        q = self.queue()
-        got, go = threading.Event(), threading.Event()
+        q, got, go = self.queue(), threading.Event(), threading.Event()
 
         def read_slowly(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and "inflight-n1/" in args[0]:
                 got.set()
                 go.wait(60)
 
-        async def cancel() -> None:
+        first, _ = q.push(b"1"), q.push(b"2")
+        with hooked(read_slowly):
             waiter = asyncio.create_task(q.pop_async())
             await asyncio.to_thread(got.wait, 60)
             waiter.cancel()
             with self.assertRaises(asyncio.CancelledError):
                 await waiter
             go.set()
-
-        first, _ = q.push(b"1"), q.push(b"2")
-        with hooked(read_slowly):
-            self.run_async(cancel())
-            until(lambda: not self.names("inflight-n1"))
+            await asyncio.to_thread(until, lambda: not self.names("inflight-n1"))
         self.assertEqual(self.states(), {"pending": 2})
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (first, 1))
 
-    def test_the_loop_runs_on_while_a_look_takes_long(self) -> None:
-        import asyncio
-
+    @in_a_loop
+    async def test_the_loop_runs_on_while_a_look_takes_long(self) -> None:
         q, go = self.queue(), threading.Event()
-
-        def list_slowly(name: str, args: tuple[Any, ...]) -> None:
-            if name == "list":
-                go.wait(60)
-
-        async def work() -> None:
+        with hooked(lambda name, args: go.wait(60) if name == "list" else None):
             waiter = asyncio.create_task(q.pop_async(0))
             for _ in range(100):
                 await asyncio.sleep(0)
@@ -8799,82 +8715,61 @@ class Coroutines(QueueCase):
             go.set()
             self.assertIsNone(await waiter)
 
-        with hooked(list_slowly):
-            self.run_async(work())
+    @in_a_loop
+    async def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
+        q, order = self.queue(), list[bytes]()
 
-    def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
-        import asyncio
+        async def wait(look: Any) -> None:
+            order.append((await look).data)
 
-        q = self.queue()
+        looks = [q.pop_async(), q.take_async("key"), q.pop_async(), q.take_async("key")]
+        waiters = [asyncio.create_task(wait(look)) for look in looks]
+        await asyncio.sleep(0.01)
+        q.push(b"1")
+        await waiters[0]
+        q.push(b"2")
+        await waiters[2]
+        q.push(b"3", key="key")
+        await waiters[1]
+        self.assertFalse(waiters[3].done())
+        waiters[3].cancel()
+        self.assertEqual(order, [b"1", b"2", b"3"])
 
-        async def work() -> list[bytes]:
-            order: list[bytes] = []
-
-            async def wait(look: Any) -> None:
-                order.append((await look).data)
-
-            looks = [q.pop_async(), q.take_async("key"), q.pop_async(), q.take_async("key")]
-            waiters = [asyncio.create_task(wait(look)) for look in looks]
-            await asyncio.sleep(0.01)
-            q.push(b"1")
-            await waiters[0]
-            q.push(b"2")
-            await waiters[2]
-            q.push(b"3", key="key")
-            await waiters[1]
-            self.assertFalse(waiters[3].done())
-            waiters[3].cancel()
-            return order
-
-        self.assertEqual(self.run_async(work()), [b"1", b"2", b"3"])
-
-    def test_time_out_also_of_those_who_were_never_first(self) -> None:
+    @in_a_loop
+    async def test_time_out_also_of_those_who_were_never_first(self) -> None:
         """They look at least once: nobody leaves what is there."""
-        import asyncio
-
         q = self.queue()
-
-        async def work() -> None:
-            first = asyncio.create_task(q.pop_async())
-            await asyncio.sleep(0)
-            self.assertIsNone(await q.pop_async(0.01))
-            q.pause()
-            q.push(b"1")
-            q.push(b"2")
-            self.assertIsNone(await q.pop_async(0))
-            q.resume()
-            got = await asyncio.gather(first, q.pop_async(60))
-            self.assertEqual({task.data for task in got if task}, {b"1", b"2"})
-
-        self.run_async(work())
+        first = asyncio.create_task(q.pop_async())
+        await asyncio.sleep(0)
+        self.assertIsNone(await q.pop_async(0.01))
+        q.pause()
+        q.push_many([b"1", b"2"])
+        self.assertIsNone(await q.pop_async(0))
+        q.resume()
+        got = await asyncio.gather(first, q.pop_async(60))
+        self.assertEqual({task.data for task in got if task}, {b"1", b"2"})
 
     def test_several_loops_and_threads_wait_at_one_object(self) -> None:
-        import asyncio
-
-        q = self.queue()
-        got: list[bytes] = []
+        q, got = self.queue(), list[bytes]()
 
         async def wait() -> None:
             tasks = await asyncio.gather(*(q.pop_async(60) for _ in range(5)))
             got.extend(task.data for task in tasks if task)
 
-        threads = [
-            threading.Thread(target=lambda: asyncio.run(wait()), daemon=True) for _ in range(2)
-        ]
-        threads.append(threading.Thread(target=lambda: got.append(_popped(q)), daemon=True))
+        works = [lambda: asyncio.run(wait())] * 2 + [lambda: got.append(_popped(q).data)]
+        threads = [threading.Thread(target=it, daemon=True) for it in works]
         for thread in threads:
             thread.start()
-        for number in range(11):
-            q.push(b"%d" % number)
+        q.push_many(b"%d" % number for number in range(11))
         for thread in threads:
             thread.join(60)
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
 
 
-def _popped(q: FemtoQueue) -> bytes:
+def _popped(q: FemtoQueue) -> FemtoTask:
     task = q.pop(60)
     assert task is not None
-    return task.data
+    return task
 
 
 class PollingCoroutines(Coroutines):
@@ -8942,8 +8837,6 @@ class Processing(QueueCase):
 
     def test_who_is_told_to_go_gives_the_task_back_uncounted(self) -> None:
         """KeyboardInterrupt, SystemExit, CancelledError: to the front, also at max_attempts."""
-        import asyncio
-
         for error in (KeyboardInterrupt(), SystemExit(1), asyncio.CancelledError()):
             task = self.ends(error, max_attempts=1)
             q = self.queue("n2", max_attempts=1)
