@@ -8781,36 +8781,55 @@ class PollingCoroutines(Coroutines):
 
 
 class Processing(QueueCase):
-    def ends(self, error: BaseException | None, **settings: Any) -> FemtoTask:
-        """Process a first delivery that ends with an error, and return the task."""
-        q = self.queue(**settings)
-        q.push(b"x")
-        task = self.pop(q)
-        try:
-            with q.processing(task) as given:
-                self.assertIs(given, task)
-                if error is not None:
-                    raise error
-        except BaseException as raised:
+    def test_how_the_block_ends_is_what_becomes_of_the_task(self) -> None:
+        """Who is told to go gives it back to its place, uncounted, also at max_attempts."""
+        for error, max_attempts, state in (
+            (None, 1, "done"),
+            (ValueError("no such image"), 2, "scheduled"),
+            (ValueError("no such image"), None, "scheduled"),
+            (ValueError("no such image"), 1, "failed"),
+            (KeyboardInterrupt(), 1, "pending"),
+            (SystemExit(1), 1, "pending"),
+            (asyncio.CancelledError(), 1, "pending"),
+        ):
+            q, raised = self.queue(max_attempts=max_attempts), None
+            task = _pushed_and_taken(q)
+            q.push(b"next")
+            try:
+                with q.processing(task) as given:
+                    self.assertIs(given, task)
+                    if error is not None:
+                        raise error
+            except BaseException as it:
+                raised = it
             self.assertIs(raised, error)
-        self.check_invariants()
-        return task
+            self.assertEqual(self.check_invariants()[task.id], state)
+            if state == "pending":
+                again = self.pop(q)
+                self.assertEqual((again.id, again.attempts), (task.id, 1))
+                q.done(again)
+            if state == "failed":
+                with open(self.file("failed", f"{task.id}.error"), encoding="utf-8") as file:
+                    self.assertRegex(file.read(), r"(?s)Traceback.*ValueError: no such image")
+            q.done(self.pop(q))
 
-    def test_a_block_that_ends_well_is_done(self) -> None:
-        self.ends(None)
-        self.assertEqual(self.states(), {"done": 1})
+    def test_what_the_block_ended_itself_stays_so(self) -> None:
+        for end, state in (
+            (FemtoQueue.done, "done"),
+            (FemtoQueue.fail, "failed"),
+            (FemtoQueue.release, "pending"),
+        ):
+            q = self.queue(state)
+            task = _pushed_and_taken(q)
+            with q.processing(task):
+                end(q, task)
+            self.assertEqual(self.check_invariants()[task.id], state)
 
     def test_an_exception_is_tried_again_after_a_delay_that_doubles(self) -> None:
-        """A half of it at least, an hour at most; without max_attempts for ever."""
+        """A half of it at least, an hour at most."""
         clock = StandingClock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
-        task = self.ends(ValueError("no"), retry_delay_s=100)
-        q = self.queue("n2", retry_delay_s=100)
-        self.assertEqual(self.states(), {"scheduled": 1})
-        clock.advance(49)
-        self.assertIsNone(q.pop())
-        clock.advance(52)
-        self.assertEqual(self.pop(q).id, task.id)
+        q = self.queue(retry_delay_s=100)
         for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
             delays_s = [self.delay_s(q, clock, attempts) for _ in range(50)]
             self.assertLessEqual(max(delays_s), longest_s)
@@ -8830,63 +8849,42 @@ class Processing(QueueCase):
         os.unlink(self.file("scheduled", name))
         return int(name[:20]) / 1e9 - clock.time()
 
-    def test_the_last_attempt_that_raises_is_a_dead_letter_with_its_traceback(self) -> None:
-        task = self.ends(ValueError("no such image"), max_attempts=1)
-        with open(self.file("failed", f"{task.id}.error"), encoding="utf-8") as file:
-            self.assertRegex(file.read(), r"(?s)Traceback.*ValueError: no such image")
-
-    def test_who_is_told_to_go_gives_the_task_back_uncounted(self) -> None:
-        """KeyboardInterrupt, SystemExit, CancelledError: to the front, also at max_attempts."""
-        for error in (KeyboardInterrupt(), SystemExit(1), asyncio.CancelledError()):
-            task = self.ends(error, max_attempts=1)
-            q = self.queue("n2", max_attempts=1)
-            again = self.pop(q)
-            self.assertEqual((again.id, again.attempts), (task.id, 1))
-            q.done(again)
-
-    def test_what_the_block_ended_itself_stays_so(self) -> None:
-        for end, state in (
-            (FemtoQueue.done, "done"),
-            (FemtoQueue.fail, "failed"),
-            (FemtoQueue.release, "pending"),
-        ):
-            q = self.queue(state)
-            q.push(b"x")
-            task = self.pop(q)
-            with q.processing(task):
-                end(q, task)
-            self.assertEqual(self.check_invariants()[task.id], state)
-
-    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
-        q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
-        q.push(b"x")
-        task = self.pop(q)
-        with q.processing(task):
-            started_s = time.monotonic()
-            while time.monotonic() < started_s + 1:
-                self.assertIsNone(other.pop())
-                time.sleep(0.01)
-        self.assertEqual(self.states(), {"done": 1})
+    # Renewal
 
     def renewing_queue(self) -> FemtoQueue:
         """Return a queue that renews its leases every 20 ms, long before they end."""
         self.hasten("renewal", 0.01)
         return self.queue(timeout_stale_ms=2000)
 
+    def until_renewed(self, *tasks: FemtoTask) -> None:
+        """Wait until their leases have other names."""
+        before = [task.path for task in tasks]
+        until(lambda: all(a != b.path for a, b in zip(before, tasks, strict=True)))
+
+    def left_s(self, task: FemtoTask, shift_s: float = 0) -> float:
+        """Return for how long the lease of a task still lasts."""
+        assert task.until is not None
+        return task.until.timestamp() - time.time() - shift_s
+
+    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
+        q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
+        with q.processing(_pushed_and_taken(q)):
+            started_s = time.monotonic()
+            while time.monotonic() < started_s + 1:
+                self.assertIsNone(other.pop())
+                time.sleep(0.01)
+        self.assertEqual(self.states(), {"done": 1})
+
     def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
         q = self.renewing_queue()
         before = {*threading.enumerate()}
-        for name in (b"a", b"b"):
-            q.push(name)
-        first, second = self.pop(q), self.pop(q)
+        first, second = _pushed_and_taken(q), _pushed_and_taken(q)
         with q.processing(first), q.processing(second):
-            leases = {first.path, second.path}
             self.assertEqual(len({*threading.enumerate()} - before), 1)
-            until(lambda: not {first.path, second.path} & leases)
+            self.until_renewed(first, second)
         until(lambda: not {*threading.enumerate()} - before)
         with q.processing(_pushed_and_taken(q)) as task:
-            lease = task.path
-            until(lambda: task.path != lease)
+            self.until_renewed(task)
 
     def test_an_object_that_is_dropped_leaves_its_place_at_once(self) -> None:
         """The thread that renews does not hold it."""
@@ -8903,19 +8901,16 @@ class Processing(QueueCase):
             self.assertEqual({*threading.enumerate()} - before, set())
 
     def test_renewal_never_shortens_a_lease(self) -> None:
+        """Nor does an extension in the block: it is as long as the renewal takes."""
         q = self.renewing_queue()
-        task, other = _pushed_and_taken(q), _pushed_and_taken(q)
+        task, other, short = (_pushed_and_taken(q) for _ in range(3))
         q.extend(task, 3_600_000)
-        with q.processing(task), q.processing(other):
+        with q.processing(task), q.processing(other), q.processing(short):
             for _ in range(2):  # rounds of the thread
-                lease = other.path
-                until(lambda lease=lease: other.path != lease)  # type: ignore[misc]
+                self.until_renewed(other)
             self.assertGreater(self.left_s(task), 3590)
-
-    def left_s(self, task: FemtoTask, shift_s: float = 0) -> float:
-        """Return for how long the lease of a task still lasts."""
-        assert task.until is not None
-        return task.until.timestamp() - time.time() - shift_s
+            q.extend(short, 10)
+            self.assertGreater(self.left_s(short), 1)
 
     def test_a_lease_of_its_own_length_is_renewed_by_that(self) -> None:
         """A shorter one than those that are renewed already, too."""
@@ -8923,41 +8918,11 @@ class Processing(QueueCase):
         q.push_many([b"long", b"short"])
         long, short = self.pop(q), q.pop(lease_ms=60)
         assert short is not None
+        lease = long.path
         with q.processing(long), q.processing(short):
-            leases = {long.path, short.path}
-            until(lambda: short.path not in leases)
-            self.assertIn(long.path, leases)
+            self.until_renewed(short)
+            self.assertEqual(long.path, lease)
         self.assertEqual(self.states(), {"done": 2})
-
-    def test_extend_in_the_block_leaves_the_lease_as_long_as_the_renewal_takes(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        with q.processing(task):
-            q.extend(task, 10)
-            self.assertGreater(self.left_s(task), 29)
-
-    def test_a_renewal_that_raises_anything_is_not_the_last(self) -> None:
-        """The warning of a failed one, say, which can't be written either."""
-        q, handler = self.renewing_queue(), logging.Handler()
-        task = _pushed_and_taken(q)
-        LOG.disabled = False
-        LOG.addHandler(handler)
-        self.addCleanup(LOG.removeHandler, handler)
-        with q.processing(task):
-            with (
-                hooked(failing("move", task.id, errno.EIO)),
-                mock.patch.object(handler, "handle", side_effect=SystemExit) as handle,
-            ):
-                until(lambda: handle.call_count > 2)
-            lease = task.path
-            until(lambda: task.path != lease)
-
-    def test_a_block_does_not_begin_with_a_lease_that_was_given_back(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        q.release(task)
-        with self.assertRaises(LeaseLost), q.processing(task):
-            self.fail("the block must not begin")
 
     def test_a_lease_that_is_nearly_over_is_renewed_at_the_start(self) -> None:
         q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
@@ -8966,45 +8931,21 @@ class Processing(QueueCase):
         with q.processing(task):
             self.assertGreater(self.left_s(task, clock.wall_shift_s), 59)
 
-    def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+    def test_a_renewal_that_fails_is_not_the_last(self) -> None:
+        """Though its warning can't be written either."""
+        q, handler = self.renewing_queue(), logging.Handler()
         task = _pushed_and_taken(q)
-        with self.assertRaises(LeaseLost), q.processing(task):
-            clock.advance(31)
-            self.assertEqual(self.pop(other).attempts, 2)
-        with self.assertRaises(LeaseLost), q.processing(task):
-            self.fail("the block must not begin")
-        self.assertEqual(self.states(), {"inflight-n2": 1})
-
-    def test_an_error_in_a_block_whose_lease_is_lost_is_lease_lost_with_its_cause(self) -> None:
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
-        task = _pushed_and_taken(q)
-        with self.assertRaises(LeaseLost) as caught, q.processing(task):
-            clock.advance(31)
-            self.pop(other)
-            raise ValueError("the cause")
-        self.assertEqual(str(caught.exception.__cause__), "the cause")
-        with self.assertRaises(LeaseLost), q.processing(self.pop_of(other)):
-            raise LeaseLost(task.id, True, "of another task")
-
-    def pop_of(self, q: FemtoQueue) -> FemtoTask:
-        q.push(b"more")
-        return self.pop(q)
-
-    def test_a_renewal_that_meets_disk_trouble_is_tried_again(self) -> None:
-        q = self.renewing_queue()
-        task = _pushed_and_taken(q)
+        LOG.disabled = False
+        LOG.addHandler(handler)
+        self.addCleanup(LOG.removeHandler, handler)
+        troubles = itertools.cycle([None, SystemExit])
         with q.processing(task):
-            lease, tried = task.path, threading.Event()
-
-            def fail(name: str, args: tuple[Any, ...]) -> None:
-                if name == "move" and args[0].endswith(task.id):
-                    tried.set()
-                    self.fail_with(errno.EIO)
-
-            with hooked(fail):
-                tried.wait(60)
-            until(lambda: task.path != lease)
+            with (
+                hooked(failing("move", task.id, errno.EIO)),
+                mock.patch.object(handler, "handle", side_effect=troubles) as handle,
+            ):
+                until(lambda: handle.call_count > 3)
+            self.until_renewed(task)
         self.assertEqual(self.states(), {"done": 1})
 
     def test_who_holds_up_a_key_does_not_keep_other_leases_from_renewal(self) -> None:
@@ -9013,7 +8954,7 @@ class Processing(QueueCase):
         q = self.queue()
         q.push(b"keyed", key="k")
         keyed, other = self.pop(q), _pushed_and_taken(q)
-        before, pauses_s, wait = (keyed.path, other.path), [], threading.Event.wait
+        before, pauses_s, wait = keyed.path, list[float](), threading.Event.wait
 
         def note(event: threading.Event, timeout: float | None = None) -> bool:
             if threading.current_thread() is not threading.main_thread():
@@ -9022,15 +8963,12 @@ class Processing(QueueCase):
 
         self.patched(mock.patch("threading.Event.wait", note))
         with q.processing(keyed), q.processing(other):
-            lock = self.locked("k")
-            try:
+            with self.locked("k"):
+                self.until_renewed(other)
                 until(lambda: len(pauses_s) > 2)
-            finally:
-                lock.close()
-            self.assertEqual(keyed.path, before[0])
-            self.assertNotEqual(other.path, before[1])
+            self.assertEqual(keyed.path, before)
             self.assertLess(pauses_s[1], pauses_s[0] / 5)
-            until(lambda: keyed.path != before[0])
+            self.until_renewed(keyed)
             until(lambda: pauses_s[-1] == pauses_s[0])
 
     def test_a_thread_that_can_not_be_started_is_an_error_and_the_next_one_is(self) -> None:
@@ -9040,8 +8978,7 @@ class Processing(QueueCase):
         with broken, self.assertRaises(RuntimeError), q.processing(task):
             self.fail("the block must not begin")
         with q.processing(task):
-            lease = task.path
-            until(lambda: task.path != lease)
+            self.until_renewed(task)
 
     def test_ctrl_c_at_the_start_leaves_nothing_that_is_renewed_for_nobody(self) -> None:
         """Before the block is entered, or after, and before the `with` has noted it."""
@@ -9052,30 +8989,56 @@ class Processing(QueueCase):
             start(thread)
             raise KeyboardInterrupt
 
+        def enter() -> None:
+            q.processing(task).__enter__()
+
         with mock.patch("threading.Thread.start", interrupted):
-            try:
-                with q.processing(task):
-                    self.fail("the block must not begin")
-            except KeyboardInterrupt:
-                pass
-        gc.collect()
-        until(lambda: {*threading.enumerate()} <= before)
-        q.processing(task).__enter__()
-        gc.collect()
-        until(lambda: {*threading.enumerate()} <= before)
+            self.assertRaises(KeyboardInterrupt, enter)
+        for _ in range(2):
+            gc.collect()
+            until(lambda: {*threading.enumerate()} <= before)
+            enter()
+
+    # Lost leases, and ends that can't be written
+
+    def test_a_block_does_not_begin_without_a_lease(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        q.release(task)
+        with self.assertRaises(LeaseLost), q.processing(task):
+            self.fail("the block must not begin")
+        self.assertRaises(LeaseLost, q.processing, FemtoTask("0" * 20, b""))
+        self.assertRaises(TypeError, q.processing, b"x")
+
+    def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
+        """With what the block raised as its cause."""
+        for cause in (None, ValueError("the cause")):
+            q, other, clock = self.queue(), self.queue("n2"), self.clock()
+            task = _pushed_and_taken(q)
+            with self.assertRaises(LeaseLost) as caught, q.processing(task):
+                clock.advance(31)
+                newer = self.pop(other)
+                if cause is not None:
+                    raise cause
+            self.assertIs(caught.exception.__cause__, cause)
+            with self.assertRaises(LeaseLost), q.processing(task):
+                self.fail("the block must not begin")
+            self.assertEqual((newer.attempts, self.states()["inflight-n2"]), (2, 1))
+            other.done(newer)
+
+    def test_a_lost_lease_of_another_task_is_an_error_as_others(self) -> None:
+        q = self.queue()
+        with self.assertRaises(LeaseLost), q.processing(_pushed_and_taken(q)):
+            raise LeaseLost("0" * 20, True, "of another task")
+        self.assertEqual(self.states(), {"scheduled": 1})
 
     @FORK
     def test_a_child_that_leaves_the_block_does_not_end_the_task(self) -> None:
         q = self.queue()
         block = q.processing(_pushed_and_taken(q))
         with block:
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    block.__exit__(SystemExit, SystemExit(), None)
-                finally:
-                    os._exit(0)
-            os.waitpid(pid, 0)
+            child = self.child(lambda _: block.__exit__(SystemExit, SystemExit(), None))
+            self.assertEqual(child.finish()[1], 0)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
     def test_a_task_whose_end_can_not_be_written_is_delivered_again(self) -> None:
@@ -9090,13 +9053,6 @@ class Processing(QueueCase):
             pass
         self.assertEqual(self.pop(q).id, task.id)
 
-    def test_it_takes_tasks_with_a_lease_only(self) -> None:
-        q = self.queue()
-        with self.assertRaises(LeaseLost):
-            q.processing(FemtoTask("0" * 20, b""))
-        with self.assertRaises(TypeError):
-            q.processing(b"x")  # type: ignore[arg-type]
-
 
 def _pushed_and_taken(q: FemtoQueue) -> FemtoTask:
     q.push(b"x")
@@ -9105,25 +9061,30 @@ def _pushed_and_taken(q: FemtoQueue) -> FemtoTask:
 
 class Checkpoints(QueueCase):
     def test_the_next_delivery_finds_what_was_saved_last(self) -> None:
-        """After release(), a retry and the end of a lease; done() ends it."""
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        """After release(), a retry, the end of a lease and a death; done() ends it."""
+        q, late, dead, clock = self.queue(), self.queue("n2"), self.queue("n3"), self.clock()
         task = _pushed_and_taken(q)
         self.assertIsNone(task.checkpoint)
         q.checkpoint(task, b"page 1")
         q.checkpoint(task, bytearray(b"page 2"))
         self.assertEqual(task.checkpoint, b"page 2")
-        q.release(task)
-        task = self.pop(q)
-        self.assertEqual(task.checkpoint, b"page 2")
-        with self.assertRaises(ValueError), q.processing(task):
-            raise ValueError
-        clock.advance(2)
-        task = self.pop(q)
-        self.assertEqual(task.checkpoint, b"page 2")
-        clock.advance(31)
-        task = self.pop(other)
-        self.assertEqual(task.checkpoint, b"page 2")
-        other.done(task)
+
+        def fail(task: FemtoTask) -> None:
+            with self.assertRaises(ValueError), q.processing(task):
+                raise ValueError
+            clock.advance(2)
+
+        steps: list[tuple[Callable[[FemtoTask], object], FemtoQueue]] = [
+            (q.release, q),
+            (fail, late),
+            (lambda task: clock.advance(31), dead),
+            (lambda task: dies(dead), q),
+        ]
+        for happens, taker in steps:
+            happens(task)
+            task = self.pop(taker)
+            self.assertEqual(task.checkpoint, b"page 2")
+        q.done(task)
         self.assertEqual(self.names("checkpoints"), [])
 
     def test_done_fail_and_dead_letters_end_it(self) -> None:
@@ -9141,25 +9102,6 @@ class Checkpoints(QueueCase):
         q.retry_failed()
         self.assertIsNone(self.pop(q).checkpoint)
 
-    @FORK
-    def test_a_killed_worker_is_gone_on_from_where_it_was(self) -> None:
-        self.hasten("base interval", 0.05)
-
-        def work(child: Child) -> None:
-            q = FemtoQueue(self.path)
-            q.checkpoint(_taken(q), b"half")
-            child.say("saved")
-            child.wait_for_go()
-
-        q = self.queue()
-        q.push(b"x")
-        child = self.child(work)
-        child.line()
-        child.kill()
-        task = q.pop(60)
-        assert task is not None
-        self.assertEqual((task.checkpoint, task.attempts), (b"half", 2))
-
     def test_it_renews_the_lease_and_refuses_who_lost_it(self) -> None:
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         task = _pushed_and_taken(q)
@@ -9170,15 +9112,14 @@ class Checkpoints(QueueCase):
         clock.advance(20)
         newer = self.pop(other)
         other.checkpoint(newer, b"newer")
-        with self.assertRaises(LeaseLost):
-            q.checkpoint(task, b"late")
+        self.assertRaises(LeaseLost, q.checkpoint, task, b"late")
         other.release(newer)
         self.assertEqual(self.pop(other).checkpoint, b"newer")
 
     def test_a_newer_payload_of_its_key_does_not_go_on_from_there(self) -> None:
         """Whether it took the task's place in flight, behind it, or as it waited."""
+        q = self.queue()
         for policy in ("update", "buffer", "wait"):
-            q = self.queue()
             q.push(b"old", key=policy)
             task = self.pop(q)
             q.checkpoint(task, b"half of the old")
@@ -9198,22 +9139,7 @@ class Checkpoints(QueueCase):
             self.assertEqual(task.checkpoint, b"half of the new")
             q.done(task)
 
-    def test_a_torn_one_is_none_and_the_task_is_delivered(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        q.checkpoint(task, b"x" * 100)
-        os.truncate(self.file("checkpoints", task.id), 50)
-        q.release(task)
-        self.assertIsNone(self.pop(q).checkpoint)
-
-    def test_what_is_no_bytes_is_refused_and_nothing_is_left(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        with self.assertRaises(TypeError):
-            q.checkpoint(task, "text")  # type: ignore[arg-type]
-        self.check_invariants()
-
-    def test_one_that_can_not_be_put_in_place_leaves_the_former(self) -> None:
+    def test_what_can_not_be_saved_leaves_the_former_and_what_is_torn_is_none(self) -> None:
         q = self.queue()
         task = _pushed_and_taken(q)
         q.checkpoint(task, b"former")
@@ -9222,16 +9148,20 @@ class Checkpoints(QueueCase):
             if name == "move" and args[1].endswith(f"checkpoints/{task.id}"):
                 self.fail_with(errno.EIO)
 
-        with hooked(fail), self.assertRaises(OSError):
-            q.checkpoint(task, b"newer")
+        with hooked(fail):
+            self.assertRaises(OSError, q.checkpoint, task, b"newer")
+        self.assertRaises(TypeError, q.checkpoint, task, "text")
         self.check_invariants()
         q.release(task)
-        self.assertEqual(self.pop(q).checkpoint, b"former")
+        task = self.pop(q)
+        self.assertEqual(task.checkpoint, b"former")
+        os.truncate(self.file("checkpoints", task.id), 20)
+        q.release(task)
+        self.assertIsNone(self.pop(q).checkpoint)
 
     def test_it_costs_nothing_to_tasks_that_never_use_it(self) -> None:
-        q, calls = self.queue(), []
-        q.push(b"x")
-        q.push(b"y")
+        q, calls = self.queue(), list[str]()
+        q.push_many([b"x", b"y"])
         q.done(_taken(q))  # with the chores, of which one looks for old checkpoints
         with hooked(lambda name, args: calls.append(str(args[:2]))):
             q.done(_taken(q))
@@ -9244,18 +9174,14 @@ class Checkpoints(QueueCase):
         for task in (gone, kept):
             q.checkpoint(task, b"x")
             q.release(task)
-        os.unlink(self.file("pending", self.name_of(gone)))
+        (name,) = (name for name in self.names("pending") if name.endswith(gone.id))
+        os.unlink(self.file("pending", name))
         q.pause()
-        q.pop()
-        clock.advance(1000)
-        q.pop()
-        self.assertEqual(len(self.names("checkpoints")), 2)
-        clock.advance(3000)
-        q.pop()
+        for seconds, left in ((0, 2), (1000, 2), (3000, 1)):
+            clock.advance(seconds)
+            q.pop()
+            self.assertEqual(len(self.names("checkpoints")), left)
         self.assertEqual(self.names("checkpoints"), [kept.id])
-
-    def name_of(self, task: FemtoTask) -> str:
-        return next(name for name in self.names("pending") if name.endswith(task.id))
 
 
 class Work(QueueCase):
