@@ -9564,13 +9564,15 @@ $ printf '1\n\n2' | femtoqueue push jobs --lines --sync -> <e> <f> <g>
 $ printf 'p\nq\0r' | femtoqueue push jobs -0 -> <h> <i>
 $ payloads pending -> a b, x, --not-an-option, whole\ninput\n, 1, , 2, p\nq, r
 $ ls jobs/pending -> <a> <b> <c> <d> <e> <f> <g> <h> <i>
-# of a key one task waits; --if-in-flight reject is an error
-$ femtoqueue push jobs 1 --key user:42 -> <first>
-$ femtoqueue push jobs 2 --key user:42 -> <first>
+# of a key one task waits, also behind the one in flight; --if-in-flight reject is an error
+$ femtoqueue push jobs 1 --key 'user 42' -> <first>
+$ femtoqueue push jobs 2 --key 'user 42' -> <first>
 $ payloads pending -> 2
 $ femtoqueue pop jobs -> <lease>
-$ femtoqueue push jobs 3 --key user:42 --if-in-flight reject -> ! femtoqueue: ... [1]
+$ femtoqueue push jobs 3 --key 'user 42' --if-in-flight reject -> ! femtoqueue: ... [1]
 $ states -> inflight-cli 1
+$ femtoqueue push jobs 4 --key 'user 42' -> <new>
+$ femtoqueue show jobs $new -> state buffered ... key user%2042 node - 4
 # push --delay, and --at a local time or another
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
@@ -9604,11 +9606,8 @@ $ femtoqueue done jobs $lease_a
 $ femtoqueue fail jobs $c --reason 'no such image'
 $ femtoqueue release jobs $(basename $lease_b)
 $ states -> done 1, failed 1, pending 1
-$ femtoqueue done jobs $lease_a $lease_b $lease_c
-! femtoqueue: task <a>: it is not in flight by that name (any more)
-! femtoqueue: task <b>: it is not in flight by that name (any more)
-! femtoqueue: task <c>: it is not in flight by that name (any more)
-[1]
+$ femtoqueue done jobs $lease_a $lease_b -> ! ...task <a>: ... ! ...task <b>: ... [1]
+$ femtoqueue done jobs $lease_c -> ! ...task <c>: it is not in flight by that name (any more) [1]
 $ femtoqueue show jobs $c -> state failed ... reason no such image 3
 # extend prints a new path, and the old one is no fence any more
 $ femtoqueue push jobs x -> <x>
@@ -9667,14 +9666,7 @@ scheduled <later> ...s 0 5 1h59m - -
 inflight <keyed> ...s 1 5 59m...s a%20b%0A/%C3%A9:@-._~ cli
 $ femtoqueue ls jobs inflight --json
 {"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
-$ femtoqueue show jobs $keyed
-state inflight
-id <keyed>
-...
-key a%20b%0A/%C3%A9:@-._~
-node cli
-
-12345
+$ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
 $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
 $ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
@@ -9697,26 +9689,20 @@ $ femtoqueue ls jobs -> ... inflight <x> ...s 3 1 ...s - cli
 $ femtoqueue fail jobs $lease --reason why
 $ femtoqueue ls jobs -> ... failed <x> ...s - 1 - - -
 $ femtoqueue show jobs $x -> ... attempts - ... reason why x
-# show tells the state of a newer payload behind what is in flight
-$ femtoqueue push jobs old --key 'k k' -> <old>
-$ femtoqueue pop jobs -> <lease>
-$ femtoqueue push jobs new --key 'k k' -> <new>
-$ femtoqueue show jobs $new -> state buffered ... key k%20k node - new
-# stat counts, and is a monitor
+# stat counts, and is a monitor; where there is no terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
-$ femtoqueue stat jobs
-pending 1
-scheduled 0
-inflight 1
-...
-workers_alive 0
-workers_dead 0
-workers_unknown 1
-paused False
+$ femtoqueue stat jobs -> pending 1 scheduled 0 inflight 1 ... workers_unknown 1 paused False
 $ femtoqueue stat jobs --json --max-pending 1 --max-age 1h -> {"pending": 1, "scheduled": 0, ...}
 $ femtoqueue stat jobs --max-pending 0 -> pending 1 ... ! femtoqueue: 1 tasks are pending [1]
 $ femtoqueue stat jobs --max-age 0s -> ... ! femtoqueue: the oldest task waits for ...s [1]
+$ femtoqueue top jobs -n 2 --interval 10ms | grep -e cli -e flight
+pending 1 scheduled 0 inflight 1 done 0 failed 0 buffered 0
+cli unknown 1 0
+inflight <a> ...s 1 1 ...s - cli
+pending 1 scheduled 0 inflight 1 done 0 failed 0 buffered 0
+cli unknown 1 0
+inflight <a> ...s 1 1 ...s - cli
 # pause, resume, retry, check and purge
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue pause jobs
@@ -9743,16 +9729,6 @@ $ femtoqueue push new x >&- 2>&- <&-
 $ femtoqueue pop new > /dev/full -> ! femtoqueue: ... No space left on device [2]
 $ femtoqueue work new --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
 $ femtoqueue ls new -> ... pending <a> ...s 0 1 - - - pending <b> ...s 0 1 - - -
-# top prints blocks where there is no terminal
-$ femtoqueue push jobs x -> <x>
-$ femtoqueue pop jobs -> <lease>
-$ femtoqueue top jobs -n 2 --interval 10ms | grep -e cli -e flight
-pending 0 scheduled 0 inflight 1 done 0 failed 0 buffered 0
-cli unknown 1 0
-inflight <x> ...s 1 1 ...s - cli
-pending 0 scheduled 0 inflight 1 done 0 failed 0 buffered 0
-cli unknown 1 0
-inflight <x> ...s 1 1 ...s - cli
 # work runs a command for each task, its payload as standard input, and passes its lines on
 $ femtoqueue push jobs 1 2 > ids; femtoqueue push jobs keyed --key k:1 >> ids
 $ head -c 100000 /dev/zero | femtoqueue push jobs >> ids
@@ -9781,14 +9757,14 @@ good
 $ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte
 $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
-# work keeps what is done for as long as asked
+# work keeps what is done for as long as asked, and says at the end what it did
 $ femtoqueue push jobs x -> <x>
-$ femtoqueue work jobs -q --drain --keep-done 1h -- true
+$ femtoqueue work jobs --drain --keep-done 1h -- true -> ! femtoqueue: done 1 in ...s
 $ states -> done 1
 $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --keep-done 0s -- true
 $ states -> none
-# a command that fails is tried again, and then its task is a dead letter
+# a command that fails is tried again, then a dead letter, also where SIGCHLD is ignored
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
  'echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3'
@@ -9800,6 +9776,8 @@ try 2
 ! ... <x>: try 2 failed, a dead letter: exit status 3
 [1]
 $ cat jobs/failed/$x.error -> exit status 3 no such image
+$ femtoqueue retry jobs $x
+$ trap '' CHLD; femtoqueue work jobs -q --drain --max-attempts 1 -- false -> ! ... exit status 1 [1]
 # its output goes to files, if so wanted; where they are deleted, the reason is kept
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c 'echo out; echo err >&2'
@@ -9816,9 +9794,6 @@ $ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! ... ! femtoqueue: ./scri
 $ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - -
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- sh -c no-such-command -> ! ... [1]
 $ states -> failed 1
-# without a terminal, work says at the end what it did
-$ femtoqueue push jobs x -> <x>
-$ femtoqueue work jobs --drain -- true -> ! femtoqueue: done 1 in ...s
 # work ends when it is idle, and when its time is over, though another worker has a task
 $ femtoqueue push jobs theirs 1 2 > ids
 $ femtoqueue pop jobs -> <lease>
@@ -9826,9 +9801,6 @@ $ femtoqueue work jobs -q --time-limit 0s -- true
 $ states -> inflight-cli 1, pending 2
 $ femtoqueue work jobs -q --idle-timeout 0s -j 2 -- true
 $ states -> done 2, inflight-cli 1
-# a parent that ignores its children does not make a failure a success
-$ femtoqueue push jobs x -> <x>
-$ trap '' CHLD; femtoqueue work jobs -q --drain --max-attempts 1 -- false -> ! ... exit status 1 [1]
 # what a command leaves running does not hold up work, though it has the pipes, or writes on
 $ femtoqueue push jobs x y > ids
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
@@ -10408,7 +10380,6 @@ class Terminal(QueueCase):
         size: tuple[int, int] = (24, 100),
         env: dict[str, str] | None = None,
         is_controlling: bool = True,
-        prelude: str = "",
         **streams: Any,
     ) -> None:
         """Start a command whose streams are a terminal of that many rows and columns."""
@@ -10421,7 +10392,7 @@ class Terminal(QueueCase):
         self.resize(*size)
         self.before = termios.tcgetattr(self.slave)
         code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); " * is_controlling
-        code += f"import sys, femtoqueue\n{prelude}\nsys.exit(femtoqueue.main())"
+        code += "import sys, femtoqueue; sys.exit(femtoqueue.main())"
         hidden = ("FEMTOQUEUE_DIR", "COLUMNS", "LINES")
         ours = {name: it for name, it in os.environ.items() if name not in hidden}
         alive, ends = os.pipe()
@@ -10512,13 +10483,10 @@ class Terminal(QueueCase):
 
     def test_top_in_a_small_window_shows_what_fits(self) -> None:
         """To the last column, and in another size when it changes."""
-        q = self.queue()
-        q.push(b"x")
-        task = self.pop(q)
+        task = _pushed_and_taken(self.queue())
         self.top(size=(7, 20))
         lines = self.see("NODE")
-        self.assertEqual(lines[1], "pending 0   schedule")
-        self.assertEqual(len(lines), 6)
+        self.assertEqual((lines[1], len(lines)), ("pending 0   schedule", 6))
         self.resize(30, 60)
         lines = self.see(f"inflight  {task.id}")
         self.assertEqual(len([line for line in lines if "pending 0" in line]), 1)
@@ -10526,26 +10494,26 @@ class Terminal(QueueCase):
     def test_top_ends_when_its_terminal_goes_away(self) -> None:
         """Without a traceback; and where no signal says so, by what it can't write."""
         self.queue()
-        for is_controlling in (True, False):
+        for is_controlling, status in ((True, -signal.SIGHUP), (False, 2)):
             self.top(is_controlling=is_controlling, stderr=subprocess.PIPE)
             self.see("pending 0")
             self.hang_up()
-            status = self.end()
+            self.assertEqual(self.end(), status)
             with self.process as process:
                 assert process.stderr is not None
                 self.assertNotIn(b"Traceback", process.stderr.read())
-            self.assertEqual(status, -signal.SIGHUP if is_controlling else 2)
 
     def test_top_on_a_dumb_terminal_prints_blocks(self) -> None:
         self.queue()
-        self.top("-n", "2", env={"TERM": "dumb"}, size=(24, 100))
+        self.top("-n", "2", env={"TERM": "dumb"})
         self.assertEqual(self.end(), 0)
         self.assertEqual(str(self.screen).count("pending 0"), 2)
 
     # work
 
     def work(self, *words: str, **settings: Any) -> None:
-        """Work on tasks that each print a line, and then wait for a line of the FIFO."""
+        """Work on two tasks that each print a line, and then wait for a line of the FIFO."""
+        self.queue().push_many([b"x", b"y"])
         self.fifo = tempfile.mktemp(dir=self.path)
         os.mkfifo(self.fifo)
         # Once more, if it meets the end of the line that was meant for the task before.
@@ -10565,36 +10533,44 @@ class Terminal(QueueCase):
 
     def test_work_shows_its_progress_in_the_last_line(self) -> None:
         """Under what the commands print; in the end it makes room for the counts."""
-        self.queue().push_many([b"x", b"y"])
         self.work("--drain")
-        lines = self.see("begun\ndone 0, failed 0, waiting 1, 0.0/s")
+        lines = self.see("done 0")
         self.assertEqual(lines, ["begun", "done 0, failed 0, waiting 1, 0.0/s"])
         self.let_one_go_on()
         lines = self.see("begun\nbegun\ndone 1, failed 0, waiting 0, ")
-        self.assertEqual(lines[:2], ["begun", "begun"])
-        self.assertEqual(len(lines), 3)
+        self.assertEqual((lines[:2], len(lines)), (["begun"] * 2, 3))
         self.let_one_go_on()
         self.assertEqual(self.end(), 0)
-        lines = str(self.screen).split("\n")
-        self.assertEqual(lines[:2], ["begun", "begun"])
-        self.assertRegex("".join(lines[2:]), r"^femtoqueue: done 2 in \d+s$")
+        self.assertRegex(str(self.screen), r"^begun\nbegun\nfemtoqueue: done 2 in \d+s$")
         self.assert_restored()
 
     def test_the_progress_of_work_fits_into_a_narrow_window(self) -> None:
         """Else it could not be drawn over; though standard output is no terminal."""
         streams: dict[str, Any]
-        for streams in ({}, {"stdout": subprocess.PIPE}):
-            self.queue().push_many([b"x", b"y"])
+        for streams in ({}, {"stdout": subprocess.DEVNULL}):
             self.work("--drain", size=(10, 20), **streams)
             self.see("done 0, failed")
             self.let_one_go_on()
             lines = self.see("done 1, failed")
-            self.assertEqual(lines[-1], "done 1, failed 0, w")
-            self.assertEqual(len([line for line in lines if "done" in line]), 1)
+            self.assertEqual([it for it in lines if "done" in it], ["done 1, failed 0, w"])
             self.let_one_go_on()
             self.assertEqual(self.end(), 0)
-            if self.process.stdout is not None:
-                self.process.stdout.close()
+
+    def test_ctrl_c_and_a_terminal_that_goes_away_finish_what_runs(self) -> None:
+        """The terminal signals the worker only: commands are in sessions of their own."""
+        for count, leave in enumerate((lambda: self.type("\x03"), self.hang_up), 1):
+            self.work()
+            self.see("begun\ndone 0, failed 0, waiting")
+            leave()
+            if self.master >= 0:
+                self.see("finishing what runs")
+            self.let_one_go_on()
+            self.assertEqual(self.end(), 0)
+            if self.master >= 0:
+                self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1 in \d+s$")
+            self.assertEqual(self.states()["done"], count)
+
+    # push
 
     def test_push_says_that_it_reads_the_terminal(self) -> None:
         """Who forgot DIR or PAYLOAD would wait for nothing otherwise."""
@@ -10602,7 +10578,7 @@ class Terminal(QueueCase):
         self.see(f"reading the payload of a task for {self.path}; end it with Ctrl-D")
         self.type("resize 42.png\n\x04")
         self.assertEqual(self.end(), 0)
-        self.assertEqual(self.queue().pop().data, b"resize 42.png\n")  # type: ignore[union-attr]
+        self.assertEqual(self.drain(self.queue()), [b"resize 42.png\n"])
 
     def test_push_says_where_to_if_the_environment_says_where(self) -> None:
         self.start("push", "a", env={"FEMTOQUEUE_DIR": self.path}, size=(24, 200))
@@ -10611,28 +10587,6 @@ class Terminal(QueueCase):
         self.start("push", self.path, "a", size=(24, 200))
         self.assertEqual(self.end(), 0)
         self.assertNotIn("pushing", str(self.screen))
-
-    def test_ctrl_c_finishes_what_runs(self) -> None:
-        """The terminal signals the worker only: commands are in sessions of their own."""
-        self.queue().push_many([b"x", b"y"])
-        self.work()
-        self.see("begun")
-        self.type("\x03")
-        self.see("finishing what runs")
-        self.let_one_go_on()
-        self.assertEqual(self.end(), 0)
-        self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1 in \d+s$")
-        self.assertEqual(self.states(), {"done": 1, "pending": 1})
-
-    def test_work_finishes_what_runs_when_its_terminal_goes_away(self) -> None:
-        """Its last words are lost; that is no trouble."""
-        self.queue().push(b"x")
-        self.work()
-        self.see("begun\ndone 0, failed 0, waiting 0")
-        self.hang_up()
-        self.let_one_go_on()
-        self.assertEqual(self.end(), 0)
-        self.assertEqual(self.states(), {"done": 1})
 
 
 # Words and weight
