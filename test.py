@@ -9140,14 +9140,6 @@ class Checkpoints(QueueCase):
         q.release(task)
         self.assertIsNone(self.pop(q).checkpoint)
 
-    def test_it_costs_nothing_to_tasks_that_never_use_it(self) -> None:
-        q, calls = self.queue(), list[str]()
-        q.push_many([b"x", b"y"])
-        q.done(_taken(q))  # with the chores, of which one looks for old checkpoints
-        with hooked(lambda name, args: calls.append(str(args[:2]))):
-            q.done(_taken(q))
-        self.assertEqual([call for call in calls if "checkpoint" in call], [])
-
     def test_one_without_its_task_goes_after_an_hour(self) -> None:
         """Its task was ended by hand. One whose task waits stays for as long."""
         q, clock = self.queue(), self.clock()
@@ -9582,21 +9574,17 @@ $ femtoqueue pop jobs | cat -> <lease_b>
 $ femtoqueue pop jobs --payload --node me && echo ' is all' -> 3 is all ! <lease_c>
 $ femtoqueue pop jobs -> [1]
 $ states -> inflight-cli 2, inflight-me 1
+$ femtoqueue extend jobs $lease_b --timeout 1h -> <lease_longer>
+$ femtoqueue done jobs $lease_b -> ! ...task <b>: it is not in flight by that name (any more) [1]
+$ femtoqueue ls jobs -> ... inflight <b> ...s 1 1 59m...s - cli ...
 $ femtoqueue done jobs $lease_a
 $ femtoqueue fail jobs $c --reason 'no such image'
-$ femtoqueue release jobs $(basename $lease_b)
+$ femtoqueue release jobs $(basename $lease_longer)
 $ states -> done 1, failed 1, pending 1
-$ femtoqueue done jobs $lease_a $lease_b -> ! ...task <a>: ... ! ...task <b>: ... [1]
-$ femtoqueue done jobs $lease_c -> ! ...task <c>: it is not in flight by that name (any more) [1]
-$ femtoqueue show jobs $c -> state failed ... reason no such image 3
-# extend prints a new path, and the old one is no fence any more
-$ femtoqueue push jobs x -> <x>
-$ femtoqueue pop jobs --timeout 1m -> <lease_old>
-$ femtoqueue extend jobs $lease_old --timeout 1h -> <lease_new>
-$ femtoqueue done jobs $lease_old -> ! femtoqueue: task <x>: it is not in flight ... [1]
-$ femtoqueue ls jobs -> ... inflight <x> ...s 1 1 59m...s - cli
-$ femtoqueue done jobs $lease_new
-$ states -> done 1
+$ femtoqueue done jobs $lease_a $lease_longer -> ! ...task <a>: ... ! ...task <b>: ... [1]
+$ femtoqueue fail jobs $lease_c -> ! ...task <c>: it is not in flight by that name (any more) [1]
+$ femtoqueue ls jobs failed -> ... failed <c> ...s - 1 - - -
+$ femtoqueue show jobs $c -> state failed ... attempts - ... reason no such image 3
 # pop takes a task by its id, due or not, or waits for a key
 $ femtoqueue push jobs first second -> <first> <second>
 $ femtoqueue push jobs later --delay 1h -> <later>
@@ -9608,7 +9596,7 @@ mine
 ! ...
 $ payloads pending -> first
 # release gives back all that is in flight, or all that a worker has
-$ femtoqueue push jobs 1 2 3 -> <a> <b> <c>
+$ femtoqueue push jobs 1 2 3 4 -> <a> <b> <c> <d>
 $ femtoqueue pop jobs --node n1 -> <lease_a>
 $ femtoqueue pop jobs --node n2 -> <lease_b>
 $ femtoqueue pop jobs --node n2 -> <lease_c>
@@ -9616,7 +9604,7 @@ $ femtoqueue release jobs --node nobody -> released 0
 $ femtoqueue release jobs --node n2 --front -> released 2
 $ femtoqueue release jobs --all -> released 1
 $ femtoqueue done jobs $lease_a $lease_c -> ! ...task <a>: ... ! ...task <c>: ... [1]
-$ payloads pending -> 2, 3, 1
+$ payloads pending -> 2, 3, 4, 1
 # cancel deletes what waits, due or not, and says what does not
 $ femtoqueue push jobs held again waiting -> <held> <again> <waiting>
 $ femtoqueue pop jobs -> <lease>
@@ -9632,10 +9620,11 @@ $ femtoqueue cancel jobs $again -> ! ...task <again> is not waiting, or the queu
 $ femtoqueue resume jobs
 $ femtoqueue cancel jobs $again
 $ states -> inflight-cli 1
-# ls and show tell of each task; a key of any form is one word
+# ls and show tell of each task; a key of any form is one word, what is not known a dash
 $ femtoqueue push jobs 12345 --key "$(printf 'a b\n/\303\251:@-._~')" -> <keyed>
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue push jobs later --delay 2h -> <later>
+$ femtoqueue release jobs --front $(femtoqueue pop jobs)
 $ femtoqueue pop jobs --timeout 1h -> <lease>
 $ echo torn > jobs/pending/00000000000000000001-0000aaaa
 $ femtoqueue ls jobs
@@ -9643,7 +9632,7 @@ STATE ID AGE TRY BYTES LEFT KEY NODE
 pending 00000000000000000001-0000aaaa ... 0 - - - -
 pending <x> ...s 0 1 - - -
 scheduled <later> ...s 0 5 1h59m - -
-inflight <keyed> ...s 1 5 59m...s a%20b%0A/%C3%A9:@-._~ cli
+inflight <keyed> ...s 2 5 59m...s a%20b%0A/%C3%A9:@-._~ cli
 $ femtoqueue ls jobs inflight --json
 {"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
 $ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
@@ -9660,15 +9649,6 @@ $ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending scheduled inflight failed
 $ femtoqueue ls jobs done | cut -d' ' -f 1 -> STATE done
 $ femtoqueue ls jobs failed pending | cut -d' ' -f 1 -> STATE failed pending
 $ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending scheduled inflight done failed
-# attempts that are not known are a dash: a task that failed at its third try did not at its 0th
-$ femtoqueue push jobs x -> <x>
-$ femtoqueue release jobs $(femtoqueue pop jobs)
-$ femtoqueue release jobs $(femtoqueue pop jobs)
-$ femtoqueue pop jobs -> <lease>
-$ femtoqueue ls jobs -> ... inflight <x> ...s 3 1 ...s - cli
-$ femtoqueue fail jobs $lease --reason why
-$ femtoqueue ls jobs -> ... failed <x> ...s - 1 - - -
-$ femtoqueue show jobs $x -> ... attempts - ... reason why x
 # stat counts, and is a monitor; where there is no terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
@@ -9927,11 +9907,12 @@ class CommandLine(QueueCase):
                 env=self.environment({"PATH": path}),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
+                encoding="utf-8",
+                errors="backslashreplace",
                 check=False,
                 timeout=120,
             )
-            status = done.returncode
-            out, err = (it.decode(errors="backslashreplace") for it in (done.stdout, done.stderr))
+            status, out, err = done.returncode, done.stdout, done.stderr
         lines = [*out.removesuffix("\n").split("\n")] if out else []
         lines += [f"! {line}" for line in err.splitlines()]
         lines += [f"[{status}]"] if status else []
