@@ -9725,7 +9725,7 @@ $ states -> done 1
 $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --keep-done 0s -- true
 $ states -> none
-# a command that fails is tried again, then a dead letter, also where SIGCHLD is ignored
+# a command that fails is tried again, and then its task is a dead letter
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
  'echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3'
@@ -9737,8 +9737,6 @@ try 2
 ! ... <x>: try 2 failed, a dead letter: exit status 3
 [1]
 $ cat jobs/failed/$x.error -> exit status 3 no such image
-$ femtoqueue retry jobs $x
-$ trap '' CHLD; femtoqueue work jobs -q --drain --max-attempts 1 -- false -> ! ... exit status 1 [1]
 # its output goes to files, if so wanted; where they are deleted, the reason is kept
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c 'echo out; echo err >&2'
@@ -10193,6 +10191,17 @@ class CommandLine(QueueCase):
             self.assertEqual(self.work(*words, f"kill -{number:d} $$")[0], 1)
             *_, task = self.queue().tasks("failed")
             self.assertIn(f"killed by signal {number:d}", task.error or "")
+
+    def test_a_parent_that_ignores_its_children_does_not_make_a_failure_a_success(self) -> None:
+        self.queue().push(b"x")
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            process = self.start("work", "jobs", "-q", "--drain", "--max-attempts=1", "--", "false")
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        with process:
+            process.communicate(timeout=120)
+        self.assertEqual((process.returncode, self.states()), (1, {"failed": 1}))
 
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """The first finds standard error full, the second a command's line that is stuck."""

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 4118,
     "lines of docstrings": 1140,
     "lines of its largest class": 647,
-    "lines of test.py": 11_135,
+    "lines of test.py": 11_144,
     "lines of .ci/": 8333,
 }
 DOORS = {  # names of annexes that a room above them may use
