@@ -17,6 +17,7 @@ temporary directory (.ci/ has what needs root), and what needs fork() where ther
 
 from __future__ import annotations
 
+import asyncio
 import binascii
 import contextlib
 import dataclasses
@@ -34,6 +35,7 @@ import py_compile
 import random
 import re
 import select
+import shlex
 import shutil
 import signal
 import stat
@@ -48,7 +50,7 @@ import types
 import unittest
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -7654,53 +7656,68 @@ class Waiting(QueueCase):
         if self.polling:
             self.patched(without_libc())
 
-    def waiting(self, work: Callable[[], object]) -> threading.Thread:
-        """Start work() in a thread, and return when it waits."""
-        thread = threading.Thread(target=work, daemon=True)
+    def waiting(self, *works: Callable[[], object]) -> list[threading.Thread]:
+        """Start each of them in a thread, and return when all of them wait."""
+        threads = [threading.Thread(target=it, daemon=True) for it in works]
         with sleepers(self.polling) as asleep:
-            thread.start()
-            until(lambda: thread.ident in asleep or not thread.is_alive())
-        self.assertTrue(thread.is_alive(), "it did not wait")
-        self.addCleanup(thread.join, 60)
-        return thread
+            for thread in threads:
+                thread.start()
+                self.addCleanup(thread.join, 60)
+            until(lambda: all(it.ident in asleep or not it.is_alive() for it in threads))
+        self.assertTrue(all(it.is_alive() for it in threads), "it did not wait")
+        return threads
+
+    def woken(self, wait: Callable[[], Any], happens: Callable[[], object]) -> Any:
+        """Return what a wait returns that something ends, which happens while it waits."""
+        got = Tasks()
+        (thread,) = self.waiting(lambda: got.append(wait()))
+        happens()
+        thread.join(60)
+        (it,) = got
+        return it
 
     @FORK
-    def test_a_push_of_another_process_wakes_who_waits(self) -> None:
+    def test_pushes_of_another_process_wake_all_who_wait_and_each_task_goes_to_one(self) -> None:
         """Woken, not by chance: but for Polling, an event alone ends the wait."""
 
         def push(child: Child) -> None:
             q = FemtoQueue(self.path)
             child.wait_for_go()
-            child.say(q.push(b"x"))
+            for number in range(200):
+                q.push(b"%d" % number)
+            q.push_many([b"end"] * 6)
 
-        q, child, got = self.queue(), self.child(push), Tasks()
+        def take() -> None:
+            while (task := _popped(q)).data != b"end":
+                q.done(task)
+                got.append(int(task.data))
+
+        q, child, got = self.queue(), self.child(push), list[int]()
         if not self.polling:
             self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
-        thread = self.waiting(lambda: got.append(q.pop(60)))
+        threads = self.waiting(*[take] * 6)
         child.go()
-        lines, _ = child.finish()
-        thread.join(60)
-        self.assertEqual([task.id for task in got], lines)
+        for thread in threads:
+            thread.join(60)
+        self.assertFalse(any(it.is_alive() for it in threads))
+        self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
 
     def test_a_task_that_comes_due_wakes_who_waits(self) -> None:
         """Also one that was scheduled by another while it waited, before all others."""
         self.hasten("base interval", 0.05)
-        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q, other = self.queue(), self.queue("n2")
         other.schedule(b"later", (time.time() + 3600) * 1e6)
-        thread = self.waiting(lambda: got.append(q.pop(60)))
-        other.schedule(b"soon", (time.time() + 0.05) * 1e6)
-        thread.join(60)
-        self.assertEqual(got[0].data, b"soon")
+        task = self.woken(
+            lambda: q.pop(60), lambda: other.schedule(b"soon", (time.time() + 0.05) * 1e6)
+        )
+        self.assertEqual(task.data, b"soon")
 
     def test_a_lease_that_runs_out_wakes_who_waits(self) -> None:
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=50)
-        q.push(b"x")
-        first = self.pop(other)
-        second = q.pop(60)
-        assert second is not None
+        first = _pushed_and_taken(other)
+        second = _popped(q)
         self.assertEqual((second.id, second.attempts), (first.id, 2))
-        with self.assertRaises(LeaseLost):
-            other.done(first)
+        self.assertRaises(LeaseLost, other.done, first)
 
     @FORK
     def test_the_death_of_a_worker_wakes_who_waits(self) -> None:
@@ -7709,45 +7726,36 @@ class Waiting(QueueCase):
 
         def hold(child: Child) -> None:
             q = FemtoQueue(self.path, timeout_stale_ms=None)
-            task = _taken(q)
-            child.say(task.id)
+            child.say(_taken(q).id)
             child.wait_for_go()
 
         q = self.queue()
-        ident, child, got = q.push(b"x"), self.child(hold), Tasks()
+        ident, child = q.push(b"x"), self.child(hold)
         self.assertEqual(child.line(), ident)
-        thread = self.waiting(lambda: got.append(q.pop(60)))
-        child.kill()
-        thread.join(60)
-        self.assertEqual(got[0].id, ident)
+        self.assertEqual(self.woken(lambda: q.pop(60), child.kill).id, ident)
 
     def test_who_waits_while_paused_is_woken_by_resume(self) -> None:
-        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q, other = self.queue(), self.queue("n2")
         q.push(b"x")
         other.pause()
         self.assertTrue(q.paused)
         self.assertIsNone(q.pop(0.01))
-        thread = self.waiting(lambda: got.append(q.pop(60)))
-        other.resume()
-        thread.join(60)
-        self.assertEqual((got[0].data, q.paused), (b"x", False))
+        task = self.woken(lambda: q.pop(60), other.resume)
+        self.assertEqual((task.data, q.paused), (b"x", False))
         other.resume()  # twice is no error
 
     def test_take_waits_for_its_key_and_leaves_others(self) -> None:
         """For a first task, and for one that its holder gives back."""
-        q, other, got = self.queue(), self.queue("n2"), Tasks()
+        q, other = self.queue(), self.queue("n2")
         q.push(b"other", key="other")
-        thread = self.waiting(lambda: got.append(q.take("mine", 60)))
-        other.push(b"first", key="mine")
-        thread.join(60)
-        q.release(got[0])
+        take = functools.partial(q.take, "mine", 60)
+        task = self.woken(take, lambda: other.push(b"first", key="mine"))
+        q.release(task)
         held = other.take("mine")
         assert held is not None
         self.assertIsNone(q.take("mine", 0.01))
-        threading.Timer(0.01, other.release, [held]).start()
-        again = q.take("mine", 60)
-        assert again is not None
-        self.assertEqual((got[0].data, again.data), (b"first", b"first"))
+        again = self.woken(take, lambda: other.release(held))
+        self.assertEqual((task.data, again.data), (b"first", b"first"))
 
     def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
         q = self.queue()
@@ -7784,41 +7792,11 @@ class Waiting(QueueCase):
         os.kill(child.pid, signal.SIGINT)
         self.assertEqual(child.finish(), (["interrupted"], 0))
 
-    @FORK
-    def test_threads_that_wait_at_one_object_get_each_task_once(self) -> None:
-        def push(child: Child) -> None:
-            q = FemtoQueue(self.path)
-            child.wait_for_go()
-            for number in range(200):
-                q.push(b"%d" % number)
-                child.say("pushed")
-
-        q, child, got = self.queue(), self.child(push), []
-        free = threading.Semaphore(0)
-
-        def take() -> None:
-            while (task := q.pop(60)) is not None and task.data != b"end":
-                q.done(task)
-                got.append(int(task.data))
-                free.release()
-
-        threads = [threading.Thread(target=take, daemon=True) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        child.go()
-        for _ in range(200):
-            self.assertTrue(free.acquire(timeout=60))
-        for _ in threads:
-            q.push(b"end")
-        for thread in threads:
-            thread.join(60)
-        self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
-
     def test_a_listing_of_what_is_scheduled_is_paid_for_before_the_next(self) -> None:
         """Each push of others to scheduled/ would cost every pop() a listing of it."""
         clock = StandingClock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
-        q, other, seconds = self.queue(), self.queue("n2"), []
+        q, other, seconds = self.queue(), self.queue("n2"), list[float]()
 
         def listing(name: str, args: tuple[Any, ...]) -> None:
             if name == "list" and args[0].endswith("scheduled"):
@@ -7836,37 +7814,25 @@ class Waiting(QueueCase):
 
     def test_close_ends_all_waits_and_the_object_works_again(self) -> None:
         """Also of those who had just looked; none of them takes a place, or a task, afterwards."""
-        q = self.queue()
+        q, got = self.queue(), list[str]()
         q.push(b"held", key="k")
         held = self.pop(self.queue("n2"))
-        got: list[object] = []
-        waits: list[Callable[[], object]] = [
-            *(
-                lambda: q.pop(None),
-                lambda: q.take("k", None),
-                lambda: q.take(id=held.id, timeout=60),
-            ),
-            *(lambda: [*q.drain()], q.join, lambda: q.work(self.fail)),
-        ]
-        self.close_while_all_wait(q, [lambda it=it: got.append(it()) for it in waits])  # type: ignore[misc]
-        self.assertEqual(
-            sorted(map(str, got)),
-            sorted(map(str, [None, None, None, [], False, femtoqueue.WorkCounts()])),
-        )
+        wanted: dict[Callable[[], object], object] = {
+            lambda: q.pop(None): None,
+            lambda: q.take("k", None): None,
+            lambda: q.take(id=held.id, timeout=60): None,
+            lambda: [*q.drain()]: [],
+            q.join: False,
+            lambda: q.work(self.fail): femtoqueue.WorkCounts(),
+        }
+        threads = self.waiting(*(lambda it=it: got.append(str(it())) for it in wanted))
+        q.close()
+        for thread in threads:
+            thread.join(60)
+        self.assertEqual(sorted(got), sorted(map(str, wanted.values())))
         self.assertFalse(os.path.exists(self.file("inflight-n1")))
         q.push(b"again")
         self.assertEqual(self.pop(q).data, b"again")
-
-    def close_while_all_wait(self, q: FemtoQueue, waits: list[Callable[[], object]]) -> None:
-        """Run each in a thread of its own, and close the queue when all of them wait."""
-        threads = [threading.Thread(target=it, daemon=True) for it in waits]
-        with sleepers(self.polling) as asleep:
-            for thread in threads:
-                thread.start()
-            until(lambda: {thread.ident for thread in threads} <= asleep)
-            q.close()
-            for thread in threads:
-                thread.join(60)
 
     def test_a_wait_that_close_ends_as_it_looks_takes_nothing(self) -> None:
         """Before each system call of the look; at the next one that does not hold close() up."""
@@ -7916,45 +7882,26 @@ class Waiting(QueueCase):
         other.push(b"1", key="k")
         task = self.pop(other)
         other.push(b"2", key="k")
-        joined: list[bool] = []
-        thread = threading.Thread(target=lambda: joined.append(q.join()), daemon=True)
-        thread.start()
-        self.assertFalse(other.join(0.01))
-        other.done(task)
-        self.assertFalse(other.join(0))
-        other.done(self.pop(other))
-        thread.join(60)
-        self.assertEqual(joined, [True])
+
+        def finish() -> None:
+            self.assertFalse(other.join(0.01))
+            other.done(task)
+            self.assertFalse(other.join(0))
+            other.done(self.pop(other))
+
+        self.assertIs(self.woken(q.join, finish), True)
         self.assertFalse(os.path.exists(self.file("inflight-n1")))
 
-    # drain()
-
-    def test_drain_waits_for_what_others_may_give_back(self) -> None:
+    def test_drain_waits_for_what_others_may_give_back_and_ends_as_they_are_done(self) -> None:
         """A loop over pop() would have ended."""
-        q, other, got = self.queue(), self.queue("n2"), []
-        q.push(b"1")
-        held = self.pop(other)
-
-        def drain() -> None:
-            for task in q.drain():
-                got.append(task.data)
-                q.done(task)
-
-        thread = self.waiting(drain)
-        self.assertEqual(got, [])
-        other.release(held, delay_s=0.05)
-        thread.join(60)
-        self.assertEqual((got, self.states()), ([b"1"], {"done": 1}))
-
-    def test_drain_ends_when_the_last_one_of_others_is_done(self) -> None:
-        q, other, got = self.queue(), self.queue("n2"), Tasks()
-        q.push(b"1", key="key")
-        held = self.pop(other)
-        thread = self.waiting(lambda: got.extend(q.drain()))
-        other.done(held)
-        thread.join(60)
-        self.assertFalse(thread.is_alive())
-        self.assertEqual((got, self.states()), ([], {"done": 1}))
+        q, other = self.queue(), self.queue("n2")
+        held, tasks = _pushed_and_taken(other), q.drain()
+        task = self.woken(lambda: next(tasks), lambda: other.release(held, delay_s=0.05))
+        q.done(task)
+        other.push(b"y", key="key")
+        last = self.pop(other)
+        self.assertEqual(self.woken(lambda: [*tasks], lambda: other.done(last)), [])
+        self.assertEqual((task.id, self.states()), (held.id, {"done": 2}))
 
 
 class Polling(Waiting):
@@ -7971,90 +7918,65 @@ class Hearing(QueueCase):
         if through_seam("C library")() is None:
             self.skipTest("no inotify here: Polling covers what there is")
 
-    def popped_after(self, *steps: Callable[[], object]) -> FemtoTask:
-        """Pop, and do a step each time that it goes to sleep, between its last look and the call.
-        What it sleeps for is an event: its time is never over."""
-        left = deque(steps)
+    def popped_after(self, *steps: Callable[[FemtoQueue], object]) -> bytes:
+        """Pop, and do a step, with another queue object, each time that it goes to sleep, between
+        its last look and the call. What it sleeps for is an event: its time is never over."""
+        q, other, left = self.queue(), self.queue("n2"), deque(steps)
 
         def sleep(poll: Poll, ms: int) -> list[Any]:
             if threading.current_thread() is not threading.main_thread():
                 return poll(ms)  # that of an earlier test, which waits for coroutines
             if left and not poll(0):
-                left.popleft()()
+                left.popleft()(other)
             return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
 
-        q = self.queue()
         with hooked_poll(sleep):
-            task = q.pop(60)
-        assert task is not None
-        return task
+            return _popped(q).data
 
     def replace(self, directory: str) -> None:
-        """Put an empty directory in the place of one of the queue's."""
+        """Put an empty directory in the place of one of the queue's, as a person does."""
         os.mkdir(self.file("fresh"))
         os.rename(self.file(directory), self.file("old"))
         os.rename(self.file("fresh"), self.file(directory))
 
-    def test_what_came_before_the_wait_is_not_slept_over(self) -> None:
-        other = self.queue("n2")
-        self.assertEqual(self.popped_after(lambda: other.push(b"x")).data, b"x")
+    def shrink(self) -> None:
+        """Put an empty directory in the place of an empty pending/, as the queue does."""
+        os.mkdir(self.file("creating", "fresh"))
+        os.rename(self.file("creating", "fresh"), self.file("pending"))
 
-    def test_each_of_several_threads_hears(self) -> None:
-        """Whichever of them heard it first."""
-        q, other, got = self.queue(), self.queue("n2"), []
-        threads = [
-            threading.Thread(target=lambda: got.append(_popped(q)), daemon=True) for _ in range(3)
-        ]
-        with hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)):
-            with sleepers() as asleep:
-                for thread in threads:
-                    thread.start()
-                until(lambda: {thread.ident for thread in threads} <= asleep)
-            for _ in threads:
-                other.push(b"x")
-            for thread in threads:
-                thread.join(60)
-        self.assertEqual(got, [b"x"] * 3)
+    def most_events(self) -> int:
+        with open("/proc/sys/fs/inotify/max_queued_events", encoding="ascii") as file:
+            return int(file.read())
 
-    def test_a_pending_that_was_replaced_behind_a_push_is_watched(self) -> None:
-        """One read() has both events; a watch of the old directory would hear nothing more."""
-        other = self.queue("n2")
+    def test_what_comes_before_the_wait_is_not_slept_over(self) -> None:
+        """Nor is a push into a directory that took the place of a watched one just then."""
 
-        def push_and_replace() -> None:
-            other.push(b"1")
+        def push(other: FemtoQueue) -> None:
+            other.push(b"x")
+
+        def push_and_replace(other: FemtoQueue) -> None:
+            other.push(b"old")  # one read() has both events; the old watch would hear nothing more
             self.replace("pending")
 
-        self.assertEqual(self.popped_after(push_and_replace, lambda: other.push(b"2")).data, b"2")
-
-    def test_a_push_into_a_replaced_directory_is_heard(self) -> None:
-        """By the queue, which shrinks pending/, or by a person."""
-        other = self.queue("n2")
-
-        def shrink() -> None:
-            os.mkdir(self.file("creating", "fresh"))
-            os.rename(self.file("creating", "fresh"), self.file("pending"))
-
-        self.assertEqual(self.popped_after(shrink, lambda: other.push(b"x")).data, b"x")
-        # It may list scheduled/ only later, which must be paid for; but it has heard.
-        steps = lambda: other.schedule(b"due", 0), lambda: other.push(b"x")
-        task = self.popped_after(lambda: self.replace("scheduled"), *steps)
-        self.assertIn(task.data, (b"due", b"x"))
-
-    def test_a_directory_that_was_replaced_as_events_were_lost_is_watched(self) -> None:
-        with open("/proc/sys/fs/inotify/max_queued_events", encoding="ascii") as file:
-            most = int(file.read())
-        if most > 50_000:
-            self.skipTest("more events than that are kept")
-        other, names = self.queue("n2"), [self.file("pending", name) for name in ("a", "b")]
-        self.put("a", b"foreign")
-
-        def flood_and_replace() -> None:
-            for _ in range(most // 2 + 1):
+        def flood_and_replace(other: FemtoQueue) -> None:
+            names = self.put("a", b"foreign"), self.file("pending", "b")
+            for _ in range(self.most_events() // 2 + 1):  # events are lost
                 os.rename(names[0], names[1])
                 os.rename(names[1], names[0])
             self.replace("pending")
 
-        self.assertEqual(self.popped_after(flood_and_replace, lambda: other.push(b"x")).data, b"x")
+        befores: list[tuple[Callable[[FemtoQueue], object], ...]] = [
+            (),
+            (push_and_replace,),
+            (lambda other: self.shrink(),),
+            # It may list scheduled/ only later, which must be paid for; but it has heard.
+            (lambda other: self.replace("scheduled"), lambda other: other.schedule(b"due", 0)),
+        ]
+        if self.most_events() <= 50_000:
+            befores.append((flood_and_replace,))
+        for before in befores:
+            self.path = self.new_dir(self.memory)
+            self.assertIn(self.popped_after(*before, push), (b"x", b"due"))
 
     @FORK
     def test_a_forked_child_leaves_its_parent_to_hear(self) -> None:
@@ -8080,7 +8002,7 @@ class Hearing(QueueCase):
             return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
 
         with hooked_poll(sleep):
-            self.assertEqual(_popped(q), b"x")
+            self.assertEqual(_popped(q).data, b"x")
 
     def looks_in(self, seconds: float) -> int:
         """Return how often a wait of that length lists pending/."""
@@ -8131,64 +8053,61 @@ class Hearing(QueueCase):
         self.assertNotIn("inflight-gone", os.listdir(self.path))
 
 
+def in_a_loop(test: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
+    """Run a test that is a coroutine, for a minute at most."""
+
+    @functools.wraps(test)
+    def run(self: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(self), PATIENCE_S))
+
+    return run
+
+
 class Coroutines(QueueCase):
-    def test_close_ends_the_waits_of_coroutines(self) -> None:
+    @in_a_loop
+    async def test_close_ends_the_waits_of_coroutines(self) -> None:
         """By another thread; also of those that wait behind another."""
-        import asyncio
-
-        q = self.queue()
-
-        async def wait() -> list[FemtoTask | None]:
+        q, looked = self.queue(), threading.Event()
+        closer = threading.Thread(target=q.close)
+        with hooked(lambda name, args: looked.set() if name == "list" else None):
             waits = [q.pop_async(), q.pop_async(), q.take_async("k"), q.pop_async(60)]
             tasks = [asyncio.ensure_future(it) for it in waits]
             await asyncio.to_thread(looked.wait, 60)
             closer.start()
-            return await asyncio.gather(*tasks)
-
-        looked = threading.Event()
-        closer = threading.Thread(target=q.close)
-        with hooked(lambda name, args: looked.set() if name == "list" else None):
-            self.assertEqual(self.run_async(wait()), [None] * 4)
+            self.assertEqual(await asyncio.gather(*tasks), [None] * 4)
         closer.join()
         # A look that runs meanwhile may open it again; as it ends, it gives it up.
         until(lambda: not os.path.exists(self.file("inflight-n1")))
         q.push(b"x")
-        self.assertIsNotNone(self.run_async(q.pop_async()))
+        self.assertIsNotNone(await q.pop_async())
 
-    def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
+    @in_a_loop
+    async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
         """Else each look of it would take a task, and give it back, for ever."""
-        import asyncio
-
-        q = self.queue()
+        q, loop = self.queue(), asyncio.get_running_loop()
         q.push(b"x")
+        call_later = loop.call_later
 
-        async def wait() -> FemtoTask | None:
-            loop = asyncio.get_running_loop()
-            call_later = loop.call_later
+        def close_first(*args: Any) -> Any:
+            q.close()
+            return call_later(*args)
 
-            def close_first(*args: Any) -> Any:
-                q.close()
-                return call_later(*args)
-
-            with mock.patch.object(loop, "call_later", close_first):
-                waiter = asyncio.ensure_future(q.pop_async())
-                await asyncio.sleep(0)
-            return await asyncio.wait_for(waiter, 10)
-
-        self.assertIsNone(self.run_async(wait()))
+        with mock.patch.object(loop, "call_later", close_first):
+            waiter = asyncio.ensure_future(q.pop_async())
+            await asyncio.sleep(0)
+        self.assertIsNone(await asyncio.wait_for(waiter, 10))
         self.assertEqual(self.states(), {"pending": 1})
 
-    def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
+    @in_a_loop
+    async def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
         """Not two, each of which ends the other's."""
-        import asyncio
-
         q, clock = self.queue(), self.clock()
-        monotonic, main = clock.monotonic, threading.get_ident()
+        monotonic, before = clock.monotonic, threading.enumerate()
         is_ending, go = threading.Event(), threading.Event()
 
         def reading() -> float:
             # The thread reads the clock to know that it is to end, and once more.
-            if clock.monotonic_shift_s and threading.get_ident() != main:
+            if clock.monotonic_shift_s and threading.current_thread() not in before:
                 is_ending.set()
                 go.wait(0.1)
             return monotonic()
@@ -8196,39 +8115,29 @@ class Coroutines(QueueCase):
         def serving() -> int:
             return sum(it.daemon and it not in before for it in threading.enumerate())
 
-        async def wait() -> None:
-            await q.pop_async(0)
-            clock.monotonic = reading  # type: ignore[method-assign]
-            clock.advance(60)
-            self.assertTrue(await asyncio.to_thread(is_ending.wait, 60))
-            waiter = asyncio.ensure_future(q.pop_async())
-            await asyncio.sleep(0.05)
-            go.set()
-            while serving() != 1:
-                await asyncio.sleep(0.01)
-            q.push(b"x")
-            self.assertIsNotNone(await waiter)
+        await q.pop_async(0)
+        clock.monotonic = reading  # type: ignore[method-assign]
+        clock.advance(60)
+        self.assertTrue(await asyncio.to_thread(is_ending.wait, 60))
+        waiter = asyncio.ensure_future(q.pop_async())
+        await asyncio.sleep(0.05)
+        go.set()
+        while serving() != 1:
+            await asyncio.sleep(0.01)
+        q.push(b"x")
+        self.assertIsNotNone(await waiter)
 
-        before = threading.enumerate()
-        self.run_async(wait())
-
-    def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
+    @in_a_loop
+    async def test_a_look_does_not_wait_for_who_is_stopped_at_work_on_the_key(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
         lock = self.locked("k")
-        self.assertIsNone(self.run_async(q.take_async("k", 0.01)))
+        self.assertIsNone(await q.take_async("k", 0.01))
         lock.close()
-        self.assertIsNotNone(self.run_async(q.take_async("k", 0.01)))
-
-    def run_async(self, work: Any) -> Any:
-        import asyncio
-
-        return asyncio.run(asyncio.wait_for(work, 60))
+        self.assertIsNotNone(await q.take_async("k", 0.01))
 
     def test_a_hundred_wait_half_are_cancelled_and_a_thousand_tasks_come(self) -> None:
         """Each who still waits gets one, the rest is there, nothing is leased to nobody."""
-        import asyncio
-
         q, other = self.queue(), self.queue("n2")
 
         async def wait() -> str:
@@ -8247,7 +8156,7 @@ class Coroutines(QueueCase):
                     await asyncio.sleep(0)
             return await asyncio.gather(*waiters, return_exceptions=True)
 
-        results = self.run_async(all_of_them())
+        results = asyncio.run(asyncio.wait_for(all_of_them(), 60))
         ids = [result for result in results[1::2] if isinstance(result, str)]
         self.assertEqual(len({*ids}), 50)
         until(lambda: not self.names("inflight-n1"))
@@ -8256,44 +8165,33 @@ class Coroutines(QueueCase):
         attempts = {task.attempts for task in iter(other.pop, None)}
         self.assertEqual(attempts, {1}, "no delivery to nobody was counted")
 
-    def test_a_wait_that_is_cancelled_as_it_gets_its_task_gives_it_back(self) -> None:
+    @in_a_loop
+    async def test_a_wait_that_is_cancelled_as_it_gets_its_task_gives_it_back(self) -> None:
         """To its place, and the delivery is not counted."""
-        import asyncio
-
-        q = self.queue()
-        got, go = threading.Event(), threading.Event()
+        q, got, go = self.queue(), threading.Event(), threading.Event()
 
         def read_slowly(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and "inflight-n1/" in args[0]:
                 got.set()
                 go.wait(60)
 
-        async def cancel() -> None:
+        first, _ = q.push(b"1"), q.push(b"2")
+        with hooked(read_slowly):
             waiter = asyncio.create_task(q.pop_async())
             await asyncio.to_thread(got.wait, 60)
             waiter.cancel()
             with self.assertRaises(asyncio.CancelledError):
                 await waiter
             go.set()
-
-        first, _ = q.push(b"1"), q.push(b"2")
-        with hooked(read_slowly):
-            self.run_async(cancel())
-            until(lambda: not self.names("inflight-n1"))
+            await asyncio.to_thread(until, lambda: not self.names("inflight-n1"))
         self.assertEqual(self.states(), {"pending": 2})
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (first, 1))
 
-    def test_the_loop_runs_on_while_a_look_takes_long(self) -> None:
-        import asyncio
-
+    @in_a_loop
+    async def test_the_loop_runs_on_while_a_look_takes_long(self) -> None:
         q, go = self.queue(), threading.Event()
-
-        def list_slowly(name: str, args: tuple[Any, ...]) -> None:
-            if name == "list":
-                go.wait(60)
-
-        async def work() -> None:
+        with hooked(lambda name, args: go.wait(60) if name == "list" else None):
             waiter = asyncio.create_task(q.pop_async(0))
             for _ in range(100):
                 await asyncio.sleep(0)
@@ -8301,82 +8199,61 @@ class Coroutines(QueueCase):
             go.set()
             self.assertIsNone(await waiter)
 
-        with hooked(list_slowly):
-            self.run_async(work())
+    @in_a_loop
+    async def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
+        q, order = self.queue(), list[bytes]()
 
-    def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
-        import asyncio
+        async def wait(look: Any) -> None:
+            order.append((await look).data)
 
-        q = self.queue()
+        looks = [q.pop_async(), q.take_async("key"), q.pop_async(), q.take_async("key")]
+        waiters = [asyncio.create_task(wait(look)) for look in looks]
+        await asyncio.sleep(0.01)
+        q.push(b"1")
+        await waiters[0]
+        q.push(b"2")
+        await waiters[2]
+        q.push(b"3", key="key")
+        await waiters[1]
+        self.assertFalse(waiters[3].done())
+        waiters[3].cancel()
+        self.assertEqual(order, [b"1", b"2", b"3"])
 
-        async def work() -> list[bytes]:
-            order: list[bytes] = []
-
-            async def wait(look: Any) -> None:
-                order.append((await look).data)
-
-            looks = [q.pop_async(), q.take_async("key"), q.pop_async(), q.take_async("key")]
-            waiters = [asyncio.create_task(wait(look)) for look in looks]
-            await asyncio.sleep(0.01)
-            q.push(b"1")
-            await waiters[0]
-            q.push(b"2")
-            await waiters[2]
-            q.push(b"3", key="key")
-            await waiters[1]
-            self.assertFalse(waiters[3].done())
-            waiters[3].cancel()
-            return order
-
-        self.assertEqual(self.run_async(work()), [b"1", b"2", b"3"])
-
-    def test_time_out_also_of_those_who_were_never_first(self) -> None:
+    @in_a_loop
+    async def test_time_out_also_of_those_who_were_never_first(self) -> None:
         """They look at least once: nobody leaves what is there."""
-        import asyncio
-
         q = self.queue()
-
-        async def work() -> None:
-            first = asyncio.create_task(q.pop_async())
-            await asyncio.sleep(0)
-            self.assertIsNone(await q.pop_async(0.01))
-            q.pause()
-            q.push(b"1")
-            q.push(b"2")
-            self.assertIsNone(await q.pop_async(0))
-            q.resume()
-            got = await asyncio.gather(first, q.pop_async(60))
-            self.assertEqual({task.data for task in got if task}, {b"1", b"2"})
-
-        self.run_async(work())
+        first = asyncio.create_task(q.pop_async())
+        await asyncio.sleep(0)
+        self.assertIsNone(await q.pop_async(0.01))
+        q.pause()
+        q.push_many([b"1", b"2"])
+        self.assertIsNone(await q.pop_async(0))
+        q.resume()
+        got = await asyncio.gather(first, q.pop_async(60))
+        self.assertEqual({task.data for task in got if task}, {b"1", b"2"})
 
     def test_several_loops_and_threads_wait_at_one_object(self) -> None:
-        import asyncio
-
-        q = self.queue()
-        got: list[bytes] = []
+        q, got = self.queue(), list[bytes]()
 
         async def wait() -> None:
             tasks = await asyncio.gather(*(q.pop_async(60) for _ in range(5)))
             got.extend(task.data for task in tasks if task)
 
-        threads = [
-            threading.Thread(target=lambda: asyncio.run(wait()), daemon=True) for _ in range(2)
-        ]
-        threads.append(threading.Thread(target=lambda: got.append(_popped(q)), daemon=True))
+        works = [lambda: asyncio.run(wait())] * 2 + [lambda: got.append(_popped(q).data)]
+        threads = [threading.Thread(target=it, daemon=True) for it in works]
         for thread in threads:
             thread.start()
-        for number in range(11):
-            q.push(b"%d" % number)
+        q.push_many(b"%d" % number for number in range(11))
         for thread in threads:
             thread.join(60)
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
 
 
-def _popped(q: FemtoQueue) -> bytes:
+def _popped(q: FemtoQueue) -> FemtoTask:
     task = q.pop(60)
     assert task is not None
-    return task.data
+    return task
 
 
 class PollingCoroutines(Coroutines):
@@ -8388,36 +8265,55 @@ class PollingCoroutines(Coroutines):
 
 
 class Processing(QueueCase):
-    def ends(self, error: BaseException | None, **settings: Any) -> FemtoTask:
-        """Process a first delivery that ends with an error, and return the task."""
-        q = self.queue(**settings)
-        q.push(b"x")
-        task = self.pop(q)
-        try:
-            with q.processing(task) as given:
-                self.assertIs(given, task)
-                if error is not None:
-                    raise error
-        except BaseException as raised:
+    def test_how_the_block_ends_is_what_becomes_of_the_task(self) -> None:
+        """Who is told to go gives it back to its place, uncounted, also at max_attempts."""
+        for error, max_attempts, state in (
+            (None, 1, "done"),
+            (ValueError("no such image"), 2, "scheduled"),
+            (ValueError("no such image"), None, "scheduled"),
+            (ValueError("no such image"), 1, "failed"),
+            (KeyboardInterrupt(), 1, "pending"),
+            (SystemExit(1), 1, "pending"),
+            (asyncio.CancelledError(), 1, "pending"),
+        ):
+            q, raised = self.queue(max_attempts=max_attempts), None
+            task = _pushed_and_taken(q)
+            q.push(b"next")
+            try:
+                with q.processing(task) as given:
+                    self.assertIs(given, task)
+                    if error is not None:
+                        raise error
+            except BaseException as it:
+                raised = it
             self.assertIs(raised, error)
-        self.check_invariants()
-        return task
+            self.assertEqual(self.check_invariants()[task.id], state)
+            if state == "pending":
+                again = self.pop(q)
+                self.assertEqual((again.id, again.attempts), (task.id, 1))
+                q.done(again)
+            if state == "failed":
+                with open(self.file("failed", f"{task.id}.error"), encoding="utf-8") as file:
+                    self.assertRegex(file.read(), r"(?s)Traceback.*ValueError: no such image")
+            q.done(self.pop(q))
 
-    def test_a_block_that_ends_well_is_done(self) -> None:
-        self.ends(None)
-        self.assertEqual(self.states(), {"done": 1})
+    def test_what_the_block_ended_itself_stays_so(self) -> None:
+        for end, state in (
+            (FemtoQueue.done, "done"),
+            (FemtoQueue.fail, "failed"),
+            (FemtoQueue.release, "pending"),
+        ):
+            q = self.queue(state)
+            task = _pushed_and_taken(q)
+            with q.processing(task):
+                end(q, task)
+            self.assertEqual(self.check_invariants()[task.id], state)
 
     def test_an_exception_is_tried_again_after_a_delay_that_doubles(self) -> None:
-        """A half of it at least, an hour at most; without max_attempts for ever."""
+        """A half of it at least, an hour at most."""
         clock = StandingClock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
-        task = self.ends(ValueError("no"), retry_delay_s=100)
-        q = self.queue("n2", retry_delay_s=100)
-        self.assertEqual(self.states(), {"scheduled": 1})
-        clock.advance(49)
-        self.assertIsNone(q.pop())
-        clock.advance(52)
-        self.assertEqual(self.pop(q).id, task.id)
+        q = self.queue(retry_delay_s=100)
         for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
             delays_s = [self.delay_s(q, clock, attempts) for _ in range(50)]
             self.assertLessEqual(max(delays_s), longest_s)
@@ -8437,65 +8333,42 @@ class Processing(QueueCase):
         os.unlink(self.file("scheduled", name))
         return int(name[:20]) / 1e9 - clock.time()
 
-    def test_the_last_attempt_that_raises_is_a_dead_letter_with_its_traceback(self) -> None:
-        task = self.ends(ValueError("no such image"), max_attempts=1)
-        with open(self.file("failed", f"{task.id}.error"), encoding="utf-8") as file:
-            self.assertRegex(file.read(), r"(?s)Traceback.*ValueError: no such image")
-
-    def test_who_is_told_to_go_gives_the_task_back_uncounted(self) -> None:
-        """KeyboardInterrupt, SystemExit, CancelledError: to the front, also at max_attempts."""
-        import asyncio
-
-        for error in (KeyboardInterrupt(), SystemExit(1), asyncio.CancelledError()):
-            task = self.ends(error, max_attempts=1)
-            q = self.queue("n2", max_attempts=1)
-            again = self.pop(q)
-            self.assertEqual((again.id, again.attempts), (task.id, 1))
-            q.done(again)
-
-    def test_what_the_block_ended_itself_stays_so(self) -> None:
-        for end, state in (
-            (FemtoQueue.done, "done"),
-            (FemtoQueue.fail, "failed"),
-            (FemtoQueue.release, "pending"),
-        ):
-            q = self.queue(state)
-            q.push(b"x")
-            task = self.pop(q)
-            with q.processing(task):
-                end(q, task)
-            self.assertEqual(self.check_invariants()[task.id], state)
-
-    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
-        q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
-        q.push(b"x")
-        task = self.pop(q)
-        with q.processing(task):
-            started_s = time.monotonic()
-            while time.monotonic() < started_s + 1:
-                self.assertIsNone(other.pop())
-                time.sleep(0.01)
-        self.assertEqual(self.states(), {"done": 1})
+    # Renewal
 
     def renewing_queue(self) -> FemtoQueue:
         """Return a queue that renews its leases every 20 ms, long before they end."""
         self.hasten("renewal", 0.01)
         return self.queue(timeout_stale_ms=2000)
 
+    def until_renewed(self, *tasks: FemtoTask) -> None:
+        """Wait until their leases have other names."""
+        before = [task.path for task in tasks]
+        until(lambda: all(a != b.path for a, b in zip(before, tasks, strict=True)))
+
+    def left_s(self, task: FemtoTask, shift_s: float = 0) -> float:
+        """Return for how long the lease of a task still lasts."""
+        assert task.until is not None
+        return task.until.timestamp() - time.time() - shift_s
+
+    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
+        q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
+        with q.processing(_pushed_and_taken(q)):
+            started_s = time.monotonic()
+            while time.monotonic() < started_s + 1:
+                self.assertIsNone(other.pop())
+                time.sleep(0.01)
+        self.assertEqual(self.states(), {"done": 1})
+
     def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
         q = self.renewing_queue()
         before = {*threading.enumerate()}
-        for name in (b"a", b"b"):
-            q.push(name)
-        first, second = self.pop(q), self.pop(q)
+        first, second = _pushed_and_taken(q), _pushed_and_taken(q)
         with q.processing(first), q.processing(second):
-            leases = {first.path, second.path}
             self.assertEqual(len({*threading.enumerate()} - before), 1)
-            until(lambda: not {first.path, second.path} & leases)
+            self.until_renewed(first, second)
         until(lambda: not {*threading.enumerate()} - before)
         with q.processing(_pushed_and_taken(q)) as task:
-            lease = task.path
-            until(lambda: task.path != lease)
+            self.until_renewed(task)
 
     def test_an_object_that_is_dropped_leaves_its_place_at_once(self) -> None:
         """The thread that renews does not hold it."""
@@ -8512,19 +8385,16 @@ class Processing(QueueCase):
             self.assertEqual({*threading.enumerate()} - before, set())
 
     def test_renewal_never_shortens_a_lease(self) -> None:
+        """Nor does an extension in the block: it is as long as the renewal takes."""
         q = self.renewing_queue()
-        task, other = _pushed_and_taken(q), _pushed_and_taken(q)
+        task, other, short = (_pushed_and_taken(q) for _ in range(3))
         q.extend(task, 3_600_000)
-        with q.processing(task), q.processing(other):
+        with q.processing(task), q.processing(other), q.processing(short):
             for _ in range(2):  # rounds of the thread
-                lease = other.path
-                until(lambda lease=lease: other.path != lease)  # type: ignore[misc]
+                self.until_renewed(other)
             self.assertGreater(self.left_s(task), 3590)
-
-    def left_s(self, task: FemtoTask, shift_s: float = 0) -> float:
-        """Return for how long the lease of a task still lasts."""
-        assert task.until is not None
-        return task.until.timestamp() - time.time() - shift_s
+            q.extend(short, 10)
+            self.assertGreater(self.left_s(short), 1)
 
     def test_a_lease_of_its_own_length_is_renewed_by_that(self) -> None:
         """A shorter one than those that are renewed already, too."""
@@ -8532,41 +8402,11 @@ class Processing(QueueCase):
         q.push_many([b"long", b"short"])
         long, short = self.pop(q), q.pop(lease_ms=60)
         assert short is not None
+        lease = long.path
         with q.processing(long), q.processing(short):
-            leases = {long.path, short.path}
-            until(lambda: short.path not in leases)
-            self.assertIn(long.path, leases)
+            self.until_renewed(short)
+            self.assertEqual(long.path, lease)
         self.assertEqual(self.states(), {"done": 2})
-
-    def test_extend_in_the_block_leaves_the_lease_as_long_as_the_renewal_takes(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        with q.processing(task):
-            q.extend(task, 10)
-            self.assertGreater(self.left_s(task), 29)
-
-    def test_a_renewal_that_raises_anything_is_not_the_last(self) -> None:
-        """The warning of a failed one, say, which can't be written either."""
-        q, handler = self.renewing_queue(), logging.Handler()
-        task = _pushed_and_taken(q)
-        LOG.disabled = False
-        LOG.addHandler(handler)
-        self.addCleanup(LOG.removeHandler, handler)
-        with q.processing(task):
-            with (
-                hooked(failing("move", task.id, errno.EIO)),
-                mock.patch.object(handler, "handle", side_effect=SystemExit) as handle,
-            ):
-                until(lambda: handle.call_count > 2)
-            lease = task.path
-            until(lambda: task.path != lease)
-
-    def test_a_block_does_not_begin_with_a_lease_that_was_given_back(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        q.release(task)
-        with self.assertRaises(LeaseLost), q.processing(task):
-            self.fail("the block must not begin")
 
     def test_a_lease_that_is_nearly_over_is_renewed_at_the_start(self) -> None:
         q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
@@ -8575,45 +8415,21 @@ class Processing(QueueCase):
         with q.processing(task):
             self.assertGreater(self.left_s(task, clock.wall_shift_s), 59)
 
-    def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+    def test_a_renewal_that_fails_is_not_the_last(self) -> None:
+        """Though its warning can't be written either."""
+        q, handler = self.renewing_queue(), logging.Handler()
         task = _pushed_and_taken(q)
-        with self.assertRaises(LeaseLost), q.processing(task):
-            clock.advance(31)
-            self.assertEqual(self.pop(other).attempts, 2)
-        with self.assertRaises(LeaseLost), q.processing(task):
-            self.fail("the block must not begin")
-        self.assertEqual(self.states(), {"inflight-n2": 1})
-
-    def test_an_error_in_a_block_whose_lease_is_lost_is_lease_lost_with_its_cause(self) -> None:
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
-        task = _pushed_and_taken(q)
-        with self.assertRaises(LeaseLost) as caught, q.processing(task):
-            clock.advance(31)
-            self.pop(other)
-            raise ValueError("the cause")
-        self.assertEqual(str(caught.exception.__cause__), "the cause")
-        with self.assertRaises(LeaseLost), q.processing(self.pop_of(other)):
-            raise LeaseLost(task.id, True, "of another task")
-
-    def pop_of(self, q: FemtoQueue) -> FemtoTask:
-        q.push(b"more")
-        return self.pop(q)
-
-    def test_a_renewal_that_meets_disk_trouble_is_tried_again(self) -> None:
-        q = self.renewing_queue()
-        task = _pushed_and_taken(q)
+        LOG.disabled = False
+        LOG.addHandler(handler)
+        self.addCleanup(LOG.removeHandler, handler)
+        troubles = itertools.cycle([None, SystemExit])
         with q.processing(task):
-            lease, tried = task.path, threading.Event()
-
-            def fail(name: str, args: tuple[Any, ...]) -> None:
-                if name == "move" and args[0].endswith(task.id):
-                    tried.set()
-                    self.fail_with(errno.EIO)
-
-            with hooked(fail):
-                tried.wait(60)
-            until(lambda: task.path != lease)
+            with (
+                hooked(failing("move", task.id, errno.EIO)),
+                mock.patch.object(handler, "handle", side_effect=troubles) as handle,
+            ):
+                until(lambda: handle.call_count > 3)
+            self.until_renewed(task)
         self.assertEqual(self.states(), {"done": 1})
 
     def test_who_holds_up_a_key_does_not_keep_other_leases_from_renewal(self) -> None:
@@ -8622,7 +8438,7 @@ class Processing(QueueCase):
         q = self.queue()
         q.push(b"keyed", key="k")
         keyed, other = self.pop(q), _pushed_and_taken(q)
-        before, pauses_s, wait = (keyed.path, other.path), [], threading.Event.wait
+        before, pauses_s, wait = keyed.path, list[float](), threading.Event.wait
 
         def note(event: threading.Event, timeout: float | None = None) -> bool:
             if threading.current_thread() is not threading.main_thread():
@@ -8631,15 +8447,12 @@ class Processing(QueueCase):
 
         self.patched(mock.patch("threading.Event.wait", note))
         with q.processing(keyed), q.processing(other):
-            lock = self.locked("k")
-            try:
+            with self.locked("k"):
+                self.until_renewed(other)
                 until(lambda: len(pauses_s) > 2)
-            finally:
-                lock.close()
-            self.assertEqual(keyed.path, before[0])
-            self.assertNotEqual(other.path, before[1])
+            self.assertEqual(keyed.path, before)
             self.assertLess(pauses_s[1], pauses_s[0] / 5)
-            until(lambda: keyed.path != before[0])
+            self.until_renewed(keyed)
             until(lambda: pauses_s[-1] == pauses_s[0])
 
     def test_a_thread_that_can_not_be_started_is_an_error_and_the_next_one_is(self) -> None:
@@ -8649,8 +8462,7 @@ class Processing(QueueCase):
         with broken, self.assertRaises(RuntimeError), q.processing(task):
             self.fail("the block must not begin")
         with q.processing(task):
-            lease = task.path
-            until(lambda: task.path != lease)
+            self.until_renewed(task)
 
     def test_ctrl_c_at_the_start_leaves_nothing_that_is_renewed_for_nobody(self) -> None:
         """Before the block is entered, or after, and before the `with` has noted it."""
@@ -8661,30 +8473,56 @@ class Processing(QueueCase):
             start(thread)
             raise KeyboardInterrupt
 
+        def enter() -> None:
+            q.processing(task).__enter__()
+
         with mock.patch("threading.Thread.start", interrupted):
-            try:
-                with q.processing(task):
-                    self.fail("the block must not begin")
-            except KeyboardInterrupt:
-                pass
-        gc.collect()
-        until(lambda: {*threading.enumerate()} <= before)
-        q.processing(task).__enter__()
-        gc.collect()
-        until(lambda: {*threading.enumerate()} <= before)
+            self.assertRaises(KeyboardInterrupt, enter)
+        for _ in range(2):
+            gc.collect()
+            until(lambda: {*threading.enumerate()} <= before)
+            enter()
+
+    # Lost leases, and ends that can't be written
+
+    def test_a_block_does_not_begin_without_a_lease(self) -> None:
+        q = self.queue()
+        task = _pushed_and_taken(q)
+        q.release(task)
+        with self.assertRaises(LeaseLost), q.processing(task):
+            self.fail("the block must not begin")
+        self.assertRaises(LeaseLost, q.processing, FemtoTask("0" * 20, b""))
+        self.assertRaises(TypeError, q.processing, b"x")
+
+    def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
+        """With what the block raised as its cause."""
+        for cause in (None, ValueError("the cause")):
+            q, other, clock = self.queue(), self.queue("n2"), self.clock()
+            task = _pushed_and_taken(q)
+            with self.assertRaises(LeaseLost) as caught, q.processing(task):
+                clock.advance(31)
+                newer = self.pop(other)
+                if cause is not None:
+                    raise cause
+            self.assertIs(caught.exception.__cause__, cause)
+            with self.assertRaises(LeaseLost), q.processing(task):
+                self.fail("the block must not begin")
+            self.assertEqual((newer.attempts, self.states()["inflight-n2"]), (2, 1))
+            other.done(newer)
+
+    def test_a_lost_lease_of_another_task_is_an_error_as_others(self) -> None:
+        q = self.queue()
+        with self.assertRaises(LeaseLost), q.processing(_pushed_and_taken(q)):
+            raise LeaseLost("0" * 20, True, "of another task")
+        self.assertEqual(self.states(), {"scheduled": 1})
 
     @FORK
     def test_a_child_that_leaves_the_block_does_not_end_the_task(self) -> None:
         q = self.queue()
         block = q.processing(_pushed_and_taken(q))
         with block:
-            pid = os.fork()
-            if pid == 0:
-                try:
-                    block.__exit__(SystemExit, SystemExit(), None)
-                finally:
-                    os._exit(0)
-            os.waitpid(pid, 0)
+            child = self.child(lambda _: block.__exit__(SystemExit, SystemExit(), None))
+            self.assertEqual(child.finish()[1], 0)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
     def test_a_task_whose_end_can_not_be_written_is_delivered_again(self) -> None:
@@ -8699,13 +8537,6 @@ class Processing(QueueCase):
             pass
         self.assertEqual(self.pop(q).id, task.id)
 
-    def test_it_takes_tasks_with_a_lease_only(self) -> None:
-        q = self.queue()
-        with self.assertRaises(LeaseLost):
-            q.processing(FemtoTask("0" * 20, b""))
-        with self.assertRaises(TypeError):
-            q.processing(b"x")  # type: ignore[arg-type]
-
 
 def _pushed_and_taken(q: FemtoQueue) -> FemtoTask:
     q.push(b"x")
@@ -8714,25 +8545,30 @@ def _pushed_and_taken(q: FemtoQueue) -> FemtoTask:
 
 class Checkpoints(QueueCase):
     def test_the_next_delivery_finds_what_was_saved_last(self) -> None:
-        """After release(), a retry and the end of a lease; done() ends it."""
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        """After release(), a retry, the end of a lease and a death; done() ends it."""
+        q, late, dead, clock = self.queue(), self.queue("n2"), self.queue("n3"), self.clock()
         task = _pushed_and_taken(q)
         self.assertIsNone(task.checkpoint)
         q.checkpoint(task, b"page 1")
         q.checkpoint(task, bytearray(b"page 2"))
         self.assertEqual(task.checkpoint, b"page 2")
-        q.release(task)
-        task = self.pop(q)
-        self.assertEqual(task.checkpoint, b"page 2")
-        with self.assertRaises(ValueError), q.processing(task):
-            raise ValueError
-        clock.advance(2)
-        task = self.pop(q)
-        self.assertEqual(task.checkpoint, b"page 2")
-        clock.advance(31)
-        task = self.pop(other)
-        self.assertEqual(task.checkpoint, b"page 2")
-        other.done(task)
+
+        def fail(task: FemtoTask) -> None:
+            with self.assertRaises(ValueError), q.processing(task):
+                raise ValueError
+            clock.advance(2)
+
+        steps: list[tuple[Callable[[FemtoTask], object], FemtoQueue]] = [
+            (q.release, q),
+            (fail, late),
+            (lambda task: clock.advance(31), dead),
+            (lambda task: dies(dead), q),
+        ]
+        for happens, taker in steps:
+            happens(task)
+            task = self.pop(taker)
+            self.assertEqual(task.checkpoint, b"page 2")
+        q.done(task)
         self.assertEqual(self.names("checkpoints"), [])
 
     def test_done_fail_and_dead_letters_end_it(self) -> None:
@@ -8750,25 +8586,6 @@ class Checkpoints(QueueCase):
         q.retry_failed()
         self.assertIsNone(self.pop(q).checkpoint)
 
-    @FORK
-    def test_a_killed_worker_is_gone_on_from_where_it_was(self) -> None:
-        self.hasten("base interval", 0.05)
-
-        def work(child: Child) -> None:
-            q = FemtoQueue(self.path)
-            q.checkpoint(_taken(q), b"half")
-            child.say("saved")
-            child.wait_for_go()
-
-        q = self.queue()
-        q.push(b"x")
-        child = self.child(work)
-        child.line()
-        child.kill()
-        task = q.pop(60)
-        assert task is not None
-        self.assertEqual((task.checkpoint, task.attempts), (b"half", 2))
-
     def test_it_renews_the_lease_and_refuses_who_lost_it(self) -> None:
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         task = _pushed_and_taken(q)
@@ -8779,15 +8596,14 @@ class Checkpoints(QueueCase):
         clock.advance(20)
         newer = self.pop(other)
         other.checkpoint(newer, b"newer")
-        with self.assertRaises(LeaseLost):
-            q.checkpoint(task, b"late")
+        self.assertRaises(LeaseLost, q.checkpoint, task, b"late")
         other.release(newer)
         self.assertEqual(self.pop(other).checkpoint, b"newer")
 
     def test_a_newer_payload_of_its_key_does_not_go_on_from_there(self) -> None:
         """Whether it took the task's place in flight, behind it, or as it waited."""
+        q = self.queue()
         for policy in ("update", "buffer", "wait"):
-            q = self.queue()
             q.push(b"old", key=policy)
             task = self.pop(q)
             q.checkpoint(task, b"half of the old")
@@ -8807,22 +8623,7 @@ class Checkpoints(QueueCase):
             self.assertEqual(task.checkpoint, b"half of the new")
             q.done(task)
 
-    def test_a_torn_one_is_none_and_the_task_is_delivered(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        q.checkpoint(task, b"x" * 100)
-        os.truncate(self.file("checkpoints", task.id), 50)
-        q.release(task)
-        self.assertIsNone(self.pop(q).checkpoint)
-
-    def test_what_is_no_bytes_is_refused_and_nothing_is_left(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        with self.assertRaises(TypeError):
-            q.checkpoint(task, "text")  # type: ignore[arg-type]
-        self.check_invariants()
-
-    def test_one_that_can_not_be_put_in_place_leaves_the_former(self) -> None:
+    def test_what_can_not_be_saved_leaves_the_former_and_what_is_torn_is_none(self) -> None:
         q = self.queue()
         task = _pushed_and_taken(q)
         q.checkpoint(task, b"former")
@@ -8831,20 +8632,16 @@ class Checkpoints(QueueCase):
             if name == "move" and args[1].endswith(f"checkpoints/{task.id}"):
                 self.fail_with(errno.EIO)
 
-        with hooked(fail), self.assertRaises(OSError):
-            q.checkpoint(task, b"newer")
+        with hooked(fail):
+            self.assertRaises(OSError, q.checkpoint, task, b"newer")
+        self.assertRaises(TypeError, q.checkpoint, task, "text")
         self.check_invariants()
         q.release(task)
-        self.assertEqual(self.pop(q).checkpoint, b"former")
-
-    def test_it_costs_nothing_to_tasks_that_never_use_it(self) -> None:
-        q, calls = self.queue(), []
-        q.push(b"x")
-        q.push(b"y")
-        q.done(_taken(q))  # with the chores, of which one looks for old checkpoints
-        with hooked(lambda name, args: calls.append(str(args[:2]))):
-            q.done(_taken(q))
-        self.assertEqual([call for call in calls if "checkpoint" in call], [])
+        task = self.pop(q)
+        self.assertEqual(task.checkpoint, b"former")
+        os.truncate(self.file("checkpoints", task.id), 20)
+        q.release(task)
+        self.assertIsNone(self.pop(q).checkpoint)
 
     def test_one_without_its_task_goes_after_an_hour(self) -> None:
         """Its task was ended by hand. One whose task waits stays for as long."""
@@ -8853,18 +8650,14 @@ class Checkpoints(QueueCase):
         for task in (gone, kept):
             q.checkpoint(task, b"x")
             q.release(task)
-        os.unlink(self.file("pending", self.name_of(gone)))
+        (name,) = (name for name in self.names("pending") if name.endswith(gone.id))
+        os.unlink(self.file("pending", name))
         q.pause()
-        q.pop()
-        clock.advance(1000)
-        q.pop()
-        self.assertEqual(len(self.names("checkpoints")), 2)
-        clock.advance(3000)
-        q.pop()
+        for seconds, left in ((0, 2), (1000, 2), (3000, 1)):
+            clock.advance(seconds)
+            q.pop()
+            self.assertEqual(len(self.names("checkpoints")), left)
         self.assertEqual(self.names("checkpoints"), [kept.id])
-
-    def name_of(self, task: FemtoTask) -> str:
-        return next(name for name in self.names("pending") if name.endswith(task.id))
 
 
 class Work(QueueCase):
@@ -9255,6 +9048,257 @@ class Checking(QueueCase):
         self.assertIn("3600 s ahead", found[1].text)
 
 
+# Under what they show: commands, and after -> or in lines of their own what each says, on standard
+# output, then, after !, on standard error, and last its status, if not 0. After ->, white space is
+# one space; in lines, spaces are. ... is anything, alone any lines. <name> is an id, or, as
+# <lease...>, the path of a lease; from there on it is that one, also as $name in a command. Two
+# names are two values. Besides the shell's commands: `states` counts the tasks in each directory,
+# `payloads STATE` prints payloads.
+ID = r"[0-9]{20}-[0-9a-f]{8}"
+LEASE = rf"inflight-\w+/[0-9]{{20}}~[0-9]+~0{{8}}~{ID}"
+TRANSCRIPTS = r"""
+# push takes arguments, standard input, its lines and its pieces, and prints ids
+$ femtoqueue push jobs 'a b' x -> <a> <b>
+$ femtoqueue push jobs -- --not-an-option -> <c>
+$ printf 'whole\ninput\n' | femtoqueue push jobs -> <d>
+$ printf '1\n\n2' | femtoqueue push jobs --lines --sync -> <e> <f> <g>
+$ printf 'p\nq\0r' | femtoqueue push jobs -0 -> <h> <i>
+$ payloads pending -> a b, x, --not-an-option, whole\ninput\n, 1, , 2, p\nq, r
+$ ls jobs/pending -> <a> <b> <c> <d> <e> <f> <g> <h> <i>
+# of a key one task waits, also behind the one in flight; --if-in-flight reject is an error
+$ femtoqueue push jobs 1 --key 'user 42' -> <first>
+$ femtoqueue push jobs 2 --key 'user 42' -> <first>
+$ payloads pending -> 2
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue push jobs 3 --key 'user 42' --if-in-flight reject -> ! femtoqueue: ... [1]
+$ states -> inflight-cli 1
+$ femtoqueue push jobs 4 --key 'user 42' -> <new>
+$ femtoqueue show jobs $new -> state buffered ... key user%2042 node - 4
+# push --delay, and --at a local time or another
+$ femtoqueue push jobs later --delay 1h -> <later>
+$ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
+$ TZ=EET-2 femtoqueue push jobs utc --at 2050-12-01T08:00:00Z -> <utc>
+$ ls jobs/scheduled -> ...~0~<later> 02553487200000000000~0~<local> 02553494400000000000~0~<utc>
+$ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 59m...s - - ...
+# FEMTOQUEUE_DIR is DIR, and then no word is
+$ FEMTOQUEUE_DIR=jobs femtoqueue push hello -> <a>
+$ FEMTOQUEUE_DIR=jobs femtoqueue push jobs -> <b>
+$ payloads pending -> hello, jobs
+$ FEMTOQUEUE_DIR=jobs femtoqueue ls pending -> ... pending <a> ... pending <b> ...
+$ FEMTOQUEUE_DIR=jobs femtoqueue pop -> <lease>
+$ FEMTOQUEUE_DIR=jobs femtoqueue done $lease
+$ states -> done 1, pending 1
+$ FEMTOQUEUE_DIR=jobs femtoqueue ls --help
+usage: femtoqueue ls [-h] [--all] [--json] [STATE ...]
+...
+No word is DIR: FEMTOQUEUE_DIR is jobs
+$ femtoqueue ls --help -> usage: femtoqueue ls [-h] [--all] [--json] DIR [STATE ...] ...
+$ femtoqueue --help -> ... If FEMTOQUEUE_DIR is set, no word is DIR. ...
+# a lease outlives pop, until done, fail or release; the path that it prints is the fence
+$ printf '1\n2\n3' | femtoqueue push jobs --lines -> <a> <b> <c>
+$ femtoqueue pop jobs | cat -> <lease_a>
+$ tail -n +2 jobs/$lease_a -> 1
+$ femtoqueue pop jobs | cat -> <lease_b>
+$ femtoqueue pop jobs --payload --node me && echo ' is all' -> 3 is all ! <lease_c>
+$ femtoqueue pop jobs -> [1]
+$ states -> inflight-cli 2, inflight-me 1
+$ femtoqueue extend jobs $lease_b --timeout 1h -> <lease_longer>
+$ femtoqueue done jobs $lease_b -> ! ...task <b>: it is not in flight by that name (any more) [1]
+$ femtoqueue ls jobs -> ... inflight <b> ...s 1 1 59m...s - cli ...
+$ femtoqueue done jobs $lease_a
+$ femtoqueue fail jobs $c --reason 'no such image'
+$ femtoqueue release jobs $(basename $lease_longer)
+$ states -> done 1, failed 1, pending 1
+$ femtoqueue done jobs $lease_a $lease_longer -> ! ...task <a>: ... ! ...task <b>: ... [1]
+$ femtoqueue fail jobs $lease_c -> ! ...task <c>: it is not in flight by that name (any more) [1]
+$ femtoqueue ls jobs failed -> ... failed <c> ...s - 1 - - -
+$ femtoqueue show jobs $c -> state failed ... attempts - ... reason no such image 3
+# pop takes a task by its id, due or not, or waits for a key
+$ femtoqueue push jobs first second -> <first> <second>
+$ femtoqueue push jobs later --delay 1h -> <later>
+$ femtoqueue pop jobs --id $second -> ...~<second>
+$ femtoqueue pop jobs --id $later -> ...~<later>
+$ femtoqueue pop jobs --id $second -> [1]
+$ femtoqueue pop jobs --wait 60s --key k --payload & femtoqueue push jobs mine --key k > id; wait
+mine
+! ...
+$ payloads pending -> first
+# release gives back all that is in flight, or all that a worker has
+$ femtoqueue push jobs 1 2 3 4 -> <a> <b> <c> <d>
+$ femtoqueue pop jobs --node n1 -> <lease_a>
+$ femtoqueue pop jobs --node n2 -> <lease_b>
+$ femtoqueue pop jobs --node n2 -> <lease_c>
+$ femtoqueue release jobs --node nobody -> released 0
+$ femtoqueue release jobs --node n2 --front -> released 2
+$ femtoqueue release jobs --all -> released 1
+$ femtoqueue done jobs $lease_a $lease_c -> ! ...task <a>: ... ! ...task <c>: ... [1]
+$ payloads pending -> 2, 3, 4, 1
+# cancel deletes what waits, due or not, and says what does not
+$ femtoqueue push jobs held again waiting -> <held> <again> <waiting>
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue release jobs $(femtoqueue pop jobs)
+$ femtoqueue push jobs later --delay 1h -> <later>
+$ femtoqueue cancel jobs $waiting $held 00000000000000000001-0000aaaa $later
+! femtoqueue: task <held> is not waiting, or the queue is paused
+! femtoqueue: task 00000000000000000001-0000aaaa is not waiting, or the queue is paused
+[1]
+$ states -> inflight-cli 1, pending 1
+$ femtoqueue pause jobs
+$ femtoqueue cancel jobs $again -> ! ...task <again> is not waiting, or the queue is paused [1]
+$ femtoqueue resume jobs
+$ femtoqueue cancel jobs $again
+$ states -> inflight-cli 1
+# ls and show tell of each task; a key of any form is one word, what is not known a dash
+$ femtoqueue push jobs 12345 --key "$(printf 'a b\n/\303\251:@-._~')" -> <keyed>
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue push jobs later --delay 2h -> <later>
+$ femtoqueue release jobs --front $(femtoqueue pop jobs)
+$ femtoqueue pop jobs --timeout 1h -> <lease>
+$ echo torn > jobs/pending/00000000000000000001-0000aaaa
+$ femtoqueue ls jobs
+STATE ID AGE TRY BYTES LEFT KEY NODE
+pending 00000000000000000001-0000aaaa ... 0 - - - -
+pending <x> ...s 0 1 - - -
+scheduled <later> ...s 0 5 1h59m - -
+inflight <keyed> ...s 2 5 59m...s a%20b%0A/%C3%A9:@-._~ cli
+$ femtoqueue ls jobs inflight --json
+{"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
+$ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
+$ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
+$ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
+$ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
+$ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
+# ls lists what is alive and failed, and the rest when asked
+$ femtoqueue push jobs held done failed waiting > ids; femtoqueue push jobs later --delay 1h >> ids
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue done jobs $(femtoqueue pop jobs)
+$ femtoqueue fail jobs $(femtoqueue pop jobs)
+$ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending scheduled inflight failed
+$ femtoqueue ls jobs done | cut -d' ' -f 1 -> STATE done
+$ femtoqueue ls jobs failed pending | cut -d' ' -f 1 -> STATE failed pending
+$ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending scheduled inflight done failed
+# stat counts, and is a monitor; where there is no terminal, top prints blocks
+$ femtoqueue push jobs x x -> <a> <b>
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue stat jobs -> pending 1 scheduled 0 inflight 1 ... workers_unknown 1 paused False
+$ femtoqueue stat jobs --json --max-pending 1 --max-age 1h -> {"pending": 1, "scheduled": 0, ...}
+$ femtoqueue stat jobs --max-pending 0 -> pending 1 ... ! femtoqueue: 1 tasks are pending [1]
+$ femtoqueue stat jobs --max-age 0s -> ... ! femtoqueue: the oldest task waits for ...s [1]
+$ femtoqueue top jobs -n 2 --interval 10ms | grep -e cli -e flight
+pending 1 scheduled 0 inflight 1 done 0 failed 0 buffered 0
+cli unknown 1 0
+inflight <a> ...s 1 1 ...s - cli
+pending 1 scheduled 0 inflight 1 done 0 failed 0 buffered 0
+cli unknown 1 0
+inflight <a> ...s 1 1 ...s - cli
+# pause, resume, retry, check and purge
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue pause jobs
+$ femtoqueue pop jobs -> [1]
+$ femtoqueue resume jobs
+$ femtoqueue fail jobs $(femtoqueue pop jobs)
+$ femtoqueue retry jobs $x
+$ femtoqueue fail jobs $(femtoqueue pop jobs)
+$ femtoqueue retry jobs --all -> 1
+$ femtoqueue retry jobs $x -> ! femtoqueue: ... [1]
+$ femtoqueue check jobs
+$ echo torn > jobs/pending/00000000000000000001-0000aaaa
+$ femtoqueue check jobs -> corrupt pending/00000000000000000001-0000aaaa ... odd [1]
+$ femtoqueue check jobs --repair -> corrupt pending/00000000000000000001-0000aaaa ... mended ! ...
+$ femtoqueue check jobs
+$ femtoqueue done jobs $(femtoqueue pop jobs)
+$ states -> done 1, failed 1
+$ femtoqueue purge jobs --older-than 0 -> 1
+$ femtoqueue purge jobs --older-than 0 --failed -> 1
+# a pipe that closes, a full disk and closed descriptors are no tracebacks, and lose no task
+$ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 1 -> STATE ...NODE
+$ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
+$ femtoqueue push jobs x >&- 2>&- <&-
+$ femtoqueue pop jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
+$ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
+$ payloads pending -> 1, 2, x
+# work runs a command for each task, its payload as standard input, and passes its lines on
+$ femtoqueue push jobs 1 2 > ids; femtoqueue push jobs keyed --key k:1 >> ids
+$ head -c 100000 /dev/zero | femtoqueue push jobs >> ids
+$ femtoqueue work jobs -q -j 2 --drain -- sh -c \
+ 'wc -c; echo "$FEMTOQUEUE_KEY $FEMTOQUEUE_ATTEMPT" >&2; printf end' > out 2> err
+$ sort out -> 1 1 100000 5 end end end end
+$ sort err -> 1 1 1 k:1 1
+$ states -> done 4
+# {} in an argument is the payload, bytes as they are; standard input has them too
+$ printf ' $HOME {} \377\n' | femtoqueue push jobs > ids; femtoqueue push jobs '' >> ids
+$ femtoqueue work jobs -q --drain -- sh -c 'printf "<%s|%s|%s>" "$@"; cat' {} {} 'a{}b{}' c
+< $HOME {} \xff
+|a $HOME {} \xff
+b $HOME {} \xff
+|c> $HOME {} \xff
+<|ab|c>
+# a payload that can't be an argument is a dead letter at once, and the worker goes on
+$ printf 'a\0b' | femtoqueue push jobs -> <null>
+$ head -c 10000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
+$ femtoqueue push jobs good -> <good>
+$ femtoqueue work jobs -q --drain -- echo {}
+good
+! ... <null>: try 1 failed, a dead letter: the payload can't be an argument...: embedded null byte
+! ... <large>: try 1 failed, a dead letter: the payload can't be an argument... too long: ...
+[1]
+$ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte
+$ femtoqueue retry jobs --all -> 2
+$ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
+# work keeps what is done for as long as asked, and says at the end what it did
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs --drain --keep-done 1h -- true -> ! femtoqueue: done 1 in ...s
+$ states -> done 1
+$ femtoqueue push jobs y -> <y>
+$ femtoqueue work jobs -q --drain --keep-done 0s -- true
+$ states -> none
+# a command that fails is tried again, and then its task is a dead letter
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
+ 'echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3'
+try 1
+try 2
+! no such image
+! ... <x>: try 1 failed, to be retried: exit status 3
+! no such image
+! ... <x>: try 2 failed, a dead letter: exit status 3
+[1]
+$ cat jobs/failed/$x.error -> exit status 3 no such image
+# its output goes to files, if so wanted; where they are deleted, the reason is kept
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --output-dir logs -- sh -c 'echo out; echo err >&2'
+$ tail logs/* -> ==> logs/<x>.err <== err ==> logs/<x>.out <== out
+$ femtoqueue push jobs y -> <y>
+$ femtoqueue work jobs -q --drain --output-dir logs --max-attempts 1 -- sh -c \
+ 'echo why >&2; rm logs/*; exit 3' -> ! ... [1]
+$ cat jobs/failed/$y.error -> exit status 3 why
+# a command that can't be run is no fault of the task's; one that ends as a shell then does, is
+$ femtoqueue push jobs x -> <x>
+$ echo '#!/no/interpreter' > script; chmod +x script
+$ femtoqueue work jobs -q --drain -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
+$ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
+$ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - -
+$ femtoqueue work jobs -q --drain --max-attempts 1 -- sh -c no-such-command -> ! ... [1]
+$ states -> failed 1
+# work ends when it is idle, and when its time is over, though another worker has a task
+$ femtoqueue push jobs theirs 1 2 > ids
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue work jobs -q --time-limit 0s -- true
+$ states -> inflight-cli 1, pending 2
+$ femtoqueue work jobs -q --idle-timeout 0s -j 2 -- true
+$ states -> done 2, inflight-cli 1
+# what a command leaves running does not hold up work, though it has the pipes, or writes on
+$ femtoqueue push jobs x y > ids
+$ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
+$ kill $(cat pids)
+$ femtoqueue push jobs x > ids
+$ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
+$ kill $(cat pids)
+$ states -> done 3
+"""
+
+
 class CommandLine(QueueCase):
     """Each command through main(). In this process, unless the test is about processes: those run
     what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
@@ -9268,6 +9312,10 @@ class CommandLine(QueueCase):
         cls.addClassCleanup(shutil.rmtree, directory, ignore_errors=True)
         cls.program = os.path.join(directory, "femtoqueue.pyc")
         py_compile.compile(os.path.join(HERE, "femtoqueue.py"), cls.program, doraise=True)
+        command = os.path.join(directory, "femtoqueue")
+        with open(command, "w", encoding="utf-8") as file:
+            file.write(f'#!/bin/sh\nexec {sys.executable} -S -W error {cls.program} "$@"\n')
+        os.chmod(command, 0o755)
 
     def setUp(self) -> None:
         super().setUp()
@@ -9307,16 +9355,14 @@ class CommandLine(QueueCase):
             out, err = process.communicate(input, 120)
         return process.returncode, out.decode(), err.decode()
 
-    def run_it(
-        self, *words: str, input: bytes | None = None, env: dict[str, str] | None = None
-    ) -> tuple[int, str, str]:
-        """Run a command in this process; what is given input, or handles signals, alone."""
-        if input is not None or words[:1] == ("work",):
-            return self.run_alone(*words, input=input or b"", env=env)
+    def run_it(self, *words: str) -> tuple[int, str, str]:
+        """Run a command in this process; what handles signals, alone."""
+        if words[:1] == ("work",):
+            return self.run_alone(*words)
         outputs = io.BytesIO(), io.BytesIO()
         out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
         with (
-            mock.patch.dict(os.environ, {**self.environment(env), "COLUMNS": "80"}, clear=True),
+            mock.patch.dict(os.environ, {**self.environment(None), "COLUMNS": "80"}, clear=True),
             mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err),
             mock.patch.object(LOG, "disabled", False),
             warnings.catch_warnings(),
@@ -9328,42 +9374,83 @@ class CommandLine(QueueCase):
                 status = int(end.code or 0)
         return status, outputs[0].getvalue().decode(), outputs[1].getvalue().decode()
 
-    def ok(self, *words: str, **settings: Any) -> str:
+    def ok(self, *words: str) -> str:
         """Run it, and return what it prints: nothing went wrong."""
-        status, out, err = self.run_it(*words, **settings)
+        status, out, err = self.run_it(*words)
         self.assertEqual((status, err), (0, ""), words)
         return out
 
-    def payloads(self, state: str = "pending") -> list[bytes]:
-        return [task.data for task in self.queue("looker").tasks(state)]
+    def test_transcripts(self) -> None:
+        """Each of TRANSCRIPTS comes out as it stands there, in a directory of its own."""
+        for transcript in TRANSCRIPTS.split("\n# ")[1:]:
+            claim, *steps = transcript.rstrip().split("\n$ ")
+            with self.subTest(claim):
+                os.chdir(self.new_dir(self.memory))
+                self.path, names = os.path.abspath("jobs"), dict[str, str]()
+                for step in steps:
+                    self.follow(step, names)
 
-    def test_push_takes_arguments_standard_input_lines_and_pieces(self) -> None:
-        ids = self.ok("push", "jobs", "a b", "x").split()
-        ids += self.ok("push", "jobs", "--", "--not-an-option").split()
-        ids += self.ok("push", "jobs", input=b"whole\ninput\n").split()
-        ids += self.ok("push", "jobs", "--lines", "--sync", input=b"1\n\n2").split()
-        ids += self.ok("push", "jobs", "-0", input=b"p\nq\0r").split()
-        wanted = [b"a b", b"x", b"--not-an-option", b"whole\ninput\n", b"1", b"", b"2", b"p\nq"]
-        self.assertEqual(self.payloads(), [*wanted, b"r"])
-        self.assertEqual(ids, self.names("pending"))
+    def follow(self, step: str, names: dict[str, str]) -> None:
+        """Run the command of a step; what it says must be as wanted. names: what stands for what,
+        from now on with those of this step."""
+        parts = re.fullmatch(r"((?:.*\\\n)*.*?)(?: -> (.*)|\n((?s:.*))|)", step)
+        assert parts is not None
+        said = self.said(re.sub(r"\$(\w+)", lambda it: names.get(it[1], it[0]), parts[1]))
+        if parts[2]:
+            said, wanted = " ".join(said.split()), self.pattern(parts[2], names)
+        else:
+            said, lines = re.sub(" {2,}", " ", said), parts[3].split("\n") if parts[3] else []
+            any_lines = {"...": "(?:.*\n)*", "! ...": "(?:! .*\n)*"}
+            wanted = "".join(any_lines.get(it) or self.pattern(it, names) + "\n" for it in lines)
+        found = re.fullmatch(wanted, said)
+        self.assertIsNotNone(found, f"{step}\n\nsaid, with {names}:\n{said}")
+        names.update(found.groupdict() if found else {})
+        self.assertEqual(len({*names.values()}), len(names), names)
 
-    def test_push_with_a_key_or_for_a_time(self) -> None:
-        first = self.ok("push", "jobs", "1", "--key", "user:42")
-        self.assertEqual(self.ok("push", "jobs", "2", "--key", "user:42"), first)
-        self.assertEqual(self.payloads(), [b"2"])
-        task = self.pop(self.queue())
-        status, _, err = self.run_it(
-            *("push", "jobs", "3", "--key", "user:42", "--if-in-flight", "reject")
-        )
-        self.assertEqual((status, err.count("\n")), (1, 1))
-        self.queue().done(task)
-        self.ok("push", "jobs", "later", "--delay", "1h")
-        self.ok("push", "jobs", "then", "--at", "2050-12-01T08:00")
-        self.ok("push", "jobs", "utc", "--at", "2051-12-01T08:00:00Z")
-        self.assertEqual(self.payloads("scheduled"), [b"later", b"then", b"utc"])
-        due_s = [int(name[:20]) / 1e9 - time.time() for name in self.names("scheduled")]
-        self.assertTrue(3000 < due_s[0] < 3601, due_s)
-        self.assertTrue(due_s[1] < due_s[2] - 360 * 86400)
+    def pattern(self, text: str, names: dict[str, str]) -> str:
+        """Return the regular expression of what is wanted."""
+
+        def named(name: re.Match[str]) -> str:
+            form = LEASE if name[1].startswith("lease") else ID
+            return re.escape(names[name[1]]) if name[1] in names else f"(?P<{name[1]}>{form})"
+
+        return re.sub(r"<(\w+)>", named, re.escape(text).replace(r"\.\.\.", ".*"))
+
+    def said(self, command: str) -> str:
+        """Return what a command says, and its status. One of femtoqueue that needs no shell runs in
+        this process."""
+        words = shlex.split(command)
+        if words[0] == "states":
+            states = sorted(self.states().items())
+            return ", ".join(f"{state} {count}" for state, count in states) or "none"
+        if words[0] == "payloads":
+            return ", ".join(repr(it.data)[2:-1] for it in self.queue().tasks(words[1]))
+        if re.match(r"femtoqueue (?!work )[^|;&<>$]*$", command):
+            status, out, err = self.run_it(*words[1:])
+        else:
+            path = f"{os.path.dirname(self.program)}:{os.environ['PATH']}"
+            done = subprocess.run(
+                ["sh", "-c", command],
+                env=self.environment({"PATH": path}),
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                encoding="utf-8",
+                errors="backslashreplace",
+                check=False,
+                timeout=120,
+            )
+            status, out, err = done.returncode, done.stdout, done.stderr
+        lines = [*out.removesuffix("\n").split("\n")] if out else []
+        lines += [f"! {line}" for line in err.splitlines()]
+        lines += [f"[{status}]"] if status else []
+        return "".join(f"{line}\n" for line in lines)
+
+    def test_push_with_sync_syncs(self) -> None:
+        for words in ((), ("--sync",)):
+            events = set[str]()
+            with hooked(lambda name, args, events=events: events.add(name)):  # type: ignore[misc]
+                self.ok("push", "jobs", "x", *words)
+            self.assertEqual("fsync" in events, bool(words))
 
     # What is typed, TASK being a task's id, and a part of what is said.
     WRONG_USES = (
@@ -9469,85 +9556,6 @@ class CommandLine(QueueCase):
             self.assertIn(f"\n    {name:9} {summary}\n", overview)
         self.assertEqual(self.ok("--version"), f"femtoqueue {femtoqueue.__version__}\n")
 
-    def test_the_directory_may_come_from_the_environment(self) -> None:
-        ident = self.in_env("push", "hello")
-        self.assertEqual(self.payloads(), [b"hello"])
-        self.assertIn(ident.strip(), self.in_env("ls", "pending"))
-        self.assertIn("pending              1", self.in_env("stat"))
-        lease = self.in_env("pop").strip()
-        self.in_env("done", lease)
-        for word in ("other", self.path):  # no word is DIR
-            self.in_env("push", word)
-        self.assertEqual(self.payloads(), [b"other", self.path.encode()])
-        self.assertEqual(self.states(), {"done": 1, "pending": 2})
-        for text in (self.ok("--help"), self.in_env("ls", "--help")):
-            self.assertRegex(text, "(?i)no word is\\s+DIR")
-        self.assertNotIn("DIR [STATE ...]", self.in_env("ls", "--help"))
-
-    def in_env(self, *words: str) -> str:
-        return self.ok(*words, env={"FEMTOQUEUE_DIR": self.path})
-
-    def test_pop_leases_until_done_and_the_lease_outlives_its_process(self) -> None:
-        """The name that it prints is the fence; a restart of its node changes nothing."""
-        for name in (b"1", b"2", b"3"):
-            self.queue().push(name)
-        first, second = (self.run_alone("pop", "jobs")[1].strip() for _ in range(2))
-        self.assertRegex(first, r"^inflight-cli/\d{20}~1~0{8}~\d{20}-[0-9a-f]{8}$")
-        with open(self.file(first), "rb") as file:
-            self.assertEqual(file.read().partition(b"\n")[2], b"1")
-        self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
-        status, out, err = self.run_alone("pop", "jobs", "--payload", "--node", "me")
-        self.assertEqual((status, out), (0, "3"))
-        self.assertEqual(self.run_it("pop", "jobs")[:2], (1, ""))
-        self.ok("done", "jobs", first)
-        self.ok("fail", "jobs", err.strip()[-29:], "--reason", "no such image")
-        self.ok("release", "jobs", os.path.basename(second))
-        self.assertEqual(self.states(), {"done": 1, "failed": 1, "pending": 1})
-        for stale in (first, second, err.strip()):
-            status, _, told = self.run_it("done", "jobs", stale)
-            self.assertEqual((status, told.count("\n")), (1, 1))
-        self.assertIn("no such image", self.ok("show", "jobs", err.strip()[-29:]))
-
-    def test_extend_prints_the_new_name_and_the_old_one_is_no_fence_any_more(self) -> None:
-        self.queue().push(b"x")
-        old = self.ok("pop", "jobs", "--timeout", "1s").strip()
-        new = self.ok("extend", "jobs", old, "--timeout", "1h").strip()
-        self.assertEqual(self.run_it("done", "jobs", old)[0], 1)
-        self.ok("done", "jobs", new)
-
-    def test_pop_waits_and_takes_by_key(self) -> None:
-        process = self.start("pop", "jobs", "--wait", "60s", "--key", "k", "--payload")
-        q = self.queue()
-        q.push(b"other")
-        q.push(b"mine", key="k")
-        self.assertEqual(process.communicate(timeout=120)[0], b"mine")
-
-    def test_pop_takes_a_task_by_its_id(self) -> None:
-        q = self.queue()
-        q.push(b"first")
-        wanted = q.push(b"second")
-        later = q.schedule(b"later", (time.time() + 3600) * 1e6)
-        self.assertIn(wanted, self.ok("pop", "jobs", "--id", wanted))
-        self.assertIn(later, self.ok("pop", "jobs", "--id", later))
-        self.assertEqual(self.run_it("pop", "jobs", "--id", wanted), (1, "", ""))
-        for words, text in ((["--id", "7"], "'7'"), (["--id", wanted, "--key", "k"], "--key")):
-            status, _, err = self.run_it("pop", "jobs", *words)
-            self.assertEqual((status, err.count("\n")), (2, 1))
-            self.assertIn(text, err)
-        self.assertEqual(self.states(), {"inflight-cli": 2, "pending": 1})
-
-    def test_release_gives_back_all_that_is_in_flight_or_what_a_worker_has(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        q.push_many([b"1", b"2", b"3"])
-        held, *theirs = self.pop(q), self.pop(other), self.pop(other)
-        self.assertEqual(self.ok("release", "jobs", "--node", "nobody"), "released 0\n")
-        self.assertEqual(self.ok("release", "jobs", "--node", "n2", "--front"), "released 2\n")
-        self.assertEqual(self.drain(self.queue("n3")), [b"2", b"3"])
-        self.assertEqual(self.ok("release", "jobs", "--all"), "released 1\n")
-        for owner, task in ((q, held), *((other, it) for it in theirs)):
-            self.assertRaises(LeaseLost, owner.done, task)
-        self.assertEqual(self.drain(self.queue("n3")), [b"1"])
-
     def test_release_gives_back_what_is_renewed_as_it_looks(self) -> None:
         q, renewed = self.queue(detached=True), list[str]()
         q.push_many([b"1", b"2"])
@@ -9562,155 +9570,6 @@ class CommandLine(QueueCase):
         with hooked(renew):
             self.assertEqual(self.ok("release", "jobs", "--all"), "released 2\n")
         self.assertEqual((len(renewed), self.states()), (1, {"pending": 2}))
-
-    def test_cancel_deletes_what_waits_and_says_what_does_not(self) -> None:
-        q = self.queue()
-        held = q.push(b"held")
-        self.pop(q)
-        waiting, again = q.push(b"waiting"), q.push(b"delivered before")
-        q.release(self.pop(q))
-        later = q.schedule(b"later", (time.time() + 3600) * 1e6)
-        gone = f"{1:020d}-0000aaaa"
-        status, out, err = self.run_it("cancel", "jobs", waiting, held, gone, later)
-        self.assertEqual((status, out, err.count("\n")), (1, "", 2))
-        for ident in (held, gone):
-            self.assertIn(f"task {ident} is not waiting, or the queue is paused\n", err)
-        self.assertEqual(self.states(), {"inflight-n1": 1, "pending": 1})
-        self.ok("pause", "jobs")
-        status, _, err = self.run_it("cancel", "jobs", again)
-        self.assertEqual((status, "paused" in err), (1, True))
-        self.ok("resume", "jobs")
-        self.ok("cancel", "jobs", again)
-        self.assertEqual(self.states(), {"inflight-n1": 1})
-
-    def test_ls_and_show_tell_of_each_task(self) -> None:
-        q = self.queue()
-        q.push(b"12345", key="käse\n")
-        q.schedule(b"later", (time.time() + 3600) * 1e6)
-        q.push(b"x")
-        task = self.pop(q)
-        self.put(f"{1:020d}-0000aaaa", b"torn")
-        rows = self.rows()
-        self.assertEqual({len(row) for row in rows}, {8})
-        self.assertEqual([row[0] for row in rows], ["pending", "pending", "scheduled", "inflight"])
-        self.assertEqual(rows[0][4], "-")
-        self.assertEqual(rows[3][1], task.id)
-        import json
-
-        objects = [json.loads(line) for line in self.ok("ls", "jobs", "--json").splitlines()]
-        self.assertEqual(objects[3]["key"], "käse\n")
-        self.assertEqual((objects[3]["node"], objects[3]["size_bytes"]), ("n1", 5))
-        self.assertEqual(self.ok("show", "jobs", task.id, "--payload"), "12345")
-        self.assertIn("inflight", self.ok("show", "jobs", task.id))
-        self.assertEqual(self.run_it("show", "jobs", f"{2:020d}-0000aaaa")[0], 1)
-        os.unlink(self.file("pending", f"{1:020d}-0000aaaa"))
-
-    def test_ls_lists_what_is_alive_and_failed_and_the_rest_when_asked(self) -> None:
-        q = self.queue(max_attempts=3, retry_delay_s=0)
-        for name in (b"held", b"done", b"failed", b"waiting"):
-            q.push(name)
-        q.schedule(b"later", (time.time() + 3600) * 1e6)
-        held, done = self.pop(q), self.pop(q)
-        q.done(done)
-        q.fail(self.pop(q))
-        self.assertEqual(self.listed(), ["pending", "scheduled", "inflight", "failed"])
-        self.assertEqual(self.listed("done"), ["done"])
-        self.assertEqual(self.listed("failed", "pending"), ["failed", "pending"])
-        self.assertEqual(self.listed("--all"), [*femtoqueue.STATES])
-        self.assertIn(held.id, self.ok("ls", "jobs", "inflight"))
-
-    def listed(self, *words: str) -> list[str]:
-        return [row[0] for row in self.rows(*words)]
-
-    def rows(self, *words: str) -> list[list[str]]:
-        """Return the words of each line of `ls`, without the headings."""
-        heading, *lines = self.ok("ls", "jobs", *words).splitlines()
-        self.assertRegex(heading, "^STATE +ID +AGE TRY +BYTES +LEFT KEY NODE$")
-        return [line.split() for line in lines]
-
-    def test_attempts_that_are_not_known_are_a_dash(self) -> None:
-        """A task that failed at its third try did not fail at its 0th."""
-        q = self.queue()
-        q.push(b"x")
-        for _ in range(2):
-            q.release(self.pop(q))
-        task = self.pop(q)
-        self.assertEqual(self.rows()[0][3], "3")
-        q.fail(task, "why")
-        self.assertEqual(self.rows()[0][3], "-")
-        self.assertRegex(self.ok("show", "jobs", task.id), r"attempts +-\n")
-        self.assertRegex(self.ok("show", "jobs", task.id), r"reason +why\n\nx")
-
-    def test_a_key_of_any_form_is_one_word_of_a_row(self) -> None:
-        """In a file that push() did not write, it may be too long to be one."""
-        self.queue().push(b"x", key="a b\n/é:@-._~")
-        self.put(f"{1:020d}-f000aaaa", b"FQ1 00000000 0 %b\n" % (b"k" * 300))
-        self.assertEqual([row[6] for row in self.rows()], ["k" * 300, "a%20b%0A/%C3%A9:@-._~"])
-        os.unlink(self.file("pending", f"{1:020d}-f000aaaa"))
-
-    def test_show_tells_the_state_of_a_newer_payload_behind_what_is_in_flight(self) -> None:
-        q = self.queue()
-        q.push(b"old", key="k k")
-        task = self.pop(q)
-        newer = q.push(b"new", key="k k")
-        out = self.ok("show", "jobs", newer)
-        self.assertRegex(out, r"state +buffered\n")
-        self.assertRegex(out, r"key +k%20k\n")
-        q.done(task)
-
-    def test_stat_counts_and_is_a_monitor(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        q.push(b"x")
-        held = self.pop(q)
-        lines = dict(line.split() for line in self.ok("stat", "jobs").splitlines())
-        self.assertEqual((lines["pending"], lines["inflight"]), ("1", "1"))
-        self.assertEqual(lines["workers_alive"], "1")
-        self.ok("stat", "jobs", "--json", "--max-pending", "1", "--max-age", "1h")
-        self.assertEqual(self.run_it("stat", "jobs", "--max-pending", "0")[0], 1)
-        status, _, err = self.run_it("stat", "jobs", "--max-age", "0s")
-        self.assertEqual((status, err.count("\n")), (1, 1))
-        q.done(held)
-
-    def test_pause_resume_check_retry_and_purge(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        self.ok("pause", "jobs")
-        self.assertEqual(self.run_it("pop", "jobs")[0], 1)
-        self.ok("resume", "jobs")
-        task = self.pop(q)
-        q.fail(task)
-        self.ok("retry", "jobs", task.id)
-        q.fail(self.pop(q))
-        self.assertEqual(self.ok("retry", "jobs", "--all"), "1\n")
-        self.assertEqual(self.run_it("retry", "jobs", task.id)[0], 1)
-        self.assertEqual(self.run_it("retry", "jobs")[0], 2)
-        self.assertEqual(self.ok("check", "jobs"), "")
-        self.put(f"{1:020d}-0000aaaa", b"torn")
-        status, out, _ = self.run_it("check", "jobs")
-        self.assertEqual((status, out.split("\t")[0]), (1, "corrupt"))
-        self.run_it("check", "jobs", "--repair")
-        self.ok("check", "jobs")
-        q.done(self.pop(q))
-        self.assertEqual(self.ok("purge", "jobs", "--older-than", "0"), "1\n")
-        self.assertEqual(self.ok("purge", "jobs", "--older-than", "0", "--failed"), "1\n")
-
-    def test_a_pipe_that_closes_ends_quietly(self) -> None:
-        self.queue().push_many([b"x"] * 5000)
-        with self.start("ls", "jobs") as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            process.stdout.readline()
-            process.stdout.close()
-            self.assertEqual(process.stderr.read(), b"")
-
-    def test_top_prints_blocks_where_there_is_no_terminal(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        task = self.pop(q)
-        lines = self.ok("top", "jobs", "-n", "2", "--interval", "10ms").splitlines()
-        self.assertEqual(sum("inflight 1" in line for line in lines), 2)
-        self.assertEqual(sum(task.id in line for line in lines), 2)
 
     def test_top_estimates_the_time_left_by_the_rate_of_all_workers(self) -> None:
         """By what ends, or, where that is not kept, by how what waits shrinks; else not at all."""
@@ -9729,53 +9588,14 @@ class CommandLine(QueueCase):
             rates = [line for line in lines if line.startswith("in ")]
             self.assertEqual(len(rates), 3)
             self.assertNotIn("left", rates[0])
-            self.assertIn(", 30s left", rates[1])
-            self.assertIn(", 20s left", rates[2])
+            self.assertRegex(rates[1], ", (29|30)s left ")  # of floats, a little less is cut off
+            self.assertRegex(rates[2], ", (19|20)s left ")
             self.drain(q)
 
     # work
 
     def work(self, *words: str, **settings: Any) -> tuple[int, str, str]:
-        return self.run_it("work", "jobs", "-q", *words, **settings)
-
-    def test_work_runs_a_command_for_each_task_and_passes_its_lines_on(self) -> None:
-        q = self.queue()
-        for name in (b"1", b"2", b"x" * 100_000):
-            q.push(name)
-        q.push(b"keyed", key="k:1")
-        script = 'wc -c; echo "$FEMTOQUEUE_KEY $FEMTOQUEUE_ATTEMPT" >&2; printf end'
-        status, out, err = self.work("--drain", "-j", "2", "--", "sh", "-c", script)
-        self.assertEqual(status, 0, err)
-        self.assertEqual(sorted(out.split()), sorted([*["end"] * 4, "1", "1", "100000", "5"]))
-        self.assertEqual(sorted(err.splitlines()), [" 1", " 1", " 1", "k:1 1"])
-        self.assertEqual(self.states(), {"done": 4})
-
-    def test_braces_in_an_argument_are_replaced_by_the_payload(self) -> None:
-        """Bytes as they are, in every argument but CMD; standard input has them too."""
-        payload = b" $HOME {} \xff\n"
-        self.queue().push(payload)
-        self.queue().push(b"")
-        script = """printf '<%s|%s|%s>' "$@"; cat"""
-        words = ("--drain", "--", "sh", "-c", script, "{}", "{}", "a{}b{}", "c")
-        with self.start("work", "jobs", "-q", *words) as process:
-            out, err = process.communicate(timeout=120)
-        first = b"<%b|a%bb%b|c>%b" % (payload, payload, payload, payload)
-        self.assertEqual((out, err), (first + b"<|ab|c>", b""))
-
-    def test_a_payload_that_can_not_be_an_argument_is_a_dead_letter_at_once(self) -> None:
-        """The worker goes on, and without {} in its arguments any payload is good."""
-        bad = [self.queue().push(it) for it in (b"a\0b", b"x" * 10**7)]
-        self.queue().push(b"good")
-        status, out, err = self.work("--drain", "--", "echo", "{}")
-        self.assertEqual((status, out), (1, "good\n"))
-        self.assertEqual(err.count("a dead letter: the payload can't be an argument"), 2)
-        self.assertEqual(self.states(), {"failed": 2, "done": 1})
-        for ident, why in zip(bad, ("embedded null byte", ".*too long.*"), strict=True):
-            with open(self.file("failed", f"{ident}.error"), encoding="ascii") as file:
-                self.assertRegex(file.read(), f"^the payload can't be an argument .*: {why}\n$")
-        self.queue().retry_failed()
-        status, out, _ = self.work("--drain", "--", "sh", "-c", "wc -c")
-        self.assertEqual((status, sorted(out.split())), (0, ["10000000", "3"]))
+        return self.run_alone("work", "jobs", "-q", *words, **settings)
 
     def test_work_where_there_is_no_fork_says_what_to_use(self) -> None:
         err = io.StringIO()
@@ -9788,24 +9608,6 @@ class CommandLine(QueueCase):
         self.assertEqual(caught.exception.code, 2)
         self.assertIn("use FemtoQueue.work()", err.getvalue())
         self.assertFalse(os.path.exists(self.path))
-
-    def test_work_keeps_what_is_done_for_as_long_as_asked(self) -> None:
-        q = self.queue()
-        q.push(b"x")
-        self.assertEqual(self.work("--drain", "--keep-done", "1h", "--", "true")[0], 0)
-        self.assertEqual(self.states(), {"done": 1})
-        q.push(b"y")
-        self.assertEqual(self.work("--drain", "--keep-done", "0s", "--", "true")[0], 0)
-        self.assertEqual(self.states(), {}, "neither, nor what was done longer ago")
-
-    def test_a_command_that_fails_is_tried_again_and_then_a_dead_letter(self) -> None:
-        ident = self.queue().push(b"x")
-        words = ("--drain", "--max-attempts", "2", "--retry-delay", "1ms", "--sync")
-        script = "echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3"
-        status, out, _ = self.work(*words, "--", "sh", "-c", script)
-        self.assertEqual((status, out), (1, "try 1\ntry 2\n"))
-        with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
-            self.assertEqual(file.read(), "exit status 3\nno such image\n")
 
     def test_work_kills_a_command_that_takes_too_long_with_all_its_group(self) -> None:
         ident = self.queue().push(b"x")
@@ -9829,49 +9631,6 @@ class CommandLine(QueueCase):
                 return
             time.sleep(0.001)
         self.fail(f"{pid} runs on")
-
-    def test_output_goes_to_files_if_so_wanted(self) -> None:
-        ident = self.queue().push(b"x")
-        script = "echo out; echo err >&2"
-        status, out, err = self.work("--drain", "--output-dir", "logs", "--", "sh", "-c", script)
-        self.assertEqual((status, out, err), (0, "", ""))
-        for name in ("out", "err"):
-            path = os.path.join(os.path.dirname(self.path), "logs", f"{ident}.{name}")
-            with open(path, encoding="ascii") as file:
-                self.assertEqual(file.read(), f"{name}\n")
-        ident = self.queue().push(b"x")
-        words = ("--drain", "--max-attempts", "1", "--output-dir", "logs")
-        script = "echo why >&2; rm logs/*; exit 3"
-        self.assertEqual(self.work(*words, "--", "sh", "-c", script)[0], 1)
-        with open(self.file("failed", f"{ident}.error"), encoding="ascii") as file:
-            self.assertEqual(file.read(), "exit status 3\nwhy\n")
-
-    def test_a_command_that_can_not_be_run_is_no_fault_of_the_tasks(self) -> None:
-        self.queue().push(b"x")
-        path = os.path.join(os.path.dirname(self.path), "script")
-        with open(path, "w", encoding="ascii") as file:
-            file.write("#!/no/interpreter\n")
-        os.chmod(path, 0o755)
-        for jobs in ("1", "2"):
-            status, _, err = self.work("-j", jobs, "--drain", "--", "./script")
-            *said_by_sh, last = err.splitlines()
-            self.assertEqual((status, last), (2, "femtoqueue: ./script can't be run"))
-            self.assertTrue(all("./script" in line for line in said_by_sh), err)
-        self.assertEqual(self.pop(self.queue()).attempts, 1)
-
-    def test_a_command_may_exit_with_the_status_that_a_shell_has_for_one_it_can_not_run(
-        self,
-    ) -> None:
-        """That is a failure of the task, not of the worker."""
-        self.queue().push(b"x")
-        words = ("--drain", "--max-attempts", "1", "--", "sh", "-c", "no-such-command")
-        self.assertEqual(self.work(*words)[0], 1)
-        self.assertEqual(self.states(), {"failed": 1})
-
-    def test_without_a_terminal_it_says_at_the_end_what_it_did(self) -> None:
-        self.queue().push(b"x")
-        status, _, err = self.run_it("work", "jobs", "--drain", "--", "true")
-        self.assertEqual((status, err), (0, "femtoqueue: done 1 in 0s\n"))
 
     def begun(self, process: subprocess.Popen[bytes], count: int) -> list[bytes]:
         assert process.stdout is not None
@@ -10077,39 +9836,11 @@ class CommandLine(QueueCase):
                 q.release(held)
         self.assertEqual(self.work("--drain", "--time-limit", "1h", "--", "true")[0], 0)
 
-    def test_work_ends_when_it_is_idle_and_when_its_time_is_over(self) -> None:
-        """Also while another worker has a task, which --drain would wait for."""
-        q = self.queue()
-        q.push_many([b"theirs", b"1", b"2"])
-        task = self.pop(q)
-        self.assertEqual(self.work("--time-limit", "0s", "--", "true")[0], 0)
-        self.assertEqual(self.places(), {"inflight": 1, "pending": 2})
-        self.assertEqual(self.work("--idle-timeout", "0s", "-j", "2", "--", "true")[0], 0)
-        self.assertEqual(self.places(), {"inflight": 1, "done": 2})
-        q.done(task)
-
-    def places(self) -> dict[str, int]:
-        """Return how many tasks stand in each state."""
-        return {name.partition("-")[0]: count for name, count in self.states().items()}
-
-    def test_who_can_not_write_its_output_leaves_and_fails_no_task(self) -> None:
-        """A full disk, a closed pipe: CMD did well."""
-        self.queue().push(b"x")
-        with open("/dev/full", "wb") as full:
-            command = [sys.executable, self.program, "work", self.path]
-            command += ["--max-attempts", "1", "--drain", "--", "echo", "x"]
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-        self.assertEqual(done.returncode, 2)
-        self.assertNotIn(b"Traceback", done.stderr)
-        self.assertEqual(self.pop(self.queue()).attempts, 1)
-
     def test_a_parent_that_ignores_its_children_does_not_make_a_failure_a_success(self) -> None:
         self.queue().push(b"x")
         before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
         try:
-            process = self.start(
-                *("work", "jobs", "-q", "--drain", "--max-attempts", "1", "--", "false")
-            )
+            process = self.start("work", "jobs", "-q", "--drain", "--max-attempts=1", "--", "false")
         finally:
             signal.signal(signal.SIGCHLD, before)
         with process:
@@ -10134,44 +9865,11 @@ class CommandLine(QueueCase):
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
         self.assertEqual(self.drain(self.queue()), [b"x"])
 
-    def test_closed_descriptors_are_no_tracebacks_and_no_task_is_written_over(self) -> None:
-        script = f"{sys.executable} {self.program} push {self.path} x >&- 2>&- <&-"
-        self.assertEqual(subprocess.run(["sh", "-c", script], check=False).returncode, 0)
-        self.assertEqual(self.payloads(), [b"x"])
-
-    def test_pop_that_can_tell_nobody_leaves_nothing_leased(self) -> None:
-        self.queue().push(b"x")
-        command = [sys.executable, self.program, "pop", self.path]
-        with open("/dev/full", "wb") as full:
-            done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
-        self.assertEqual(done.returncode, 2)
-        self.assertEqual(self.pop(self.queue()).attempts, 1)
-
     def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
         self.queue().push(b"x")
         with mock.patch("builtins.print", side_effect=KeyboardInterrupt):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
-
-    def test_push_goes_on_when_nobody_reads_its_ids(self) -> None:
-        with self.start("push", "jobs", "--lines") as process:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdout.close()
-            process.stdin.write(b"x\n" * 100)
-            process.stdin.close()
-            assert process.stderr is not None
-            self.assertEqual(process.stderr.read(), b"")
-        self.assertEqual(self.states(), {"pending": 100})
-
-    def test_what_a_command_leaves_running_does_not_hold_up_work(self) -> None:
-        """Neither when it has the pipes, nor when it writes on and on."""
-        for background in ("sleep 1000", "while :; do echo; sleep 0.01; done"):
-            self.queue().push(b"x")
-            script = f"({background}) & echo $!"
-            status, out, _ = self.work("--drain", "--", "sh", "-c", script)
-            os.kill(int(out.split()[0]), signal.SIGKILL)
-            self.assertEqual(status, 0)
 
     def test_the_commands_of_a_killed_worker_are_killed(self) -> None:
         """Its task is another's at once."""
@@ -10304,7 +10002,6 @@ class Terminal(QueueCase):
         size: tuple[int, int] = (24, 100),
         env: dict[str, str] | None = None,
         is_controlling: bool = True,
-        prelude: str = "",
         **streams: Any,
     ) -> None:
         """Start a command whose streams are a terminal of that many rows and columns."""
@@ -10317,7 +10014,7 @@ class Terminal(QueueCase):
         self.resize(*size)
         self.before = termios.tcgetattr(self.slave)
         code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); " * is_controlling
-        code += f"import sys, femtoqueue\n{prelude}\nsys.exit(femtoqueue.main())"
+        code += "import sys, femtoqueue; sys.exit(femtoqueue.main())"
         hidden = ("FEMTOQUEUE_DIR", "COLUMNS", "LINES")
         ours = {name: it for name, it in os.environ.items() if name not in hidden}
         alive, ends = os.pipe()
@@ -10408,13 +10105,10 @@ class Terminal(QueueCase):
 
     def test_top_in_a_small_window_shows_what_fits(self) -> None:
         """To the last column, and in another size when it changes."""
-        q = self.queue()
-        q.push(b"x")
-        task = self.pop(q)
+        task = _pushed_and_taken(self.queue())
         self.top(size=(7, 20))
         lines = self.see("NODE")
-        self.assertEqual(lines[1], "pending 0   schedule")
-        self.assertEqual(len(lines), 6)
+        self.assertEqual((lines[1], len(lines)), ("pending 0   schedule", 6))
         self.resize(30, 60)
         lines = self.see(f"inflight  {task.id}")
         self.assertEqual(len([line for line in lines if "pending 0" in line]), 1)
@@ -10422,26 +10116,26 @@ class Terminal(QueueCase):
     def test_top_ends_when_its_terminal_goes_away(self) -> None:
         """Without a traceback; and where no signal says so, by what it can't write."""
         self.queue()
-        for is_controlling in (True, False):
+        for is_controlling, status in ((True, -signal.SIGHUP), (False, 2)):
             self.top(is_controlling=is_controlling, stderr=subprocess.PIPE)
             self.see("pending 0")
             self.hang_up()
-            status = self.end()
+            self.assertEqual(self.end(), status)
             with self.process as process:
                 assert process.stderr is not None
                 self.assertNotIn(b"Traceback", process.stderr.read())
-            self.assertEqual(status, -signal.SIGHUP if is_controlling else 2)
 
     def test_top_on_a_dumb_terminal_prints_blocks(self) -> None:
         self.queue()
-        self.top("-n", "2", env={"TERM": "dumb"}, size=(24, 100))
+        self.top("-n", "2", env={"TERM": "dumb"})
         self.assertEqual(self.end(), 0)
         self.assertEqual(str(self.screen).count("pending 0"), 2)
 
     # work
 
     def work(self, *words: str, **settings: Any) -> None:
-        """Work on tasks that each print a line, and then wait for a line of the FIFO."""
+        """Work on two tasks that each print a line, and then wait for a line of the FIFO."""
+        self.queue().push_many([b"x", b"y"])
         self.fifo = tempfile.mktemp(dir=self.path)
         os.mkfifo(self.fifo)
         # Once more, if it meets the end of the line that was meant for the task before.
@@ -10461,36 +10155,44 @@ class Terminal(QueueCase):
 
     def test_work_shows_its_progress_in_the_last_line(self) -> None:
         """Under what the commands print; in the end it makes room for the counts."""
-        self.queue().push_many([b"x", b"y"])
         self.work("--drain")
-        lines = self.see("begun\ndone 0, failed 0, waiting 1, 0.0/s")
+        lines = self.see("done 0")
         self.assertEqual(lines, ["begun", "done 0, failed 0, waiting 1, 0.0/s"])
         self.let_one_go_on()
         lines = self.see("begun\nbegun\ndone 1, failed 0, waiting 0, ")
-        self.assertEqual(lines[:2], ["begun", "begun"])
-        self.assertEqual(len(lines), 3)
+        self.assertEqual((lines[:2], len(lines)), (["begun"] * 2, 3))
         self.let_one_go_on()
         self.assertEqual(self.end(), 0)
-        lines = str(self.screen).split("\n")
-        self.assertEqual(lines[:2], ["begun", "begun"])
-        self.assertRegex("".join(lines[2:]), r"^femtoqueue: done 2 in \d+s$")
+        self.assertRegex(str(self.screen), r"^begun\nbegun\nfemtoqueue: done 2 in \d+s$")
         self.assert_restored()
 
     def test_the_progress_of_work_fits_into_a_narrow_window(self) -> None:
         """Else it could not be drawn over; though standard output is no terminal."""
         streams: dict[str, Any]
-        for streams in ({}, {"stdout": subprocess.PIPE}):
-            self.queue().push_many([b"x", b"y"])
+        for streams in ({}, {"stdout": subprocess.DEVNULL}):
             self.work("--drain", size=(10, 20), **streams)
             self.see("done 0, failed")
             self.let_one_go_on()
             lines = self.see("done 1, failed")
-            self.assertEqual(lines[-1], "done 1, failed 0, w")
-            self.assertEqual(len([line for line in lines if "done" in line]), 1)
+            self.assertEqual([it for it in lines if "done" in it], ["done 1, failed 0, w"])
             self.let_one_go_on()
             self.assertEqual(self.end(), 0)
-            if self.process.stdout is not None:
-                self.process.stdout.close()
+
+    def test_ctrl_c_and_a_terminal_that_goes_away_finish_what_runs(self) -> None:
+        """The terminal signals the worker only: commands are in sessions of their own."""
+        for count, leave in enumerate((lambda: self.type("\x03"), self.hang_up), 1):
+            self.work()
+            self.see("begun\ndone 0, failed 0, waiting")
+            leave()
+            if self.master >= 0:
+                self.see("finishing what runs")
+            self.let_one_go_on()
+            self.assertEqual(self.end(), 0)
+            if self.master >= 0:
+                self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1 in \d+s$")
+            self.assertEqual(self.states()["done"], count)
+
+    # push
 
     def test_push_says_that_it_reads_the_terminal(self) -> None:
         """Who forgot DIR or PAYLOAD would wait for nothing otherwise."""
@@ -10498,7 +10200,7 @@ class Terminal(QueueCase):
         self.see(f"reading the payload of a task for {self.path}; end it with Ctrl-D")
         self.type("resize 42.png\n\x04")
         self.assertEqual(self.end(), 0)
-        self.assertEqual(self.queue().pop().data, b"resize 42.png\n")  # type: ignore[union-attr]
+        self.assertEqual(self.drain(self.queue()), [b"resize 42.png\n"])
 
     def test_push_says_where_to_if_the_environment_says_where(self) -> None:
         self.start("push", "a", env={"FEMTOQUEUE_DIR": self.path}, size=(24, 200))
@@ -10508,44 +10210,8 @@ class Terminal(QueueCase):
         self.assertEqual(self.end(), 0)
         self.assertNotIn("pushing", str(self.screen))
 
-    def test_ctrl_c_finishes_what_runs(self) -> None:
-        """The terminal signals the worker only: commands are in sessions of their own."""
-        self.queue().push_many([b"x", b"y"])
-        self.work()
-        self.see("begun")
-        self.type("\x03")
-        self.see("finishing what runs")
-        self.let_one_go_on()
-        self.assertEqual(self.end(), 0)
-        self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1 in \d+s$")
-        self.assertEqual(self.states(), {"done": 1, "pending": 1})
-
-    def test_work_finishes_what_runs_when_its_terminal_goes_away(self) -> None:
-        """Its last words are lost; that is no trouble."""
-        self.queue().push(b"x")
-        self.work()
-        self.see("begun\ndone 0, failed 0, waiting 0")
-        self.hang_up()
-        self.let_one_go_on()
-        self.assertEqual(self.end(), 0)
-        self.assertEqual(self.states(), {"done": 1})
-
 
 # Words and weight
-
-
-def without_annotations(node: Any) -> Any:
-    """Return a syntax tree without what only annotates."""
-    import ast
-
-    for part in ast.walk(node):
-        if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            part.returns = None
-        elif isinstance(part, ast.arg):
-            part.annotation = None
-        elif isinstance(part, ast.AnnAssign):
-            part.annotation = ast.Constant(None)
-    return node
 
 
 class DocumentCase(unittest.TestCase):
@@ -10573,7 +10239,7 @@ class DocumentCase(unittest.TestCase):
 
 
 class Documents(DocumentCase):
-    """The docstring, the rooms, and the weight of the import."""
+    """The module as it is read and imported; .ci/lint.py has what reads its text."""
 
     def test_the_example_of_the_docstring_runs(self) -> None:
         match = re.search(r"\n\n((?:    .*\n|\n)+)", femtoqueue.__doc__ or "")
@@ -10581,146 +10247,14 @@ class Documents(DocumentCase):
         code = "\n".join(line[4:] for line in match[1].splitlines())
         self.assertIn("resize 42.png", self.run_python(self.empty_dir(), code))
 
-    def test_the_docstring_is_short_and_its_table_names_what_is_there(self) -> None:
-        """Its table has each method of a room by which a task, or a payload, moves."""
-        text = femtoqueue.__doc__ or ""
-        self.assertLessEqual(len(text.splitlines()), 110)
-        table = text.partition("    step       room")[2].partition("\n\n")[0]
-        named = {*re.findall(r"(\w+\.\w+)", table)}
-        for name in named:
-            owner, _, method = name.partition(".")
-            self.assertTrue(hasattr(getattr(femtoqueue, owner), method), name)
-        rooms = [it for it in vars(femtoqueue).values() if isinstance(it, type)]
-        moves = {
-            f"{it.__name__}.{name}" for it in rooms for name in vars(it) if self.moves(it, name)
-        }
-        helpers = {
-            *("_Files.move", "_Files.replacement", "_Files.remove", "_Files.swap_or_replace"),
-            *("_Files.shrink_pending", "_Housekeeper.remove_stale_files", "FemtoQueue.resume"),
-            *("FemtoQueue.push_many", "TicketQueue.register", "TicketQueue.remove"),
-            *("_Numbers.remove", "_SharedNumbers.draw", "_Files.move_over"),
-        }
-        self.assertLessEqual(moves - helpers, named)
-
-    def moves(self, owner: type, name: str) -> bool:
-        """Whether a public method of a class calls for a rename or an unlink itself."""
-        import inspect
-
-        method = vars(owner)[name]
-        method = getattr(method, "__wrapped__", method)
-        if name.startswith("_") or not inspect.isfunction(method):
-            return False
-        calls = r"\b(os\.rename|os\.unlink|os\.replace|_move|_exchange|_unlink_if_\w+)\("
-        return owner.__module__ == "femtoqueue" and bool(
-            re.search(calls, inspect.getsource(method))
-        )
-
-    def rooms(self) -> list[tuple[int, str]]:
-        """Return the first line and the name of each room of femtoqueue.py, by the banners."""
-        found: list[tuple[int, str]] = []
-        for number, line in enumerate(self.read("femtoqueue.py").splitlines(), 1):
-            if match := re.match(r"# (\d+)\. ([A-Z][A-Za-z ]+)[:.]", line):
-                found.append((number, match[2]))
-                self.assertEqual(int(match[1]), len(found), line)
-        return found
-
-    def test_the_docstring_lists_the_rooms_as_the_banners_do(self) -> None:
-        text = (femtoqueue.__doc__ or "").partition("Rooms of this file")[2]
-        listed = re.findall(r"^ +\d+\. ([A-Z][A-Za-z ]+?)  ", text, re.MULTILINE)
-        self.assertEqual(listed, [name for _, name in self.rooms()])
-
-    def test_a_room_uses_only_rooms_above_it_and_no_private_names_of_other_objects(self) -> None:
-        """By the syntax tree, annotations left out: they name what a caller passes in. And where a
-        worker makes its parts, which are of all rooms."""
-        import ast
-
-        tree = ast.parse(self.read("femtoqueue.py"))
-        room = self.room_of_each_line()
-        doors = {"_Inspector", "_Processing", "_WorkerPool", "_open_files"}  # of annexes
-        doors |= {"_read_checkpoint", "_save_checkpoint"}
-        homes: dict[str, int] = {}  # of the names at top level
-        private: dict[int, set[str]] = {}  # names of attributes that belong to a room's own classes
-        for node in tree.body:
-            for name in self.names_made_by(node):
-                homes.setdefault(name, room[node.lineno])
-            for name in self.private_names_of(node):
-                private.setdefault(room[node.lineno], set()).add(name)
-        for node in map(without_annotations, tree.body):
-            if isinstance(node, ast.ClassDef) and node.name == "_Worker":
-                node.body = [it for it in node.body if getattr(it, "name", "") != "__init__"]
-            here = room[node.lineno]
-            for part in ast.walk(node):
-                if isinstance(part, ast.Name) and part.id not in doors:
-                    self.assertLessEqual(homes.get(part.id, 0), here, f"{part.lineno}: {part.id}")
-                elif isinstance(part, ast.Attribute) and re.match("_[^_]", part.attr):
-                    value = part.value.id if isinstance(part.value, ast.Name) else ""
-                    own = value in ("self", "cls", "os")
-                    mine = own or part.attr in private.get(here, ())
-                    self.assertTrue(mine, f"{part.lineno}: {ast.unparse(part)}")
-
-    def room_of_each_line(self) -> list[int]:
-        """Return for each line of femtoqueue.py the number of its room; 0 before the first."""
-        starts, numbers = [line for line, _ in self.rooms()], [0]
-        for number in range(1, len(self.read("femtoqueue.py").splitlines()) + 2):
-            numbers.append(sum(start <= number for start in starts))
-        return numbers
-
-    def names_made_by(self, node: Any) -> list[str]:
-        """Return the names that a statement at top level makes."""
-        import ast
-
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            return [node.name]
-        stored = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
-        return [part.id for part in stored if isinstance(part.ctx, ast.Store)]
-
-    def private_names_of(self, node: Any) -> set[str]:
-        """Return the private names of methods and attributes that a class has."""
-        import ast
-
-        if not isinstance(node, ast.ClassDef):
-            return set()
-        names = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
-        for part in ast.walk(node):
-            if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
-                names.add(part.attr)
-        return {name for name in names if name.startswith("_")}
-
-    def test_no_room_or_class_is_too_long_to_be_read_in_one_go(self) -> None:
-        """But for the public face and the command line."""
-        import ast
-
-        text = self.read("femtoqueue.py")
-        starts = [*self.rooms(), (len(text.splitlines()) + 1, "")]
-        lengths = {a[1]: b[0] - a[0] for a, b in itertools.pairwise(starts)}
-        for name in ("FemtoQueue", "Command line"):
-            del lengths[name]
-        self.assertLessEqual(max(lengths.values()), 440, lengths)
-        for node in ast.parse(text).body:
-            if isinstance(node, ast.ClassDef):
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                self.assertLessEqual(lines, 700 if node.name == "FemtoQueue" else 400, node.name)
-
     def test_the_import_brings_no_heavy_modules(self) -> None:
-        heavy = [
-            "argparse",
-            "asyncio",
-            "concurrent.futures",
-            "ctypes",
-            "datetime",
-            "json",
-            "logging",
-            "queue",
-            "select",
-            "selectors",
-            "shutil",
-            "signal",
-            "subprocess",
-            "tempfile",
-            "traceback",
-        ]
-        code = f"import femtoqueue, sys; print([m for m in {heavy} if m in sys.modules])"
-        self.assertEqual(self.run_python(self.empty_dir(), code).strip(), "[]")
+        heavy = {
+            *("argparse", "asyncio", "concurrent.futures", "ctypes", "datetime", "json"),
+            *("logging", "queue", "select", "selectors", "shutil", "signal", "subprocess"),
+            *("tempfile", "traceback"),
+        }
+        code = f"import femtoqueue, sys; print({heavy} & {{*sys.modules}})"
+        self.assertEqual(self.run_python(self.empty_dir(), code).strip(), "set()")
 
     def test_all_names_are_there(self) -> None:
         for name in femtoqueue.__all__:
@@ -10746,68 +10280,6 @@ class ReadmeCase(DocumentCase):
         tables = re.findall(r"(?m)(?:^\|.*\n)+", text)
         rows = [row.strip("|").split("|") for it in tables for row in it.splitlines()[2:]]
         return [row[number].strip() for row in rows if len(row) > number]
-
-
-class Readme(ReadmeCase):
-    """What the README says of itself and of this repository is so."""
-
-    def test_it_is_short_and_no_line_or_paragraph_is_long(self) -> None:
-        """220 lines of 100 characters; a paragraph, or an item of a list, has 6 lines at most."""
-        text = self.read("README.md")
-        self.assertLessEqual(len(text.splitlines()), 220)
-        for line in text.splitlines():
-            self.assertLessEqual(len(line), 100, line)
-        prose = re.sub(r"(?ms)^```.*?^```$|^[|#<].*?$", "", text)
-        for paragraph in re.split(r"\n\s*\n|\n- ", prose):
-            self.assertLessEqual(len(paragraph.strip().splitlines()), 6, paragraph)
-
-    def test_its_sections_come_in_their_order(self) -> None:
-        found = re.findall(r"(?m)^## (\w+)", self.read("README.md"))
-        wanted = ["Install", "Interface", "Recipes", "Guarantees", "Operating", "More", "Speed"]
-        self.assertEqual(found, [*wanted, "Compared", "How", "Develop", "Changes"])
-
-    def test_the_moves_of_its_diagram_are_methods_and_states(self) -> None:
-        (diagram,) = self.blocks("mermaid", self.section(""))
-        edges = re.findall(r"(?m)^    (\S+) --> (\S+): (\w+)", diagram)
-        self.assertEqual({*sum(((a, b) for a, b, _ in edges), ())}, {*femtoqueue.STATES, "[*]"})
-        for _, to, move in edges:
-            if to != "pending" or move != "its":
-                self.assertTrue(callable(getattr(FemtoQueue, move)), move)
-
-    def test_its_interface_has_every_parameter_method_and_field(self) -> None:
-        import inspect
-
-        text = self.section("Interface")
-        parameters = [*inspect.signature(FemtoQueue).parameters]
-        self.assertEqual(
-            [it.strip("`") for it in self.column(0, text)[: len(parameters)]], parameters
-        )
-        names = [name for name in vars(FemtoQueue) if name[0] != "_" and name != "paused"]
-        names += [it for it in FemtoTask.__annotations__ if it[0] != "_"]
-        names += [it for it in femtoqueue.__all__ if issubclass(getattr(femtoqueue, it), Exception)]
-        for name in names:
-            self.assertRegex(text, rf"`(with |await )?{name}\b")
-
-    def test_what_it_names_as_proof_is_there(self) -> None:
-        """Tests and classes of tests by name, and programs in .ci/."""
-        for cell in self.column(1, self.section("Guarantees")):
-            for name in re.findall(r"`(.*?)`", cell):
-                if name.endswith(".py"):
-                    self.assertTrue(os.path.exists(os.path.join(HERE, ".ci", name)), name)
-                else:
-                    owner, _, test = name.partition(".")
-                    self.assertTrue(issubclass(globals()[owner], unittest.TestCase), name)
-                    self.assertTrue(hasattr(globals()[owner], test or "setUp"), name)
-            self.assertEqual(re.sub(r"`.*?`|, ", "", cell), "")
-
-    def test_the_rooms_that_it_names_are_rooms(self) -> None:
-        rooms = re.findall(r"(?m)^# (\d+)\. ", self.read("femtoqueue.py"))
-        _, text = self.section("How it works").split("rooms of femtoqueue.py: ")
-        named = re.findall(r"(?s)([^,()]+?) \(([\d, ]+)\)", text)
-        self.assertGreaterEqual(len(named), 8)
-        for _, numbers in named:
-            for number in numbers.split(", "):
-                self.assertIn(number, rooms)
 
 
 class ReadmeExamples(ReadmeCase):

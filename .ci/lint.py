@@ -1,0 +1,374 @@
+"""What the text promises of itself: rooms, README, and weights that may only fall.
+
+    python .ci/lint.py
+
+Nothing runs here but the import of femtoqueue: the sources and the README are read. One line for
+each check: its figure, the most that it may be, and what is checked; below it, what is wrong. Exit
+status 1: one of them is over its limit.
+
+A weight is a ratchet: its limit is what it was when it was last written down in LIMITS. Who makes a
+file lighter writes the new figure there; who must make one heavier says in the commit why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import glob
+import inspect
+import io
+import itertools
+import os
+import re
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from typing import Any
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+import femtoqueue
+
+PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+LIMITS = {
+    "tokens of code": 36_476,
+    "lines": 6375,
+    "lines of code": 4118,
+    "lines of docstrings": 1140,
+    "lines of its largest class": 647,
+    "lines of test.py": 11_144,
+    "lines of .ci/": 8333,
+}
+DOORS = {  # names of annexes that a room above them may use
+    *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
+    *("_read_checkpoint", "_save_checkpoint"),
+}
+HELPERS = {  # they rename or unlink, and are no step of the docstring's table
+    *("_Files.move", "_Files.replacement", "_Files.remove", "_Files.swap_or_replace"),
+    *("_Files.shrink_pending", "_Housekeeper.remove_stale_files", "FemtoQueue.resume"),
+    *("FemtoQueue.push_many", "TicketQueue.register", "TicketQueue.remove"),
+    *("_Numbers.remove", "_SharedNumbers.draw", "_Files.move_over"),
+}
+MOVES = re.compile(r"\b(os\.rename|os\.unlink|os\.replace|_move|_exchange|_unlink_if_\w+)\(")
+SECTIONS = [
+    *("Install", "Interface", "Recipes", "Guarantees", "Operating", "More", "Speed", "Compared"),
+    *("How", "Develop", "Changes"),
+]
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def read(name: str) -> str:
+    with open(os.path.join(PROJECT, name), encoding="utf-8") as file:
+        return file.read()
+
+
+SOURCE, README, DOCSTRING = read("femtoqueue.py"), read("README.md"), femtoqueue.__doc__ or ""
+TREE = ast.parse(SOURCE)
+
+# The rooms of femtoqueue.py
+
+BANNERS = [
+    (number, match[2], int(match[1]))
+    for number, line in enumerate(SOURCE.splitlines(), 1)
+    if (match := re.match(r"# (\d+)\. ([A-Z][A-Za-z ]+)[:.]", line))
+]
+
+
+def room_of(line: int) -> int:
+    """Return the number of the room in which a line stands; 0 before the first."""
+    return sum(start <= line for start, _, _ in BANNERS)
+
+
+def rooms_misnumbered() -> list[str]:
+    return [name for number, (_, name, own) in enumerate(BANNERS, 1) if own != number]
+
+
+def rooms_not_listed() -> list[str]:
+    """Return where the docstring's list of rooms and the banners differ."""
+    text = DOCSTRING.partition("Rooms of this file")[2]
+    listed = re.findall(r"^ +\d+\. ([A-Z][A-Za-z ]+?)  ", text, re.MULTILINE)
+    pairs = itertools.zip_longest(listed, (name for _, name, _ in BANNERS))
+    return [f"{a} / {b}" for a, b in pairs if a != b]
+
+
+def used_from_below() -> list[str]:
+    """Return what a room uses of rooms below it, and private names of other rooms' objects. By the
+    syntax tree, annotations left out: they name what a caller passes in. And where a worker makes
+    its parts, which are of all rooms."""
+    homes: dict[str, int] = {}  # of the names at top level
+    private: dict[int, set[str]] = {}  # names of attributes that belong to a room's own classes
+    tree = ast.parse(SOURCE)
+    for node in tree.body:
+        for name in names_made_by(node):
+            homes.setdefault(name, room_of(node.lineno))
+        private.setdefault(room_of(node.lineno), set()).update(private_names_of(node))
+    found = []
+    for node in map(without_annotations, tree.body):
+        if isinstance(node, ast.ClassDef) and node.name == "_Worker":
+            node.body = [it for it in node.body if getattr(it, "name", "") != "__init__"]
+        here = room_of(node.lineno)
+        for part in ast.walk(node):
+            if isinstance(part, ast.Name) and part.id not in DOORS:
+                is_foreign = homes.get(part.id, 0) > here
+            elif isinstance(part, ast.Attribute) and re.match("_[^_]", part.attr):
+                owner = part.value.id if isinstance(part.value, ast.Name) else ""
+                own = owner in ("self", "cls", "os") or part.attr in private.get(here, ())
+                is_foreign = not own
+            else:
+                is_foreign = False
+            if is_foreign:
+                found.append(f"{part.lineno}: {ast.unparse(part)}")  # type: ignore[attr-defined]
+    return found
+
+
+def without_annotations(node: Any) -> Any:
+    """Return a syntax tree without what only annotates."""
+    for part in ast.walk(node):
+        if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            part.returns = None
+        elif isinstance(part, ast.arg):
+            part.annotation = None
+        elif isinstance(part, ast.AnnAssign):
+            part.annotation = ast.Constant(None)
+    return node
+
+
+def names_made_by(node: ast.stmt) -> list[str]:
+    """Return the names that a statement at top level makes."""
+    if isinstance(node, DEFINITIONS):
+        return [node.name]
+    names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
+    return [part.id for part in names if isinstance(part.ctx, ast.Store)]
+
+
+def private_names_of(node: ast.stmt) -> set[str]:
+    """Return the private names of methods and attributes that a class has."""
+    if not isinstance(node, ast.ClassDef):
+        return set()
+    names = {part.name for part in node.body if isinstance(part, ast.FunctionDef)}
+    for part in ast.walk(node):
+        if isinstance(part, ast.Attribute) and ast.unparse(part.value) == "self":
+            names.add(part.attr)
+    return {name for name in names if name.startswith("_")}
+
+
+def longest_room() -> tuple[int, str]:
+    ends = [start for start, _, _ in BANNERS[1:]] + [len(SOURCE.splitlines()) + 1]
+    lengths = [(end - start, name) for (start, name, _), end in zip(BANNERS, ends, strict=True)]
+    return max(it for it in lengths if it[1] not in ("FemtoQueue", "Command line"))
+
+
+def longest_class(*, face: bool) -> tuple[int, str]:
+    """Return the lines and the name of the longest class; face: of all, FemtoQueue is one."""
+    classes = [node for node in TREE.body if isinstance(node, ast.ClassDef)]
+    lengths = [((it.end_lineno or 0) - it.lineno + 1, it.name) for it in classes]
+    return max(it for it in lengths if face or it[1] != "FemtoQueue")
+
+
+# The table of the docstring
+
+STEPS = {*re.findall(r"\w+\.\w+", DOCSTRING.partition("    step       room")[2].split("\n\n")[0])}
+
+
+def steps_without_a_method() -> list[str]:
+    return [name for name in sorted(STEPS) if not is_there(*name.split("."))]
+
+
+def is_there(owner: str, method: str) -> bool:
+    return hasattr(getattr(femtoqueue, owner, None), method)
+
+
+def moves_without_a_step() -> list[str]:
+    """Return the public methods that call for a rename or an unlink themselves, and stand neither
+    in the table nor in HELPERS."""
+    classes = [it for it in vars(femtoqueue).values() if isinstance(it, type)]
+    own = [it for it in classes if it.__module__ == "femtoqueue"]
+    found = {f"{it.__name__}.{name}" for it in own for name in vars(it) if is_a_move(it, name)}
+    return sorted(found - STEPS - HELPERS)
+
+
+def is_a_move(owner: type, name: str) -> bool:
+    method = vars(owner)[name]
+    method = getattr(method, "__wrapped__", method)
+    if name.startswith("_") or not inspect.isfunction(method):
+        return False
+    return MOVES.search(inspect.getsource(method)) is not None
+
+
+# README.md
+
+
+def section(title: str) -> str:
+    """Return the text of a section; of what stands before the first one, for ""."""
+    parts = re.split(r"(?m)^## (.*)\n", README)
+    titles = ["", *parts[1::2]]
+    return next(
+        text for name, text in zip(titles, parts[::2], strict=True) if name.startswith(title)
+    )
+
+
+def column(number: int, text: str) -> list[str]:
+    """Return the cells of a column of a section's tables, without headings."""
+    tables = re.findall(r"(?m)(?:^\|.*\n)+", text)
+    rows = [row.strip("|").split("|") for it in tables for row in it.splitlines()[2:]]
+    return [row[number].strip() for row in rows if len(row) > number]
+
+
+def longest_line() -> tuple[int, str]:
+    return max((len(line), line) for line in README.splitlines())
+
+
+def longest_paragraph() -> tuple[int, str]:
+    """Return the lines of the longest paragraph, or item of a list, and how it begins."""
+    prose = re.sub(r"(?ms)^```.*?^```$|^[|#<].*?$", "", README)
+    paragraphs = [it.strip().splitlines() for it in re.split(r"\n\s*\n|\n- ", prose)]
+    return max((len(lines), lines[0]) for lines in paragraphs if lines)
+
+
+def sections_out_of_order() -> list[str]:
+    pairs = itertools.zip_longest(re.findall(r"(?m)^## (\w+)", README), SECTIONS)
+    return [f"{found} / {wanted}" for found, wanted in pairs if found != wanted]
+
+
+def moves_of_no_diagram() -> list[str]:
+    """Return what is no state, and what is no method, of the first diagram."""
+    (diagram,) = re.findall(r"(?ms)^```mermaid\n(.*?)^```", section(""))
+    edges = re.findall(r"(?m)^    (\S+) --> (\S+): (\w+)", diagram)
+    states = {name for edge in edges for name in edge[:2]}
+    calls = {move for _, to, move in edges if (to, move) != ("pending", "its")}
+    odd = states ^ {*femtoqueue.STATES, "[*]"}
+    return [*odd, *(it for it in calls if not callable(getattr(femtoqueue.FemtoQueue, it, None)))]
+
+
+def missing_in_the_interface() -> list[str]:
+    """Return the parameters, public methods, fields and errors that its tables do not name."""
+    text, queue = section("Interface"), femtoqueue.FemtoQueue
+    parameters = [*inspect.signature(queue).parameters]
+    listed = [it.strip("`") for it in column(0, text)[: len(parameters)]]
+    names = [name for name in vars(queue) if name[0] != "_" and name != "paused"]
+    names += [it for it in femtoqueue.FemtoTask.__annotations__ if it[0] != "_"]
+    names += [it for it in femtoqueue.__all__ if issubclass(getattr(femtoqueue, it), Exception)]
+    missing = [name for name in names if not re.search(rf"`(with |await )?{name}\b", text)]
+    return missing + [f"{a} / {b}" for a, b in zip(listed, parameters, strict=True) if a != b]
+
+
+def proofs_that_are_not_there() -> list[str]:
+    """Return what the table of guarantees names besides tests, classes of them, and programs."""
+    tests = names_of_tests(ast.parse(read("test.py")))
+    programs = {os.path.basename(path) for path in glob.glob(f"{PROJECT}/.ci/*.py")}
+    found = []
+    for cell in column(1, section("Guarantees")):
+        found += [it for it in re.findall(r"`(.*?)`", cell) if it not in tests | programs]
+        found += [it for it in [re.sub(r"`.*?`|, ", "", cell)] if it]
+    return found
+
+
+def names_of_tests(tree: ast.Module) -> set[str]:
+    """Return the classes of tests, as Class, and their own tests, as Class.test_name."""
+    own: dict[str, set[str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            inherited = [own.get(ast.unparse(base), set()) for base in node.bases]
+            methods = {it.name for it in node.body if isinstance(it, ast.FunctionDef)}
+            own[node.name] = {it for it in methods if it.startswith("test_")}.union(*inherited)
+    return {name for name in own if own[name]} | {f"{a}.{b}" for a in own for b in own[a]}
+
+
+def named_rooms_that_are_none() -> list[str]:
+    """Return the numbers of rooms that "How it works" has and femtoqueue.py has not."""
+    numbers = {str(number) for _, _, number in BANNERS}
+    named = re.findall(r"\(([\d, ]+)\)", section("How it works").split("rooms of femtoqueue.py")[1])
+    if len(named) < 8:
+        return [f"only {len(named)} are named"]
+    return [it for text in named for it in text.split(", ") if it not in numbers]
+
+
+# Weights
+
+
+def weights() -> dict[str, int]:
+    documented = {number for it in docstrings() for number in range(it.lineno, last_line(it) + 1)}
+    code: set[int] = set()
+    tokens = 0
+    no_code = {
+        *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.ENDMARKER),
+        *(tokenize.INDENT, tokenize.DEDENT),
+    }
+    for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline):
+        if token.type not in no_code and token.start[0] not in documented:
+            code.update(range(token.start[0], token.end[0] + 1))
+            tokens += 1
+    return {
+        "tokens of code": tokens,
+        "lines": len(SOURCE.splitlines()),
+        "lines of code": len(code),
+        "lines of docstrings": len(documented),
+        "lines of its largest class": longest_class(face=True)[0],
+        "lines of test.py": lines_of("test.py"),
+        "lines of .ci/": sum(map(lines_of, [".ci/run", *glob.glob(f"{PROJECT}/.ci/*.py")])),
+    }
+
+
+def docstrings() -> Iterator[ast.stmt]:
+    for node in ast.walk(TREE):
+        if isinstance(node, (*DEFINITIONS, ast.Module)) and ast.get_docstring(node) is not None:
+            yield node.body[0]
+
+
+def last_line(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
+
+
+def lines_of(name: str) -> int:
+    return len(read(name).splitlines())
+
+
+# What is checked
+
+Measure = Callable[[], "int | list[str] | tuple[int, str]"]
+CHECKS: list[tuple[str, int, Measure]] = [
+    ("rooms that are out of number", 0, rooms_misnumbered),
+    ("rooms that the docstring lists otherwise", 0, rooms_not_listed),
+    ("uses of a room below, or of its private names", 0, used_from_below),
+    ("lines of a room, but FemtoQueue and Command line", 440, longest_room),
+    ("lines of a class, but FemtoQueue", 400, lambda: longest_class(face=False)),
+    ("lines of the module's docstring", 110, lambda: len(DOCSTRING.splitlines())),
+    ("steps of its table that are no methods", 0, steps_without_a_method),
+    ("methods that move a task and are no step of it", 0, moves_without_a_step),
+    ("README: lines", 220, lambda: lines_of("README.md")),
+    ("README: characters in a line", 100, longest_line),
+    ("README: lines in a paragraph", 6, longest_paragraph),
+    ("README: sections out of order", 0, sections_out_of_order),
+    ("README: moves of the diagram that are none", 0, moves_of_no_diagram),
+    ("README: names that the interface lacks", 0, missing_in_the_interface),
+    ("README: proofs that are not there", 0, proofs_that_are_not_there),
+    ("README: rooms that are none", 0, named_rooms_that_are_none),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.parse_args()
+    results: list[tuple[str, int, int, list[str]]] = []
+    for what, limit, measure in CHECKS:
+        found = measure()
+        if isinstance(found, tuple):
+            results.append((what, limit, found[0], [found[1]]))
+        elif isinstance(found, list):
+            results.append((what, limit, len(found), found))
+        else:
+            results.append((what, limit, found, []))
+    for name, weight in weights().items():
+        results.append((f"weight: {name}", LIMITS[name], weight, []))
+    for what, limit, figure, wrong in results:
+        is_over = figure > limit
+        print(f"{figure:6} of {limit:6}  {what}{': TOO MUCH' if is_over else ''}")
+        for line in wrong if is_over else ():
+            print(f"{'':18}{line}")
+    return int(any(figure > limit for _, limit, figure, _ in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
