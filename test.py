@@ -10496,6 +10496,238 @@ class Migration(ReadmeCase):
         self.assertTrue(all(map(os.path.exists, stay)))
 
 
+# What two that meet may do to each other
+
+
+class Meeting(QueueCase):
+    """Orders of two operations, or of one and a signal, that the enumerations do not reach."""
+
+    def test_of_two_pushes_during_a_listing_the_younger_does_not_come_first(self) -> None:
+        """The listing may have passed the place of the older one."""
+        for before in (0, 300):
+            q, pushed = self.queue(f"n{before}"), list[str]()
+            q.push_many([b"x"] * before)
+
+            def listdir(path: str, q: FemtoQueue = q, pushed: list[str] = pushed) -> list[str]:
+                names = os.listdir(path)
+                if path.endswith("pending") and not pushed:
+                    pushed.extend(q.push_many([b"x"] * 300))
+                    names += pushed[1:]
+                return names
+
+            with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
+                ids = [_taken(q).id for _ in range(before + 300)]
+            self.assertEqual(ids, sorted(ids))
+
+    def test_a_claim_that_is_lost_takes_no_notice_of_one_that_is_read(self) -> None:
+        """Of the same task, in another thread of one object."""
+        q, got = self.queue(), list[FemtoTask | None]()
+        _, wanted, last = q.push_many([b"1", b"2", b"3"])
+        self.pop(q)
+        reads, may_go_on = threading.Event(), threading.Event()
+        taker = threading.Thread(target=lambda: got.append(q.take(id=wanted)))
+
+        def meet(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and args[0].endswith(wanted) and "/inflight-" in args[0]:
+                reads.set()
+                may_go_on.wait(PATIENCE_S)
+            elif name == "move" and reads.is_set() and not may_go_on.is_set():
+                may_go_on.set()
+                taker.join(PATIENCE_S)
+
+        with hooked(meet):
+            taker.start()
+            reads.wait(PATIENCE_S)
+            task = q.pop()
+        self.assertEqual((task and task.id, got[0] and got[0].id), (last, wanted))
+
+    @FORK
+    def test_a_fork_as_another_thread_opens_a_lock_copies_none(self) -> None:
+        import fcntl
+
+        q, children = self.queue(), list[Child]()
+
+        def live(child: Child) -> None:
+            child.say("forked")
+            child.wait_for_go()
+
+        def fork() -> None:
+            children.append(self.child(live))
+
+        def open_slowly(path: Any, *args: Any, **settings: Any) -> int:
+            fd = os.open(path, *args, **settings)
+            if path == lease_dir(q):
+                threads.append(threading.Thread(target=fork))
+                threads[0].start()
+                threads[0].join(0.2)  # it has forked, or waits for us
+            return fd
+
+        threads: list[threading.Thread] = []
+        with mock.patch.object(femtoqueue, "os", fake_os(open=open_slowly)):
+            self.assertIsNone(q.pop())
+        threads[0].join(PATIENCE_S)
+        self.assertEqual(children[0].line(), "forked")
+        dies(q)
+        fd = os.open(lease_dir(q), os.O_RDONLY)
+        self.addCleanup(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    @FORK
+    def test_a_lease_is_renewed_though_its_key_is_pushed_all_the_time(self) -> None:
+        """Its lock is free for a moment now and then."""
+        import fcntl
+
+        q, tries, flock = self.queue(timeout_stale_ms=3000), itertools.count(), fcntl.flock
+        q.push(b"x", key="k")
+        task = self.pop(q)
+        assert task.until is not None
+        end_s, before = task.until.timestamp(), task.path
+
+        def busy(fd: int, how: int) -> None:
+            if how == fcntl.LOCK_EX | fcntl.LOCK_NB and next(tries) % 40 != 39:
+                raise BlockingIOError
+            flock(fd, how)
+
+        with q.processing(task), mock.patch("fcntl.flock", busy):
+            while task.path == before:
+                self.assertLess(time.time(), end_s)
+                time.sleep(0.01)
+
+    @FORK
+    def test_a_synced_push_that_raises_leaves_the_payload_that_was_there(self) -> None:
+        q, keys = self.queue(sync_after_write=True), map(str, itertools.count())
+        for case, number in itertools.product(("waits", "leased", "behind"), range(4)):
+            with self.subTest(case, fsync=number):
+                key, left = next(keys), itertools.count(number, -1)
+                q.push(b"old", key=key)
+                leased = None if case == "waits" else q.take(key)
+                if case == "behind":
+                    q.push(b"old", key=key)
+
+                def fail(name: str, args: tuple[Any, ...], left: Iterator[int] = left) -> None:
+                    if name == "fsync" and next(left) == 0:
+                        self.fail_with(errno.EIO)
+
+                newest = b"new"
+                with hooked(fail), contextlib.suppress(OSError):
+                    newest = b"old"
+                    q.push(b"new", key=key, if_in_flight="update")
+                    newest = b"new"
+                if leased is not None:
+                    q.done(leased) if case == "behind" else q.release(leased)
+                task = q.take(key)
+                self.assertEqual(task and task.data, newest)
+
+    def test_ctrl_c_as_a_turn_ends_leaves_the_line_to_others(self) -> None:
+        for stale_timeout in (None, 20.0):
+            line = TicketQueue(self.file("line"), stale_timeout)
+            with self.assertRaises(KeyboardInterrupt), line.turn():
+                stopped = mock.patch.object(threading.Event, "set", side_effect=interrupt)
+                stopped.start()
+            stopped.stop()
+            gc.collect()
+            self.assertTrue(TicketQueue(self.file("line"), stale_timeout).is_empty())
+
+    @FORK
+    def test_a_repair_that_meets_a_busy_key_comes_again_soon(self) -> None:
+        q, clock = self.queue(), self.clock()
+        q.push(b"1", key="k")
+        task = self.pop(q)
+        q.push(b"2", key="k")
+        os.rename(self.file(task.path), self.file("done", task.id))  # and then its worker died
+        with self.locked("k"):
+            clock.advance(601)
+            self.assertIsNone(q.pop())
+        clock.advance(2)
+        self.assertEqual(self.pop(q).data, b"2")
+
+    @FORK
+    def test_a_coroutine_that_finds_its_key_busy_looks_again_soon(self) -> None:
+        """The event of the push has come; no other comes when that has ended."""
+        import asyncio
+
+        q, pauses_ms, real = self.queue(), list[int](), select.poll
+
+        class Poll:
+            def __init__(self) -> None:
+                self.real = real()
+
+            def register(self, fd: int, mask: int) -> None:
+                self.real.register(fd, mask)
+
+            def poll(self, timeout_ms: int) -> list[tuple[int, int]]:
+                pauses_ms.append(timeout_ms)
+                return self.real.poll(timeout_ms)
+
+        async def take() -> FemtoTask | None:
+            taking = asyncio.create_task(q.take_async("k"))
+            while len(pauses_ms) < 3:
+                await asyncio.sleep(0.001)
+            lock.close()
+            return await taking
+
+        q.push(b"x", key="k")
+        lock = self.locked("k")
+        with mock.patch.object(select, "poll", Poll):
+            task = asyncio.run(take())
+        self.assertEqual(task and task.data, b"x")
+        self.assertLess(max(pauses_ms[:3]), 50)
+
+    def test_what_can_be_neither_read_nor_moved_back_was_not_delivered(self) -> None:
+        q, clock = self.queue(max_attempts=1), self.clock()
+        q.push(b"x", key="k")
+
+        def no_descriptors(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and ("/inflight-n1/" in args[0] or "/locks/" in args[0]):
+                self.fail_with(errno.EMFILE)
+
+        self.assertIsNone(self.queue("n2").take("other"))
+        with hooked(no_descriptors):
+            self.assertRaises(OSError, q.pop)
+        clock.advance(1)
+        self.assertEqual(self.pop(q).attempts, 1)
+
+    def test_ctrl_c_as_the_task_is_made_leaves_no_lease(self) -> None:
+        q = self.queue()
+        ident = q.push(b"x")
+        with (
+            mock.patch.object(femtoqueue, "FemtoTask", side_effect=KeyboardInterrupt),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            q.pop()
+        self.assertEqual(self.names("pending"), [ident])
+
+    def test_a_file_that_can_not_be_claimed_does_not_keep_the_others_waiting(self) -> None:
+        q, found = self.queue(), list[bytes]()
+        ids = q.push_many([b"1", b"2", b"3"])
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "move" and args[0].endswith(f"pending/{ids[0]}"):
+                self.fail_with(errno.EPERM)
+
+        with hooked(refuse):
+            for _ in range(4):
+                with contextlib.suppress(OSError):
+                    if task := q.pop():
+                        found.append(task.data)
+        self.assertEqual(found, [b"2", b"3"])
+
+    def test_an_object_that_is_dropped_leaves_no_thread(self) -> None:
+        """Though it took no lease, and only renewed that of another."""
+        q = self.queue(timeout_stale_ms=3_600_000)
+        q.push(b"x")
+        task, before = self.pop(q), {*threading.enumerate()}
+        other = FemtoQueue(self.path, "n2", timeout_stale_ms=3_600_000)
+        attached = other.attach(task.path)
+        with other.processing(attached):
+            other.release(attached)
+        del other, attached
+        gc.collect()
+        for thread in {*threading.enumerate()} - before:
+            thread.join(PATIENCE_S)
+            self.assertFalse(thread.is_alive())
+
+
 # Faults that no other test found
 
 
