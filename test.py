@@ -2322,108 +2322,51 @@ class LostReply(QueueCase):
 
     fs_type = NFS
 
+    def losing(
+        self, number: int = 0, then: Callable[[], object] = int, event: str = "move"
+    ) -> Step:
+        """Return a hook by which the reply to the n-th of these calls is lost, while something else
+        happens."""
+
+        def lose() -> None:
+            then()
+            self.fail_with(errno.ENOENT)
+
+        return Meanwhile(number, lose, lambda name, args: name == event)
+
     @contextlib.contextmanager
-    def lost(
-        self,
-        number: int = 1,
-        then: Callable[[], object] = int,
-        calls: tuple[str, ...] = ("rename", "replace"),
-    ) -> Iterator[None]:
-        """The answer to that call of the block is lost; meanwhile, something else happens."""
-        renames = itertools.count(1)
-
-        def losing(rename: Callable[..., None]) -> Callable[..., None]:
-            def call(*args: Any, **kwargs: Any) -> None:
-                rename(*args, **kwargs)
-                if next(renames) == number:
-                    then()
-                    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), args[0])
-
-            return call
-
-        fake = fake_os(**{name: losing(getattr(os, name)) for name in calls})
-        with mock.patch.object(femtoqueue, "os", fake):
+    def lost(self, **how: Any) -> Iterator[None]:
+        """The reply to the first rename of the block is lost, or to another call."""
+        step = self.losing(**how)
+        with hooked(step, after=True):
             yield
-        self.assertGreater(next(renames), number, "it was not renamed so often")
+        self.assertTrue(step.reached)
         self.check_invariants()
 
-    def test_a_push_is_acknowledged(self) -> None:
-        q = self.queue()
-        with self.lost():
-            ident = q.push(b"1")
-        with self.lost():
-            q.schedule(b"2", 0)
-        with self.lost():
-            q.push(b"3", key="k")
-        self.assertEqual(self.names("pending")[0], ident)
-        self.assertEqual(sorted(self.drain(q)), [b"1", b"2", b"3"])
+    def life(self, scenario: Scenario, step: Step, **settings: Any) -> list[Any]:
+        """Live it, and return what was said, and what is there when it is over."""
+        self.path = self.new_dir(self.memory)
+        found = list[Any]()
+        with hooked(step, after=True), FemtoQueue(self.path, "n1", **settings) as q:
+            scenario(q, found.append)
+        for state in femtoqueue.STATES:
+            tasks = [(it.state, it.data, it.attempts, it.key, it.error) for it in q.tasks(state)]
+            found += sorted(tasks, key=str)
+        return found
 
-    def test_a_keyed_payload_is_replaced_at_each_of_its_renames(self) -> None:
-        q = self.queue()
-        q.push(b"0", key="k")
-        with without_exchange():
-            for number in (1, 2):
-                with self.lost():
-                    q.push(b"%d" % number, key="k")
-                newest = q.peek(key="k")
-                self.assertEqual(newest and newest.data, b"%d" % number)
-        self.assertEqual(self.drain(q), [b"2"])
-
-    def test_a_claim_is_a_delivery(self) -> None:
-        q = self.queue()
-        q.push(b"1")
-        with self.lost():
-            task = self.pop(q)
-        q.done(task)
-        self.assertEqual(self.states(), {"done": 1})
-
-    def test_each_end_of_a_delivery_is_acknowledged(self) -> None:
-        q = self.queue()
-        for end, state in (
-            (q.done, "done"),
-            (lambda task: q.fail(task, "why"), "failed"),
-            (q.release, "pending"),
-        ):
-            q.push(b"1")
-            task = self.pop(q)
-            with self.lost():
-                end(task)
-            self.assertEqual(self.states(), {state: 1})
-            shutil.rmtree(self.file(state))
-            os.mkdir(self.file(state))
-
-    def test_a_task_that_is_not_kept_is_done(self) -> None:
-        q = self.queue(keep_done=False)
-        q.push(b"1")
-        task = self.pop(q)
-        with self.lost(calls=("unlink",)):
-            q.done(task)
-        self.assertRaises(LeaseLost, q.done, task)
-
-    def test_a_reason_and_a_checkpoint_are_written(self) -> None:
-        q = self.queue()
-        ident = q.push(b"1")
-        task = self.pop(q)
-        with self.lost(2):
-            q.checkpoint(task, b"half")
-        q.release(task)
-        task = self.pop(q)
-        self.assertEqual(task.checkpoint, b"half")
-        with self.lost(2):
-            q.fail(task, "why")
-        failed = q.peek(ident)
-        self.assertEqual(failed and failed.error, "why")
-
-    def test_a_lease_is_extended_and_a_dead_letter_retried(self) -> None:
-        q = self.queue()
-        ident = q.push(b"1")
-        task = self.pop(q)
-        with self.lost():
-            q.extend(task, 60_000)
-        q.fail(task)
-        with self.lost():
-            q.retry(ident)
-        self.assertEqual(self.states(), {"pending": 1})
+    def test_a_life_goes_on_as_if_no_reply_were_lost(self) -> None:
+        """Whichever rename or unlink it is that the server has carried out, and says it has not."""
+        settings: dict[str, Any]
+        for event, settings in (("move", {}), ("unlink", {}), ("unlink", {"keep_done": False})):
+            for scenario in (*SCENARIOS, *KEY_SCENARIOS):
+                wanted = self.life(scenario, Step(-1), **settings)
+                for number in itertools.count():
+                    step = self.losing(number, event=event)
+                    with self.subTest(scenario.__name__, event=event, number=number):
+                        self.assertEqual(self.life(scenario, step, **settings), wanted)
+                    if not step.reached:
+                        break
+                self.assertGreater(number, 0)
 
     def test_a_server_that_is_away_for_longer_than_the_lease_makes_no_difference(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -2433,28 +2376,6 @@ class LostReply(QueueCase):
             with self.lost(then=lambda: clock.advance(90)):
                 end(task)
             self.assertNotEqual(self.names(state), [])
-
-    def test_the_payload_behind_a_finished_task_comes_at_once(self) -> None:
-        q = self.queue()
-        q.push(b"1", key="k")
-        task = self.pop(q)
-        q.push(b"2", key="k")
-        with self.lost():
-            q.done(task)
-        self.assertEqual(self.pop(self.queue("n2")).data, b"2")
-
-    def test_a_task_that_comes_due_or_is_set_aside_is_so(self) -> None:
-        q = self.queue()
-        q.push(b"1")
-        self.put(q.push(b"2"), b"FQ1 no")
-        self.pop(q)
-        with self.lost(2):
-            self.assertIsNone(q.pop())
-        self.assertEqual(len(self.names("failed")), 2)  # with its reason
-        self.queue("n2").schedule(b"3", 0, key="k")
-        with self.lost():
-            task = q.take("k")
-        self.assertEqual(task and task.data, b"3")
 
     def test_a_ticket_is_taken(self) -> None:
         self.queue()
@@ -2553,7 +2474,7 @@ class LostReply(QueueCase):
                 other = self.queue("n2", keep_done=False)
                 other.push(b"3")
                 task = self.pop(other)
-                with self.lost(calls=("unlink",)), self.assertRaises(LeaseLost):
+                with self.lost(event="unlink"), self.assertRaises(LeaseLost):
                     other.done(task)
 
 
@@ -3038,27 +2959,6 @@ class Keyed(QueueCase):
         self.assertEqual(self.drain(q), [b"new"])
         self.nothing_in_keys()
 
-    @FORK
-    def test_a_loop_over_pop_does_not_end_while_another_process_replaces_the_payload(self) -> None:
-        self.needs_exchange()
-
-        def replace(child: Child) -> None:
-            q = FemtoQueue(self.path)
-            for number in itertools.count(1):
-                q.push(b"%d" % number, key="k")
-                if number == 10:
-                    child.say("replacing")
-
-        q = self.queue()
-        q.push(b"0", key="k")
-        child = self.child(replace)
-        self.assertEqual(child.line(), "replacing")
-        for _ in range(300):
-            task = q.pop()
-            assert task is not None, "a task waited all the time"
-            q.release(task, front=True)
-        child.end()
-
     def test_a_new_payload_keeps_its_place_for_workers_that_listed_it_before(self) -> None:
         """Though its name changes, for its attempts begin anew: younger tasks come after it."""
         q = self.queue(max_attempts=3)
@@ -3097,24 +2997,20 @@ class Keyed(QueueCase):
         self,
     ) -> None:
         """`mv inflight-X/*ID pending/ID` and `mv pending/ID elsewhere`, before each call."""
-        for number in itertools.count():
-            q = self.queue(f"w{number}")
-            key = f"{number}"
+        for step in Meanwhile.each():
+            q, key = self.queue(f"w{step.number}"), f"{step.number}"
             ident = q.push(b"old", key=key)
-            if number % 2:
+            if step.number % 2:
                 q.release(q.take(key) or self.fail("it waits"), front=True)
-            step = Meanwhile(number, functools.partial(self.move_by_hand, ident))
+            step.happen = functools.partial(self.move_by_hand, ident)
             with hooked(self.outside_the_window(step)):
                 q.push(b"new", key=key)
             task = q.take(key)
             assert task is not None
             self.assertEqual((task.id, task.data), (ident, b"new"))
             q.done(task)
-            self.assertEqual(self.states()["done"], number + 1)
+            self.assertEqual(self.states()["done"], step.number + 1)
             q.close()
-            if not step.reached:
-                break
-        self.assertGreater(number, 8)
 
     def move_by_hand(self, ident: str) -> None:
         for directory in os.listdir(self.path):
@@ -3196,188 +3092,70 @@ class Keyed(QueueCase):
             q.done(task)
             self.nothing_in_keys()
 
-    def test_a_time_that_was_pushed_last_counts_though_a_payload_is_behind(self) -> None:
-        """Sooner and later than the task's own; a payload without one comes at the task's time."""
-        q, clock = self.queue(), self.clock()
-        for times, waits_s in (((50, 20), 20), ((20, 50), 50), ((50, None), 50), ((None, 20), 20)):
-            q.push(b"old", key="k")
-            task = self.pop(q)
-            q.push(b"1", key="k")
-            q.release(task)
-            for number, after_s in enumerate(times):
-                if after_s is None:
-                    q.push(b"%d" % number, key="k")
-                else:
-                    q.schedule(b"%d" % number, (clock.time() + after_s) * 1e6, key="k")
-            clock.advance(waits_s - 5)
-            self.assertEqual((q.pop(), q.take("k")), (None, None), times)
-            clock.advance(6)
-            self.assertEqual(self.drain(q), [b"1"], times)
-
     def test_a_new_payload_that_is_taken_at_once_is_not_charged_with_old_deliveries(self) -> None:
         """Before each system call of its push a pop() takes the task, old or new, and gives it
         back; the new payload still has all its attempts."""
         self.needs_exchange()
-        for number in itertools.count():
-            q, other = self.queue(f"a{number}", max_attempts=3), self.queue(f"b{number}")
-            key = f"{number}"
+        for step in Meanwhile.each():
+            q = self.queue(f"a{step.number}", max_attempts=3)
+            other, key = self.queue(f"b{step.number}", max_attempts=3), f"{step.number}"
             q.push(b"old", key=key)
             for _ in range(2):
                 q.release(q.take(key) or self.fail("it waits"), front=True)
-            taken: list[FemtoTask | None] = []
-            step = Meanwhile(number, lambda: taken.append(other.pop()))  # noqa: B023
+            taken: list[FemtoTask] = []
+            step.happen = lambda: taken.extend(filter(None, [other.pop()]))  # noqa: B023
             with hooked(step):
                 q.push(b"new", key=key)
-            task = taken[0] if taken else None
-            if task is not None and task.data == b"new":
-                self.assertEqual(task.attempts, 1)
-            if task is not None:
+            for task in taken:
+                self.assertTrue(task.data == b"old" or task.attempts == 1)
                 other.done(task)
             self.drain(q)
-            if not step.reached:
-                break
-        self.assertGreater(number, 8)
 
-    def test_a_push_that_raises_leaves_the_attempts_of_the_old_payload(self) -> None:
-        q = self.queue()
-        q.push(b"old", key="k")
-        for _ in range(3):
-            q.release(self.pop(q), front=True)
+    def test_a_push_or_schedule_that_raises_leaves_the_task_as_it_was(self) -> None:
+        """Its payload, its attempts and its time, whichever call fails."""
+        later_us, fail = 4e15, functools.partial(self.fail_with, errno.EIO)
+        for old_us, new_us in itertools.product((None, later_us), (None, later_us + 1)):
+            for step in Step.each(fail):
+                q, key = self.queue(), f"{old_us} {new_us} {step.number}"
+                self.put_in(q, key, b"old", old_us)
+                if old_us is None:
+                    q.release(q.take(key) or self.fail("it waits"), front=True)
+                before = q.peek(key=key)
+                with self.subTest(key):
+                    try:
+                        with hooked(step):
+                            self.put_in(q, key, b"new", new_us)
+                    except OSError:
+                        self.assertEqual(q.peek(key=key), before, step.at)
+                q.close()
 
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "move":
-                self.fail_with(errno.EIO)
-
-        self.needs_exchange()
-        with hooked(refuse), self.assertRaises(OSError):
-            q.push(b"new", key="k")
-        self.assertEqual(self.pop(q).attempts, 4)
-
-    def test_ctrl_c_after_the_exchange_delivers_nothing_before_its_time(self) -> None:
-        self.needs_exchange()
-        q, exchange = self.queue(), through_seam("exchange")
-        q.push(b"now", key="k")
-
-        def interrupted(first: str, second: str) -> None:
-            exchange(first, second)
-            raise KeyboardInterrupt
-
-        with (
-            seam("exchange", interrupted),
-            self.assertRaises(KeyboardInterrupt),
-        ):
-            q.schedule(b"tomorrow", (time.time() + 86_400) * 1e6, key="k")
-        self.assertIsNone(q.pop())
-
-    def test_a_push_or_schedule_that_raises_leaves_the_old_payload_at_its_time(self) -> None:
-        """Whichever call fails, also the exchange: it waits in pending/ as before."""
-        clock = self.clock()
-        for number in itertools.count():
-            q, key = self.queue(f"w{number}"), f"{number}"
-            q.push(b"old", key=key)
-            q.release(q.take(key) or self.fail("it waits"), front=True)
-            step, raised = Step(number, lambda: self.fail_with(errno.EIO)), False
-            try:
-                with hooked(step):
-                    q.schedule(b"new", (time.time() + 1e6) * 1e6, key=key)
-            except OSError:
-                raised = True
-            clock.advance(1)
-            task = q.take(key)
-            if raised:
-                self.assertEqual(task and task.data, b"old")
-            if task is not None:
-                q.done(task)
-            q.close()
-            if not step.reached:
-                break
-        self.assertGreater(number, 10)
-
-    def test_a_task_that_a_person_gave_back_is_delivered_with_the_newer_payload(self) -> None:
-        """`mv inflight-X/*ID pending/ID` with a newer payload behind it: one task, the newer."""
-        q = self.queue()
-        ident = q.push(b"old", key="k")
-        lease = self.pop(q).path
-        q.push(b"new", key="k")
-        os.rename(self.file(lease), self.file("pending", ident))
-        self.assertEqual((self.drain(q), q.stats().failed), ([b"new"], 0))
+    def put_in(self, q: FemtoQueue, key: str, data: bytes, due_us: float | None) -> None:
+        if due_us is not None:
+            q.schedule(data, due_us, key=key)
+            return
+        q.push(data, key=key)
 
     def push_other(self, q: FemtoQueue, key: str) -> None:
         q.push(b"handler", key=key)
 
     def test_a_handler_that_pushes_while_a_lock_is_taken_does_not_wait_for_itself(self) -> None:
-        """Before each system call of a push, for another key with the same lock."""
+        """Before each system call of a push, for another key with the same lock; which the push
+        still has when it moves its file."""
         slot = key_tag("k")[-2:]
         keys = (f"{n}" for n in itertools.count())
         other = next(key for key in keys if key_tag(key).endswith(slot))
-        for number in itertools.count():
-            q = self.queue(f"w{number}")
+
+        def push() -> None:
+            self.push_other(q, other)
+            if step.at == "move":
+                self.assertRaises(BlockingIOError, self.locked, "k", wait=False)
+
+        for step in Meanwhile.each(push):
+            q = self.queue(f"w{step.number}")
             q.pop()
-            step = Meanwhile(number, functools.partial(self.push_other, q, other))
             with hooked(step):
                 q.push(b"x", key="k")
             self.assertEqual(sorted(self.drain(q)), [b"handler", b"x"][not step.reached :])
-            q.close()
-            if not step.reached:
-                break
-        self.assertGreater(number, 8)
-
-    def test_a_new_payload_was_never_delivered(self) -> None:
-        """The attempts were the old one's; the place stays that of the release."""
-        q = self.queue(max_attempts=2)
-        for name in (b"k", b"x", b"y"):
-            q.push(name, key=name.decode())
-        for _ in range(2):
-            q.release(self.pop(q))
-        q.push(b"again", key="k")
-        self.assertEqual([q.pop().data, q.pop().data], [b"y", b"again"])  # type: ignore[union-attr]
-        self.assertEqual([name.split("~")[1] for name in self.names("inflight-n1")], ["1", "1"])
-
-    def test_a_payload_pushed_meanwhile_comes_after_the_one_in_flight(self) -> None:
-        """The newest of them, once, by its own id, whether the first is done, deleted or failed."""
-        for end in (FemtoQueue.done, FemtoQueue.fail):
-            for keep in (True, False):
-                q = self.queue(keep_done=keep)
-                ident = q.push(b"1", key="k")
-                task = self.pop(q)
-                newer = q.push(b"2", key="k")
-                self.assertEqual(q.push(b"3", key="k"), newer)
-                self.assertNotEqual(newer, ident)
-                self.assertEqual((q.pop(), q.take("k"), q.stats().buffered), (None, None, 1))
-                self.assertEqual((q.peek(newer) or task).data, b"3")
-                end(q, task)
-                after = self.pop(q)
-                self.assertEqual((after.id, after.data, after.attempts), (newer, b"3", 1))
-                q.done(after)
-                self.nothing_in_keys()
-                q.close()
-
-    def test_a_payload_pushed_meanwhile_takes_the_place_of_one_that_comes_back(self) -> None:
-        """By release() in all ways, by a lease that ran out, by close()."""
-        clock = self.clock()
-        ways: list[Callable[[FemtoQueue, FemtoTask], object]] = [
-            lambda q, task: q.release(task, front=True),
-            lambda q, task: q.release(task, delay_s=0.001),
-            lambda q, task: clock.advance(31),
-            lambda q, task: q.close(),
-        ]
-        for way, come_back in enumerate(ways):
-            q = self.queue()
-            ident = q.push(b"1", key="k")
-            task = self.pop(q)
-            q.push(b"2", key="k")
-            q.push(b"later")
-            come_back(q, task)
-            clock.advance(1)
-            if q.take("k") is None:
-                self.fail(f"way {way}: it is back")
-            self.assertEqual(
-                (q.peek(ident), self.drain(q)), (FemtoTask(ident, b"2", 1, "k"), [b"later"])
-            )
-            self.assertRaises(LeaseLost, q.done, task)
-            q.close()
-            self.drain(q)
-            self.nothing_in_keys()
             q.close()
 
     def test_an_update_in_flight_is_what_a_redelivery_carries(self) -> None:
@@ -3442,48 +3220,6 @@ class Keyed(QueueCase):
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
 
-    def test_a_flipped_bit_of_a_key_is_noticed(self) -> None:
-        q = self.queue()
-        ident = q.push(b"x", key="a")
-        path = self.file("pending", ident)
-        with open(path, "rb") as file:
-            content = file.read()
-        self.put(ident, content.replace(b" a\n", b" c\n"))
-        self.assertIsNone(q.pop())
-        self.assertEqual(self.states(), {"failed": 1})
-        self.nothing_in_keys()
-
-    def test_schedule_replaces_payload_and_time_and_push_the_payload(self) -> None:
-        q, clock = self.queue(), self.clock()
-        ident = q.push(b"1", key="k")
-        due_us = (time.time() + 100) * 1e6
-        self.assertEqual(q.schedule(b"2", due_us, key="k"), ident)
-        self.assertEqual((q.take("k"), q.pop(), q.push(b"3", key="k")), (None, None, ident))
-        clock.advance(101)
-        q.schedule(b"4", 1, key="other")
-        task = q.take("k")
-        assert task is not None
-        self.assertEqual(task.data, b"3")
-        q.schedule(b"5", due_us + 100e6, key="k")
-        q.done(task)
-        self.assertEqual((q.take("k"), self.drain(q)), (None, [b"4"]))
-        clock.advance(101)
-        self.assertEqual(self.drain(q), [b"5"])
-        self.nothing_in_keys()
-
-    def test_a_later_time_waits_behind_a_task_in_flight_too(self) -> None:
-        """Also if that comes back: what is scheduled for later is not delivered now."""
-        q, clock = self.queue(), self.clock()
-        q.push(b"1", key="k")
-        task = self.pop(q)
-        q.push(b"2", key="k")
-        q.schedule(b"3", (time.time() + 100) * 1e6, key="k")
-        self.assertEqual(len(self.names("keys")), 1 + self.has_states)
-        q.release(task)
-        self.assertIsNone(q.pop())
-        clock.advance(101)
-        self.assertEqual(self.drain(q), [b"3"])
-
     def test_take_leases_out_of_turn_and_only_what_is_to_be_had(self) -> None:
         q, other = self.queue(), self.queue("n2")
         for key in ("a", "b"):
@@ -3508,26 +3244,6 @@ class Keyed(QueueCase):
         self.assertEqual(self.states(), {"failed": 1})
         q.push(b"y", key="k")
         self.assertEqual(self.drain(q), [b"y"])
-
-    def test_a_dead_workers_key_is_taken_from_it(self) -> None:
-        def work(child: Child) -> None:
-            q = FemtoQueue(self.path, "dead", timeout_stale_ms=None)
-            task = q.take("k")
-            child.say(str(task and task.data))
-            child.wait_for_go()
-
-        q, clock = self.queue(timeout_stale_ms=None), self.clock()
-        q.push(b"x", key="k")
-        child = self.child(work)
-        self.assertEqual(child.line(), "b'x'")
-        self.assertIsNone(q.take("k"))
-        q.push(b"y", key="k")
-        child.kill()
-        child.finish()
-        clock.advance(1)
-        task = q.take("k")
-        assert task is not None
-        self.assertEqual(task.data, b"y")
 
     def test_what_a_busy_key_keeps_from_being_put_back_is_put_back_later(self) -> None:
         """A stopped process that holds a key's lock stalls that key, not the queue."""
@@ -3561,19 +3277,6 @@ class Keyed(QueueCase):
         q.retry(ident)
         self.assertEqual(q.push(b"3", key="k"), ident)
         self.assertEqual(self.drain(q), [b"3"])
-        self.nothing_in_keys()
-
-    def test_keys_of_one_hash_do_not_mix(self) -> None:
-        q, (one, two) = self.queue(), TWINS
-        for key in TWINS:
-            q.push(key.encode(), key=key)
-        task = q.take(two)
-        q.push(b"newer two", key=two)
-        q.push(b"newer one", key=one)
-        assert task is not None
-        self.assertEqual((task.key, q.take(two)), (two, None))
-        q.done(task)
-        self.assertEqual(self.drain(q), [b"newer one", b"newer two"])
         self.nothing_in_keys()
 
     def test_a_hint_that_is_wrong_or_rubbish_does_no_harm(self) -> None:
@@ -3615,25 +3318,6 @@ class Keyed(QueueCase):
             for directory in ("keys", "locks"):
                 shutil.rmtree(self.file(directory))
 
-    def test_in_a_signal_handler_a_key_with_the_same_lock_does_not_wait_for_itself(self) -> None:
-        q = self.queue()
-        slot = key_tag("k")[-2:]
-        keys = (f"{n}" for n in itertools.count())
-        other = next(key for key in keys if key_tag(key).endswith(slot))
-        handled: list[bool] = []
-        q.pop()
-
-        def handler(name: str, args: tuple[Any, ...]) -> None:
-            if name == "move" and not handled:
-                handled.append(True)
-                q.push(b"handler", key=other)
-                with self.assertRaises(BlockingIOError):
-                    self.locked("k", wait=False)
-
-        with hooked(handler):
-            q.push(b"2", key="k")
-        self.assertEqual(sorted(self.drain(q)), [b"2", b"handler"])
-
     def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"1", key="k")
@@ -3645,34 +3329,6 @@ class Keyed(QueueCase):
         clock.advance(601)
         self.assertEqual(self.drain(q), [b"2"])
         self.nothing_in_keys()
-
-    def test_a_scheduled_task_whose_replacement_is_interrupted_keeps_its_time(self) -> None:
-        """Whichever call fails: neither payload is delivered before it is due."""
-        clock = self.clock()
-        for number in itertools.count():
-            q = self.queue(f"w{number}")
-            q.schedule(b"1", (time.time() + 1e6) * 1e6, key=f"{number}")
-            step = Step(number, lambda: self.fail_with(errno.EIO))
-            with hooked(step), contextlib.suppress(OSError):
-                q.schedule(b"2", (time.time() + 2e6) * 1e6, key=f"{number}")
-            clock.advance(60)
-            self.assertIsNone(q.pop())
-            q.close()
-            if not step.reached:
-                break
-        self.assertGreater(number, 8)
-
-    def test_a_replacement_that_fails_leaves_the_task_waiting(self) -> None:
-        q = self.queue()
-        ident = q.push(b"1", key="k")
-
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "move":
-                self.fail_with(errno.EIO)
-
-        with hooked(refuse):
-            self.assertRaises(OSError, q.push, b"2", key="k")
-        self.assertEqual(self.names("pending"), [ident])
 
     def test_a_push_that_raised_after_its_task_was_taken_does_not_make_room_for_another(
         self,
@@ -3745,45 +3401,21 @@ class Keyed(QueueCase):
         q.done(task)
         self.assertEqual(self.drain(q), [b"3"])
 
-    def test_ctrl_c_as_a_lock_is_given_up_leaves_the_key_to_others_and_to_this_thread(self) -> None:
-        """Before and after each flock() and close() of a push."""
-        import fcntl
-
-        flock = fcntl.flock
-
-        def interrupted(fd: int, kind: int) -> None:
-            if kind == fcntl.LOCK_UN and armed:
-                armed.clear()
-                raise KeyboardInterrupt
-            flock(fd, kind)
-
-        q, armed = self.queue(), [True]
-        q.pop()
-        with mock.patch("fcntl.flock", interrupted), self.assertRaises(KeyboardInterrupt):
-            q.push(b"1", key="k")
-        gc.collect()
-        self.locked("k", wait=False).close()
-        q.push(b"2", key="k")
-        self.assertEqual(self.drain(q), [b"2"])
-
     def test_a_handler_that_pushes_the_key_that_its_thread_is_at_work_on_hangs_nobody(self) -> None:
         """Before each system call of a done(). It must not, says push(); what comes after it is
         delivered last all the same."""
-        for number in itertools.count():
-            q, key = self.queue(f"w{number}"), f"{number}"
+        for step in Meanwhile.each(at_least=6):
+            q, key = self.queue(f"w{step.number}"), f"{step.number}"
             q.push(b"0", key=key)
             task = q.take(key)
             assert task is not None
-            step = Meanwhile(number, functools.partial(self.push_other, q, key))
+            step.happen = functools.partial(self.push_other, q, key)
             with hooked(step):
                 q.done(task)
             if step.reached:
                 q.push(b"newest", key=key)
-                self.assertEqual(self.drain(q)[-1:], [b"newest"], number)
+                self.assertEqual(self.drain(q)[-1:], [b"newest"], step.number)
             q.close()
-            if not step.reached:
-                break
-        self.assertGreater(number, 6)
 
     def test_a_payload_that_a_person_removed_is_no_reason_to_rename_the_directory(self) -> None:
         """keys/ with an empty name would be renamed over an empty pending/."""
@@ -3801,67 +3433,23 @@ class Keyed(QueueCase):
             q.pop()
         self.assertEqual((self.names("keys"), self.names("pending")), ([], []))
 
-    def test_ctrl_c_before_any_system_call_leaves_no_lock_behind(self) -> None:
-        def interrupt() -> None:
-            raise KeyboardInterrupt
-
-        for number in itertools.count():
-            q, key = self.queue(f"w{number}"), f"{number}"
-            q.push(b"0", key="another")
-            q.done(self.pop(q))
-            step, pushed = Step(number, interrupt), b""
-            try:
-                with hooked(step):
-                    q.push(b"1", key=key)
-                    pushed = b"1"
-                    q.push(b"2", key=key)
-                    pushed = b"2"
-            except KeyboardInterrupt:
-                gc.collect()
-            self.locked(key, wait=False).close()
-            q.push(b"3", key=key)
-            self.assertEqual(self.drain(q), [b"3"])
-            q.close()
-            if not step.reached:
-                break
-        self.assertEqual(pushed, b"2")
-
-    def test_ctrl_c_right_after_the_end_of_a_task_does_not_keep_the_one_behind_it(self) -> None:
-        q, replace = self.queue(), os.replace
-        q.push(b"1", key="k")
-        task = self.pop(q)
-        q.push(b"2", key="k")
-
-        def interrupted(source: str, target: str) -> None:
-            replace(source, target)
-            raise KeyboardInterrupt
-
-        with mock.patch("os.replace", interrupted), self.assertRaises(KeyboardInterrupt):
-            q.done(task)
-        self.clock().advance(0.5)
-        self.assertEqual(self.drain(q), [b"2"])
-
     def test_who_was_late_does_not_finish_a_newer_payload_that_it_never_saw(self) -> None:
         """Whatever happens to whoever puts the task back, between any two of its calls."""
         clock = self.clock()
-        for number in itertools.count():
-            q, observer = self.queue(f"a{number}"), self.queue(f"b{number}")
+        for step in Broken.each(functools.partial(self.fail_with, errno.EIO), at_least=15):
+            q, observer = self.queue(f"a{step.number}"), self.queue(f"b{step.number}")
             q.push(b"1", key="k")
             task = self.pop(q)
             q.push(b"2", key="k")
             clock.advance(31)
-            step = Broken(number, lambda: self.fail_with(errno.EIO))
             with hooked(step), contextlib.suppress(OSError):
                 observer.pop()
             with contextlib.suppress(LeaseLost):
                 q.done(task)
             clock.advance(61)
-            self.assertEqual(self.drain(q), [b"2"], number)
+            self.assertEqual(self.drain(q), [b"2"], step.number)
             for worker in (q, observer):
                 worker.close()
-            if not step.reached:
-                break
-        self.assertGreater(number, 15)
 
     def test_a_retry_by_hand_beside_a_newer_task_of_the_key_is_set_aside(self) -> None:
         """`mv failed/ID pending/` knows nothing of keys; pop() does. Alone, it is delivered."""
@@ -4034,20 +3622,6 @@ class Keyed(QueueCase):
         q.push(b"2", key="k")
         os.rename(self.file(task.path), self.file("pending", f"{ident[:20]}~1~{ident}"))
 
-    def test_ctrl_c_as_a_first_attempt_begins_leaves_no_lease(self) -> None:
-        q = self.queue(timeout_stale_ms=None)
-        self.brought_back(q)
-
-        def interrupt(name: str, args: tuple[Any, ...]) -> None:
-            if name == "move" and all("/inflight-n1/" in str(it) for it in args[:2]):
-                raise KeyboardInterrupt
-
-        with hooked(interrupt, after=True), self.assertRaises(KeyboardInterrupt):
-            q.pop()
-        self.assertEqual(self.names("inflight-n1"), [])
-        task = self.pop(q)
-        self.assertEqual((task.data, task.attempts), (b"2", 1))
-
     def test_close_as_a_first_attempt_begins_counts_nothing(self) -> None:
         q = self.queue()
         self.brought_back(q)
@@ -4095,22 +3669,13 @@ class Keyed(QueueCase):
         q = self.queue(sync_after_write=True)
         q.push(b"1", key="k")
         task = self.pop(q)
-        for number in itertools.count():
-            left = [None] * number
-
-            def fail(name: str, args: tuple[Any, ...], left: list[None] = left) -> None:
-                if name == "fsync" and not left:
-                    self.fail_with(errno.EIO)
-                elif name == "fsync":
-                    left.pop()
-
-            with self.subTest(sync=number), hooked(fail):
+        fail = functools.partial(self.fail_with, errno.EIO)
+        for step in Step.each(fail, lambda name, args: name == "fsync", at_least=3):
+            with self.subTest(sync=step.number), hooked(step):
                 try:
                     q.push(b"2", key="k")
-                    break
                 except OSError:
                     self.assertEqual(q.stats().buffered, 0)
-        self.assertGreater(number, 2)
         q.done(task)
         self.assertEqual(self.drain(q), [b"2"])
 
@@ -4793,12 +4358,27 @@ class Step:
     def __init__(
         self,
         number: int,
-        happen: Callable[[], None],
+        happen: Callable[[], object] = int,
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
     ) -> None:
-        self.left, self.happen, self.counts = number, happen, counts
+        self.number, self.left, self.happen, self.counts = number, number, happen, counts
         self.at = ""  # the call before which it happened
         self.args: tuple[Any, ...] = ()
+
+    @classmethod
+    def each(
+        cls,
+        happen: Callable[[], object] = int,
+        counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
+        at_least: int = 8,
+    ) -> Iterator[Step]:
+        """Yield a step for each system call of what is then done, and one that is not reached."""
+        for number in itertools.count():
+            step = cls(number, happen, counts)
+            yield step
+            if not step.reached:
+                demand(number >= at_least, f"only {number} system calls")
+                return
 
     def __call__(self, name: str, args: tuple[Any, ...]) -> None:
         if self.counts and not self.counts(name, args):
@@ -4806,9 +4386,12 @@ class Step:
         self.left -= 1
         if self.left == -1:
             self.at, self.args = name, args
-            if name == "close":
-                os.close(args[0])  # a close() that fails has closed all the same
-            self.happen()
+            self.begin()
+
+    def begin(self) -> None:
+        if self.at == "close":
+            os.close(self.args[0])  # a close() that fails has closed all the same
+        self.happen()
 
     @property
     def reached(self) -> bool:
@@ -4816,14 +4399,10 @@ class Step:
 
 
 class Meanwhile(Step):
-    """Something else happens before the n-th system call, which then goes on."""
+    """Something else happens before the n-th system call, which then goes on; or after it."""
 
-    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
-        if self.counts and not self.counts(name, args):
-            return
-        self.left -= 1
-        if self.left == -1:
-            self.happen()
+    def begin(self) -> None:
+        self.happen()
 
 
 class Broken(Step):
@@ -4992,10 +4571,34 @@ def copy_tree(source: str, target: str) -> None:
                 copy.write(file.read())
 
 
+class Noting(FemtoQueue):
+    """Notes what it delivered."""
+
+    delivered: frozenset[str] = frozenset()
+
+    def pop(self, *args: Any, **settings: Any) -> FemtoTask | None:
+        task = super().pop(*args, **settings)
+        self.delivered |= {task.id} if task else set()
+        return task
+
+    def take(self, *args: Any, **settings: Any) -> FemtoTask | None:
+        """Ctrl-C as the lock of the key is given up leaves a lease; close() gives it back."""
+        try:
+            return super().take(*args, **settings)
+        finally:
+            self.delivered |= self.leases()
+
+    def leases(self) -> set[str]:
+        """Return the ids of what it has; what is corrupt may be about to be set aside."""
+        names = os.listdir(lease_dir(self)) if os.path.exists(lease_dir(self)) else []
+        return {name[-29:] for name in names if not name[-29:].startswith("0" * 19)}
+
+
 class Interrupted(QueueCase):
     """Operations that are ended, or meet an error, before each of their system calls."""
 
     KILL_EVERY = 5  # calls
+    counts: Callable[[str, tuple[Any, ...]], bool] | None = None  # which calls; None: all
 
     def setUp(self) -> None:
         super().setUp()
@@ -5062,6 +4665,25 @@ class Interrupted(QueueCase):
             self.path = f"{original}.{number}"
             yield f"copied before change {number}", lines
             shutil.rmtree(self.path, ignore_errors=True)
+
+    def ctrl_c(self, scenario: Scenario) -> Iterator[tuple[str, FemtoQueue, list[str]]]:
+        """Let Ctrl-C come before each system call, and after each. What pop() did not return is no
+        lease then, and no lock is held. Yield when it came, the queue object, and what was said."""
+        for kind in (Step, Meanwhile):
+            for step in kind.each(interrupt, self.counts):
+                self.new_path(step.number)
+                q, said = Noting(self.path, "n1", timeout_stale_ms=None), list[str]()
+                with q:
+                    came = contextlib.suppress(KeyboardInterrupt)
+                    with hooked(step, after=kind is Meanwhile), came, warnings.catch_warnings():
+                        warnings.simplefilter("ignore", ResourceWarning)  # a listing just began
+                        scenario(q, said.append)
+                    self.assertLessEqual(q.leases(), q.delivered, step.args)
+                    if os.path.exists(self.file("locks")):
+                        self.locked("k", wait=False).close()
+                    q.close()
+                    yield f"{scenario.__name__} {kind.__name__} {step.number} {step.at}", q, said
+                shutil.rmtree(self.path)
 
     def payloads(self, q: FemtoQueue, state: str) -> list[str]:
         return [task.data.decode() for task in q.tasks(state)]
@@ -5192,6 +4814,16 @@ class Faults(Interrupted):
         self.use_disk()
         for scenario in (push_some, push_and_finish, fail_and_retry):
             self.fail_at_every_call(scenario, errno.EIO, sync_after_write=True)
+
+    def test_ctrl_c_at_any_system_call_loses_and_doubles_nothing(self) -> None:
+        """Before it, and after it: a claim is undone, a lease is kept."""
+        clock = self.clock()
+        for scenario in SCENARIOS:
+            for when, q, said in self.ctrl_c(scenario):
+                clock.advance(1)
+                with self.subTest(when):
+                    self.check_said(q, said)
+                    self.check_drains(q, said)
 
     def test_an_error_of_any_system_call_of_a_constructor_is_none_of_the_next(self) -> None:
         for code in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES):
@@ -5721,6 +5353,25 @@ def key_scheduled_behind(q: FemtoQueue, say: Say) -> None:
     _end_said(q, say)
 
 
+def key_put_off(q: FemtoQueue, say: Say) -> None:
+    """What is for later is not delivered now."""
+    _push_said(q, say, "1")
+    for name in ("later", "later still"):
+        say(f"try {name}")
+        q.schedule(name.encode(), 4e15, key="k")
+        say(f"has {name}")
+
+
+def key_put_back_by_hand(q: FemtoQueue, say: Say) -> None:
+    """A task that was delivered waits, with a payload behind it."""
+    _push_said(q, say, "1")
+    task = _taken(q)
+    _push_said(q, say, "2")
+    name = f"{task.id[:20]}~1~{task.id}"
+    os.rename(os.path.join(q.data_dir, task.path), os.path.join(q.data_dir, "pending", name))
+    _end_said(q, say)
+
+
 def key_updated(q: FemtoQueue, say: Say) -> None:
     _push_said(q, say, "1")
     task = _taken(q)
@@ -5776,6 +5427,8 @@ KEY_SCENARIOS: tuple[Scenario, ...] = (
     key_buffered_and_failed,
     key_buffered_and_released,
     key_scheduled_behind,
+    key_put_off,
+    key_put_back_by_hand,
     key_updated,
     key_failed_and_retried,
     key_given_up,
@@ -5799,6 +5452,12 @@ class KeyedInterrupted(Interrupted):
                 delivered.append(task.data.decode())
                 q.done(task)
             clock.advance(601)
+        self.assertFalse([it for it in delivered if it.startswith("later")])
+        for later in [*q.tasks("scheduled")]:
+            task = q.take(id=later.id)
+            assert task is not None
+            delivered.append(task.data.decode())
+            q.done(task)
         has = ["nothing", *(line[4:] for line in said if line.startswith("has"))]
         tried = [line[4:] for line in said if line.startswith("try")]
         allowed = {has[-1], *tried[-1:]}
@@ -5840,17 +5499,15 @@ class KeyedInterrupted(Interrupted):
         and before a pop; once with EIO, then with another error that it may give."""
         clock = self.clock()
         for scenario in KEY_SCENARIOS:
-            for number in itertools.count():
-                first = Step(number, functools.partial(self.fail_with, errno.EIO))
+            for first in Step.each(functools.partial(self.fail_with, errno.EIO), self.counts):
+                number = first.number
                 with self.subTest(f"{scenario.__name__} call {number} fails"):
                     self.meet_an_error(scenario, first, number % 2 == 1, clock)
-                if not first.reached:
-                    break
                 others = errno.ENOSPC, errno.EMFILE
                 others = others if number % 4 < 2 else others[::-1]
                 may = [code for code in others if may_fail(code, first.at, first.args)]
                 code = may[0] if may else errno.EIO
-                step = Step(number, functools.partial(self.fail_with, code))
+                step = Step(number, functools.partial(self.fail_with, code), self.counts)
                 with self.subTest(f"{scenario.__name__} call {number} fails with {code}"):
                     self.meet_an_error(scenario, step, number % 2 == 0, clock)
 
@@ -5869,6 +5526,32 @@ class KeyedInterrupted(Interrupted):
                 self.assertIsNone(q.pop())
             self.assertEqual(self.names("creating"), [])
         shutil.rmtree(self.path)
+
+    def test_ctrl_c_at_any_system_call(self) -> None:
+        """Before it, and after it."""
+        clock = self.clock()
+        for scenario in KEY_SCENARIOS:
+            for when, q, said in self.ctrl_c(scenario):
+                clock.advance(0.5)
+                with self.subTest(when):
+                    self.check(q, said, clock)
+
+
+class KeyedInterruptedByRename(KeyedInterrupted):
+    """The same where names can't be exchanged, at each call that changes something."""
+
+    counts = staticmethod(may_change)
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.patched(without_exchange())
+
+
+class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted):
+    """The same where other hosts may write."""
+
+    counts = staticmethod(may_change)
+    fs_type = NFS
 
 
 # Random lives against a model in memory
