@@ -2316,6 +2316,12 @@ class Cost(StepCase):
                 self.assertEqual(" ".join(self.calls(self.ready(row))), row.calls)
 
 
+def leased(q: FemtoQueue, data: bytes = b"1", key: str | None = None) -> FemtoTask:
+    """Push a task, and lease it."""
+    q.push(data, key=key)
+    return _taken(q)
+
+
 class LostReply(QueueCase):
     """A server of NFS that reboots after a rename, and before it has answered, is asked again, and
     answers that there is no such file. The step was taken: it must not look as if it were not."""
@@ -2371,8 +2377,7 @@ class LostReply(QueueCase):
     def test_a_server_that_is_away_for_longer_than_the_lease_makes_no_difference(self) -> None:
         q, clock = self.queue(), self.clock()
         for end, state in ((q.done, "done"), (lambda it: q.fail(it, "why"), "failed")):
-            q.push(b"1")
-            task = self.pop(q)
+            task = leased(q, b"1")
             with self.lost(then=lambda: clock.advance(90)):
                 end(task)
             self.assertNotEqual(self.names(state), [])
@@ -2387,8 +2392,7 @@ class LostReply(QueueCase):
     def test_a_late_worker_is_not_taken_for_the_one_that_finished(self) -> None:
         """done/<id> is there, but by another's delivery."""
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
-        q.push(b"1")
-        late = self.pop(q)
+        late = leased(q, b"1")
         clock.advance(3)
         other.done(self.pop(other))
         self.assertRaises(LeaseLost, q.done, late)
@@ -2413,24 +2417,21 @@ class LostReply(QueueCase):
     def test_a_delivery_that_was_given_up_or_ended_is_lost(self) -> None:
         """Its lease has not run out, and the task is where done() would have brought it."""
         q, other = self.queue(), self.queue("n2")
-        q.push(b"1")
-        task = self.pop(q)
+        task = leased(q, b"1")
         q.close()
         other.fail(self.pop(other), "the other's reason")
         with self.assertRaises(LeaseLost):
             q.fail(task, "our reason")
         failed = q.peek(task.id)
         self.assertEqual(failed and failed.error, "the other's reason")
-        q.push(b"2")
-        task = self.pop(q)
+        task = leased(q, b"2")
         q.done(task)
         self.assertRaises(LeaseLost, q.done, task)
 
     def test_a_payload_that_was_swept_away_is_not_taken_for_the_old_one(self) -> None:
         """A file of that name is there, and ours is gone; but it is another."""
         q = self.queue()
-        q.push(b"old", key="k")
-        task = self.pop(q)
+        task = leased(q, b"old", "k")
 
         def sweep(name: str, args: tuple[Any, ...]) -> None:
             if name == "move" and "/creating/" in args[0] and os.path.exists(args[0]):
@@ -3057,20 +3058,14 @@ class Keyed(QueueCase):
     def test_looking_at_a_task_that_waits_shows_the_newest_payload(self) -> None:
         """Though that stands in keys/ until the task is delivered, as a first attempt."""
         q = self.queue()
-        ident = q.push(b"old", key="k")
-        task = self.pop(q)
+        task = leased(q, b"old", "k")
         newer = q.push(b"newer", key="k")
         q.release(task)
-        expected = FemtoTask(ident, b"newer", 0, "k")
-        self.assertEqual((q.peek(key="k"), q.peek(ident)), (expected, expected))
-        self.assertEqual([*q.tasks("pending")], [expected])
+        expected = FemtoTask(task.id, b"newer", 0, "k")
+        self.assertEqual((q.peek(key="k"), q.peek(task.id)), (expected, expected))
         self.assertEqual([it.size_bytes for it in q.tasks("pending", data=False)], [5])
         self.assertEqual((q.stats().buffered, (q.peek(newer) or task).state), (1, "buffered"))
-        self.assertEqual(q.push(b"newest", key="k"), ident)
-        self.assertEqual((q.stats().buffered, (q.peek(ident) or task).data), (1, b"newest"))
-        task = self.pop(q)
-        self.assertEqual((task.id, task.data, task.attempts), (ident, b"newest", 1))
-        self.assertEqual((q.stats().buffered, (q.peek(ident) or task).data), (0, b"newest"))
+        self.assertEqual((q.push(b"newest", key="k"), q.stats().buffered), (task.id, 1))
 
     def test_a_payload_for_later_behind_a_task_that_a_person_put_back_is_not_delivered_now(
         self,
@@ -3158,19 +3153,6 @@ class Keyed(QueueCase):
             self.assertEqual(sorted(self.drain(q)), [b"handler", b"x"][not step.reached :])
             q.close()
 
-    def test_an_update_in_flight_is_what_a_redelivery_carries(self) -> None:
-        q = self.queue()
-        ident = q.push(b"1", key="k")
-        task = self.pop(q)
-        self.assertEqual(q.push(b"2", key="k", if_in_flight="update"), ident)
-        q.release(task)
-        again = self.pop(q)
-        self.assertEqual((again.data, again.attempts), (b"2", 2))
-        q.push(b"3", key="k", if_in_flight="update")
-        q.done(again)
-        self.assertIsNone(q.pop())
-        self.nothing_in_keys()
-
     def test_a_rejected_push_changes_nothing_and_says_which_task_it_was(self) -> None:
         q = self.queue()
         ident = q.push(b"1", key="k", if_in_flight="reject")
@@ -3220,23 +3202,6 @@ class Keyed(QueueCase):
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
 
-    def test_take_leases_out_of_turn_and_only_what_is_to_be_had(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        for key in ("a", "b"):
-            q.push(key.encode(), key=key)
-        task = q.take("b")
-        assert task is not None
-        self.assertEqual(
-            (task.data, q.take("b"), other.take("b"), q.take("c")), (b"b", None, None, None)
-        )
-        self.assertEqual((q.contains("b"), q.contains("c")), (True, False))
-        self.assertEqual([*q.keys("inflight"), *q.keys("pending")], ["b", "a"])
-        self.assertEqual(q.peek(key="a"), FemtoTask(q.push(b"a", key="a"), b"a", 0, "a"))
-        q.done(task)
-        self.assertEqual((q.peek(key="b"), q.contains("b")), (None, False))
-        self.put("PAUSED", b"", "")
-        self.assertIsNone(q.take("a"))
-
     def test_take_sets_a_corrupt_task_aside(self) -> None:
         q = self.queue()
         self.put(q.push(b"x", key="k"), b"rubbish")
@@ -3247,20 +3212,13 @@ class Keyed(QueueCase):
 
     def test_what_a_busy_key_keeps_from_being_put_back_is_put_back_later(self) -> None:
         """A stopped process that holds a key's lock stalls that key, not the queue."""
-        import fcntl
-
         q, clock, other = self.queue(), self.clock(), self.queue("n2")
-        q.push(b"1", key="k")
+        leased(other, b"1", "k")
         q.push(b"2")
-        self.pop(other)
         q.schedule(b"3", 1, key="busy")
         clock.advance(31)
-        fds = [self.lock_of("k"), self.lock_of("busy")]
-        for fd in fds:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        self.assertEqual(self.drain(q), [b"2"])
-        for fd in fds:
-            os.close(fd)
+        with self.locked("k"), self.locked("busy"):
+            self.assertEqual(self.drain(q), [b"2"])
         clock.advance(1)
         self.assertEqual(sorted(self.drain(q)), [b"1", b"3"])
 
@@ -3320,8 +3278,7 @@ class Keyed(QueueCase):
 
     def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
         q, clock = self.queue(), self.clock()
-        q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
         q.push(b"2", key="k")
         if self.has_states:
             os.unlink(self.file("keys", key_tag("k")))
@@ -3375,29 +3332,25 @@ class Keyed(QueueCase):
         import fcntl
 
         q = self.queue()
-        q.push(b"1", key="k")
+        task = leased(q, b"1", "k")
         q.push(b"2")
         q.push(b"4", key="another")
-        task = q.take("k")
         flock, waits = fcntl.flock, threading.Event()
 
         def noted(lock: int, how: int) -> None:
             waits.set()
             flock(lock, how)
 
-        fd = self.lock_of("k")
-        fcntl.flock(fd, fcntl.LOCK_EX)
         waiter = threading.Thread(target=q.push, args=(b"3",), kwargs={"key": "k"}, daemon=True)
         worker = threading.Thread(target=self.drain, args=(q,), daemon=True)
-        with mock.patch("fcntl.flock", noted):
-            waiter.start()
-            waits.wait(60)
-        worker.start()
-        worker.join(10)
-        self.assertFalse(worker.is_alive())
-        os.close(fd)
+        with self.locked("k"):
+            with mock.patch("fcntl.flock", noted):
+                waiter.start()
+                waits.wait(60)
+            worker.start()
+            worker.join(10)
+            self.assertFalse(worker.is_alive())
         waiter.join()
-        assert task is not None
         q.done(task)
         self.assertEqual(self.drain(q), [b"3"])
 
@@ -3438,8 +3391,7 @@ class Keyed(QueueCase):
         clock = self.clock()
         for step in Broken.each(functools.partial(self.fail_with, errno.EIO), at_least=15):
             q, observer = self.queue(f"a{step.number}"), self.queue(f"b{step.number}")
-            q.push(b"1", key="k")
-            task = self.pop(q)
+            task = leased(q, b"1", "k")
             q.push(b"2", key="k")
             clock.advance(31)
             with hooked(step), contextlib.suppress(OSError):
@@ -3480,29 +3432,27 @@ class Keyed(QueueCase):
 
     def test_a_leased_task_that_a_person_removed_lets_in_the_one_behind_it(self) -> None:
         q, clock = self.queue(), self.clock()
-        q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
         q.push(b"2", key="k")
         os.unlink(self.file(task.path))
         self.assertRaises(LeaseLost, q.done, task)
         clock.advance(0.5)
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_what_a_former_holder_left_of_a_busy_key_is_put_back_later(self) -> None:
-        """Though it stands in the directory of a living worker, with a lease that has no end."""
-        import fcntl
-
-        q = self.queue("same", timeout_stale_ms=None)
-        q.push(b"1", key="k")
-        lease = self.pop(q).path
+    def leave_to_another(self, **settings: Any) -> FemtoQueue:
+        """Lease a task as a holder who dies; return who gets that directory, with the task."""
+        q = self.queue("same", **settings)
+        leased(q, b"1", "k")
         dies(q)
         os.rename(self.file("inflight-same"), self.file("inflight-other"))
-        other, clock = self.queue("other"), self.clock()
-        fd = self.lock_of("k")
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        self.assertIsNone(other.pop())
-        self.assertEqual(self.names("inflight-other"), [os.path.basename(lease)])
-        os.close(fd)
+        return self.queue("other")
+
+    def test_what_a_former_holder_left_of_a_busy_key_is_put_back_later(self) -> None:
+        """Though it stands in the directory of a living worker, with a lease that has no end."""
+        other, clock = self.leave_to_another(timeout_stale_ms=None), self.clock()
+        with self.locked("k"):
+            self.assertIsNone(other.pop())
+            self.assertEqual(len(self.names("inflight-other")), 1)
         clock.advance(1)
         self.assertEqual(self.pop(other).attempts, 2)
 
@@ -3510,16 +3460,11 @@ class Keyed(QueueCase):
         self,
     ) -> None:
         """It is tried again, and the error surfaces, when there is nothing else to do."""
-        q = self.queue("same")
-        q.push(b"1", key="k")
-        q.push(b"2")
-        self.pop(q)
-        dies(q)
-        os.rename(self.file("inflight-same"), self.file("inflight-other"))
+        other, clock = self.leave_to_another(), self.clock()
+        other.push(b"2")
         lock = self.file("locks", key_tag("k")[-2:])
         os.unlink(lock)
         os.mkdir(lock)
-        other, clock = self.queue("other"), self.clock()
         self.assertEqual(self.pop(other).data, b"2")
         clock.advance(1)
         self.assertRaises(IsADirectoryError, other.pop)
@@ -3617,10 +3562,9 @@ class Keyed(QueueCase):
 
     def brought_back(self, q: FemtoQueue) -> None:
         """Let a task wait that was delivered before, with a payload behind it: by hand."""
-        ident = q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
         q.push(b"2", key="k")
-        os.rename(self.file(task.path), self.file("pending", f"{ident[:20]}~1~{ident}"))
+        os.rename(self.file(task.path), self.file("pending", f"{task.id[:20]}~1~{task.id}"))
 
     def test_close_as_a_first_attempt_begins_counts_nothing(self) -> None:
         q = self.queue()
@@ -3667,8 +3611,7 @@ class Keyed(QueueCase):
     def test_a_push_behind_a_task_that_raises_leaves_nothing(self) -> None:
         """Whichever of its syncs fails."""
         q = self.queue(sync_after_write=True)
-        q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
         fail = functools.partial(self.fail_with, errno.EIO)
         for step in Step.each(fail, lambda name, args: name == "fsync", at_least=3):
             with self.subTest(sync=step.number), hooked(step):
@@ -3759,8 +3702,7 @@ class Healed(QueueCase):
     def test_a_failed_statfs_is_an_error_and_no_local_file_system(self) -> None:
         """The network is cut just then; the lock of another host's would not be seen."""
         q = self.queue()
-        q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
 
         def push() -> None:
             self.queue("n2").push(b"2", key="k", if_in_flight="reject")
@@ -3821,10 +3763,9 @@ class Healed(QueueCase):
     def test_a_name_that_is_yet_to_be_healed_does_not_hold_up_its_key(self) -> None:
         """It did for minutes, for whoever listed the key's tasks, and then with an error."""
         q, other = self.queue(), self.queue("n2")
-        ident = q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
         other.push(b"2")
-        with self.phantom("pending", ident) as slept:
+        with self.phantom("pending", task.id) as slept:
             q.done(task)
             other.push(b"3", key="k")
             self.assertEqual(self.drain(other), [b"2", b"3"])
@@ -3864,11 +3805,10 @@ class Healed(QueueCase):
     def test_a_phantom_beside_the_lease_of_its_task_does_not_hold_up_an_update(self) -> None:
         """It was looked for at the phantom, without a pause, for as long as that was listed."""
         q, other = self.queue(), self.queue("n2")
-        ident = q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
         earlier = f"{1:020d}~{os.path.basename(task.path).partition('~')[2]}"
         with self.phantom("inflight-n1", earlier):
-            self.assertEqual(other.push(b"2", key="k", if_in_flight="update"), ident)
+            self.assertEqual(other.push(b"2", key="k", if_in_flight="update"), task.id)
         q.release(task)
         self.assertEqual(self.drain(q), [b"2"])
 
@@ -3911,13 +3851,12 @@ class Healed(QueueCase):
 
     def test_a_lease_that_each_listing_leads_astray_is_updated(self) -> None:
         q, other = self.queue(), self.queue("n2")
-        ident = q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
         with (
             without_exchange(),
             self.outdated_listings(os.path.basename(task.path), 3, call="lstat"),
         ):
-            self.assertEqual(other.push(b"2", key="k", if_in_flight="update"), ident)
+            self.assertEqual(other.push(b"2", key="k", if_in_flight="update"), task.id)
         q.release(task)
         self.assertEqual(self.drain(q), [b"2"])
 
@@ -3925,8 +3864,7 @@ class Healed(QueueCase):
         """Its deadline has passed by this host's clock only."""
         with on_boot("another host's"):
             q = self.queue(timeout_stale_ms=1000)
-            q.push(b"1")
-            task = self.pop(q)
+            task = leased(q, b"1")
         other = self.queue("n2")
         with self.outdated_listings(os.path.basename(task.path), call="lstat") as clock:
             clock.advance(2)
@@ -3998,8 +3936,7 @@ class Healed(QueueCase):
 
     def test_a_lease_that_is_yet_to_be_healed_does_not_hold_up_what_waits(self) -> None:
         q = self.queue()
-        q.push(b"1", key="k")
-        task = self.pop(q)
+        task = leased(q, b"1", "k")
         q.release(task, front=True)
         q.push(b"2")
         with self.phantom("inflight-n1", os.path.basename(task.path)) as slept:
@@ -5051,8 +4988,7 @@ class Faults(Interrupted):
 
     def test_ctrl_c_during_a_renewal_does_not_lose_the_lease(self) -> None:
         q = self.queue()
-        q.push(b"x")
-        task = self.pop(q)
+        task = leased(q, b"x")
         for after in (False, True):
             interrupted = hooked(Step(0, interrupt), after=after)
             with interrupted, self.assertRaises(KeyboardInterrupt):
@@ -5076,8 +5012,7 @@ class Faults(Interrupted):
 
     def test_a_directory_that_was_made_anew_is_used_by_old_objects(self) -> None:
         q = self.queue()
-        q.push(b"1")
-        task = self.pop(q)
+        task = leased(q, b"1")
         shutil.rmtree(self.path)
         self.assertRaises(FileNotFoundError, q.done, task)
         other = self.queue("n2")
