@@ -6857,26 +6857,25 @@ class Tickets(TicketCase):
         stack.close()
         self.assertTrue(line.is_empty())
 
-    def test_a_register_that_is_interrupted_or_cut_off_at_its_end_leaves_no_ticket(self) -> None:
-        """All others would wait behind it. But if it returns, the ticket is in line."""
-        line = self.line()
-        line.remove(line.register()[1])
-        last = os.stat(self.file("line", "last"))
-        for error in (OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN)), KeyboardInterrupt()):
-            left: list[BaseException] = [error]
-
-            def fail(fd: int, left: list[BaseException] = left) -> None:
-                is_last = os.path.samestat(os.fstat(fd), last)
-                os.close(fd)
-                if is_last and left:
-                    raise left.pop()
-
-            with contextlib.suppress(KeyboardInterrupt):
-                with mock.patch.object(femtoqueue, "os", fake_os(close=fail)):
-                    _, member = line.register()
-                self.assertTrue(line.remove(member))
-            error.__traceback__ = None  # it keeps the frame of register(), and its lock
-            self.assertEqual((line.is_empty(), left), (True, []))
+    def test_a_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
+        """All others would wait behind it. At each of its system calls the network is cut, or
+        Ctrl-C comes before or after it. If it returns, the ticket is in line; and an error of
+        close() undoes nothing."""
+        cut: Callable[[], object] = functools.partial(self.fail_with, errno.ENOTCONN)
+        ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
+        for fs_type, (kind, happen) in itertools.product((EXT4, NFS), ways):
+            for step in kind.each(happen):
+                line, members = self.line(), list[str]()
+                with on_file_system(fs_type), self.subTest(fs_type, number=step.number):
+                    ended = contextlib.suppress(OSError, KeyboardInterrupt)
+                    with ended, hooked(step, after=kind is Meanwhile):
+                        members.append(line.register()[1])
+                    self.assertEqual(self.line().is_empty(), not members)
+                    if happen is cut:
+                        self.assertEqual(self.members(), members)
+                        self.assertTrue(members or step.at != "close")
+                    for member in members:
+                        self.assertTrue(line.remove(member))
 
     def test_on_another_host_only_the_time_tells(self) -> None:
         """A ticket of another boot lives until nobody has touched it for stale_timeout."""
@@ -7080,17 +7079,6 @@ class SharedTickets(TicketCase):
         self.assertTrue(line.is_head(ticket))
         self.assertTrue(line.remove(member))
         self.assertTrue(line.is_empty())
-
-    def test_who_can_not_make_sure_of_a_number_is_not_in_line(self) -> None:
-        line = self.line()
-
-        def cut(name: str, args: tuple[Any, ...]) -> None:
-            if name == "list" and any(it[0].isdigit() for it in self.names("line")):
-                raise OSError(errno.EIO, os.strerror(errno.EIO), args[0])
-
-        with hooked(cut), self.assertRaises(OSError):
-            line.register()
-        self.assertEqual(self.members(), [])
 
     def test_a_member_that_may_have_been_passed_over_has_no_turn(self) -> None:
         """Another host may be removing its ticket just now. On one host, nobody does."""
