@@ -4662,8 +4662,6 @@ class Crash(Interrupted):
         for scenario in SCENARIOS:
             self.kill_at_every_call(scenario)
         self.kill_at_every_call(push_and_finish, keep_done=False)
-
-    def test_a_kill_at_any_system_call_with_sync_loses_and_doubles_nothing(self) -> None:
         self.use_disk()
         for scenario in (push_some, push_batch, push_and_finish, fail_and_retry):
             self.kill_at_every_call(scenario, sync_after_write=True)
@@ -4728,8 +4726,6 @@ class Faults(Interrupted):
         for scenario in SCENARIOS:
             for code in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES):
                 self.fail_at_every_call(scenario, code)
-
-    def test_an_error_of_any_system_call_with_sync_surfaces_and_loses_nothing(self) -> None:
         self.use_disk()
         for scenario in (push_some, push_and_finish, fail_and_retry):
             self.fail_at_every_call(scenario, errno.EIO, sync_after_write=True)
@@ -4830,21 +4826,20 @@ class Faults(Interrupted):
             task = self.pop(other)
             self.assertEqual((task.id, task.attempts), (ident, 1))
 
+    def broken(self, event: str, part: str, code: int) -> Step:
+        """Return a hook by which such calls fail, on each path with that part in it."""
+        return Broken(0, functools.partial(self.fail_with, code), on(event, part))
+
     def test_one_unreadable_lease_directory_does_not_keep_the_others_from_being_cleared(
         self,
     ) -> None:
         """What else had run out is delivered; the error surfaces when there is nothing to do."""
         clock, q = self.clock(), self.queue("n1")
         q.push_many([b"1", b"2"])
-        for node in ("another's", "mine"):
-            self.queue(node.replace("'", "-")).pop()
+        for node in ("anothers", "mine"):
+            self.queue(node).pop()
         clock.advance(31)
-
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "list" and "inflight-another" in args[0]:
-                raise PermissionError(errno.EACCES, "not yours")
-
-        with hooked(refuse):
+        with hooked(self.broken("list", "inflight-anothers", errno.EACCES)):
             self.assertEqual(_taken(q).data, b"2")
             for _ in range(2):
                 self.assertRaises(PermissionError, q.pop)
@@ -4855,9 +4850,7 @@ class Faults(Interrupted):
         q, clock = self.queue(), self.clock()
         first = q.schedule(b"1", 1)
         q.schedule(b"2", 2)
-
-        refuse = failing("move", first, errno.EACCES)
-        with hooked(refuse):
+        with hooked(self.broken("move", first, errno.EACCES)):
             self.assertEqual(_taken(q).data, b"2")
             self.assertRaises(PermissionError, q.pop)
         clock.advance(1)
@@ -4866,12 +4859,8 @@ class Faults(Interrupted):
     def test_a_chore_that_hung_once_is_not_put_off_for_long(self) -> None:
         """Twenty times what it cost, but not of an hour."""
         q, clock = self.queue(), self.clock()
-
-        def hang(name: str, args: tuple[Any, ...]) -> None:
-            if name == "list" and args[0].endswith("scheduled"):
-                clock.advance(3600)
-
-        with hooked(hang):
+        hang = functools.partial(clock.advance, 3600)
+        with hooked(Broken(0, hang, on("list", "scheduled"))):
             q.pop()
         self.queue("n2").schedule(b"x", 1)
         clock.advance(21)
@@ -4881,11 +4870,8 @@ class Faults(Interrupted):
         """Another user's, say; the clock is drawn from what there is to see."""
         ident = self.queue().push(b"x")
         os.mkdir(self.file("inflight-others"))
-
-        refuse = failing("list", "others", errno.EACCES)
-        boot = on_boot("the next boot")
         self.clock().wall_shift_s = -1e8
-        with boot, hooked(refuse):
+        with on_boot("the next boot"), hooked(self.broken("list", "others", errno.EACCES)):
             self.assertGreater(self.queue("n2").push(b"y"), ident)
 
     def test_dead_letters_that_find_no_room_are_no_obstacle(self) -> None:
@@ -4919,15 +4905,8 @@ class Faults(Interrupted):
     def test_a_clock_that_can_not_be_written_does_not_keep_from_looking_and_purging(self) -> None:
         """A full disk, or one that may only be read."""
         q = self.queue()
-        q.push(b"x")
-        q.done(self.pop(q))
-
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and str(args[0]).endswith(".clock"):
-                raise OSError(errno.EROFS, "read only")
-
-        boot = on_boot("the next boot")
-        with boot, hooked(refuse):
+        q.done(leased(q))
+        with on_boot("the next boot"), hooked(self.broken("open", ".clock", errno.EROFS)):
             other = self.queue("n2")
             self.assertEqual((other.stats().done, other.purge(0)), (1, 1))
 
@@ -5012,18 +4991,16 @@ class Faults(Interrupted):
             clock.advance(1.1)
         self.assertEqual(len(popped), 99)
 
-    def test_a_constructor_that_meets_a_file_says_so_and_makes_nothing(self) -> None:
-        path = self.put("occupied", b"", "")
-        with self.assertRaises(NotADirectoryError):
-            FemtoQueue(path)
-        with self.assertRaises(NotADirectoryError):
-            FemtoQueue(os.path.join(path, "below"))
-
-    def test_a_data_dir_that_is_a_dangling_link_is_an_error_and_a_link_to_one_is_not(self) -> None:
-        dangling, link = self.file("dangling"), self.file("link")
+    def test_a_constructor_that_meets_a_file_or_a_dangling_link_makes_nothing(self) -> None:
+        """It says so. A link to a directory is one."""
+        occupied, dangling, link = self.put("occupied", b"", ""), *map(self.file, ("none", "link"))
         os.symlink("nowhere", dangling)
-        with self.assertRaises(FileNotFoundError):
-            FemtoQueue(dangling)
+        for error, path in (
+            (NotADirectoryError, occupied),
+            (NotADirectoryError, os.path.join(occupied, "below")),
+            (FileNotFoundError, dangling),
+        ):
+            self.assertRaises(error, FemtoQueue, path)
         os.symlink(self.file("real"), link)
         os.mkdir(self.file("real"))
         with FemtoQueue(link) as q:
@@ -5049,23 +5026,20 @@ class Faults(Interrupted):
         self.assertFalse(os.path.exists(jobs))
 
     def test_an_error_of_close_undoes_nothing_that_was_done_under_a_keys_lock(self) -> None:
-        q = self.queue()
-        with hooked(self.failing_close("/locks/")):
-            q.push(b"x", key="k")
-        with hooked(self.failing_close("/locks/")):
-            task = q.take("k")
-        assert task is not None
-        with hooked(self.failing_close("/locks/")):
-            q.done(task)
+        q, tasks = self.queue(), list[FemtoTask]()
+        for call in (
+            lambda: q.push(b"x", key="k"),
+            lambda: tasks.extend(filter(None, [q.take("k")])),
+            lambda: q.done(tasks[0]),
+        ):
+            with hooked(self.fail_to_close_a_lock):
+                call()
         self.assertEqual(self.states(), {"done": 1})
 
-    def failing_close(self, part: str) -> Callable[[str, tuple[Any, ...]], None]:
-        def hook(name: str, args: tuple[Any, ...]) -> None:
-            if name == "close" and part in os.readlink(f"/proc/self/fd/{args[0]}"):
-                os.close(args[0])
-                self.fail_with(errno.EIO)
-
-        return hook
+    def fail_to_close_a_lock(self, name: str, args: tuple[Any, ...]) -> None:
+        if name == "close" and "/locks/" in os.readlink(f"/proc/self/fd/{args[0]}"):
+            os.close(args[0])
+            self.fail_with(errno.EIO)
 
     def test_extend_does_not_ask_whether_it_did_what_it_did(self) -> None:
         q = self.queue()
@@ -5105,17 +5079,15 @@ class Faults(Interrupted):
     ) -> None:
         """What surfaces is the full disk."""
         q, other = self.queue(max_attempts=1), self.queue("n2")
-        other.push(b"x")
-        other.release(self.pop(other), front=True)
+        other.release(leased(other), front=True)
 
-        def full(name: str, args: tuple[Any, ...]) -> None:
-            if name == "move" and "/failed/" in args[1]:
-                other.pop()
-                self.fail_with(errno.ENOSPC)
+        def fill() -> None:
+            other.pop()
+            self.fail_with(errno.ENOSPC)
 
-        with hooked(full), self.assertRaises(OSError) as caught:
+        full = Broken(0, fill, on("move", "/failed/"))
+        with hooked(full), self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC)):
             q.pop()
-        self.assertEqual(caught.exception.errno, errno.ENOSPC)
 
     def test_done_of_a_lost_lease_whose_directory_is_gone_is_lease_lost(self) -> None:
         q = self.queue(sync_after_write=True, keep_done=False)
