@@ -3605,7 +3605,7 @@ class Keyed(QueueCase):
         q = self.queue(sync_after_write=True)
         task = leased(q, b"1", "k")
         fail = functools.partial(self.fail_with, errno.EIO)
-        for step in Step.each(fail, lambda name, args: name == "fsync", at_least=3):
+        for step in Step.each(fail, on("fsync", ""), at_least=3):
             with self.subTest(sync=step.number), hooked(step):
                 try:
                     q.push(b"2", key="k")
@@ -3666,16 +3666,14 @@ class Healed(QueueCase):
         """Of its two names nothing tells which is the older one."""
         q = self.queue()
         for key in (None, "k"):
-            ident = q.push(b"1", key=key)
-            q.fail(self.pop(q))
-            q.retry(ident)
+            dead = leased(q, b"1", key)
+            q.fail(dead)
+            q.retry(dead.id)
             (name,) = self.names("pending")
-            os.link(self.file("pending", name), self.file("failed", ident))
-            if key is not None:
-                self.assertTrue(q.contains(key))
-            task = q.pop()
-            self.assertEqual(task and task.id, ident)
-            os.unlink(self.file("failed", ident))
+            os.link(self.file("pending", name), self.file("failed", dead.id))
+            self.assertTrue(key is None or q.contains(key))
+            self.assertEqual(_taken(q).id, dead.id)
+            os.unlink(self.file("failed", dead.id))
 
     def cut(self, *args: Any) -> None:
         """Fail as when the network is cut."""
@@ -3946,15 +3944,10 @@ class Healed(QueueCase):
         q = self.queue(timeout_stale_ms=None)
         q.push(b"1")
         for code in (errno.ENOENT, errno.ESTALE):
-
-            def miss(name: str, args: tuple[Any, ...], code: int = code) -> None:
-                if name == "lstat" and "/inflight-n1/" in args[0]:
-                    raise OSError(code, os.strerror(code), args[0])
-
-            with self.subTest(code=code), hooked(miss):
-                task = q.pop()
-                self.assertEqual(task and task.data, b"1")
-            assert task is not None
+            miss = functools.partial(self.fail_with, code)
+            with self.subTest(code=code), hooked(Broken(0, miss, on("lstat", "/inflight-n1/"))):
+                task = self.pop(q)
+                self.assertEqual(task.data, b"1")
             q.release(task)
 
     def test_a_claim_whose_file_can_not_be_looked_at_or_put_back_is_given_back_later(self) -> None:
@@ -4074,32 +4067,18 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         with hooked(stale), mock.patch.object(time, "sleep") as sleep:
             q.push(b"2", key="k")
         self.assertEqual(sleep.call_count, 20 / constant("looks"))
-        tries = itertools.count()
-
-        def stale_lease(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and "/inflight-n1/" in args[0] and next(tries) < 20:
-                raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), args[0])
-
-        with hooked(stale_lease), mock.patch.object(time, "sleep"):
-            task = q.pop()
-        self.assertEqual(task and task.data, b"2")
+        self.assertEqual(self.drain(q), [b"2"])
 
     def test_a_claim_that_is_undone_while_the_directories_are_listed_is_seen(self) -> None:
         """It moves the task against the order in which they are listed, without the key's lock."""
         q, other = self.queue(), self.queue("n2")
         ident = q.push(b"1", key="k")
-        lease = self.pop(other).path
-        listed: list[str] = []
-
-        def undo(name: str, args: tuple[Any, ...]) -> None:
-            if name == "list":
-                listed.append(os.path.basename(args[0]))
-                if listed.count("pending") == 1 and listed[-1] == "inflight-n2":
-                    os.rename(self.file(lease), self.file("pending", ident))  # as the undoing does
-
+        lease, pending = self.file(self.pop(other).path), self.file("pending", ident)
         q.push(b"2", key="k")  # buffered
+        undo = Meanwhile(0, functools.partial(os.rename, lease, pending), on("list", "inflight-n2"))
         with hooked(undo):
             q.push(b"3", key="k")
+        self.assertTrue(undo.reached)
         self.assertEqual([task.data for task in q.tasks("pending")], [b"3"])
 
     def test_of_two_tasks_of_a_key_that_are_claimed_at_once_one_is_delivered(self) -> None:
