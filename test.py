@@ -2382,7 +2382,7 @@ class LostReply(QueueCase):
     def test_a_server_that_is_away_for_longer_than_the_lease_makes_no_difference(self) -> None:
         q, clock = self.queue(), self.clock()
         for end, state in ((q.done, "done"), (lambda it: q.fail(it, "why"), "failed")):
-            task = leased(q, b"1")
+            task = leased(q)
             with self.lost(then=lambda: clock.advance(90)):
                 end(task)
             self.assertNotEqual(self.names(state), [])
@@ -2397,7 +2397,7 @@ class LostReply(QueueCase):
     def test_a_late_worker_is_not_taken_for_the_one_that_finished(self) -> None:
         """done/<id> is there, but by another's delivery."""
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
-        late = leased(q, b"1")
+        late = leased(q)
         clock.advance(3)
         other.done(self.pop(other))
         self.assertRaises(LeaseLost, q.done, late)
@@ -2422,7 +2422,7 @@ class LostReply(QueueCase):
     def test_a_delivery_that_was_given_up_or_ended_is_lost(self) -> None:
         """Its lease has not run out, and the task is where done() would have brought it."""
         q, other = self.queue(), self.queue("n2")
-        task = leased(q, b"1")
+        task = leased(q)
         q.close()
         other.fail(self.pop(other), "the other's reason")
         with self.assertRaises(LeaseLost):
@@ -2872,6 +2872,20 @@ class KeyedTable(QueueCase):
         self.assertGreater(number, 300)
 
 
+class KeyedTableByRename(KeyedTable):
+    """The same where names can't be exchanged."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        self.patched(without_exchange())
+
+
+class KeyedTableOnSharedFileSystem(KeyedTable):
+    """The same where other hosts may write."""
+
+    fs_type = NFS
+
+
 class Undo:
     """A hook: as a worker opens what it claimed, something else happens, and then an error."""
 
@@ -3091,6 +3105,23 @@ class Keyed(QueueCase):
             self.assertEqual((task.id, task.data, task.attempts), (ident, b"new", 1))
             q.done(task)
             self.nothing_in_keys()
+
+    def test_a_time_that_was_pushed_last_counts_though_a_payload_is_behind(self) -> None:
+        """Sooner and later than the task's own; a payload without one comes at the task's time."""
+        q, clock = self.queue(), self.clock()
+        for times, waits_s in (((50, 20), 20), ((20, 50), 50), ((50, None), 50), ((None, 20), 20)):
+            task = leased(q, b"old", "k")
+            q.push(b"1", key="k")
+            q.release(task)
+            for number, after_s in enumerate(times):
+                if after_s is None:
+                    q.push(b"%d" % number, key="k")
+                else:
+                    q.schedule(b"%d" % number, (clock.time() + after_s) * 1e6, key="k")
+            clock.advance(waits_s - 5)
+            self.assertEqual((q.pop(), q.take("k")), (None, None), times)
+            clock.advance(6)
+            self.assertEqual(self.drain(q), [b"1"], times)
 
     def test_a_new_payload_that_is_taken_at_once_is_not_charged_with_old_deliveries(self) -> None:
         """Before each system call of its push a pop() takes the task, old or new, and gives it
@@ -3848,7 +3879,7 @@ class Healed(QueueCase):
         """Its deadline has passed by this host's clock only."""
         with on_boot("another host's"):
             q = self.queue(timeout_stale_ms=1000)
-            task = leased(q, b"1")
+            task = leased(q)
         other = self.queue("n2")
         with self.outdated(os.path.basename(task.path), call="lstat") as clock:
             clock.advance(2)
@@ -4948,7 +4979,7 @@ class Faults(Interrupted):
 
     def test_a_directory_that_was_made_anew_is_used_by_old_objects(self) -> None:
         q = self.queue()
-        task = leased(q, b"1")
+        task = leased(q)
         shutil.rmtree(self.path)
         self.assertRaises(FileNotFoundError, q.done, task)
         other = self.queue("n2")
