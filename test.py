@@ -3106,6 +3106,28 @@ class Keyed(QueueCase):
             q.done(task)
             self.nothing_in_keys()
 
+    def test_take_by_id_of_a_task_that_is_for_later_delivers_the_payload_behind_it(self) -> None:
+        q = self.queue()
+        task = leased(q, b"old", "k")
+        q.push(b"new", key="k")
+        q.release(task, delay_s=9)
+        again = q.take(id=task.id)
+        self.assertEqual(again and (again.id, again.data, again.attempts), (task.id, b"new", 1))
+
+    def test_what_is_scheduled_behind_a_task_waits_for_its_time(self) -> None:
+        """Whether the task is done or comes back; it took the place of what was behind before."""
+        for end in (FemtoQueue.done, FemtoQueue.release):
+            q, clock = self.queue(), self.clock()
+            task = leased(q, b"1", "k")
+            q.push(b"2", key="k")
+            q.schedule(b"3", (time.time() + 100) * 1e6, key="k")
+            self.assertEqual(len(self.names("keys")), 1 + self.has_states)
+            end(q, task)
+            self.assertEqual((q.take("k"), q.pop()), (None, None))
+            clock.advance(101)
+            self.assertEqual(self.drain(q), [b"3"])
+            q.close()
+
     def test_a_time_that_was_pushed_last_counts_though_a_payload_is_behind(self) -> None:
         """Sooner and later than the task's own; a payload without one comes at the task's time."""
         q, clock = self.queue(), self.clock()
