@@ -32,17 +32,17 @@ Each move is one system call, and takes effect when that call returns:
 
     step       room and method                from              to                       by
     publish    _Files.publish                 creating/<id>     pending/, scheduled/     rename
-    due        _Worker.enqueue_scheduled      scheduled/        pending/<now>~<n>~<id>   rename
+    due        _Transitions.enqueue_scheduled scheduled/        pending/<now>~<n>~<id>   rename
     claim      _LeaseDir.claim                pending/          inflight-<node>/         rename
     undo       _LeaseDir.undo_claim           inflight-<node>/  pending/                 rename
-    finish     _Worker.finish                 inflight-<node>/  done/<id>                rename
+    finish     _Transitions.finish            inflight-<node>/  done/<id>                rename
                  without keep_done            inflight-<node>/  nowhere                  unlink
-    fail       _Worker.fail                   inflight-<node>/  failed/<id>; its .error  rename
-    release    _Worker.requeue                inflight-<node>/  pending/ or scheduled/   rename
-    extend     _Worker.extend                 inflight-<node>/  the same, a new deadline rename
-    reclaim    _Worker.reclaim                an ended lease    pending/, its old place  rename
-    quarantine _Worker.quarantine             inflight, pending failed/<id>; its .error  rename
-    retry      _Worker.requeue_failed         failed/<id>       pending/<now>~0~<id>     rename
+    fail       _Transitions.fail              inflight-<node>/  failed/<id>; its .error  rename
+    release    _Transitions.requeue           inflight-<node>/  pending/ or scheduled/   rename
+    extend     _Transitions.extend            inflight-<node>/  the same, a new deadline rename
+    reclaim    _Transitions.reclaim           an ended lease    pending/, its old place  rename
+    quarantine _Transitions.quarantine        inflight, pending failed/<id>; its .error  rename
+    retry      _Transitions.requeue_failed    failed/<id>       pending/<now>~0~<id>     rename
     purge      FemtoQueue.purge, _purge_done  done/, failed/    nowhere                  unlink
     replace    _Keys.push, _Files.swap        creating/<id>     for a waiting record     renameat2
     update     _Keys.push, _Files.swap        creating/<id>     for a leased record      renameat2
@@ -1939,28 +1939,18 @@ def _reason(error: str | BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-class _Worker:
-    """What belongs to one process on one queue: its parts, and what happens to tasks."""
+class _Transitions:
+    """The changes of a task's state, but the claim. A worker has them, and the parts that they
+    use."""
 
-    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock, node_id: str) -> None:
-        self.files, self.clock, self.lock = files, clock, threading.RLock()
-        self.node_id, self.detached = node_id, queue.detached
-        self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
-        self.timeout_stale_ms, self.poll_interval_s = queue.timeout_stale_ms, queue.poll_interval_s
-        self.length_ns = queue._length_ns
-        self.backlog = _Backlog(self)
-        lease_dir_class, keys_class, _ = files.parts
-        self.lease_dir: _LeaseDir = lease_dir_class(self)
-        self.keys: _Keys = keys_class(self)
-        self.house = _Housekeeper(self)
-        self.waits = _Waits(self)
-        self.renewer = _LeaseRenewer(self)
-
-    def open_lease_dir(self) -> None:
-        """Open our lease directory unless it is open, and reclaim what a former holder left."""
-        for entry in self.lease_dir.ensure_open():
-            with contextlib.suppress(OSError):  # the next look at leases tries again, and raises
-                self.reclaim(entry)
+    files: _Files
+    clock: _QueueClock
+    lock: threading.RLock
+    backlog: _Backlog
+    lease_dir: _LeaseDir
+    keys: _Keys
+    house: _Housekeeper
+    keep_done: bool | float
 
     def note(self, path: str) -> None:
         """A task came to `path`: to pending/, or to scheduled/."""
@@ -1977,166 +1967,6 @@ class _Worker:
         if _is_keyed(_id_of(source)):
             return self.keys.move(source, target, wait)
         return self.files.move(source, target)
-
-    # From pending/ to in flight
-
-    def take_oldest(self, length_ns: int) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the oldest task.
-
-        None: no task waits, the queue is paused, or other workers won all claims of _MAX_LISTINGS
-        listings. Raises the OSError of a job if no task waits.
-        """
-        backlog, listings, losses = self.backlog, 0, 0
-        while True:
-            if time.monotonic() >= self.house.wake_s:
-                self.house.run_due()
-            task, lease, waiting = None, "", ""
-            try:
-                with self.lock:
-                    names = backlog.names
-                    waiting = f"pending/{names.pop()}" if names else ""
-                    if waiting:
-                        lease = self.lease_dir.claim(waiting, length_ns)
-                if lease:
-                    task = self._read_claimed(waiting, lease, length_ns)
-            except BaseException as error:
-                if not isinstance(error, Exception):  # Ctrl-C
-                    self.lease_dir.undo_claim(lease, waiting)
-                elif not lease:  # a file that can't be claimed must not keep the others waiting
-                    backlog.names = names
-                raise
-            if waiting and not lease:
-                losses += 1
-                task = self._claim_lost(waiting, losses, length_ns)
-            elif not waiting:
-                # All claims of a listing were lost: to other workers, or our directory is gone.
-                self.lease_dir.is_suspect |= listings > 0
-                listings += 1
-                if listings > _MAX_LISTINGS or not self.house.refill():
-                    return None
-            if task is not None:
-                return task
-
-    def _claim_lost(self, waiting: str, losses: int, length_ns: int) -> FemtoTask | None:
-        """After a claim was lost, to another worker or as our directory is gone, drop what else of
-        the batch is gone. Return the task if it was only renamed."""
-        if losses % _LOSSES == 0:
-            self.open_lease_dir()
-        task = self._claim_renamed(waiting, length_ns) if "~" in waiting else None
-        self.backlog.drop_taken()
-        return task
-
-    def take(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the task of an encoded key, or ("") that of an id,
-        if it waits.
-
-        wait=False: None if another process, which may be stopped, has the lock of the key.
-        """
-        if time.monotonic() >= self.house.wake_s:
-            self.house.run_due()
-        if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
-            return None
-        for number in range(_MAX_LISTINGS):
-            if number or self.lease_dir.is_suspect:
-                self.open_lease_dir()
-            try:
-                with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
-                    entry = self.files.find_id(ident, "scheduled", "pending") if ident else None
-                    path = self._path_of_key(key) if key else entry.path if entry else ""
-                    task = self._claim(path, length_ns) if path else None
-            except BlockingIOError:
-                # A push came to pending/, and has the lock yet: its end is no event.
-                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
-                return None
-            if task is not None or not path:
-                return task  # RACE: else a pop() was quicker, and we see it in flight now
-        return None
-
-    def _path_of_key(self, name: str) -> str:
-        """Return where a key's task is to be had, "" if it is not; one that is due is moved."""
-        with self.keys.lock(_key_tag(name)) as states:  # again: the caller has it
-            path, _ = self.keys.find(states, name)
-        if path.startswith("scheduled/") and _stamp_of(path) <= time.time_ns():
-            with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
-                path = self.enqueue_scheduled(path)
-        return path if path.startswith("pending/") else ""
-
-    def _claim(self, waiting: str, length_ns: int) -> FemtoTask | None:
-        """Lease a waiting task, and read it. None: another worker was first, or it can't be
-        delivered."""
-        lease = ""
-        try:
-            with self.lock:
-                lease = self.lease_dir.claim(waiting, length_ns)
-            if lease:
-                return self._read_claimed(waiting, lease, length_ns)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C
-                self.lease_dir.undo_claim(lease, waiting)
-            raise
-        return self._claim_renamed(waiting, length_ns)
-
-    def _claim_renamed(self, waiting: str, length_ns: int) -> FemtoTask | None:
-        """RACE: the payload of a keyed task was replaced after it was listed, and its name with it:
-        its place is still this one."""
-        renamed = _reset_path(waiting, None) if _may_be_renamed(waiting) else waiting
-        return self._claim(renamed, length_ns) if renamed != waiting else None
-
-    def _read_claimed(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
-        """Read a claimed task. None: it is gone (undo the claim), a dead letter now, or given back
-        by close()."""
-        ident, checkpoint = lease[-_ID_LENGTH:], None
-        before = _attempts_of(waiting) if "~" in waiting else 0
-        held = _Lease(lease, length_ns)
-        try:
-            if self.max_attempts is not None and before >= self.max_attempts:
-                why = f"delivered {before} times without done() or fail(): max_attempts reached"
-                self.quarantine(lease, why)
-                return None
-            data, key = self.files.read(lease, ident)
-            if key is not None:
-                newest = self.keys.claimed(held, key, data, waiting)
-                if newest is None:
-                    return None
-                data = newest
-            if "~" in waiting:  # it may have been delivered before
-                checkpoint = _read_checkpoint(self, ident, data)
-            held.has_checkpoint = checkpoint is not None
-            attempts = before + 1 if held.path is lease else 1
-            task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
-            closes = self.lease_dir.unread.pop(lease, None)
-            if closes == self.lease_dir.closes:
-                return task
-        except CorruptTask as error:
-            self.quarantine(held.path, error.reason)
-            return None
-        except FileNotFoundError:
-            self.lease_dir.undo_claim(held.path, waiting)
-            return None
-        except BaseException as error:
-            place = waiting if held.path is lease else _reset_path(waiting, None)
-            self._return_unreadable(held.path, place, error)
-            raise
-        finally:
-            self.lease_dir.unread.pop(lease, None)
-        with contextlib.suppress(LeaseLost):  # RACE: close() in another thread gave it back, or
-            self.requeue_uncounted(task)  # could not: its key was busy, its node_id is shared
-        return None
-
-    def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
-        """Undo a claim that was interrupted: the task returns to its place; or whose file could not
-        be read: to the back, else it would block each worker that takes the oldest task first."""
-        target = waiting
-        is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
-        if isinstance(error, Exception) and not is_transient and waiting.startswith("pending/"):
-            target = self._back_path(lease, _attempts_of(waiting))
-        with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
-            # CRASH: before it, a lease like any
-            try:
-                self.note(self.move(lease, target))
-            except OSError:
-                self.orphan(lease, counted=False)
-                raise
 
     def _back_path(self, path: str, attempts: int) -> str:
         """Return the path in pending/ of a task at the back of the queue."""
@@ -2358,6 +2188,195 @@ class _Worker:
         path = self.move(source, self._back_path(source, _attempts_of(source)), wait)
         self.files.commit(path)
         return path
+
+
+class _Worker(_Transitions):
+    """What belongs to one process on one queue: its parts, and how it takes tasks."""
+
+    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock, node_id: str) -> None:
+        self.files, self.clock, self.lock = files, clock, threading.RLock()
+        self.node_id, self.detached = node_id, queue.detached
+        self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
+        self.timeout_stale_ms, self.poll_interval_s = queue.timeout_stale_ms, queue.poll_interval_s
+        self.length_ns = queue._length_ns
+        self.backlog = _Backlog(self)
+        lease_dir_class, keys_class, _ = files.parts
+        self.lease_dir: _LeaseDir = lease_dir_class(self)
+        self.keys: _Keys = keys_class(self)
+        self.house = _Housekeeper(self)
+        self.waits = _Waits(self)
+        self.renewer = _LeaseRenewer(self)
+
+    def open_lease_dir(self) -> None:
+        """Open our lease directory unless it is open, and reclaim what a former holder left."""
+        for entry in self.lease_dir.ensure_open():
+            with contextlib.suppress(OSError):  # the next look at leases tries again, and raises
+                self.reclaim(entry)
+
+    # From pending/ to in flight
+
+    def take_oldest(self, length_ns: int) -> FemtoTask | None:
+        """Run the jobs that are due, and lease the oldest task.
+
+        None: no task waits, the queue is paused, or other workers won all claims of _MAX_LISTINGS
+        listings. Raises the OSError of a job if no task waits.
+        """
+        backlog, listings, losses = self.backlog, 0, 0
+        while True:
+            if time.monotonic() >= self.house.wake_s:
+                self.house.run_due()
+            task, lease, waiting = None, "", ""
+            try:
+                with self.lock:
+                    names = backlog.names
+                    waiting = f"pending/{names.pop()}" if names else ""
+                    if waiting:
+                        lease = self.lease_dir.claim(waiting, length_ns)
+                if lease:
+                    task = self._read_claimed(waiting, lease, length_ns)
+            except BaseException as error:
+                if not isinstance(error, Exception):  # Ctrl-C
+                    self.lease_dir.undo_claim(lease, waiting)
+                elif not lease:  # a file that can't be claimed must not keep the others waiting
+                    backlog.names = names
+                raise
+            if waiting and not lease:
+                losses += 1
+                task = self._claim_lost(waiting, losses, length_ns)
+            elif not waiting:
+                # All claims of a listing were lost: to other workers, or our directory is gone.
+                self.lease_dir.is_suspect |= listings > 0
+                listings += 1
+                if listings > _MAX_LISTINGS or not self.house.refill():
+                    return None
+            if task is not None:
+                return task
+
+    def _claim_lost(self, waiting: str, losses: int, length_ns: int) -> FemtoTask | None:
+        """After a claim was lost, to another worker or as our directory is gone, drop what else of
+        the batch is gone. Return the task if it was only renamed."""
+        if losses % _LOSSES == 0:
+            self.open_lease_dir()
+        task = self._claim_renamed(waiting, length_ns) if "~" in waiting else None
+        self.backlog.drop_taken()
+        return task
+
+    def take(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
+        """Run the jobs that are due, and lease the task of an encoded key, or ("") that of an id,
+        if it waits.
+
+        wait=False: None if another process, which may be stopped, has the lock of the key.
+        """
+        if time.monotonic() >= self.house.wake_s:
+            self.house.run_due()
+        if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
+            return None
+        for number in range(_MAX_LISTINGS):
+            if number or self.lease_dir.is_suspect:
+                self.open_lease_dir()
+            task = None
+            try:
+                with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
+                    entry = self.files.find_id(ident, "scheduled", "pending") if ident else None
+                    path = self._path_of_key(key) if key else entry.path if entry else ""
+                    task = self._claim(path, length_ns) if path else None
+            except BlockingIOError:
+                # A push came to pending/, and has the lock yet: its end is no event.
+                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
+                return None
+            except BaseException:
+                if task is not None:  # Ctrl-C, as the lock is given up
+                    self.requeue_uncounted(task)
+                raise
+            if task is not None or not path:
+                return task  # RACE: else a pop() was quicker, and we see it in flight now
+        return None
+
+    def _path_of_key(self, name: str) -> str:
+        """Return where a key's task is to be had, "" if it is not; one that is due is moved."""
+        with self.keys.lock(_key_tag(name)) as states:  # again: the caller has it
+            path, _ = self.keys.find(states, name)
+        if path.startswith("scheduled/") and _stamp_of(path) <= time.time_ns():
+            with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
+                path = self.enqueue_scheduled(path)
+        return path if path.startswith("pending/") else ""
+
+    def _claim(self, waiting: str, length_ns: int) -> FemtoTask | None:
+        """Lease a waiting task, and read it. None: another worker was first, or it can't be
+        delivered."""
+        lease = ""
+        try:
+            with self.lock:
+                lease = self.lease_dir.claim(waiting, length_ns)
+            if lease:
+                return self._read_claimed(waiting, lease, length_ns)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C
+                self.lease_dir.undo_claim(lease, waiting)
+            raise
+        return self._claim_renamed(waiting, length_ns)
+
+    def _claim_renamed(self, waiting: str, length_ns: int) -> FemtoTask | None:
+        """RACE: the payload of a keyed task was replaced after it was listed, and its name with it:
+        its place is still this one."""
+        renamed = _reset_path(waiting, None) if _may_be_renamed(waiting) else waiting
+        return self._claim(renamed, length_ns) if renamed != waiting else None
+
+    def _read_claimed(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
+        """Read a claimed task. None: it is gone (undo the claim), a dead letter now, or given back
+        by close()."""
+        ident, checkpoint = lease[-_ID_LENGTH:], None
+        before = _attempts_of(waiting) if "~" in waiting else 0
+        held = _Lease(lease, length_ns)
+        try:
+            if self.max_attempts is not None and before >= self.max_attempts:
+                why = f"delivered {before} times without done() or fail(): max_attempts reached"
+                self.quarantine(lease, why)
+                return None
+            data, key = self.files.read(lease, ident)
+            if key is not None:
+                newest = self.keys.claimed(held, key, data, waiting)
+                if newest is None:
+                    return None
+                data = newest
+            if "~" in waiting:  # it may have been delivered before
+                checkpoint = _read_checkpoint(self, ident, data)
+            held.has_checkpoint = checkpoint is not None
+            attempts = before + 1 if held.path is lease else 1
+            task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
+            closes = self.lease_dir.unread.pop(lease, None)
+            if closes == self.lease_dir.closes:
+                return task
+        except CorruptTask as error:
+            self.quarantine(held.path, error.reason)
+            return None
+        except FileNotFoundError:
+            self.lease_dir.undo_claim(held.path, waiting)
+            return None
+        except BaseException as error:
+            place = waiting if held.path is lease else _reset_path(waiting, None)
+            self._return_unreadable(held.path, place, error)
+            raise
+        finally:
+            self.lease_dir.unread.pop(lease, None)
+        with contextlib.suppress(LeaseLost):  # RACE: close() in another thread gave it back, or
+            self.requeue_uncounted(task)  # could not: its key was busy, its node_id is shared
+        return None
+
+    def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
+        """Undo a claim that was interrupted: the task returns to its place; or whose file could not
+        be read: to the back, else it would block each worker that takes the oldest task first."""
+        target = waiting
+        is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
+        if isinstance(error, Exception) and not is_transient and waiting.startswith("pending/"):
+            target = self._back_path(lease, _attempts_of(waiting))
+        with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
+            # CRASH: before it, a lease like any
+            try:
+                self.note(self.move(lease, target))
+            except OSError:
+                self.orphan(lease, counted=False)
+                raise
 
 
 # ==================================================================================================
@@ -3646,9 +3665,9 @@ class _Keys(_KeyStates):
     # Moving
 
     def move(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task with a key, as _Worker.move() does, under the lock of the key. If it ends,
-        the payload behind it becomes a task. If it comes back, that stays behind, and its attempts
-        and its time, if that is later, count from now on."""
+        """Move a task with a key, as _Transitions.move() does, under the lock of the key. If it
+        ends, the payload behind it becomes a task. If it comes back, that stays behind, and its
+        attempts and its time, if that is later, count from now on."""
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")

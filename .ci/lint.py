@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_476,
-    "lines": 6375,
-    "lines of code": 4118,
-    "lines of docstrings": 1140,
-    "lines of its largest class": 647,
-    "lines of test.py": 11_144,
-    "lines of .ci/": 8333,
+    "tokens of code": 37_523,
+    "lines": 6545,
+    "lines of code": 4249,
+    "lines of docstrings": 1162,
+    "lines of its largest class": 652,
+    "lines of test.py": 10_500,
+    "lines of .ci/": 8357,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -330,7 +330,7 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("rooms that are out of number", 0, rooms_misnumbered),
     ("rooms that the docstring lists otherwise", 0, rooms_not_listed),
     ("uses of a room below, or of its private names", 0, used_from_below),
-    ("lines of a room, but FemtoQueue and Command line", 440, longest_room),
+    ("lines of a room, but FemtoQueue and Command line", 465, longest_room),
     ("lines of a class, but FemtoQueue", 400, lambda: longest_class(face=False)),
     ("lines of the module's docstring", 110, lambda: len(DOCSTRING.splitlines())),
     ("steps of its table that are no methods", 0, steps_without_a_method),
