@@ -2817,7 +2817,7 @@ class FemtoQueue:
         key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload,
         and it keeps its place (and its time, in scheduled/) and its id, which is returned. Where
         renameat2(2) can't exchange names (NFS, FUSE; not Linux), data waits in keys/ until the
-        claim of the task takes it along.
+        claim of the task takes it along, and may do so if only its sync failed.
         if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
         delivery ends (a newer one replaces it), then joins the queue by its own id, or, if the
         task came back, is what its next delivery carries, as a first attempt; "update": a

@@ -36,8 +36,8 @@ LIMITS = {
     "lines of code": 4249,
     "lines of docstrings": 1162,
     "lines of its largest class": 652,
-    "lines of test.py": 10_500,
-    "lines of .ci/": 8357,
+    "lines of test.py": 10_503,
+    "lines of .ci/": 8402,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
