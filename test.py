@@ -8315,6 +8315,12 @@ class Work(QueueCase):
             self.assertEqual(worker.work(handle, concurrency=2, idle_timeout_s=0).done, 2)
             self.assertEqual(worker.work(handle, idle_timeout_s=0).done, 0)
 
+    def test_it_leaves_the_handlers_of_signals_as_they_were(self) -> None:
+        numbers = signal.SIGINT, signal.SIGTERM
+        before = [signal.getsignal(number) for number in numbers]
+        self.queue().work(self.fail, drain=True)
+        self.assertEqual([signal.getsignal(number) for number in numbers], before)
+
     def test_after_its_time_limit_a_worker_finishes_what_runs_and_takes_no_more(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push_many([b"1", b"2"])
@@ -9995,6 +10001,7 @@ class Meeting(QueueCase):
         """The listing may have passed the place of the older one."""
         for before in (0, 300):
             q, pushed = self.queue(f"n{before}"), list[str]()
+            self.assertIsNone(q.pop())
             q.push_many([b"x"] * before)
 
             def listdir(path: str, q: FemtoQueue = q, pushed: list[str] = pushed) -> list[str]:

@@ -1077,7 +1077,7 @@ a signal drops no task that was just claimed | Work
 -        self._give_back(task)
 -        return None
 +        return None
-work() leaves the signal handlers as they were | Work hangs
+work() leaves the signal handlers as they were | Work
 -            for number, handler in before.items():
 -                signal.signal(number, handler)
 +            before.clear()

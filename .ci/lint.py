@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 4249,
     "lines of docstrings": 1162,
     "lines of its largest class": 652,
-    "lines of test.py": 10_505,
+    "lines of test.py": 10_512,
     "lines of .ci/": 8398,
 }
 DOORS = {  # names of annexes that a room above them may use
