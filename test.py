@@ -8315,7 +8315,7 @@ class Work(QueueCase):
             self.assertEqual(worker.work(handle, concurrency=2, idle_timeout_s=0).done, 2)
             self.assertEqual(worker.work(handle, idle_timeout_s=0).done, 0)
 
-    def test_it_leaves_the_handlers_of_signals_as_they_were(self) -> None:
+    def test_a_handler_of_signals_is_what_it_was_before(self) -> None:
         numbers = signal.SIGINT, signal.SIGTERM
         before = [signal.getsignal(number) for number in numbers]
         self.queue().work(self.fail, drain=True)
