@@ -1669,14 +1669,15 @@ class _Backlog:
         now.
         """
         for _ in range(2):
-            began = f"{self._clock.now_ns():020d}"
             self._list(now_s)
-            newer = 0
-            if len(self.names) > _AT_ONCE:
-                newer = sum(1 for _ in itertools.takewhile(began.__le__, self.names))
-            if not self.names or newer < len(self.names):
+            if len(self.names) <= _AT_ONCE:
+                return
+            began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
+            newer = sum(1 for _ in itertools.takewhile(began.__le__, self.names))
+            if newer < len(self.names):
                 del self.names[:newer]
                 return
+            now_s = time.monotonic()
 
     def _list(self, now_s: float) -> None:
         """List pending/, in one piece or in many."""

@@ -33,7 +33,7 @@ PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
     "tokens of code": 37_523,
     "lines": 6545,
-    "lines of code": 4249,
+    "lines of code": 4250,
     "lines of docstrings": 1162,
     "lines of its largest class": 652,
     "lines of test.py": 10_512,
