@@ -1735,8 +1735,8 @@ class _LeaseDir:
         self._detached = worker.detached
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
-        self.orphans: set[str] = set()  # names of leases in it that no living worker holds
-        self.uncounted: set[str] = set()  # of those, the ones that no caller has got
+        # Names of leases in it that no living worker holds; False: no caller has got that delivery.
+        self.orphans: dict[str, bool] = {}
         # By the leases of tasks that were claimed and are being read: what `closes` was then.
         self.unread: dict[str, int] = {}
         self.closes = 0
@@ -1802,7 +1802,7 @@ class _LeaseDir:
             with contextlib.suppress(OSError):  # the next look at leases raises it
                 orphans = [it for it in self._files.entries(self.directory) if it.boot != _DETACHED]
                 # Also if Ctrl-C ends their reclaim: the next look at leases goes on.
-                self.orphans.update(entry.name for entry in orphans)
+                self.orphans.update((entry.name, True) for entry in orphans)
         lock.acquire_shared()
         return orphans
 
@@ -1887,8 +1887,7 @@ class _LeaseDir:
             except OSError as error:
                 # Else it had not been claimed yet, or a person has it. Or pending/ was replaced.
                 if not isinstance(error, FileNotFoundError) or self._files.exists(lease):
-                    self.uncounted.add(name)
-                    self.orphans.add(name)
+                    self.orphans[name] = False
                 if not isinstance(error, FileNotFoundError):
                     raise
 
@@ -2074,30 +2073,28 @@ class _Transitions:
         """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/.
         counted: whether its attempts count this delivery."""
         with self.lock:
-            if not counted:
-                self.lease_dir.uncounted.add(lease.partition("/")[2])
-            self.lease_dir.orphans.add(lease.partition("/")[2])
+            self.lease_dir.orphans[lease.partition("/")[2]] = counted
             self.house.ends.sooner(0)
 
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
         # RACE: close() in another thread than the one that reads it: nobody got this delivery.
-        unread = {_id_of(lease) for lease in [*self.lease_dir.unread]}
-        is_unread = entry.id in unread or entry.name in self.lease_dir.uncounted
-        is_own = entry.directory == self.lease_dir.directory
-        attempts = max(0, (entry.attempts or 0) - (is_own and is_unread))
+        is_own, orphans = entry.directory == self.lease_dir.directory, self.lease_dir.orphans
+        is_uncounted = is_own and (
+            not orphans.get(entry.name, True) or entry.id in map(_id_of, [*self.lease_dir.unread])
+        )
+        attempts = max(0, (entry.attempts or 0) - is_uncounted)
         try:
             target = self.move(entry.path, _front_path(entry.id, attempts), wait=False)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
         except OSError as error:
-            if entry.directory == self.lease_dir.directory:
-                self.lease_dir.orphans.add(entry.name)  # we are alive: only this mark ends it
+            if is_own:
+                orphans.setdefault(entry.name, True)  # we are alive: only this mark ends it
             if isinstance(error, BlockingIOError):
                 return  # RACE: another process is at work on its key; next time
             raise
-        self.lease_dir.orphans.discard(entry.name)
-        self.lease_dir.uncounted.discard(entry.name)
+        orphans.pop(entry.name, None)
         self.note(target)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
@@ -2560,10 +2557,11 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
         now_ns = self._clock.now_ns()
         is_own = directory == self._lease_dir.directory
-        orphans = self._lease_dir.orphans if is_own else set()
+        orphans = self._lease_dir.orphans if is_own else {}
         marked = {*orphans}
         leases = self._files.entries(directory)
-        orphans -= marked.difference(entry.name for entry in leases)  # gone, or never made
+        for name in marked.difference(entry.name for entry in leases):  # gone, or never made
+            orphans.pop(name, None)
         running = []
         for entry in leases:
             is_final = entry.name in orphans
@@ -3820,18 +3818,18 @@ class _Keys(_KeyStates):
             self._files.remove(aside)
             return ""
         self._commit_swapped(aside, path)
-        self._files.remove(aside)  # the old record: until now the disk may know only that
         return _id_of(path)
 
     def _commit_swapped(self, aside: str, path: str) -> None:
-        """Sync a record that was exchanged with the one at `aside`; if that fails, exchange them
-        again: a push that raised changed nothing."""
+        """Sync a record that was exchanged with the old one, which is at `aside`; if that fails,
+        exchange them again: a push that raised changed nothing."""
         try:
             self._files.commit(path)
         except BaseException:
             with contextlib.suppress(OSError):
                 self._files.swap(aside, path)
             raise
+        self._files.remove(aside)  # until now the disk may know only that
 
     def _put_behind(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
         """Put a payload behind the task of a key, or into the place of the one behind it; return
@@ -3846,7 +3844,6 @@ class _Keys(_KeyStates):
                 self._files.move(f"keys/{before}", f"keys/{newer}")
             if before and self._files.swap(aside, f"keys/{newer}"):
                 self._commit_swapped(aside, f"keys/{newer}")
-                self._files.remove(aside)  # the old record
             else:
                 self._files.move_over(aside, f"keys/{newer}")
                 self._files.commit(f"keys/{newer}")
@@ -3903,12 +3900,10 @@ class _Keys(_KeyStates):
             return ""
         if is_there:
             self._commit_swapped(aside, path)
-        elif has_moved:
+            return _id_of(path)
+        if has_moved:
             self._files.commit(path)
-        if is_there is None:
-            self._put_behind(states, name, aside, due_ns)
-        else:
-            self._files.remove(aside)  # the old record
+        self._put_behind(states, name, aside, due_ns)
         return _id_of(path)
 
 
@@ -4484,7 +4479,7 @@ class _WorkerPool:
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
         self._threads = 0  # that have not ended
-        self.is_drained = self._has_no_work = False
+        self.is_drained = self._is_idle = False
         self._is_interruptible = False  # a handler runs that signals interrupt
         self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
 
@@ -4542,7 +4537,7 @@ class _WorkerPool:
                 self._changed.notify_all()
 
     def _is_stopping(self) -> bool:
-        is_over = self.signals or self._has_no_work or self._error is not None
+        is_over = self.signals or self.is_drained or self._is_idle or self._error is not None
         return bool(is_over or time.monotonic() >= self._end_s or self._is_stopped())
 
     def _take(self) -> FemtoTask | None:
@@ -4553,13 +4548,13 @@ class _WorkerPool:
             return None
         task: FemtoTask | None = queue.pop(0 if self._drain else wait_s)
         if task is None and self._drain:
-            self.is_drained = self._has_no_work = queue.join(0)
-            if not self._has_no_work:
+            self.is_drained = queue.join(0)
+            if not self.is_drained:
                 task = queue.pop(min(wait_s, queue.poll_interval_s))
         with self._changed:
             if task is None:
                 if not self._running and time.monotonic() >= self._idle_end_s:
-                    self._has_no_work = True
+                    self._is_idle = True
                 return None
             if not self._is_stopping():
                 self._running[id(task)] = task
@@ -5359,7 +5354,7 @@ class _SharedLeaseDir(_LeaseDir):
             raise
         if is_done:
             self.unread.pop(lease, None)
-            self.orphans.add(lease.partition("/")[2])  # should it stay
+            self.orphans[lease.partition("/")[2]] = True  # should it stay
             return ""
         return lease
 
@@ -5369,7 +5364,7 @@ class _SharedLeaseDir(_LeaseDir):
         try:
             return name in os.listdir(self.path)
         except OSError:
-            self.orphans.add(name)  # should it be there after all
+            self.orphans[name] = True  # should it be there after all
             self._backlog.clear()  # our directory is gone: the next listing makes it
             self.is_suspect = True
             return False
@@ -5623,7 +5618,7 @@ def _timestamp(text: str) -> float:
 
     with contextlib.suppress(ValueError):
         return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
-    raise _invalid(text, "WHEN is 2026-12-01T08:00, or 2026-12-01T08:00+01:00")
+    raise _invalid(text, f"WHEN is {_TIMES}")
 
 
 def _id_argument(text: str) -> str:
@@ -5633,6 +5628,7 @@ def _id_argument(text: str) -> str:
     return text
 
 
+_TIMES = "2026-12-01T08:00, or 2026-12-01T08:00+01:00"
 _flag = functools.partial(_argument, action="store_true")
 _piece = functools.partial(_argument, action="store_const", dest="end")
 _number = functools.partial(_argument, type=int, metavar="N")
@@ -5719,9 +5715,6 @@ def _fields(row: dict[str, Any]) -> str:
 
 # Command line: push
 
-_WHEN = "wait until 2026-12-01T08:00, or 2026-12-01T08:00+01:00"
-_HOW = {"metavar": "HOW", "help": "if that is leased: buffer, update or reject"}
-
 
 @_command(
     _argument("payloads", metavar="PAYLOAD", nargs="*", default=(), help="a task"),
@@ -5729,10 +5722,16 @@ _HOW = {"metavar": "HOW", "help": "if that is leased: buffer, update or reject"}
     _piece("-0", "--null", const=b"\0", help="push each piece that a zero byte ends"),
     _either(
         _time_span("--delay", help="wait for TIME before it joins the queue"),
-        _argument("--at", type=_timestamp, metavar="WHEN", help=_WHEN),
+        _argument("--at", type=_timestamp, metavar="WHEN", help=f"wait until {_TIMES}"),
     ),
     _argument("--key", help="replace the payload of this key's task, if one waits"),
-    _argument("--if-in-flight", choices=_IF_IN_FLIGHT, default="buffer", **_HOW),
+    _argument(
+        "--if-in-flight",
+        choices=_IF_IN_FLIGHT,
+        default="buffer",
+        metavar="HOW",
+        help="if that is leased: buffer, update or reject",
+    ),
     _SYNC,
     usage="[OPTIONS] [PAYLOAD ...]",
 )
@@ -6069,7 +6068,7 @@ class _CommandHandler:
         import subprocess
 
         timeout_s = self._options.task_timeout
-        end_s, is_guarded, is_stopped = _end_s(timeout_s), True, False
+        end_s, is_guarded = _end_s(timeout_s), True
         self._running.add(process)
         try:
             if self._is_aborted:  # RACE: abort() did not see this process
@@ -6078,16 +6077,10 @@ class _CommandHandler:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s and max(0, end_s - time.monotonic()))
             status = process.returncode
-            if status:
-                # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
-                may_be_stop = (-status if status < 0 else status - 128) in _stop_signals()
-                wait_s = _ONE_SIGNAL_S if may_be_stop or is_last_try else 0
-                is_stopped = self._is_stopped.wait(wait_s)
+            is_stopped = bool(status) and self._is_stop(status, is_last_try)
             # CMD may be a shell whose program still saves its state: not twice at once.
-            while is_stopped and _signal_group(process.pid, 0) and not self._is_killed.wait(0.05):
+            while is_stopped and self._is_alive(process) and not self._is_killed.wait(0.05):
                 self._relay(process, fds, time.monotonic() + 0.1)
-                with contextlib.suppress(ChildProcessError):  # it has others, if we are not init
-                    os.waitpid(-process.pid, os.WNOHANG)
         finally:
             if process.returncode is None:
                 self._terminate([process])
@@ -6110,6 +6103,12 @@ class _CommandHandler:
         if status is not None:
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         raise _CommandFailed(f"{what}\n{tail}".rstrip())
+
+    def _is_stop(self, status: int, is_last_try: bool) -> bool:
+        """Whether a process failed as this worker is told to stop."""
+        # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
+        may_be_stop = (-status if status < 0 else status - 128) in _stop_signals()
+        return self._is_stopped.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
 
     def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
         """Relay what a process writes until it has ended, or until end_s; return the end of its
@@ -6143,17 +6142,17 @@ class _CommandHandler:
         for process in processes:
             _signal_group(process.pid, number)
         for process in processes:
-            while is_alive := self._is_alive(process):
-                if time.monotonic() >= end_s:
-                    break
+            while self._is_alive(process) and time.monotonic() < end_s:
                 time.sleep(0.01)
-            if is_alive:
+            if self._is_alive(process):
                 _signal_group(process.pid, signal.SIGKILL)
             process.wait()
 
     def _is_alive(self, process: Any) -> bool:
         """Whether anything of a process's group still runs."""
-        process.poll()  # a process that has ended is in it until then
+        if process.poll() is not None:  # one that has ended is in it until then
+            with contextlib.suppress(ChildProcessError):  # it has others, if we are not init
+                os.waitpid(-process.pid, os.WNOHANG)
         return _signal_group(process.pid, 0)
 
 

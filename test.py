@@ -1509,9 +1509,6 @@ class Liveness(QueueCase):
             again.close()
         self.assertGreater(number, 20)
 
-    def mortal(self, node_id: str) -> FemtoQueue:
-        return self.queue(node_id, timeout_stale_ms=None)
-
     def test_a_restart_takes_back_even_while_an_observer_looks_at_its_directory(self) -> None:
         """The observer's lock is waited out; a lease of an earlier boot is nobody else's to end."""
         import fcntl
@@ -9770,12 +9767,6 @@ class ReadmeCase(DocumentCase):
     def blocks(self, language: str, text: str) -> list[str]:
         return re.findall(rf"(?ms)^```{language}\n(.*?)^```", text)
 
-    def column(self, number: int, text: str) -> list[str]:
-        """Return the cells of a column of a section's tables, without headings."""
-        tables = re.findall(r"(?m)(?:^\|.*\n)+", text)
-        rows = [row.strip("|").split("|") for it in tables for row in it.splitlines()[2:]]
-        return [row[number].strip() for row in rows if len(row) > number]
-
 
 class ReadmeExamples(ReadmeCase):
     """Each example of the README runs as it stands, in a directory that has femtoqueue.py only."""
@@ -10197,11 +10188,7 @@ class Meeting(QueueCase):
         q, found = self.queue(), list[bytes]()
         ids = q.push_many([b"1", b"2", b"3"])
 
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "move" and args[0].endswith(f"pending/{ids[0]}"):
-                self.fail_with(errno.EPERM)
-
-        with hooked(refuse):
+        with hooked(at_call("move", f"pending/{ids[0]}", raising(errno.EPERM))):
             for _ in range(4):
                 with contextlib.suppress(OSError):
                     if task := q.pop():

@@ -1094,10 +1094,10 @@ a setting is not changed in silence | Gate
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a try that a stop ended is no failure | CommandLine
--                is_stopped = self._is_stopped.wait(wait_s)
-+                is_stopped = self._is_stopped.wait(0)
+-        return self._is_stopped.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
++        return self._is_stopped.wait(0)
 a program that outlives its shell in a stop has its task until then | CommandLine
--            while is_stopped and _signal_group(process.pid, 0) and not self._is_killed.wait(0.05):
+-            while is_stopped and self._is_alive(process) and not self._is_killed.wait(0.05):
 +            while is_stopped and self._is_stopped.wait(60) is None:
 a command that ends well after the second signal has done its task | CommandLine
 -        if status == 0:
@@ -1150,8 +1150,8 @@ a task that can't be ended ends work() | Work
 -            left = {it: path for it, path in _leases(q, options.node).items() if it in left}
 +            left = {}
 a command that a signal ends alone has failed | CommandLine
--                is_stopped = self._is_stopped.wait(wait_s)
-+                is_stopped = may_be_stop or self._is_stopped.is_set()
+-        return self._is_stopped.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
++        return may_be_stop or self._is_stopped.is_set()
 an idle worker that runs a task is not idle | Work
 -                if not self._running and time.monotonic() >= self._idle_end_s:
 +                if time.monotonic() >= self._idle_end_s:

@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_523,
-    "lines": 6545,
-    "lines of code": 4250,
+    "tokens of code": 37_475,
+    "lines": 6544,
+    "lines of code": 4247,
     "lines of docstrings": 1162,
     "lines of its largest class": 652,
-    "lines of test.py": 10_512,
+    "lines of test.py": 10_499,
     "lines of .ci/": 8400,
 }
 DOORS = {  # names of annexes that a room above them may use
