@@ -5192,10 +5192,10 @@ class _SharedLock(_FileLock):
 
 class _SharedFiles(_Files):
     """`phantoms`: the paths of those that were met. `clock`: the queue's, set by its lease
-    directory; None for tickets."""
+    directory; tickets have none."""
 
     syncs_in_place = False  # before, another host would read a torn file
-    clock: _QueueClock | None = None
+    clock: _QueueClock
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
         super().__init__(data_dir, is_durable)
@@ -5308,7 +5308,8 @@ class _SharedFiles(_Files):
         It is raised for a lease that was over before: another delivery may have ended the task.
         """
         number = 0
-        if self.loses_replies and not self._is_over(source):
+        is_lease = _state_of(source) == "inflight"
+        if self.loses_replies and not (is_lease and _stamp_of(source) <= self.clock.now_ns()):
             number = os.lstat(self.root + source).st_ino
         try:
             yield
@@ -5316,16 +5317,15 @@ class _SharedFiles(_Files):
             if not number or not self._was_moved(number, source, target):
                 raise
 
-    def _is_over(self, path: str) -> bool:
-        """Whether a path is that of a lease whose deadline has passed."""
-        is_lease = self.clock is not None and _state_of(path) == "inflight"
-        return is_lease and _stamp_of(path) <= self.clock.now_ns()  # type: ignore[union-attr]
-
     def _was_moved(self, number: int, source: str, target: str) -> bool:
-        """Whether a file of that inode is where it was to go, and not where it was any more."""
+        """Whether a file of that inode is where it was to go, and not where it was any more. It may
+        have been taken on from there; but from creating/ others only sweep what is old."""
         if self.exists(source):
             return False
-        return not target or (self.exists(target) and self.lstat(target).st_ino == number)
+        is_ours = _state_of(source) == "creating"
+        if not target or (is_ours and self.clock.now_ns() < _stamp_of(source) + _LEFTOVER_NS // 2):
+            return True
+        return self.exists(target) and self.lstat(target).st_ino == number
 
     def shrink_pending(self, new_id: Callable[[], str]) -> None:
         """Do nothing: other hosts may look into the old directory for long (stale)."""

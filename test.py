@@ -2019,6 +2019,23 @@ class LostReply(QueueCase):
                 end(task)
             self.assertNotEqual(self.names(state), [])
 
+    def test_what_others_took_on_before_the_server_answered_was_pushed(self) -> None:
+        """Before we ask again, the task is delivered elsewhere; or, as we have lost the key's lock
+        with the server, the payload behind a lease that ended."""
+        q, other = self.queue(), self.queue("n2")
+        with self.lost(then=lambda: other.done(self.pop(other))):
+            q.push(b"1")
+        task = leased(other, b"2", "k")
+
+        def promote() -> None:
+            os.rename(self.file(task.path), self.file("done", task.id))
+            (name,) = (it for it in self.names("keys") if not it.endswith(".lock"))
+            os.rename(self.file("keys", name), self.file("pending", name))
+
+        with self.lost(then=promote):
+            q.push(b"3", key="k")
+        self.assertEqual(self.pop(q).data, b"3")
+
     def test_a_ticket_is_taken(self) -> None:
         self.queue()
         line = TicketQueue(self.file("line"))
@@ -2067,10 +2084,11 @@ class LostReply(QueueCase):
 
     def test_a_payload_that_was_swept_away_is_not_taken_for_the_old_one(self) -> None:
         """A file of that name is there, and ours is gone; but it is another."""
-        q = self.queue()
+        q, clock = self.queue(), self.clock()
         task = leased(q, b"old", "k")
 
         def sweep() -> None:
+            clock.advance(3600)
             (name,) = self.names("creating")
             os.unlink(self.file("creating", name))
 

@@ -1193,10 +1193,16 @@ a rename whose reply was lost has not failed | LostReply
 -            if not number or not self._was_moved(number, source, target):
 +            if source:
 what is where a file was to go may be another | LostReply
--and self.lstat(target).st_ino == number)
-+and number)
+-and self.lstat(target).st_ino == number
++and number
+what left creating/ where it was to go has arrived | LostReply
+-        is_ours = _state_of(source) == "creating"
++        is_ours = False
+an old file in creating/ may have been swept | LostReply
+-self.clock.now_ns() < _stamp_of(source) + _LEFTOVER_NS // 2
++self.clock
 a task whose lease was over may be another delivery's | LostReply
--        if self.loses_replies and not self._is_over(source):
+-        if self.loses_replies and not (is_lease and _stamp_of(source) <= self.clock.now_ns()):
 +        if self.loses_replies:
 a claim whose reply was lost is a delivery | LostReply
 -            return name in os.listdir(self.path)

@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_475,
+    "tokens of code": 37_477,
     "lines": 6544,
-    "lines of code": 4247,
+    "lines of code": 4248,
     "lines of docstrings": 1162,
     "lines of its largest class": 652,
-    "lines of test.py": 10_499,
-    "lines of .ci/": 8400,
+    "lines of test.py": 10_517,
+    "lines of .ci/": 8406,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
