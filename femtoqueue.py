@@ -241,11 +241,8 @@ def _find_syncfs(directory: str) -> Callable[[int], None] | None:
 
 
 def _exchange(first: str, second: str) -> None:
-    """Swap what two absolute paths lead to, in one step: renameat2(2) with RENAME_EXCHANGE.
-
-    Raises FileNotFoundError if one is missing, ENOSYS where there is no such call, EINVAL where
-    the file system does not offer it, any other OSError as rename() does.
-    """
+    """Swap what two absolute paths lead to: renameat2(2) with RENAME_EXCHANGE. Raises ENOSYS where
+    there is no such call, EINVAL where the file system has none, else as rename() does."""
     renameat2 = getattr(_libc(), "renameat2", None)
     if renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), second)
@@ -298,8 +295,8 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
 
 
 def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
-    """Remove a file and return whether it was removed. or_fail=False: ignore an OSError, because
-    the caller already handles or reports another one."""
+    """Remove a file; return whether it was removed. or_fail=False: ignore an OSError, because the
+    caller handles another one."""
     try:
         os.unlink(path)
     except OSError as error:
@@ -322,7 +319,6 @@ def _unlink_if_older(path: str, before_s: float) -> bool:
 
 
 def _remove_empty_dir(path: str) -> None:
-    """Remove a directory unless something is in it, or it is gone."""
     try:
         os.rmdir(path)
     except OSError as error:
@@ -344,8 +340,8 @@ def _sync_dir(path: str) -> None:
 
 
 class _FirstError:
-    """Keeps the first OSError of the `with` blocks that it guards, which end there, until
-    raise_if_any(): one task or directory with an error must not keep the others waiting."""
+    """Ends the `with` blocks that it guards at an OSError, and keeps the first for raise_if_any():
+    one task or directory with an error must not keep the others waiting."""
 
     _error: OSError | None = None
 
@@ -364,7 +360,7 @@ class _FirstError:
 
 
 def _no_op(*args: object) -> None:
-    """Do nothing: the default of a callback."""
+    """The default of a callback."""
 
 
 def _backoff_s(longest_s: float) -> Iterator[float]:
@@ -446,10 +442,8 @@ _NAMES_IN: dict[str, tuple[Callable[[str], object], ...]] = {
 
 
 class _Entry(NamedTuple):
-    """A task's file: the directory and the name that it has there, and what the name says.
-
-    attempts: None if the name does not carry it. boot: "" likewise.
-    """
+    """A task's file: its directory, its name there, and what that says. attempts, boot: None and ""
+    if the name does not carry them."""
 
     directory: str
     name: str
@@ -464,15 +458,12 @@ class _Entry(NamedTuple):
 
     @property
     def stamp_ns(self) -> int:
-        """The number in front: order, due time or deadline."""
         return int(self.name[:20])
 
 
 def _parse(directory: str, name: str, form: str = "") -> _Entry | None:
-    """Return the entry of a name in a directory of data_dir; None if the name is not ours.
-
-    form: of _FORMS, if it is not that of the directory.
-    """
+    """Return the entry of a name in a directory; None if the name is not ours. form: of _FORMS, if
+    it is not that of the directory."""
     match = _FORMS[form or _state_of(directory)](name)
     if match is None:
         return None
@@ -496,7 +487,6 @@ def _state_of(path: str) -> str:
 
 
 def _node_of(path: str) -> str:
-    """Return the node_id in the path of a lease or of its directory."""
     return path.partition("/")[0][len("inflight-") :]
 
 
@@ -519,13 +509,11 @@ def _stamp_of(path: str) -> int:
 
 
 def _attempts_of(path: str) -> int:
-    """Return the attempts that a task's name carries, 0 if it carries none."""
     parts = path.split("~")
     return int(parts[1]) if len(parts) > 1 else 0
 
 
 def _due_of(buffered: str) -> int | None:
-    """Return the time for which a payload in keys/ is scheduled, None if it is for at once."""
     return _stamp_of(buffered) if "~" in buffered else None
 
 
@@ -553,7 +541,7 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 
 
 def _front_path(ident: str, attempts: int) -> str:
-    """Return the path in pending/ of a task at the place of its push: the front."""
+    """Return the path in pending/ of a task at the place of its push."""
     return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
 
 
@@ -569,8 +557,7 @@ def _first_lease(path: str) -> str:
 
 
 def _reset_path(path: str, due_ns: int | None) -> str:
-    """Return the path of a waiting task with its attempts at 0: at its place in the queue, or in
-    scheduled/ if due_ns is given."""
+    """Return the path of a waiting task with its attempts at 0: at its place, or at due_ns."""
     if due_ns is not None:
         return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
     if "~" not in path:
@@ -688,10 +675,9 @@ class _CommandFailed(Exception):
 class _Lease:
     """Where the file of a task was, and its delivery if it is leased (length_ns is not 0).
 
-    `path` (inflight-<node>/<exact name>) is the fencing token; a renewal writes the new one here.
-    `length_ns`: how long a renewal makes it last. `is_renewed`: whether a thread renews it.
-    `outcome`: how it ended, a field of WorkCounts; "" while it runs. `has_checkpoint`: it may have
-    one.
+    `path` is the fencing token; a renewal writes the new one here. `length_ns`: of a renewal.
+    `is_renewed`: a thread does it. `outcome`: a field of WorkCounts; "" while the delivery runs.
+    `has_checkpoint`: it may have one.
     """
 
     __slots__ = ("has_checkpoint", "is_renewed", "length_ns", "outcome", "path")
@@ -710,12 +696,10 @@ class FemtoTask:
 
     id: for life, through retries and delays.
     data: the payload as pushed.
-    attempts: deliveries so far, this one counted. None: not known (done/ and failed/ do not keep
-    it).
+    attempts: deliveries so far, with this one. None: not known (done/ and failed/ do not keep it).
     key: of a keyed task, else None.
-    checkpoint: what checkpoint() saved last, in this delivery or one before; None: nothing, or
-    the task was not leased but looked at.
-    error: the reason of a failed task; None: it has none, or is in another state.
+    checkpoint: what checkpoint() saved last, for a leased task; else None.
+    error: the reason of a failed task, else None.
     size_bytes: length of the payload. None: the file has no valid header (tasks(data=False)
     only), or was not read (attach()).
     """
@@ -761,7 +745,7 @@ class FemtoTask:
 
     @property
     def path(self) -> str:
-        """Where its file was, relative to data_dir; while it is leased, also its fencing token."""
+        """Where its file was, relative to data_dir; of a lease, its fencing token."""
         return self._lease.path
 
     @property
@@ -790,7 +774,7 @@ class FemtoTask:
 
 
 def _lease_of(task: object) -> _Lease:
-    """Return the lease of a task that pop() returned. Raises TypeError or LeaseLost for others."""
+    """Return the lease of a task. Raises TypeError or LeaseLost if it has none."""
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
         raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
@@ -803,11 +787,9 @@ _NO_TASK = FemtoTask("", b"")
 
 
 class NodeStats(NamedTuple):
-    """One worker's leases: how many, how many of them past their deadline, and its liveness.
-
-    liveness: "alive" (its lock is held), "dead" (it is not, on this host), or "unknown" (another
-    host's or an earlier boot's, or no flock here: only deadlines count).
-    """
+    """One worker's leases: how many, how many of them past their deadline, and its liveness:
+    "alive" (its lock is held), "dead" (it is not, on this host), or "unknown" (another host's or
+    an earlier boot's, or no flock here: only deadlines count)."""
 
     node: str
     inflight: int
@@ -833,8 +815,8 @@ class WorkCounts(NamedTuple):
     """What became of the deliveries that one work() took.
 
     retried: the handler raised, and the task waits for another try. released: given back at the
-    second signal, or because the handler was told to exit. lost: the lease was lost meanwhile, or
-    its end could not be written (the log says which).
+    second signal, or as the handler was told to exit. lost: the lease was lost, or its end could
+    not be written (the log says which).
     """
 
     done: int = 0
@@ -855,7 +837,6 @@ class Finding(NamedTuple):
 
 
 def _finite(name: str, value: float) -> float:
-    """Return a number that was given as an argument. Raises TypeError or ValueError."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not abs(value) < _MAX_NUMBER:  # NaN neither
@@ -877,19 +858,17 @@ def _positive(name: str, value: float) -> float:
 
 
 def _lease_length_ns(name: str, ms: float | None) -> int:
-    """Check the length of a lease, and return it in ns; None: as long as the holder lives."""
+    """Return the length of a lease; None: as long as the holder lives."""
     return _FOREVER_NS if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
 
 
 def _end_s(timeout: float | None) -> float:
-    """Return when a wait ends, on the monotonic clock."""
     if timeout is None:
         return float("inf")
     return time.monotonic() + _not_negative("timeout", timeout)
 
 
 def _check_places(data_dir: object, node_id: object) -> None:
-    """Raise TypeError or ValueError for an invalid data_dir or node_id."""
     path = os.fspath(data_dir)  # type: ignore[call-overload]
     if not isinstance(path, str):
         raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
@@ -904,7 +883,6 @@ def _check_places(data_dir: object, node_id: object) -> None:
 
 
 def _check_max_attempts(max_attempts: object) -> None:
-    """Raise ValueError unless it is None or a whole number that a name has room for."""
     if max_attempts is not None and (
         type(max_attempts) is not int or not 1 <= max_attempts <= _MAX_ATTEMPTS
     ):
@@ -946,7 +924,6 @@ _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").
 
 
 def _as_bytes(data: object) -> memoryview:
-    """Return a view of a payload. Raises TypeError if it is not bytes-like."""
     if isinstance(data, str):
         raise TypeError("data must be bytes, not str: encode it, as in text.encode()")
     try:
@@ -1027,10 +1004,8 @@ _no_fork = threading.RLock()  # held by fork(), and while a descriptor is yet to
 
 
 def _flock(fd: int, how: int) -> bool | None:
-    """Take a lock: fcntl.LOCK_SH or LOCK_EX, which wait for it unless LOCK_NB is added.
-
-    Returns False if another process has it, None if there are no locks here.
-    """
+    """Take a lock: LOCK_SH or LOCK_EX, with LOCK_NB not to wait. False: another process has it.
+    None: there are no locks here."""
     try:
         fcntl.flock(fd, how)
     except BlockingIOError:
@@ -1064,10 +1039,8 @@ class _FileLock:
         return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def acquire_exclusive(self, wait: bool = True) -> None:
-        """Take the exclusive lock.
-
-        Raises BlockingIOError if it is not free and wait is False, OSError where there is no flock.
-        """
+        """Take the exclusive lock. Raises BlockingIOError if it is not free and wait is False,
+        OSError where there is no flock."""
         locked = self.try_exclusive()
         if locked is False and wait:
             locked = _flock(self.fd, fcntl.LOCK_EX)
@@ -1155,12 +1128,9 @@ def _write_new(
 
 
 def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
-    """Return what makes durable, in one call, what is renamed into a directory from now on; and
-    whether the caller has to sync its files before.
-
-    On Linux one syncfs() does it. The directory is opened now: from Linux 5.8 on, syncfs() reports
-    the write errors since then. Elsewhere, and on file systems not known to take syncfs() to the
-    disk (FUSE does not), files are synced one by one, and the directory at the end.
+    """Return what makes durable what is renamed into a directory from now on; and whether the
+    caller has to sync its files before: where syncfs() is not known to take them to the disk (FUSE;
+    not Linux). The directory is opened now: syncfs() reports the write errors since (Linux 5.8).
     """
     syncfs = _find_syncfs(directory)
     if syncfs is None:
@@ -1178,8 +1148,8 @@ def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
 
 class _Files:
     """The files of one data_dir. Paths are relative to it, as in "pending/<id>"; `root` ends with
-    a separator. `is_durable`: what is acknowledged must survive power loss. `parts`: the classes
-    for this file system, of the lease directory, the keys and the numbers of tickets."""
+    a separator. `is_durable`: what is acknowledged survives power loss. `parts`: the classes of
+    the lease directory, the keys and the numbers of tickets for this file system."""
 
     caveat = ""  # what check() is to say of the file system
     parts: Any
@@ -1223,8 +1193,8 @@ class _Files:
         return [entry for name in sorted(names) if (entry := _parse(directory, name, form))]
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory; none if it was removed with its worker just now, or is
-        not there yet. Raises FileNotFoundError for one that must be there."""
+        """Return all names in a directory; none if it was removed with its worker, or is not there
+        yet. Raises FileNotFoundError for one that must be there."""
         for is_last in (False, True):
             try:
                 return os.listdir(self.root + directory)
@@ -1234,7 +1204,6 @@ class _Files:
         return []
 
     def node_dirs(self) -> list[str]:
-        """Return the lease directories of all workers, sorted."""
         names = sorted(filter(_parse_node_dir, os.listdir(self.root)))
         return [name for name in names if not os.path.islink(self.root + name)]
 
@@ -1245,11 +1214,8 @@ class _Files:
                 yield from self.entries(directory)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in these states, None if it is in none of them.
-
-        Under its id alone it is found without a listing. RACE: a task that moves meanwhile from a
-        later state to an earlier one is missed.
-        """
+        """Return the entry of an id in these states, None if it is in none of them. RACE: a task
+        that moves meanwhile from a later state to an earlier one is missed."""
         for state in states:
             entry = _parse(state, ident) if state in _STATE_DIRS else None
             if entry is not None and self.exists(entry.path):
@@ -1267,8 +1233,8 @@ class _Files:
             return False  # no keys yet; RACE: removed with its worker just now
 
     def has_work(self) -> bool:
-        """Whether a task waits or is leased. Looked at four times: tasks move both ways meanwhile,
-        and one that moves against the look each time is not plausible."""
+        """Whether a task waits or is leased. RACE: tasks move both ways meanwhile; four looks, as
+        one that moves against each of them is not plausible."""
         return any(
             self.has_entries(directory)
             for _ in range(4)
@@ -1276,7 +1242,6 @@ class _Files:
         )
 
     def reason_of(self, ident: str) -> str | None:
-        """Return what failed/<id>.error says, None if there is none."""
         with contextlib.suppress(FileNotFoundError):
             return self.text(f"failed/{ident}.error").removesuffix("\n")
         return None
@@ -1328,7 +1293,6 @@ class _Files:
     # Locking
 
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        """Open a file to lock it; it is made if it is missing."""
         return _FileLock(self.root + path, flags)
 
     def open_dir(self, directory: str) -> _FileLock | None:
@@ -1353,10 +1317,8 @@ class _Files:
         sync_dir: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside> and rename it to `path`: the task exists from then on.
-
-        To be durable it is synced after the rename (one journal commit instead of two), the file
-        first: the checksum tells what a power cut tore before we returned.
-        """
+        It is synced after that (one journal commit instead of two), the file first: the checksum
+        tells what a power cut tore before we returned."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload, key)
         source, target = f"{self.root}creating/{aside}", self.root + path
@@ -1408,10 +1370,8 @@ class _Files:
         return None
 
     def swap_or_replace(self, aside: str, path: str) -> bool:
-        """Put a file in the place of the one at `path`; False: there is none at `path`.
-
-        Where names can't be exchanged it is renamed over the other one, and a person who moves
-        that one in the same instant makes two tasks of one.
+        """Put a file in the place of the one at `path`; False: there is none at `path`. Where names
+        can't be exchanged, a person who moves that one in the same instant makes two tasks of one.
         """
         is_there = self.swap(aside, path)
         if is_there is None:
@@ -1436,11 +1396,8 @@ class _Files:
         return target
 
     def _move_again(self, source: str, target: str) -> None:
-        """Do as move(), after a FileNotFoundError.
-
-        RACE: a target directory that another process replaces just then (shrink_pending) gives
-        ENOENT as if the source were gone; both are there, so the rename is done again.
-        """
+        """Do as move(), after a FileNotFoundError. RACE: another process replaces the target
+        directory just then (shrink_pending): ENOENT, though both are there."""
         directory = self.root + os.path.dirname(target)
         for _ in range(_MAX_REPLACED):
             if not target or not (self.exists(source) and os.path.isdir(directory)):
@@ -1465,11 +1422,8 @@ class _Files:
         _unlink_if_exists(self.root + path, or_fail=False)
 
     def commit(self, path: str) -> None:
-        """If the queue is durable, sync a task's file, then its directory.
-
-        Syncing the directory alone is not enough. After power loss btrfs showed the task in its
-        old directory too, and a finished task was delivered again.
-        """
+        """If the queue is durable, sync a task's file, then its directory. That alone is not
+        enough: after power loss btrfs showed a finished task in its old directory too."""
         if not self.is_durable:
             return
         with contextlib.suppress(FileNotFoundError):  # RACE: another process moved it on
@@ -1478,16 +1432,12 @@ class _Files:
         self.commit_dir(os.path.dirname(path))
 
     def commit_dir(self, directory: str) -> None:
-        """If the queue is durable, sync a directory: its names survive power loss."""
         if self.is_durable:
             _sync_dir(self.root + directory)
 
     def shrink_pending(self, new_id: Callable[[], str]) -> None:
-        """Replace an empty pending/ that was large once by a new directory: ext4 never shrinks one.
-
-        rename() succeeds only on an empty directory, so nothing can be lost; a push that comes
-        between finds out in _move_again().
-        """
+        """Replace an empty pending/ that was large once: ext4 never shrinks a directory. rename()
+        succeeds only on an empty one; a push that comes between finds out in _move_again()."""
         pending = f"{self.root}pending"
         old = os.lstat(pending)
         if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
@@ -1531,11 +1481,8 @@ def _read_anchor(path: str) -> int | None:
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor that starts the clock at the wall clock, or after the newest task if later.
-
-    The newest by id: what stands first in a name of pending/ may be a due time of next year,
-    moved there by hand, and must not carry the clock along.
-    """
+    """Return the anchor that starts the clock at the wall clock, or after the newest id if later:
+    what stands first in a name may be a due time of next year, moved to pending/ by hand."""
     newest_ns = _EARLIEST_NS
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         with contextlib.suppress(PermissionError):  # another user's: no reason not to start
@@ -1572,8 +1519,7 @@ class _QueueClock:
         return _order_of(self.new_id())
 
     def leave_boot(self) -> None:
-        """Date leases by a boot that no observer shares: without locks none can tell whether
-        this worker lives."""
+        """Date leases by a boot that no observer shares: without locks none can tell who lives."""
         self.boot = os.urandom(4).hex()
 
     def _open(self) -> tuple[str, int]:
@@ -1630,11 +1576,8 @@ _is_waiting = _FORMS["pending"]
 
 
 def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
-    """Return the first names of ours in a directory, oldest last, and how many entries it has.
-
-    Keeps a sixteenth of a huge directory, so that a listing pays for as many pops as it reads
-    entries, times 1/16; below _MAX_BATCH names, all.
-    """
+    """Return the first names of ours in a directory, oldest last, and how many entries it has: all
+    names below _MAX_BATCH, a sixteenth of a huge directory."""
     keep = max(_MAX_BATCH, seen_before // 16)
     names: list[str] = []
     seen, youngest = 0, "~"  # behind all of ours
@@ -1662,12 +1605,9 @@ class _Backlog:
         self.refill_s = 0.0  # when it is to be listed again, though names are left
 
     def refill(self, now_s: float) -> None:
-        """List pending/; now_s: the monotonic clock.
-
-        RACE: of two tasks that are pushed as it is listed, only the younger one may be seen. So
-        what is younger than the listing is left to the next one; if nothing else is there, that is
-        now.
-        """
+        """List pending/; now_s: the monotonic clock. RACE: of two tasks that are pushed as it is
+        listed, only the younger one may be seen. So what is younger than the listing is left to the
+        next one; if nothing else is there, that is now."""
         for _ in range(2):
             self._list(now_s)
             if len(self.names) <= _AT_ONCE:
@@ -1691,7 +1631,6 @@ class _Backlog:
         self._listed_s = now_s
 
     def clear(self) -> None:
-        """Forget the batch, so that the next pop() lists pending/."""
         self.names = []
 
     def note(self, path: str) -> None:
@@ -1703,11 +1642,9 @@ class _Backlog:
                 self.names.append(name)
 
     def drop_taken(self) -> None:
-        """After a lost claim, drop what else of the batch is gone.
-
-        To look costs a third of a rename() that fails, and holds up no other worker. A task whose
-        payload was replaced may be there under another name, which its claim tries.
-        """
+        """After a lost claim, drop what else of the batch is gone: a look costs a third of a
+        rename() that fails. A task whose payload was replaced may have another name, which its
+        claim tries."""
         with self._lock:
             names = self.names
             while names and not os.access(f"{self._pending}/{names[-1]}", os.F_OK):
@@ -1723,11 +1660,9 @@ class _Backlog:
 
 
 class _LeaseDir:
-    """Opened by the first listing, and again when it was removed or given up.
-
-    `lock` is the queue's: a claim holds it, so that close() in another thread does not close the
-    descriptor meanwhile. `closes` counts the calls of close().
-    """
+    """Opened by the first listing, and again when it was removed or given up. A claim holds the
+    worker's lock, so that close() in another thread does not close the descriptor meanwhile.
+    `closes` counts the calls of that."""
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock = worker.files, worker.clock
@@ -1751,7 +1686,6 @@ class _LeaseDir:
         return self._held is not None
 
     def is_held(self) -> bool:
-        """Whether it is open, and the path still leads to it."""
         return self._held is not None and self._held.is_at_path()
 
     def ensure_open(self) -> list[_Entry]:
@@ -1762,7 +1696,6 @@ class _LeaseDir:
             return orphans
 
     def _open(self) -> list[_Entry]:
-        """Open and lock it, and make it if it is missing; see ensure_open()."""
         self._backlog.clear()  # nothing is claimed until it is open, also when we raise
         tries = 0
         while True:
@@ -1787,11 +1720,9 @@ class _LeaseDir:
                     to_close.close()
 
     def _lock_shared(self, lock: _FileLock) -> list[_Entry]:
-        """Take the shared lock; return what a former holder left, if it is dead.
-
-        RACE: with the exclusive lock no namesake is at work in the directory that we opened; but
-        an observer may have removed that, and a namesake made it anew: then its leases run.
-        """
+        """Take the shared lock; return what a former holder left, if it is dead. RACE: with the
+        exclusive lock no namesake is at work in the directory that we opened; but an observer may
+        have removed that, and a namesake made it anew: then its leases run."""
         # Waits while an observer looks in: it must not be taken for a second worker.
         if lock.acquire_shared() is None:
             self._clock.leave_boot()
@@ -1807,10 +1738,8 @@ class _LeaseDir:
         return orphans
 
     def _make(self) -> None:
-        """Make the directory; on a full disk, of the spare one that was made before.
-
-        A full queue can only be drained by a worker that can start.
-        """
+        """Make the directory; on a full disk, of the spare one: a full queue can only be drained by
+        a worker that can start."""
         try:
             os.mkdir(self.path)
         except FileExistsError:
@@ -1822,7 +1751,6 @@ class _LeaseDir:
                 raise
 
     def _take_spare(self) -> bool:
-        """Rename the spare directory to ours; False if it is gone, or not empty."""
         spare = f"{self._files.root}spare"
         try:
             if os.listdir(spare):
@@ -1836,11 +1764,9 @@ class _LeaseDir:
     # Claiming
 
     def claim(self, source: str, length_ns: int) -> str:
-        """Rename a waiting task into the directory that we hold locked; return the lease's path.
-
-        Returns "" if another worker was first, or if the directory is not open (any more). Call it
-        with the worker's lock held.
-        """
+        """Rename a waiting task into the directory that we hold locked; return the lease's path, ""
+        if another worker was first, or if the directory is not open (any more). Call it with the
+        worker's lock held."""
         attempts = _attempts_of(source) if "~" in source else 0
         attempts = min(attempts + 1, _MAX_ATTEMPTS)
         boot = _DETACHED if self._detached else self._clock.boot
@@ -1871,7 +1797,7 @@ class _LeaseDir:
         return ""
 
     def _was_claimed(self, name: str) -> bool:
-        """Whether a claim that raised FileNotFoundError was carried out."""
+        """Whether a claim that raised FileNotFoundError was carried out all the same."""
         return False
 
     def undo_claim(self, lease: str, source: str) -> None:
@@ -1953,33 +1879,27 @@ class _Transitions:
     keep_done: bool | float
 
     def note(self, path: str) -> None:
-        """A task came to `path`: to pending/, or to scheduled/."""
+        """A task came to `path`."""
         if path.startswith("pending/"):
             self.backlog.note(path)
         elif path.startswith("scheduled/"):
             self.house.due.sooner((_stamp_of(path) - time.time_ns()) / 1e9)
 
     def move(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task from one state to another; "": remove it. Return where it went.
-
-        Raises BlockingIOError if the lock of its key is not free and wait is False.
-        """
+        """Move a task from one state to another; "": remove it. Return where it went. Raises
+        BlockingIOError if the lock of its key is not free and wait is False."""
         if _is_keyed(_id_of(source)):
             return self.keys.move(source, target, wait)
         return self.files.move(source, target)
 
     def _back_path(self, path: str, attempts: int) -> str:
-        """Return the path in pending/ of a task at the back of the queue."""
         return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
 
     # From in flight, by the holder of the lease
 
     def end_lease(self, lease: _Lease, target: str) -> str:
-        """Rename the task of a delivery from its lease to `target` ("": remove it); return the path
-        that it got. Raises LeaseLost if the lease is gone.
-
-        By the holder. Leases of other workers end in reclaim() and quarantine().
-        """
+        """Rename the task of a delivery from its lease to `target` ("": remove it), by its holder;
+        return the path that it got. Raises LeaseLost if the lease is gone."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -2025,13 +1945,11 @@ class _Transitions:
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def fail(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/ with its reason."""
         lease = _lease_of(task)
         ident = _id_of(lease.path)
         self._dead_letter(ident, error, lambda: self.end_lease(lease, f"failed/{ident}"))
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        """Move a leased task back to pending/, or to scheduled/."""
         gone_to = self.end_lease(_lease_of(task), target)
         self.note(gone_to)
         self.files.commit(gone_to)
@@ -2056,14 +1974,11 @@ class _Transitions:
             self.house.ends.sooner(length_ns / 1e9)
 
     def left_ns(self, task: FemtoTask) -> int:
-        """Return how long a lease still lasts."""
         return _stamp_of(task.path) - self.clock.now_ns()
 
     def renew(self, task: FemtoTask, wait: bool = True) -> None:
-        """Extend a lease by its own length, but never to less than is left.
-
-        Raises BlockingIOError if the lock of its key is not free and wait is False.
-        """
+        """Extend a lease by its own length, but never to less than is left. Raises BlockingIOError
+        if the lock of its key is not free and wait is False."""
         with self.keys.lock_of(task.id, wait), self.lock:
             self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 
@@ -2127,11 +2042,9 @@ class _Transitions:
         self.files.commit(f"failed/{ident}")
 
     def quarantine(self, source: str, reason: str) -> None:
-        """Make a dead letter of a task that can't be delivered, and say so in the log.
-
-        If its reason can't be written, move it without one. If that fails too, move it to the back
-        of pending/: it must not block other tasks, whose work may free disk space.
-        """
+        """Make a dead letter of a task that can't be delivered, and say so in the log: if its
+        reason can't be written, without one. If that fails too, move it to the back of pending/: it
+        must not block other tasks, whose work may free disk space."""
         ident, first_error = _id_of(source), None
         back = self._back_path(source, _attempts_of(source))
         is_taken = self.files.exists(f"failed/{ident}")  # by hand: it stays, and so does its reason
@@ -2178,11 +2091,8 @@ class _Transitions:
     # From scheduled/
 
     def enqueue_scheduled(self, source: str, wait: bool = True) -> str:
-        """Move one task that is due to the back of pending/; return its path there.
-
-        It is synced: on btrfs, a later push's sync of pending/ alone left the task in scheduled/
-        as well after power loss.
-        """
+        """Move one task that is due to the back of pending/; return its path there. It is synced:
+        on btrfs, a later push's sync of pending/ alone left it in scheduled/ as well."""
         path = self.move(source, self._back_path(source, _attempts_of(source)), wait)
         self.files.commit(path)
         return path
@@ -2214,11 +2124,9 @@ class _Worker(_Transitions):
     # From pending/ to in flight
 
     def take_oldest(self, length_ns: int) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the oldest task.
-
-        None: no task waits, the queue is paused, or other workers won all claims of _MAX_LISTINGS
-        listings. Raises the OSError of a job if no task waits.
-        """
+        """Run the jobs that are due, and lease the oldest task. None: no task waits, the queue is
+        paused, or other workers won all claims of _MAX_LISTINGS listings. Raises the OSError of a
+        job if no task waits."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
@@ -2261,10 +2169,8 @@ class _Worker(_Transitions):
 
     def take(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
         """Run the jobs that are due, and lease the task of an encoded key, or ("") that of an id,
-        if it waits.
-
-        wait=False: None if another process, which may be stopped, has the lock of the key.
-        """
+        if it waits. wait=False: None if another process, which may be stopped, has the lock of the
+        key."""
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
@@ -2393,9 +2299,9 @@ _PURGE_SLICE = 1000  # entries of done/ that one look at them takes, at least
 
 
 class _Job:
-    """A job that pop() repeats: every_s seconds apart, or 20 times its last duration (at most
-    _LONGEST_PAUSE_S) if that is longer. What is known to come sooner (a due time, the end of a
-    lease) only pulls its next time forward. `error`: with which it ended last."""
+    """A job that pop() repeats: every_s seconds apart, or 20 times its last duration if that is
+    longer (at most _LONGEST_PAUSE_S). What comes sooner (a due time, the end of a lease) pulls its
+    next time forward. `error`: with which it ended last."""
 
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
         self._house, self._run, self.every_s = house, run, every_s
@@ -2404,13 +2310,12 @@ class _Job:
         self.error: OSError | None = None
 
     def sooner(self, seconds: float) -> None:
-        """There is a reason to run in so many seconds."""
+        """Run within so many seconds: there is a reason to."""
         self.at_s = min(self.at_s, time.monotonic() + seconds)
         self._house.wake_s = min(self._house.wake_s, self.at_s)
 
     def run(self) -> None:
-        """Run it now, set its next time, and keep its OSError. One unreadable directory must not
-        stop deliveries: pop() raises it when it has nothing to deliver."""
+        """Run it now, set its next time, and keep its OSError."""
         started_s, self.error = time.monotonic(), None
         # If Ctrl-C ends it, it is to go on soon.
         at_s, self.at_s = started_s + min(self.every_s, _BASE_INTERVAL_S), float("inf")
@@ -2430,8 +2335,7 @@ class _Job:
 
 
 class _Housekeeper:
-    """Lists pending/, enqueues due tasks, reclaims leases, removes leftovers. The worker's lock is
-    held while a job runs."""
+    """The worker's lock is held while a job runs."""
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
@@ -2472,9 +2376,7 @@ class _Housekeeper:
 
     def refill(self) -> bool:
         """When the batch is used up, list pending/, then look for what else there is to deliver.
-
-        Returns False if there is nothing. Raises the OSError of a job then.
-        """
+        False: there is nothing. Raises the OSError of a job then."""
         with self._lock:
             if not self._backlog.names:  # else another thread did
                 self._list_pending()
@@ -2495,11 +2397,9 @@ class _Housekeeper:
         return os.stat(f"{self._files.root}scheduled").st_mtime_ns
 
     def _list_pending(self) -> None:
-        """List the oldest names, unless the queue is paused.
-
-        PAUSED and our lease directory are looked at each _LOOK_INTERVAL_S: a pop() of an almost
-        empty queue, which lists pending/ each time, should not pay for it.
-        """
+        """List the oldest names, unless the queue is paused. PAUSED and our lease directory are
+        looked at each _LOOK_INTERVAL_S: a pop() of an almost empty queue lists pending/ each time,
+        and should not pay for them."""
         now_s = time.monotonic()
         if now_s >= self.look_s or self._is_paused or self._lease_dir.is_suspect:
             self._worker.open_lease_dir()
@@ -2514,7 +2414,6 @@ class _Housekeeper:
             self._backlog.refill(now_s)
 
     def rest_s(self) -> float:
-        """Return the time until a job is to run."""
         return self.wake_s - time.monotonic()
 
     def close(self) -> None:
@@ -2579,12 +2478,10 @@ class _Housekeeper:
             self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Whether a lease was taken or renewed less than our own lease length ago.
-
-        Asked of other hosts' leases whose deadlines have passed by our clock: queue clocks of hosts
-        drift apart (a suspend, an NTP step after the boot). Wall clocks agree, and rename() sets
-        st_ctime. One in the future tells nothing: the deadline counts.
-        """
+        """Whether another host's lease was taken or renewed less than our own lease length ago,
+        though its deadline has passed by our clock: queue clocks of hosts drift apart (a suspend,
+        an NTP step after the boot). Wall clocks agree, and rename() sets st_ctime. One in the
+        future tells nothing: the deadline counts."""
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS:
             with contextlib.suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
@@ -2593,12 +2490,10 @@ class _Housekeeper:
         return False
 
     def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
-        """Reclaim a dead worker's leases and remove its directory; leave a living one alone.
-
-        RACE: where flock on a directory is a mount's own affair (FUSE: GlusterFS, sshfs), another
-        host's idle worker looks dead. It would make its directory again each second: so one that
-        was never seen with leases of this boot is removed only when it is a minute old.
-        """
+        """Reclaim a dead worker's leases and remove its directory; leave a living one alone. RACE:
+        where flock on a directory is a mount's own affair (FUSE), another host's idle worker looks
+        dead, and would make its directory again each second: so one without leases of this boot is
+        removed only when it is a minute old."""
         path = self._files.root + directory
         lock = self._files.open_dir(directory)
         if lock is None:
@@ -2627,10 +2522,8 @@ class _Housekeeper:
         return NodeStats(_node_of(directory), len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete a slice of what was done more than keep_done seconds ago.
-
-        Bounded, whatever is in done/: at most twice as many entries are looked at as this object
-        has finished since, or _PURGE_SLICE. The next slice goes on in the same listing.
+        """Delete a slice of what was done more than keep_done seconds ago: of twice as many entries
+        as this object has finished since, or _PURGE_SLICE. The next slice goes on in the listing.
         """
         most = max(_PURGE_SLICE, 2 * self.finished)
         self.finished = 0
@@ -2685,10 +2578,7 @@ def _read_task(
     files: _Files, entry: _Entry, record: str, anchor_ns: int, data: bool = True
 ) -> FemtoTask | None:
     """Return the task of an entry, without a lease; None if it is not there. record: the path of
-    its payload.
-
-    data=False: by the first line of its file alone; size_bytes is None if that is not valid.
-    """
+    its payload. data=False: by the first line of that alone."""
     attempts = entry.attempts
     if attempts is None and not _is_end(entry.path):
         attempts = 0
@@ -2715,22 +2605,22 @@ class FemtoQueue:
     """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
     node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). A worker that
-    comes back under its old node_id takes back at once what it held. Objects that live at the
-    same time may share one: they don't steal from each other, but what one of them held when it
-    was killed then waits for its deadline, or until the last of them ends.
-    timeout_stale_ms is the lease (visibility timeout) that pop() takes, in milliseconds. None:
-    as long as the holder lives; after a reboot, and where there is no flock, only a restart of
-    its own node_id or release by hand brings such a task back.
-    sync_after_write: True makes what returned survive power loss (push, push_many, schedule,
-    done, fail, release, retry); False survives the death of processes.
-    max_attempts: a task that was delivered so often without done() or fail() goes to failed/ by
-    itself. None: no limit.
-    keep_done: False deletes what is done instead of keeping it in done/. A number: what is done is
-    kept for that many seconds; then pop() deletes it, some at a time.
-    retry_delay_s: what processing() and work() wait, in seconds, before a second delivery; twice
-    as long before each further one, up to an hour, and up to half of it less, by chance.
-    poll_interval_s: the longest pause, in seconds, between two looks of a wait, where inotify
-    does not tell (not Linux, or a file system that other hosts write to).
+    comes back under its old node_id takes back at once what it held. Living objects that share one
+    don't steal from each other, but what one of them held when it was killed waits for its
+    deadline, or until the last of them ends.
+    timeout_stale_ms: the lease (visibility timeout) that pop() takes, in milliseconds. None: as
+    long as the holder lives; after a reboot, and where there is no flock, only a restart of its
+    node_id or release by hand brings such a task back.
+    sync_after_write: True makes what returned survive power loss (push, push_many, schedule, done,
+    fail, release, retry); False survives the death of processes.
+    max_attempts: a task that was delivered so often without done() or fail() goes to failed/. None:
+    no limit.
+    keep_done: False deletes what is done. A number: pop() deletes it after that many seconds, some
+    at a time.
+    retry_delay_s: seconds that processing() and work() wait before a second delivery; twice as long
+    before each further one, up to an hour, and up to half of it less, by chance.
+    poll_interval_s: the longest pause, in seconds, between two looks of a wait, where inotify does
+    not tell (not Linux, or a file system that other hosts write to).
     detached: True makes leases that outlive this object and its process: only their deadlines end
     them, and attach() finds them again.
 
@@ -2738,11 +2628,9 @@ class FemtoQueue:
     processes of one boot share, so that setting the date does not move it. Where there is no boot
     id (not Linux) each process anchors itself to the wall clock or the newest task.
 
-    Threads may share an object. After fork() the child's copy is a worker of its own, and a
-    pickled object is made anew from its settings.
-
-    Raises TypeError or ValueError for an invalid argument, OSError when a directory cannot be
-    made.
+    Threads may share an object. After fork() the child's copy is a worker of its own; a pickled
+    object is made anew from its settings. Raises TypeError or ValueError for an invalid argument,
+    OSError when a directory cannot be made.
     """
 
     node_id: str
@@ -2788,13 +2676,12 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        """Create what belongs to one process. A forked child does so again."""
+        """Create what belongs to one process."""
         node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
         self.__dict__["node_id"] = node_id  # past __setattr__: it is another in a child
         self._worker = _Worker(self, self._files, self._clock, node_id)
 
     def _after_fork(self) -> None:
-        """In a forked child: become a worker of its own."""
         self._worker.house.close()
         self._clock.init_worker()
         self._init_worker()
@@ -2810,8 +2697,8 @@ class FemtoQueue:
     ) -> str:
         """Add a task to the back of the queue and return its id.
 
-        When it returns, the task is in pending/. If it raises, nothing is. TypeError if data is
-        a str or not bytes-like; OSError, as it came, if the disk did not take it.
+        When it returns, the task is in pending/; if it raises, nothing is. TypeError if data is
+        not bytes-like; OSError, as it came, if the disk did not take it.
 
         key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload,
         and it keeps its place (and its time, in scheduled/) and its id, which is returned. Where
@@ -2820,10 +2707,9 @@ class FemtoQueue:
         if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
         delivery ends (a newer one replaces it), then joins the queue by its own id, or, if the
         task came back, is what its next delivery carries, as a first attempt; "update": a
-        redelivery carries data, and done() ends it with the task, but if a payload is behind it
-        already, data replaces that one; "reject": raises KeyInFlight. Keyed tasks need flock:
-        OSError without. A signal handler must not push a key that the interrupted thread is at
-        work on.
+        redelivery carries data, and done() ends it with the task, but data replaces a payload that
+        is behind it; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without. A
+        signal handler must not push a key that the interrupted thread is at work on.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -2834,9 +2720,8 @@ class FemtoQueue:
     def push_many(self, iterable: Iterable[bytes | bytearray | memoryview]) -> list[str]:
         """Add tasks in order and return their ids; with sync_after_write, sync once for all.
 
-        An error on the way is raised as it came, with the number of tasks that were pushed added
-        to its message, and their ids as its attribute pushed_ids: the first ones of the iterable,
-        each whole.
+        An error on the way is raised as it came. Its message says how many tasks, the first ones
+        of the iterable, were pushed, and its attribute pushed_ids has their ids.
         """
         if isinstance(iterable, (bytes, bytearray, memoryview, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -2910,10 +2795,10 @@ class FemtoQueue:
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         """Lease the oldest task, or return None when there is none to be had.
 
-        timeout: seconds to wait for one; 0: don't; None: for ever. inotify ends the wait, or else
-        a look every poll_interval_s does; so does a task that comes due, a lease that ends and,
-        within half a second, a worker that died. Signals get through at once. close() in another
-        thread ends the wait: None.
+        timeout: seconds to wait for one; None: for ever. inotify ends the wait, or else a look
+        every poll_interval_s; so does a task that comes due, a lease that ends and, within half a
+        second, a worker that died. Signals get through at once. close() in another thread ends it:
+        None.
         lease_ms: this delivery's own lease in milliseconds, for extend() and processing() too;
         None: timeout_stale_ms.
 
@@ -2952,11 +2837,10 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Lease one task out of turn: that of a key, or that of an id.
 
-        key: None is returned if its task is absent, in flight or not yet due. What it costs does
-        not depend on how many tasks wait, but for pop()'s jobs, which it does too.
-        id: the task may wait in pending/, or in scheduled/, due or not; else None is returned.
-        done() then cancels it; if it comes back instead, it is due at once. pending/ is listed if
-        the task was delivered before.
+        key: None is returned if its task is absent, in flight or not yet due. The cost does not
+        depend on how many tasks wait, but for pop()'s jobs, which it does too.
+        id: of a task in pending/, or in scheduled/, due or not; else None is returned. done() then
+        cancels it; if it comes back instead, it is due at once.
         timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
         id, TypeError unless one of the two is given.
         """
@@ -2976,7 +2860,6 @@ class FemtoQueue:
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), line)
 
     def _length_of(self, lease_ms: float | None) -> int:
-        """Return the length of a delivery's lease in nanoseconds; None: the queue's."""
         return self._length_ns if lease_ms is None else _lease_length_ns("lease_ms", lease_ms)
 
     def _finder_of(
@@ -2993,11 +2876,9 @@ class FemtoQueue:
         return look, name or f"#{ident}"
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
-        """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight.
-
-        It goes on while others hold work that may come back, and so may what it yielded: end each
-        task before asking for the next. timeout: seconds to wait for a task; None: no limit.
-        """
+        """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight,
+        also elsewhere: end each task before asking for the next. timeout: seconds to wait for a
+        task; None: no limit."""
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
         def look() -> FemtoTask | None:
@@ -3013,9 +2894,8 @@ class FemtoQueue:
         return tasks()
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until no task is pending, scheduled or in flight anywhere, and return True; take
-        none. False: `timeout` seconds are over (None: no limit), or close() in another thread
-        ended the wait."""
+        """Wait until no task is pending, scheduled or in flight anywhere: True. False: `timeout`
+        seconds are over (None: no limit), or close() in another thread ended the wait."""
         files, end_s = self._files, _end_s(timeout)
         ended = self._worker.waits.wait_for(
             lambda: None if files.has_work() else True, end_s, False
@@ -3047,11 +2927,9 @@ class FemtoQueue:
     def release(
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
     ) -> None:
-        """Give the task back: to the back of the queue, to its front, or after a delay.
-
-        front: to the place of its push. delay_s: seconds to wait in scheduled/ first, by the wall
-        clock. counted: whether its attempts count this delivery. Raises LeaseLost as done() does.
-        """
+        """Give the task back: to the back of the queue, to its front (the place of its push), or
+        after delay_s seconds in scheduled/, by the wall clock. counted: whether its attempts count
+        this delivery. Raises LeaseLost as done() does."""
         attempts = _attempts_of(_lease_of(task).path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
@@ -3075,9 +2953,8 @@ class FemtoQueue:
         """Return the task of a lease that another process took, to settle or extend it here.
 
         lease: the path that task.path had there, its last part, or the task's id. The payload is
-        not read: data is b"", and size_bytes None. A detached lease is renewed by what is left of
-        it if this object's leases have no end. Raises LeaseLost if there is no such lease (any
-        more).
+        not read: data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any
+        more). A detached one is renewed by what is left of it if this object's leases have no end.
         """
         directory, _, name = lease.rpartition("/")
         entries = self._files.find("inflight")
@@ -3106,8 +2983,7 @@ class FemtoQueue:
         well is done(task). An exception: the task waits in scheduled/ for another try (see
         retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception).
         KeyboardInterrupt, SystemExit and asyncio.CancelledError: back to the front, and the
-        delivery is not counted, so that max_attempts never ends a block which always raises one
-        of them. The exception propagates. A task that the block itself ended, by
+        delivery is not counted. The exception propagates. A task that the block itself ended, by
         done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
         the lease was lost.
         """
@@ -3117,10 +2993,9 @@ class FemtoQueue:
         """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
 
         The next delivery, after release(), a retry or our death, finds it in task.checkpoint; but
-        not with a newer payload of its key. It is gone with done() and fail(). Atomic: there is
-        the old one or the new one; with sync_after_write it is on disk when this returns. Raises
-        LeaseLost, with nothing saved, if the task is not this delivery's any more; else as push()
-        does.
+        not with a newer payload of its key. done() and fail() remove it. It is replaced in one
+        step, and synced with sync_after_write. Raises LeaseLost, with nothing saved, if the task is
+        not this delivery's any more; else as push() does.
         """
         _lease_of(task)
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
@@ -3139,13 +3014,13 @@ class FemtoQueue:
 
         concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
         pending, scheduled or in flight any more. idle_timeout_s: return when this worker has had
-        nothing to do for so long, also while others are at work. time_limit_s: take nothing more
-        after that time. stop: an Event; when it is set, what runs is finished, and work() returns.
-        In the main thread SIGTERM and SIGINT do the same, and a second one gives back what runs
-        and returns at once; threads that still handle a task then get LeaseLost. A handler that
-        fails is logged (logger "femtoqueue"), and the loop goes on; one that raises SystemExit or
-        the like ends it, and its task is given back, uncounted. Disk trouble of pop() or of a
-        task's end ends it too, as the OSError that it is, when what runs is finished.
+        nothing to do for so long. time_limit_s: take nothing more after that time. stop: an Event;
+        when it is set, what runs is finished, and work() returns. In the main thread SIGTERM and
+        SIGINT do the same, and a second one gives back what runs and returns at once; threads that
+        still handle a task then get LeaseLost. A handler that fails is logged (logger
+        "femtoqueue"), and the loop goes on; one that raises SystemExit or the like ends it, and its
+        task is given back, uncounted. So does an OSError of pop() or of a task's end, which is
+        raised when what runs is finished.
         """
         if not callable(handler):
             raise TypeError(f"handler must be callable, not {handler!r}")
@@ -3193,11 +3068,9 @@ class FemtoQueue:
     # Dead letters and upkeep
 
     def retry(self, id: str) -> None:
-        """Put a failed task at the back of the queue, its attempts at 0 again.
-
-        Raises TaskNotFound if no such task is in failed/, KeyInFlight if its key has another task
-        by now, ValueError for an invalid id.
-        """
+        """Put a failed task at the back of the queue, its attempts at 0 again. Raises TaskNotFound
+        if it is not in failed/, KeyInFlight if its key has another task by now, ValueError for an
+        invalid id."""
         _check_id(id)
         entry = self._files.find_id(id, "failed")
         if entry is None or not self._worker.requeue_failed(entry.path):
@@ -3214,10 +3087,8 @@ class FemtoQueue:
 
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
         """Delete tasks that were finished more than older_than_s seconds ago; return how many.
-
         states: "done", "failed" or both. Age counts from the move there (st_ctime, which every
-        common file system sets on rename(); wall clock).
-        """
+        common file system sets on rename(); wall clock)."""
         _not_negative("older_than_s", older_than_s)
         wanted = {states} if isinstance(states, str) else set(states)
         if not wanted <= {"done", "failed"}:
@@ -3233,12 +3104,12 @@ class FemtoQueue:
     def check(self, repair: bool = False) -> list[Finding]:
         """Look for what is odd in data_dir, and with repair=True mend what is safe to mend.
 
-        Found: directories on another file system or on a network file system; a queue clock ahead
-        of the wall clock; names that are not the queue's; records that are not whole, or can't be
-        read; an id in two places; dead workers and leases that have ended; keys without a task;
-        leftovers in creating/ and checkpoints/, more than an hour old. Mended: corrupt tasks that
-        wait go to failed/, what dead workers held back to pending/, keys and leftovers go. Reads
-        every task; while others work, what just moves may be found odd.
+        Found: another file system, or one of the network; a queue clock ahead of the wall clock;
+        names that are not the queue's; records that are not whole, or can't be read; an id in two
+        places; dead workers and leases that have ended; keys without a task; leftovers in creating/
+        and checkpoints/, more than an hour old. Mended: corrupt tasks that wait go to failed/, what
+        dead workers held back to pending/, keys and leftovers go. Reads every task; while others
+        work, what just moves may be found odd.
         """
         return [*_Inspector(self._worker, repair).findings()]
 
@@ -3263,13 +3134,12 @@ class FemtoQueue:
         )
 
     def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
-        """Iterate over the tasks of a state in name order, without leasing them.
+        """Iterate over the tasks of a state, one of STATES, in name order, without leasing them.
 
-        state: one of STATES. data: False reads headers only, so that large payloads cost
-        nothing: data is b"" then. A task that moves on meanwhile is left out. A corrupt one, or
-        one that may not be read, is logged and left out, and peek() says what is wrong with it;
-        with data=False it has size_bytes None, if its header shows it. One that waits has the
-        newest payload of its key.
+        data: False reads headers only: data is b"" then. A task that moves on meanwhile is left
+        out. A corrupt one, or one that may not be read, is logged and left out, and peek() says
+        what is wrong with it; with data=False it has size_bytes None, if its header shows it. One
+        that waits has the newest payload of its key.
         """
         _check_state(state)
         return self._read_all(self._files.find(state), data)
@@ -3278,9 +3148,8 @@ class FemtoQueue:
         """Return the task of that id, in any state, or the one of that key that waits or is in
         flight, without leasing it. One that waits has the newest payload of its key.
 
-        None if there is none (or if it moved just then). Looking for an id through pending/ and
-        scheduled/ lists them. Raises CorruptTask if its file is not a whole record, ValueError
-        for an invalid id or key, TypeError unless one of the two is given.
+        None if there is none (or if it moved just then). Raises CorruptTask if its file is not a
+        whole record, ValueError for an invalid id or key, TypeError unless one of the two is given.
         """
         if (id is None) == (key is None):
             raise TypeError("peek takes an id or a key")
@@ -3323,13 +3192,12 @@ class FemtoQueue:
     # Closing
 
     def close(self) -> None:
-        """Give up this worker's lease directory; its tasks return to pending/ at once.
+        """Give up this worker's lease directory; its tasks return to pending/ at once; but at the
+        deadline where there is no flock, and while another object lives under the same node_id.
 
-        Where there is no flock, and while another object lives under the same node_id, that is
-        only so at the deadline. Other threads and coroutines that wait in a method of this object
-        return at once: pop() and take() None, drain() and work() as if stopped, join() False. The
-        object may be used again; its next pop() opens a directory again. Dropping the object, or
-        leaving its `with` block, does the same as close().
+        Other threads and coroutines that wait in a method of this object return at once: pop() and
+        take() None, drain() and work() as if stopped, join() False. The object may be used again.
+        Dropping it, or leaving its `with` block, does the same as close().
         """
         lease_dir = self._worker.lease_dir
         with self._worker.lock:
@@ -3419,12 +3287,11 @@ class _KeyStates:
     @contextlib.contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
         """Hold the lock of the keys of one hash, and save what the block changes of their states.
-
-        The lock is locks/<last two digits of the hash>, which is never removed: a process that
-        waited for the lock of a removed file would have to see that its path leads elsewhere. A
-        nested call, also that of a signal handler, takes the same lock, and shares the states: a
-        handler must not push a key that its thread is at work on.
         Raises BlockingIOError if the lock is not free and wait is False.
+
+        The lock is locks/<last two digits of the hash>, which is never removed: who waited for the
+        lock of a removed file would have to see that. A nested call, also that of a signal handler,
+        takes the same lock, and shares the states.
         """
         name, outer = _lock_name(tag), self._held.locks.get(_lock_name(tag))
         if outer is not None and outer.fd < 0:
@@ -3464,7 +3331,6 @@ class _KeyStates:
         return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else contextlib.nullcontext()
 
     def _load(self, tag: str) -> _States:
-        """Read keys/<hash>."""
         try:
             fd = os.open(f"{self._files.root}keys/{tag}", _READ_FLAGS)
         except FileNotFoundError:
@@ -3590,10 +3456,10 @@ class _Keys(_KeyStates):
         """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
         None: it is not to be delivered. Raises FileNotFoundError if the lease has ended.
 
-        The state is read without the lock: a payload that a push() put behind the task before it
-        was claimed is noted there. RACE: unless this lease has ended, and another worker took that
-        payload along; so the lease is looked at after the state. `mv failed/ID pending/`, or a
-        state lost with power, makes two tasks of one key.
+        The state, read without the lock, names a payload that was put behind the task before the
+        claim. RACE: unless this lease has ended, and another worker took that along; so the lease
+        is looked at afterwards. `mv failed/ID pending/`, or a state lost with power, makes two
+        tasks of one key.
         """
         name, ident = _encode_key(key), _id_of(held.path)
         if self._is_alone(name, ident):
@@ -3635,9 +3501,9 @@ class _Keys(_KeyStates):
         it. None: it is for later, and so is the task now. waited: where it did; None in scheduled/:
         take(id=...) took it from there, and does not mind.
 
-        Only a person moves the task meanwhile. Then there is no file to put the payload over, and
-        it stays behind. CRASH: before that rename, nothing is done, or the old payload is at the
-        new time; after it, the state names a payload that is not there, as find() sees.
+        If a person moves the task meanwhile, the payload stays behind. CRASH: before that rename,
+        nothing is done, or the old payload is at the new time; after it, find() sees that the
+        payload of the state is not there.
         """
         lease, newer = states[name]
         due_ns = _later(newer) if waited else None
@@ -3762,7 +3628,6 @@ class _Keys(_KeyStates):
         return [f"keys/{name}" for name in names if _tag_of(name) not in busy]
 
     def _found(self, parse: Callable[[str], object]) -> list[str]:
-        """Return the names of one form in keys/, sorted."""
         none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
@@ -3884,9 +3749,8 @@ class _Keys(_KeyStates):
     def _replace_at(
         self, states: _States, name: str, aside: str, due_ns: int | None, has_moved: bool
     ) -> str:
-        """Replace a waiting task's payload where it is; return its id, "" if it is gone. A pop()
-        sees the old one or the new one there, at each instant; CRASH: the other one is a leftover
-        in creating/.
+        """Replace a waiting task's payload where it is; return its id, "" if it is gone. CRASH: the
+        old one, or the new one, is a leftover in creating/.
 
         Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
         reads the state after its rename. Before our save it delivers the old payload, and the new
@@ -3921,11 +3785,9 @@ _Found = TypeVar("_Found")  # by a wait
 
 
 class _Watcher:
-    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is gone, or wake() is called.
-
-    One for each wait. Without inotify, only wake() ends the sleep. sees_all: no event is missed,
-    as only this kernel writes there; else a wait must be short.
-    """
+    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is gone, or wake() is called; one
+    for each wait. sees_all: no event is missed, as there is inotify, and only this kernel writes
+    there; else a wait must be short."""
 
     def __init__(self, root: str) -> None:
         self._fds: list[int] = []  # of inotify, and the ends of a pipe for wake()
@@ -3952,7 +3814,6 @@ class _Watcher:
         return min(watches, default=-1) >= 0
 
     def sleep(self, seconds: float) -> None:
-        """Return at the next event, or when the time is over."""
         import select
 
         if not self._fds:
@@ -4021,9 +3882,7 @@ class _Waits:
         self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
     ) -> _Found | None:
         """Look until something is found, the time has come, or the queue is closed: None.
-
-        has_events=False: it may be found without an event, as when other workers finish a task.
-        """
+        has_events=False: other workers may bring it about without an event here."""
         closes = self._lease_dir.closes
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
@@ -4082,7 +3941,6 @@ class _Waits:
 
     @contextlib.contextmanager
     def _watcher(self) -> Iterator[_Watcher]:
-        """Have a watcher for the block."""
         try:
             watcher = self._idle.pop()
         except IndexError:
@@ -4276,11 +4134,8 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
 
 
 class _LeaseRenewer:
-    """Renews the leases of the tasks that are being processed, in one thread.
-
-    The thread holds the worker, not the queue: a dropped queue object gives up its lease directory
-    at once.
-    """
+    """Renews the leases of the tasks that are being processed, in one thread. It holds the worker,
+    not the queue: a dropped queue object gives up its lease directory at once."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
@@ -4309,13 +4164,11 @@ class _LeaseRenewer:
                 raise
 
     def remove(self, task: FemtoTask) -> None:
-        """Renew a lease no more."""
         with self._lock:
             self._blocks.pop(id(task), None)
             _lease_of(task).is_renewed = False
 
     def _run(self, stop: threading.Event, pause_s: float) -> None:
-        """Renew until nothing is left to renew, or `stop` is set."""
         while not stop.wait(pause_s):
             try:
                 done = [self._renew(task) for task in self._tasks(stop)]
@@ -4362,11 +4215,8 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The block of processing(): see FemtoQueue.processing().
-
-    queue: only its public methods are used. outcome: how the delivery ended, a field of
-    WorkCounts; "" while it runs, or if its end could not be written.
-    """
+    """The block of FemtoQueue.processing(). Of queue, only public methods are used. outcome: a
+    field of WorkCounts; "" while the delivery runs, or if its end could not be written."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
@@ -4406,7 +4256,6 @@ class _Processing:
             self._renewer.remove(task)
 
     def _end(self, error: BaseException | None) -> None:
-        """End the delivery, by what the block raised."""
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
         if error is None:
             queue.done(task)
@@ -4441,9 +4290,7 @@ class _WorkerPool:
     """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
     If concurrency is 1, the calling thread does, unless in_threads is set.
 
-    is_stopped: asked between two tasks. idle_timeout_s: it ends when it has run and taken nothing
-    for so long. time_limit_s: it takes nothing more then. None: no limit.
-    more_signals: stop the pool as SIGINT and SIGTERM do.
+    is_stopped: asked between two tasks. more_signals: stop the pool as SIGINT and SIGTERM do.
     on_stop() is called at the first signal, in its handler, and on_abort(number) at the second.
 
     Invariant: a task is in _running from before its handler is called until its delivery is
@@ -4541,8 +4388,8 @@ class _WorkerPool:
         return bool(is_over or time.monotonic() >= self._end_s or self._is_stopped())
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, or wait for one a moment: nothing wakes this wait when is_stopped()
-        changes, and with drain, others may end the last task at any moment."""
+        """Take a task, or wait for one a moment: no event says that is_stopped() has changed, or,
+        with drain, that others have ended the last task."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         if self._is_stopping():
             return None
@@ -4697,7 +4544,6 @@ class _Inspector:
                 )
 
     def _file_systems(self) -> Iterator[Finding]:
-        """A network file system, and directories on another one."""
         root = self._files.root
         if self._files.caveat:
             yield Finding("network file system", ".", self._files.caveat)
@@ -4707,13 +4553,11 @@ class _Inspector:
                 yield Finding("file system", name, "another than data_dir's: rename() can't cross")
 
     def _directories(self) -> list[str]:
-        """Return the directories of the queue."""
         root = self._files.root
         names = [name for name in os.listdir(root) if name in _NAMES_IN or _parse_node_dir(name)]
         return sorted(name for name in names if os.path.isdir(root + name))
 
     def _queue_clock(self) -> Iterator[Finding]:
-        """A clock that is ahead of the wall clock."""
         clock = self._worker.clock
         ahead_s = (clock.now_ns() - time.time_ns()) / 1e9
         if ahead_s > 1:
@@ -4721,7 +4565,6 @@ class _Inspector:
             yield Finding("clock", f"clock-{clock.boot}", text)
 
     def _foreign(self) -> Iterator[Finding]:
-        """Names that are not the queue's."""
         directories = self._directories()
         forms = {name: _NAMES_IN.get(name, (_FORMS["inflight"],)) for name in directories}
         for directory in (".", *directories):
@@ -4732,7 +4575,6 @@ class _Inspector:
                     yield Finding("foreign", path, "not of the queue's")
 
     def _records(self) -> Iterator[Finding]:
-        """Records that are not whole, or can't be read."""
         for entry in self._files.find(*STATES, "keys"):
             try:
                 self._files.read(entry.path, entry.id)
@@ -4749,7 +4591,6 @@ class _Inspector:
                 yield Finding("corrupt", entry.path, error.reason, mend)
 
     def _twice(self) -> Iterator[Finding]:
-        """An id in two places."""
         first: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
             other = first.setdefault(entry.id, entry.path)
@@ -4757,7 +4598,6 @@ class _Inspector:
                 yield Finding("twice", entry.path, f"there is {other} too")
 
     def _workers(self) -> Iterator[Finding]:
-        """Dead workers, and leases that have ended."""
         house, found = self._worker.house, []
         for directory in self._files.node_dirs():
             stats = house.node_stats(directory)
@@ -4815,7 +4655,6 @@ class _Numbers:
         return False
 
     def remove(self) -> None:
-        """Remove the empty directory."""
         os.unlink(f"{self._root}last")
         _remove_empty_dir(self._root)  # RACE: not if another process opens a new "last" now
 
@@ -4839,11 +4678,11 @@ class TicketQueue:
     A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. A dead member is
     passed over at once on its own host, and a living one never is. On other hosts, and after a
     reboot, a ticket is passed over when its file was not touched for stale_timeout seconds (wall
-    clock; None: never); is_head() touches it, and turn() does while it waits and while it is held.
-    Hosts that share a line need the same stale_timeout, of 10 s or more. There, a waiting member
-    that could not touch its ticket for three quarters of that time gives it up: another host may be
-    about to pass it over. A member that is cut off during its turn is passed over; is_head() tells
-    it then, turn() does not.
+    clock; None: never); is_head() touches it, and turn() does as long as it runs. Hosts that share
+    a line need the same stale_timeout, of 10 s or more. There, a waiting member that could not
+    touch its ticket for three quarters of that time gives it up: another host may be about to pass
+    it over. One that is cut off during its turn is passed over; is_head() tells it, turn() does
+    not.
 
     queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
     its parent's tickets. Raises OSError where there is no flock, ValueError or TypeError for an
@@ -4867,11 +4706,8 @@ class TicketQueue:
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket; return its number, from 1, and its member: its file's name in
-        queue_dir.
-
-        Blocks only while other processes register. Raises OSError if this host was cut off, and
-        others registered, again and again meanwhile.
-        """
+        queue_dir. Blocks only while other processes register. Raises OSError if this host was cut
+        off, and others registered, again and again meanwhile."""
         member, held = self._join_line()
         self._held[member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
         return _number_of(member), member
@@ -4889,12 +4725,9 @@ class TicketQueue:
         raise AssertionError("it returned or raised")
 
     def _register(self, last: _FileLock) -> tuple[str, _HeldTicket]:
-        """Take the next ticket, with the lock of "last" held; return its member and its file.
-
-        RACE: a host that was cut off has lost that lock (replies). If another one registered
-        meanwhile, or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or
-        EEXIST.
-        """
+        """Take the next ticket, with the lock of "last" held; return its member and its file. RACE:
+        a host that was cut off has lost that lock (replies). If another one registered meanwhile,
+        or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or EEXIST."""
         number = self._numbers.draw(last, max(map(_number_of, self._tickets()), default=0))
         began_s = time.time()
         name = _ticket_name(number, self._boot, os.urandom(8).hex())
@@ -4951,11 +4784,9 @@ class TicketQueue:
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if no living member is in line; say whether it went.
-
-        A register() meanwhile waits, and makes it again. Tickets begin at 1 then. On a file system
-        of several hosts it stays: another host may take a lock that was removed for the one there.
-        """
+        """Remove queue_dir if no living member is in line; say whether it went. A register()
+        meanwhile waits, and makes it again; tickets begin at 1 then. On a file system of several
+        hosts it stays: another host may take a lock that was removed for the one there."""
         if not os.path.isdir(self._root):
             return False
         with self._locked():
@@ -4966,12 +4797,9 @@ class TicketQueue:
 
     @contextlib.contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
-        """Wait for our turn, hold it for the block, and give it up. Yields the ticket.
-
-        timeout: seconds to wait, None: for ever. Raises TimeoutError, out of line then; and
-        FemtoQueueError if, while it waits, another host may have passed its ticket over, or a
-        person removed it.
-        """
+        """Wait for our turn, hold it for the block, and give it up. Yields the ticket. timeout:
+        seconds to wait, None: for ever. Raises TimeoutError, out of line then; FemtoQueueError if,
+        while it waits, another host may have passed its ticket over, or a person removed it."""
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         member, over = "", threading.Event()
         try:
@@ -5003,7 +4831,6 @@ class TicketQueue:
                 self.remove(member)
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
-        """Touch a member's ticket now and then, until it is over."""
         while not over.wait(self._stale_s / 4) and (held := self._held.get(member)):
             with contextlib.suppress(OSError):  # RACE: given up just now
                 self._touch(held)
@@ -5046,7 +4873,6 @@ class TicketQueue:
                 lock.close()
 
     def _tickets(self) -> list[str]:
-        """Return the members in line, in order: the names of their files."""
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
@@ -5303,10 +5129,8 @@ class _SharedFiles(_Files):
 
     @contextlib.contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """Suppress a FileNotFoundError of the block if its rename was carried out (replies).
-
-        It is raised for a lease that was over before: another delivery may have ended the task.
-        """
+        """Suppress a FileNotFoundError of the block if its rename was carried out (replies); but of
+        a lease that was over before, another delivery may have ended the task."""
         number = 0
         is_lease = _state_of(source) == "inflight"
         if self.loses_replies and not (is_lease and _stamp_of(source) <= self.clock.now_ns()):
@@ -5397,11 +5221,8 @@ class _SharedKeys(_Keys):
         return states
 
     def _key_at(self, entry: _Entry) -> str:
-        """Return the encoded key of a record, "" if it has none or is not whole.
-
-        Raises FileNotFoundError for a new phantom: its task may have moved to what was listed
-        before it, so that only another listing can do without it.
-        """
+        """Return the encoded key of a record, "" if it has none or is not whole. Raises
+        FileNotFoundError for a new phantom: its task may have moved to what was listed before."""
         was_phantom = entry.path in self._files.phantoms
         try:
             _, key = self._files.read_listed(entry.path, entry.id)
@@ -5605,7 +5426,6 @@ def _invalid(text: str, wanted: str) -> Exception:
 
 
 def _seconds(text: str) -> float:
-    """Return the seconds of a TIME."""
     form = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{0,9})?)(ms|s|m|h|d|)", text)
     if form is None:
         raise _invalid(text, "a TIME is 500ms, 30s, 5m, 2h, 7d, or 1.5 for seconds")
@@ -5709,7 +5529,6 @@ def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
 
 
 def _fields(row: dict[str, Any]) -> str:
-    """Return a line for each field of a row."""
     return "\n".join(f"{name:20} {_cell(name, value)}" for name, value in row.items())
 
 
