@@ -268,15 +268,6 @@ def _boot_tag(boot_id: str, directory: str) -> str:
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
-def _exists(path: str) -> bool:
-    """Whether a file is there. os.path.lexists() takes every error for "no"."""
-    try:
-        os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
 def _make_dir(path: str, mode: int, sync: bool) -> None:
     """mkdir -p; with sync, what was made reaches the disk with its parent."""
     try:
@@ -469,15 +460,6 @@ def _parse(directory: str, name: str, form: str = "") -> _Entry | None:
         return None
     attempts, boot, ident = match.groups()
     return _Entry(directory, name, ident, int(attempts) if attempts else None, boot or "")
-
-
-def _entry_of(path: str) -> _Entry:
-    """Return the entry of a path whose name is known to be ours."""
-    directory, _, name = path.partition("/")
-    entry = _parse(directory, name)
-    if entry is None:
-        raise ValueError(f"not the path of a task: {path!r}")
-    return entry
 
 
 def _state_of(path: str) -> str:
@@ -1180,7 +1162,12 @@ class _Files:
     # Looking
 
     def exists(self, path: str) -> bool:
-        return _exists(self.root + path)
+        """Whether a file is there. os.path.lexists() takes every error for "no"."""
+        try:
+            os.lstat(self.root + path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def entries(self, directory: str, form: str = "") -> list[_Entry]:
         """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
@@ -1912,13 +1899,13 @@ class _Transitions:
                 directory = os.path.dirname(target)
                 # A directory that is gone is disk trouble.
                 os.stat(self.files.root + (directory if directory in _STATE_DIRS else ""))
-                raise self._lost(lease) from None
+                raise self.lease_lost(lease) from None
             lease.outcome = _OUTCOMES.get(target.partition("/")[0], "")
         if lease.has_checkpoint and _is_end(target):
             self.files.remove(f"checkpoints/{ident}")
         return gone_to
 
-    def _lost(self, lease: _Lease) -> LeaseLost:
+    def lease_lost(self, lease: _Lease) -> LeaseLost:
         """Return the error that says how long ago a lease ended, or why else."""
         late_ns = self.clock.now_ns() - _stamp_of(lease.path)
         if late_ns >= 0:
@@ -1926,9 +1913,6 @@ class _Transitions:
         else:
             why = "it is not leased by this delivery any more: finished, moved, or given up before"
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
-
-    def lease_lost(self, task: FemtoTask) -> LeaseLost:
-        return self._lost(_lease_of(task))
 
     def finish(self, task: FemtoTask) -> None:
         """Move a leased task to done/, or remove it."""
@@ -2345,7 +2329,7 @@ class _Housekeeper:
         self.finished = 0  # tasks that this object finished since done/ was purged last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
-        self.look_s, self._is_paused = 0.0, False  # when _look_around() is due, what it saw
+        self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
         ends_every_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.due = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
         self.ends = _Job(self, self.reclaim, ends_every_s)
@@ -2401,17 +2385,23 @@ class _Housekeeper:
         looked at each _LOOK_INTERVAL_S: a pop() of an almost empty queue lists pending/ each time,
         and should not pay for them."""
         now_s = time.monotonic()
-        if now_s >= self.look_s or self._is_paused or self._lease_dir.is_suspect:
+        if now_s >= self._look_s or self._is_paused or self._lease_dir.is_suspect:
             self._worker.open_lease_dir()
             self._is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id)
-            self.look_s = now_s + _LOOK_INTERVAL_S
+            self._look_s = now_s + _LOOK_INTERVAL_S
         if self._is_paused:
             self._backlog.clear()
             self._backlog.refill_s = now_s + 1
         else:
             self._backlog.refill(now_s)
+
+    def look_again(self) -> None:
+        """Have the next pop() look at PAUSED before it takes a task."""
+        with self._lock:
+            self._backlog.clear()
+            self._look_s = 0.0
 
     def rest_s(self) -> float:
         return self.wake_s - time.monotonic()
@@ -3047,9 +3037,7 @@ class FemtoQueue:
         """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers
         see it when they list pending/ next, within a second or so."""
         os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
-        with self._worker.lock:
-            self._worker.backlog.clear()
-            self._worker.house.look_s = 0.0
+        self._worker.house.look_again()
 
     def resume(self) -> None:
         """Remove data_dir/PAUSED, by whomever it was made. Waiting calls look again."""
@@ -3060,9 +3048,7 @@ class FemtoQueue:
         """Whether data_dir/PAUSED is there."""
         is_paused = self._files.exists("PAUSED")
         if is_paused:  # the next pop() is not to hand out what was said to be held back
-            with self._worker.lock:
-                self._worker.backlog.clear()
-                self._worker.house.look_s = 0.0
+            self._worker.house.look_again()
         return is_paused
 
     # Dead letters and upkeep
@@ -3155,9 +3141,10 @@ class FemtoQueue:
             raise TypeError("peek takes an id or a key")
         if id is None:
             path = self._worker.keys.path_of(key)
-            return self._read_entry(_entry_of(path)) if path else None
-        _check_id(id)
-        entry = self._files.find_id(id, *_PLACES)
+            entry = _parse(*path.split("/")) if path else None
+        else:
+            _check_id(id)
+            entry = self._files.find_id(id, *_PLACES)
         return None if entry is None else self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
@@ -4121,7 +4108,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             data, _ = files.read(task.path, task.id)
         except FileNotFoundError:
             os.stat(files.root)  # gone: disk trouble
-            raise worker.lease_lost(task) from None
+            raise worker.lease_lost(lease) from None
     record = _header(data) + payload
     with files.replacement(worker.clock.new_id(), _header(record), record) as aside:
         if not os.path.isdir(f"{files.root}checkpoints"):
@@ -4233,7 +4220,7 @@ class _Processing:
         if self._worker.left_ns(task) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
         elif not self._worker.files.exists(task.path):
-            raise self._worker.lease_lost(task)
+            raise self._worker.lease_lost(self._lease)
         self._renewer.add(self)
         return task
 

@@ -767,10 +767,10 @@ a directory of the queue's own is made durable with its parent | Gate
 +    if sync and not path:
 +        _sync_dir(os.path.dirname(path))
 what can't be looked at is not taken for missing | Faults
--        os.lstat(path)
--    except (FileNotFoundError, NotADirectoryError):
-+        os.lstat(path)
-+    except OSError:
+-            os.lstat(self.root + path)
+-        except (FileNotFoundError, NotADirectoryError):
++            os.lstat(self.root + path)
++        except OSError:
 purge() counts age from the move, not from the push | Gate
 -        if status.st_ctime > before_s or
 +        if status.st_mtime > before_s or
@@ -987,7 +987,7 @@ a corrupt task goes to failed/, and pop() goes on | Corruption
 +            return None
 who lost a lease can't end the task | Leases
 -(directory if directory in _STATE_DIRS else ""))
--                raise self._lost(lease) from None
+-                raise self.lease_lost(lease) from None
 +(directory if directory in _STATE_DIRS else ""))
 +                return target
 the rename to failed/ is the fence: the reason is written after it | Leases
@@ -997,7 +997,7 @@ the rename to failed/ is the fence: the reason is written after it | Leases
 +                move()
 a retried task has no reason any more | Lifecycle
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
-+                _exists(f"{self.files.root}failed/{ident}.error")
++                os.stat(f"{self.files.root}failed")
 retry() puts a task at the back | Lifecycle
 -        ident, target = _id_of(source), self._back_path(source, 0)
 +        ident, target = _id_of(source), _front_path(_id_of(source), 0)
