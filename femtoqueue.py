@@ -44,70 +44,65 @@ Each move is one system call, and takes effect when that call returns:
     quarantine _Transitions.quarantine        inflight, pending failed/<id>; its .error  rename
     retry      _Transitions.requeue_failed    failed/<id>       pending/<now>~0~<id>     rename
     purge      FemtoQueue.purge, _purge_done  done/, failed/    nowhere                  unlink
-    replace    _Keys.push, _Files.swap        creating/<id>     for a waiting record     renameat2
-    update     _Keys.push, _Files.swap        creating/<id>     for a leased record      renameat2
+    replace    _Keys.push, _Files.swap        creating/<id>     a waiting, leased record renameat2
     buffer     _Keys.push                     creating/<id>     keys/<id>                rename
-    take along _Keys.claimed                  keys/<id>         over the leased record   rename
-    promote    _Keys.move                     keys/<id>         pending/, scheduled/     rename
+    take along _KeyedTasks.claimed            keys/<id>         over the leased record   rename
+    promote    _KeyedTasks.move               keys/<id>         pending/, scheduled/     rename
     save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
-_Keys.move moves a task with a key, under the lock of the key; _Files.move moves any other. Two
-steps do more. Replace may first give the task a new time. A quarantine that can't write to failed/
-moves it to the back.
+_KeyedTasks.move moves a task with a key, under the lock of the key; _Files.move any other. Replace
+may first give the task a new time; a quarantine that can't write to failed/ moves it to the back.
 
 Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
-task: the rename gives it a *lease*, which ends at its *deadline* or with the worker; the lease's
-exact name is the *fence*: when it is gone, done(), fail(), release() and extend() raise LeaseLost
-and change nothing. A task is *settled* (acknowledged) by done(), fail() or release(), or
-*reclaimed* from a worker that died or was late. A *dead letter* is in failed/; a task that can't
-be delivered is *quarantined* there. *Housekeeping* is what pop() does besides. A newer payload of
-a key is *buffered*, behind its task.
+task: the rename gives it a *lease*, which ends at its *deadline* or with the worker. The exact name
+of the lease is the *fence*: when it is gone, done(), fail(), release() and extend() raise LeaseLost
+and change nothing. A task is *settled* by done(), fail() or release(), or *reclaimed* from a worker
+that died or was late. A *dead letter* is in failed/; what can't be delivered is *quarantined*
+there. *Housekeeping* is what else pop() does. A newer payload of a key is *buffered* behind a task.
 
-Two workers that want one task both call rename(); one succeeds, the other gets ENOENT and takes
-the next. A living worker holds a shared flock on its inflight-<node>/. The kernel drops it with
-the process, so a process that gets the exclusive lock knows that the worker is dead. There is no
-server. Threads are started only by processing(), work(), the async methods and
-TicketQueue.turn(); the command `work` forks one watchdog process.
+Of two workers that rename one task, one succeeds; the other gets ENOENT and takes the next. A
+living worker holds a shared flock on its inflight-<node>/, which the kernel drops with the process:
+who gets the exclusive one knows that the worker is dead. There is no server, and no thread but of
+processing(), work(), the async methods and TicketQueue.turn(). The command `work` forks a watchdog.
 
 Guaranteed: at least once. A task whose push() returned is delivered until a done() or fail()
-returned, whatever is killed at whichever instant. Order is that of push() across the processes
-of a host, restarts, reboots and steps of the wall clock. What is torn or corrupt is never
-delivered; it ends in failed/ with the reason. With sync_after_write=True what returned also
-survives power loss; without, a task not yet on disk may be missing after one.
+returned, whatever is killed at whichever instant. Order is that of push() across the processes of
+a host, restarts, reboots and steps of the wall clock. What is corrupt is never delivered; it ends
+in failed/ with the reason. With sync_after_write=True what returned also survives power loss.
 
-Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without
-sync) when power was lost after done(): make handlers idempotent. Between hosts, a cut network may
-do the same, and give a key two tasks. A process stopped at work on a key holds up 1 key in 256.
+Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without sync)
+when power was lost after done(): make handlers idempotent. Between hosts, a cut network may do the
+same, and give a key two tasks. A process stopped at work on a key holds up 1 key in 256.
 
-Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it
-have wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a
-lease of another host ends by its deadline only, as do all without flock or boot id (not Linux).
-Files whose names have none of these forms are foreign: never delivered, moved or removed.
+Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it have
+wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a lease
+of another host ends by its deadline only, as do all without flock or boot id (not Linux). Files
+whose names have none of these forms are foreign: never delivered, moved or removed.
 
 Rooms of this file: the core, where each uses only those above it; the face; and the annexes, each
 of which the others name at one door only.
 
-     1. System             system calls and constants that Python lacks
-     2. Names              of tasks, directories and keys
-     3. Errors and values  what the interface raises, returns and checks
-     4. Records            the header line and the payload
-     5. File locks         flock, and fork
-     6. Files              the steps on files; durability is decided here
-     7. Queue clock        orders and deadlines
-     8. Backlog            the batch of names in pending/
-     9. Lease directory    claiming into it, and the lock that shows life
-    10. Worker             each change of a task's state
-    11. Housekeeping       the jobs of pop(): listing, due tasks, dead workers
-    12. FemtoQueue         the public face
-    13. Key states         where the task of each key is, under locks
-    14. Keys               one task a key, and what is pushed behind it: worker.keys
-    15. Waiting            inotify, threads, coroutines: worker.waits
-    16. Processing         renewal of leases, checkpoints: processing(), checkpoint()
-    17. Worker pool        the loop of work()
-    18. Inspection         check()
-    19. Tickets            TicketQueue
+     1. System              constants and system calls that Python lacks
+     2. Names               of tasks, directories and keys
+     3. Errors and values   what the interface raises, returns and checks
+     4. Records             the header line and the payload
+     5. File locks          flock, and fork
+     6. Files               the steps on files; durability is decided here
+     7. Queue clock         orders and deadlines
+     8. Backlog             the batch of names in pending/
+     9. Lease directory     claiming into it, and the lock that shows life
+    10. Worker              each change of a task's state
+    11. Housekeeping        the jobs of pop(): listing, due tasks, dead workers
+    12. FemtoQueue          the public face
+    13. Key states          where the task of each key is, under locks
+    14. Keys                one task a key, and what is pushed behind it: worker.keys
+    15. Waiting             inotify, threads, coroutines: worker.waits
+    16. Processing          renewal of leases, checkpoints: processing(), checkpoint()
+    17. Worker pool         the loop of work()
+    18. Inspection          check()
+    19. Tickets             TicketQueue
     20. Other file systems  NFS, GlusterFS and the like; systems without flock: _open_files()
-    21. Command line       `femtoqueue COMMAND`: main()
+    21. Command line        `femtoqueue COMMAND`: main()
 """
 
 from __future__ import annotations
@@ -609,12 +604,9 @@ class FemtoQueueError(Exception):
 
 
 class LeaseLost(FemtoQueueError):
-    """The task is no longer leased by this delivery; nothing was changed.
-
-    `id` is the task's. `expired` is True when the lease's deadline has passed (another worker may
-    have the task now), False when it ended otherwise: finished before, moved by hand, or given up
-    with close().
-    """
+    """The task is no longer leased by this delivery; nothing was changed. `id` is the task's.
+    `expired` is True when the lease's deadline has passed (another worker may have the task now),
+    False when it ended otherwise: finished before, moved by hand, or given up with close()."""
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
@@ -794,12 +786,9 @@ class Stats(NamedTuple):
 
 
 class WorkCounts(NamedTuple):
-    """What became of the deliveries that one work() took.
-
-    retried: the handler raised, and the task waits for another try. released: given back at the
-    second signal, or as the handler was told to exit. lost: the lease was lost, or its end could
-    not be written (the log says which).
-    """
+    """What became of the deliveries that one work() took. retried: the handler raised, and the task
+    waits for another try. released: given back at the second signal, or as the handler was told to
+    exit. lost: the lease was lost, or its end could not be written (the log says which)."""
 
     done: int = 0
     failed: int = 0
@@ -2708,11 +2697,9 @@ class FemtoQueue:
         return ident
 
     def push_many(self, iterable: Iterable[bytes | bytearray | memoryview]) -> list[str]:
-        """Add tasks in order and return their ids; with sync_after_write, sync once for all.
-
-        An error on the way is raised as it came. Its message says how many tasks, the first ones
-        of the iterable, were pushed, and its attribute pushed_ids has their ids.
-        """
+        """Add tasks in order and return their ids; with sync_after_write, sync once for all. An
+        error on the way is raised as it came. Its message says how many tasks, the first ones of
+        the iterable, were pushed, and its attribute pushed_ids has their ids."""
         if isinstance(iterable, (bytes, bytearray, memoryview, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
@@ -2744,11 +2731,9 @@ class FemtoQueue:
         if_in_flight: str = "buffer",
     ) -> str:
         """Add a task that joins the back of the queue at a wall-clock time, and return its id.
-
         time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
-        Raises as push() does, and ValueError for a time after the year 2254. A task of the key
-        that is waiting, due or not, gets the new time with the new payload ("update" does not).
-        """
+        Raises as push() does, and ValueError for a time after the year 2254. A task of the key that
+        is waiting, due or not, gets the new time with the new payload ("update" does not)."""
         due_ns = max(0, int(_finite("time_us", time_us) * 1000))
         if due_ns >= _NEVER_NS:
             raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
@@ -2807,11 +2792,9 @@ class FemtoQueue:
     async def pop_async(
         self, timeout: float | None = None, *, lease_ms: float | None = None
     ) -> FemtoTask | None:
-        """Do as pop() does, without blocking the event loop. First come, first served.
-
-        Cancelling it leaves no task leased: one that it had just got is back at its place, and
-        that delivery is not counted.
-        """
+        """Do as pop() does, without blocking the event loop. First come, first served. Cancelling
+        it leaves no task leased: one that it had just got is back at its place, and that delivery
+        is not counted."""
         length_ns = self._length_of(lease_ms)
         return await self._worker.waits.wait_for_async(
             lambda: self._worker.take_oldest(length_ns), _end_s(timeout), ""
@@ -2895,20 +2878,16 @@ class FemtoQueue:
     # Ending a delivery
 
     def done(self, task: FemtoTask) -> None:
-        """Finish the task: it moves to done/, or is deleted with keep_done=False.
-
-        Raises LeaseLost if the task is not this delivery's any more.
-        """
+        """Finish the task: it moves to done/, or is deleted with keep_done=False. Raises LeaseLost
+        if the task is not this delivery's any more."""
         worker = self._worker
         worker.house.finished += 1
         worker.finish(task)
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
-        """Make the task a dead letter in failed/, where retry() finds it.
-
-        error is the reason, kept in failed/<id>.error: a text, or an exception with its
-        traceback. Raises LeaseLost if the task is not this delivery's any more.
-        """
+        """Make the task a dead letter in failed/, where retry() finds it. error is the reason, kept
+        in failed/<id>.error: a text, or an exception with its traceback. Raises LeaseLost if the
+        task is not this delivery's any more."""
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
         _lease_of(task)
@@ -2940,12 +2919,10 @@ class FemtoQueue:
         self._worker.extend(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
-        """Return the task of a lease that another process took, to settle or extend it here.
-
-        lease: the path that task.path had there, its last part, or the task's id. The payload is
-        not read: data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any
-        more). A detached one is renewed by what is left of it if this object's leases have no end.
-        """
+        """Return the task of a lease that another process took, to settle or extend it here. lease:
+        the path that task.path had there, its last part, or the task's id. The payload is not read:
+        data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any more). A
+        detached one is renewed by what is left of it if this object's leases have no end."""
         directory, _, name = lease.rpartition("/")
         entries = self._files.find("inflight")
         if _parse_node_dir(directory) and self._files.exists(lease):  # then no listing is needed
@@ -3132,11 +3109,9 @@ class FemtoQueue:
 
     def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
         """Return the task of that id, in any state, or the one of that key that waits or is in
-        flight, without leasing it. One that waits has the newest payload of its key.
-
-        None if there is none (or if it moved just then). Raises CorruptTask if its file is not a
-        whole record, ValueError for an invalid id or key, TypeError unless one of the two is given.
-        """
+        flight, without leasing it. One that waits has the newest payload of its key. None if there
+        is none (or if it moved just then). Raises CorruptTask if its file is not a whole record,
+        ValueError for an invalid id or key, TypeError unless one of the two is given."""
         if (id is None) == (key is None):
             raise TypeError("peek takes an id or a key")
         if id is None:
@@ -3378,9 +3353,9 @@ def _later(newer: str) -> int | None:
     return due_ns if due_ns is not None and due_ns > time.time_ns() else None
 
 
-class _Keys(_KeyStates):
-    """The tasks with a key. `needs_repair` is set when one may have ended without the payload
-    behind it: repair() is due."""
+class _KeyedTasks(_KeyStates):
+    """The tasks with a key, once they are pushed. `needs_repair` is set when one may have ended
+    without the payload behind it: repair() is due."""
 
     needs_repair = False
 
@@ -3553,9 +3528,7 @@ class _Keys(_KeyStates):
 
     def reserve(self, states: _States, source: str, target: str) -> None:
         """Make sure that the key of a failed task has no other, and say that it will be there.
-
-        Raises KeyInFlight if it has, FileNotFoundError if the task is gone.
-        """
+        Raises KeyInFlight if it has, FileNotFoundError if the task is gone."""
         try:
             _, key = self._files.read(source, _id_of(source))
         except CorruptTask:
@@ -3621,15 +3594,15 @@ class _Keys(_KeyStates):
             return sorted(filter(parse, files))
         return []
 
-    # Pushing
+
+class _Keys(_KeyedTasks):
+    """How tasks with a key are pushed."""
 
     def push(
         self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
     ) -> str:
-        """Push a payload for an encoded key; return its task's id.
-
-        Returns "" if a pop() or a person was quicker at the task that waited: again, then.
-        """
+        """Push a payload for an encoded key; return its task's id. Returns "" if a pop() or a
+        person was quicker at the task that waited: again, then."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find(states, name)
             if not path:
@@ -3708,11 +3681,9 @@ class _Keys(_KeyStates):
 
     def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
         """Replace the payload of a task that waits, as a first attempt; return its id, "" if
-        another was quicker. It keeps its place, or gets the new time.
-
-        CRASH: after the rename, the old payload at the new time, or begun anew. The other order
-        could deliver the new payload before its time.
-        """
+        another was quicker. It keeps its place, or gets the new time. CRASH: after the rename, the
+        old payload at the new time, or begun anew. The other order could deliver the new payload
+        before its time."""
         path, newer = states[name]
         target = _reset_path(path, due_ns)
         try:
@@ -4732,11 +4703,9 @@ class TicketQueue:
 
     def is_head(self, ticket: int) -> bool:
         """Say whether that ticket is the first of those whose members live; touch it if it is ours.
-
         False, too, if ours was not touched for so long that another host may have passed it over.
         If it never was the first, it is removed. If it was, its turn may be another's by now: stop,
-        and remove() it.
-        """
+        and remove() it."""
         is_first = ticket == next(map(_number_of, filter(self._lives, self._tickets())), None)
         for member, held in list(self._held.items()):
             if _number_of(member) != ticket:
@@ -4749,10 +4718,8 @@ class TicketQueue:
         return is_first
 
     def remove(self, member: str) -> bool:
-        """Give up a member's ticket; False if it had none (any more). It may be another's.
-
-        Raises ValueError for a name that register() does not return.
-        """
+        """Give up a member's ticket; False if it had none (any more). It may be another's. Raises
+        ValueError for a name that register() does not return."""
         if not isinstance(member, str) or not _parse_ticket(member):
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
         held = self._held.pop(member, None)
@@ -4917,10 +4884,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
-    """Make data_dir if it is missing; return the steps on files for its file system.
-
-    Raises OSError if statfs(2) fails: what other hosts write to must not be taken for local.
-    """
+    """Make data_dir if it is missing; return the steps on files for its file system. Raises OSError
+    if statfs(2) fails: what other hosts write to must not be taken for local."""
     _make_dir(os.path.abspath(data_dir), 0o700, is_durable)
     fs_type = _fs_type(data_dir)
     if fs_type not in (0, *_LOCAL_TYPES):
@@ -5747,10 +5712,8 @@ def _time_left(looks: deque[_Look]) -> str:
 
 
 class _Console:
-    """Standard output and error of `work`, shared by its threads, and a progress line.
-
-    Invariant: _lock is held while either is written, and the progress line is erased meanwhile.
-    """
+    """Standard output and error of `work`, shared by its threads, and a progress line. Invariant:
+    _lock is held while either is written, and the progress line is erased meanwhile."""
 
     def __init__(self, options: Any) -> None:
         self._lock = threading.Lock()
@@ -5798,10 +5761,8 @@ class _Console:
 
 class _CommandHandler:
     """The handler of `work`: runs CMD for a task. Raises _CommandFailed unless that ends with
-    status 0, and SystemExit if it can't be run: that is no fault of the task's.
-
-    Invariant: a process that may run is in _running.
-    """
+    status 0, and SystemExit if it can't be run: that is no fault of the task's. Invariant: a
+    process that may run is in _running."""
 
     def __init__(self, queue: FemtoQueue, watchdog: int, console: _Console, options: Any) -> None:
         self._queue, self._watchdog = queue, watchdog

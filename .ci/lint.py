@@ -31,11 +31,11 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_477,
-    "lines": 6544,
-    "lines of code": 4248,
-    "lines of docstrings": 1162,
-    "lines of its largest class": 652,
+    "tokens of code": 37_403,
+    "lines": 6311,
+    "lines of code": 4240,
+    "lines of docstrings": 941,
+    "lines of its largest class": 613,
     "lines of test.py": 10_517,
     "lines of .ci/": 8406,
 }
@@ -333,9 +333,9 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("rooms that are out of number", 0, rooms_misnumbered),
     ("rooms that the docstring lists otherwise", 0, rooms_not_listed),
     ("uses of a room below, or of its private names", 0, used_from_below),
-    ("lines of a room, but FemtoQueue and Command line", 465, longest_room),
-    ("lines of a class, but FemtoQueue", 400, lambda: longest_class(face=False)),
-    ("lines of the module's docstring", 110, lambda: len(DOCSTRING.splitlines())),
+    ("lines of a room, but FemtoQueue and Command line", 440, longest_room),
+    ("lines of a class, but FemtoQueue", 330, lambda: longest_class(face=False)),
+    ("lines of the module's docstring", 105, lambda: len(DOCSTRING.splitlines())),
     ("steps of its table that are no methods", 0, steps_without_a_method),
     ("methods that move a task and are no step of it", 0, moves_without_a_step),
     ("README: lines", 220, lambda: lines_of("README.md")),
