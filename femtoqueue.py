@@ -6078,25 +6078,22 @@ def _release_command(options: Any) -> int:
     if not options.all and options.node is None:
         options.error("give IDs, --all or --node")
     with _open_queue(options) as q:
-        left, count = _leases(q, options.node), 0
-        for _ in range(100):
-            for delivery, path in [*left.items()]:
-                with contextlib.suppress(LeaseLost):
-                    q.release(q.attach(path), **to)
-                    count += 1
-                    del left[delivery]
-            if not left:
-                break
-            # A lease that was renewed meanwhile has another name.
-            left = {it: path for it, path in _leases(q, options.node).items() if it in left}
-    print(f"released {count}")
+        tasks = q.tasks("inflight", data=False)
+        wanted = [it for it in tasks if options.node in (None, it.node)]
+        print(f"released {sum(_release(q, it, to) for it in wanted)}")
     return 0
 
 
-def _leases(q: FemtoQueue, node: str | None) -> dict[tuple[str, int | None], str]:
-    """Return the paths of what a worker has in flight, or of all, by id and attempts."""
-    tasks = q.tasks("inflight", data=False)
-    return {(it.id, it.attempts): it.path for it in tasks if node in (None, it.node)}
+def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
+    """Give back one that was seen in flight; False if that delivery has ended."""
+    for name in (task.path, task.id, task.id):  # RACE: renewed just now, it has another path
+        with contextlib.suppress(LeaseLost):
+            held = q.attach(name)
+            if held.attempts != task.attempts:
+                break
+            q.release(held, **to)
+            return True
+    return False
 
 
 @_command(_ids(nargs="+"), _LEASE)

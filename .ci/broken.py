@@ -1147,8 +1147,8 @@ a task that can't be ended ends work() | Work
 -                if has_begun:
 +                if has_begun:
 `release --all` gives back what is renewed meanwhile | CommandLine
--            left = {it: path for it, path in _leases(q, options.node).items() if it in left}
-+            left = {}
+-(task.path, task.id, task.id)
++(task.path, task.path, task.path)
 a command that a signal ends alone has failed | CommandLine
 -        return self._is_stopped.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
 +        return may_be_stop or self._is_stopped.is_set()
