@@ -37,21 +37,21 @@ Each move is one system call, and takes effect when that call returns:
     undo       _LeaseDir.undo_claim           inflight-<node>/  pending/                 rename
     finish     _Transitions.finish            inflight-<node>/  done/<id>                rename
                  without keep_done            inflight-<node>/  nowhere                  unlink
-    fail       _Transitions.fail              inflight-<node>/  failed/<id>; its .error  rename
+    fail       _Transitions.end_failed        inflight-<node>/  failed/<id>; its .error  rename
     release    _Transitions.requeue           inflight-<node>/  pending/ or scheduled/   rename
-    extend     _Transitions.extend            inflight-<node>/  the same, a new deadline rename
+    extend     _Transitions.set_deadline      inflight-<node>/  the same, a new deadline rename
     reclaim    _Transitions.reclaim           an ended lease    pending/, its old place  rename
     quarantine _Transitions.quarantine        inflight, pending failed/<id>; its .error  rename
     retry      _Transitions.requeue_failed    failed/<id>       pending/<now>~0~<id>     rename
     purge      FemtoQueue.purge, _purge_done  done/, failed/    nowhere                  unlink
-    replace    _Keys.push, _Files.swap        creating/<id>     a waiting, leased record renameat2
-    buffer     _Keys.push                     creating/<id>     keys/<id>                rename
+    replace    _Keys.put, _Files.swap         creating/<id>     a waiting, leased record renameat2
+    buffer     _Keys.put                      creating/<id>     keys/<id>                rename
     take along _KeyedTasks.claimed            keys/<id>         over the leased record   rename
-    promote    _KeyedTasks.move               keys/<id>         pending/, scheduled/     rename
+    promote    _KeyedTasks.move_keyed         keys/<id>         pending/, scheduled/     rename
     save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
-_KeyedTasks.move moves a task with a key, under the lock of the key; _Files.move any other. Replace
-may first give the task a new time; a quarantine that can't write to failed/ moves it to the back.
+move_keyed() moves a task with a key, under the lock of the key; _Files.move any other. Replace may
+first give the task a new time; a quarantine that can't write to failed/ moves it to the back.
 
 Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
 task: the rename gives it a *lease*, which ends at its *deadline* or with the worker. The exact name
@@ -1580,7 +1580,7 @@ class _Backlog:
         self._listed_s = 0.0
         self.refill_s = 0.0  # when it is to be listed again, though names are left
 
-    def refill(self, now_s: float) -> None:
+    def relist(self, now_s: float) -> None:
         """List pending/; now_s: the monotonic clock. RACE: of two tasks that are pushed as it is
         listed, only the younger one may be seen. So what is younger than the listing is left to the
         next one; if nothing else is there, that is now."""
@@ -1609,7 +1609,7 @@ class _Backlog:
     def clear(self) -> None:
         self.names = []
 
-    def note(self, path: str) -> None:
+    def add(self, path: str) -> None:
         """A task came to `path` in pending/. In front of the batch it is next; behind it, the next
         listing finds it."""
         with self._lock:
@@ -1799,8 +1799,8 @@ class _LeaseDir:
 
     # Closing
 
-    def close(self, reclaim: Callable[[], None]) -> None:
-        """Give it up. reclaim() is called if no other object holds it, to end what it holds."""
+    def give_up(self, end_leases: Callable[[], None]) -> None:
+        """Close it. end_leases() is called if no other object holds it, to end what it holds."""
         self._first_open = self.is_suspect = True
         lock, self._held = self._held, None
         if lock is not None and lock.fd == -1:  # in a cycle of garbage its finalizer may be first
@@ -1810,7 +1810,7 @@ class _LeaseDir:
         try:
             is_alone = lock.try_exclusive()
             if is_alone and lock.is_at_path():
-                reclaim()
+                end_leases()
             if is_alone is None or (is_alone and lock.is_at_path()):
                 _remove_empty_dir(self.path)
         except OSError as error:  # no lease is lost by it: pop() of another worker ends them
@@ -1857,15 +1857,15 @@ class _Transitions:
     def note(self, path: str) -> None:
         """A task came to `path`."""
         if path.startswith("pending/"):
-            self.backlog.note(path)
+            self.backlog.add(path)
         elif path.startswith("scheduled/"):
             self.house.due.sooner((_stamp_of(path) - time.time_ns()) / 1e9)
 
-    def move(self, source: str, target: str, wait: bool = True) -> str:
+    def move_task(self, source: str, target: str, wait: bool = True) -> str:
         """Move a task from one state to another; "": remove it. Return where it went. Raises
         BlockingIOError if the lock of its key is not free and wait is False."""
         if _is_keyed(_id_of(source)):
-            return self.keys.move(source, target, wait)
+            return self.keys.move_keyed(source, target, wait)
         return self.files.move(source, target)
 
     def _back_path(self, path: str, attempts: int) -> str:
@@ -1881,7 +1881,7 @@ class _Transitions:
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
             try:
                 if is_keyed:
-                    gone_to = self.keys.move(lease.path, target)
+                    gone_to = self.keys.move_keyed(lease.path, target)
                 else:
                     gone_to = self.files.move(lease.path, target)
             except FileNotFoundError:
@@ -1917,7 +1917,7 @@ class _Transitions:
         self.end_lease(lease, "")
         self.files.commit_dir(os.path.dirname(lease.path))
 
-    def fail(self, task: FemtoTask, error: str | BaseException | None) -> None:
+    def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
         lease = _lease_of(task)
         ident = _id_of(lease.path)
         self._dead_letter(ident, error, lambda: self.end_lease(lease, f"failed/{ident}"))
@@ -1931,7 +1931,7 @@ class _Transitions:
         """Return a task to the front of pending/, and do not count this delivery."""
         self.requeue(task, _front_path(task.id, _attempts_of(_lease_of(task).path) - 1))
 
-    def extend(self, task: FemtoTask, length_ns: int) -> None:
+    def set_deadline(self, task: FemtoTask, length_ns: int) -> None:
         """Rename a lease to another deadline: length_ns from now."""
         lease = _lease_of(task)
         with self.keys.lock_of(task.id), self.lock:
@@ -1953,7 +1953,7 @@ class _Transitions:
         """Extend a lease by its own length, but never to less than is left. Raises BlockingIOError
         if the lock of its key is not free and wait is False."""
         with self.keys.lock_of(task.id, wait), self.lock:
-            self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
+            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 
     # From in flight, by others
 
@@ -1973,7 +1973,7 @@ class _Transitions:
         )
         attempts = max(0, (entry.attempts or 0) - is_uncounted)
         try:
-            target = self.move(entry.path, _front_path(entry.id, attempts), wait=False)
+            target = self.move_task(entry.path, _front_path(entry.id, attempts), wait=False)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
         except OSError as error:
@@ -2025,9 +2025,9 @@ class _Transitions:
         for text in (reason, None):
             try:
                 if is_taken:
-                    self.move(source, target)
+                    self.move_task(source, target)
                 else:
-                    self._dead_letter(ident, text, lambda: self.move(source, target))
+                    self._dead_letter(ident, text, lambda: self.move_task(source, target))
                 break
             except OSError as error:
                 is_gone = isinstance(error, FileNotFoundError) and not self.files.exists(source)
@@ -2039,7 +2039,7 @@ class _Transitions:
                 if text is None:
                     with contextlib.suppress(FileNotFoundError):
                         # RACE: another worker took it. Or it has moved, and the sync failed.
-                        self.move(source, back)
+                        self.move_task(source, back)
                     raise first_error from None
         self.files.remove(f"checkpoints/{ident}")
         _log().error("task %s is in failed/: %s", ident, reason)
@@ -2053,7 +2053,7 @@ class _Transitions:
                     self.keys.reserve(held, source, target)
                 # The reason goes first: after the rename, a new one may be written at any time.
                 _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
-                self.move(source, target)
+                self.move_task(source, target)
         except FileNotFoundError:
             os.stat(f"{self.files.root}pending")  # gone: disk trouble
             return False  # RACE: another process retried or removed it
@@ -2066,7 +2066,7 @@ class _Transitions:
     def enqueue_scheduled(self, source: str, wait: bool = True) -> str:
         """Move one task that is due to the back of pending/; return its path there. It is synced:
         on btrfs, a later push's sync of pending/ alone left it in scheduled/ as well."""
-        path = self.move(source, self._back_path(source, _attempts_of(source)), wait)
+        path = self.move_task(source, self._back_path(source, _attempts_of(source)), wait)
         self.files.commit(path)
         return path
 
@@ -2140,7 +2140,7 @@ class _Worker(_Transitions):
         self.backlog.drop_taken()
         return task
 
-    def take(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
+    def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
         """Run the jobs that are due, and lease the task of an encoded key, or ("") that of an id,
         if it waits. wait=False: None if another process, which may be stopped, has the lock of the
         key."""
@@ -2156,7 +2156,7 @@ class _Worker(_Transitions):
                 with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
                     entry = self.files.find_id(ident, "scheduled", "pending") if ident else None
                     path = self._path_of_key(key) if key else entry.path if entry else ""
-                    task = self._claim(path, length_ns) if path else None
+                    task = self._lease_waiting(path, length_ns) if path else None
             except BlockingIOError:
                 # A push came to pending/, and has the lock yet: its end is no event.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
@@ -2172,13 +2172,13 @@ class _Worker(_Transitions):
     def _path_of_key(self, name: str) -> str:
         """Return where a key's task is to be had, "" if it is not; one that is due is moved."""
         with self.keys.lock(_key_tag(name)) as states:  # again: the caller has it
-            path, _ = self.keys.find(states, name)
+            path, _ = self.keys.find_task(states, name)
         if path.startswith("scheduled/") and _stamp_of(path) <= time.time_ns():
             with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
                 path = self.enqueue_scheduled(path)
         return path if path.startswith("pending/") else ""
 
-    def _claim(self, waiting: str, length_ns: int) -> FemtoTask | None:
+    def _lease_waiting(self, waiting: str, length_ns: int) -> FemtoTask | None:
         """Lease a waiting task, and read it. None: another worker was first, or it can't be
         delivered."""
         lease = ""
@@ -2197,7 +2197,7 @@ class _Worker(_Transitions):
         """RACE: the payload of a keyed task was replaced after it was listed, and its name with it:
         its place is still this one."""
         renamed = _reset_path(waiting, None) if _may_be_renamed(waiting) else waiting
-        return self._claim(renamed, length_ns) if renamed != waiting else None
+        return self._lease_waiting(renamed, length_ns) if renamed != waiting else None
 
     def _read_claimed(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
         """Read a claimed task. None: it is gone (undo the claim), a dead letter now, or given back
@@ -2250,7 +2250,7 @@ class _Worker(_Transitions):
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
             # CRASH: before it, a lease like any
             try:
-                self.note(self.move(lease, target))
+                self.note(self.move_task(lease, target))
             except OSError:
                 self.orphan(lease, counted=False)
                 raise
@@ -2321,7 +2321,7 @@ class _Housekeeper:
         self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
         ends_every_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.due = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
-        self.ends = _Job(self, self.reclaim, ends_every_s)
+        self.ends = _Job(self, self.reclaim_ended, ends_every_s)
         self.repairing = _Job(self, self._keys.repair, _REPAIR_INTERVAL_S)
         self._sweeping = _Job(self, self.remove_stale_files, _REPAIR_INTERVAL_S)
         self._purging = _Job(self, self._purge_done, _BASE_INTERVAL_S)
@@ -2384,7 +2384,7 @@ class _Housekeeper:
             self._backlog.clear()
             self._backlog.refill_s = now_s + 1
         else:
-            self._backlog.refill(now_s)
+            self._backlog.relist(now_s)
 
     def look_again(self) -> None:
         """Have the next pop() look at PAUSED before it takes a task."""
@@ -2395,7 +2395,7 @@ class _Housekeeper:
     def rest_s(self) -> float:
         return self.wake_s - time.monotonic()
 
-    def close(self) -> None:
+    def end_scan(self) -> None:
         scan, self._done_scan = self._done_scan, None
         if scan is not None:
             scan.close()
@@ -2421,7 +2421,7 @@ class _Housekeeper:
                     self.due.sooner(_LOOK_INTERVAL_S)
         first_error.raise_if_any()
 
-    def reclaim(self) -> None:
+    def reclaim_ended(self) -> None:
         """Reclaim leases that are past their deadline or held by dead workers. An OSError comes
         last: it must not keep the other directories waiting."""
         first_error = _FirstError()
@@ -2514,7 +2514,7 @@ class _Housekeeper:
             _unlink_if_older(f"{self._files.root}done/{name}", before_s)
         self._purging.every_s = _BASE_INTERVAL_S
         if len(names) < most:
-            self.close()
+            self.end_scan()
             self._purging.every_s = min(max(_BASE_INTERVAL_S, self._keep_done / 10), 600.0)
 
     def remove_stale_files(self) -> None:
@@ -2661,7 +2661,7 @@ class FemtoQueue:
         self._worker = _Worker(self, self._files, self._clock, node_id)
 
     def _after_fork(self) -> None:
-        self._worker.house.close()
+        self._worker.house.end_scan()
         self._clock.init_worker()
         self._init_worker()
 
@@ -2761,7 +2761,7 @@ class FemtoQueue:
         while True:
             if self._worker.lease_dir.is_suspect:
                 self._worker.open_lease_dir()
-            ident = self._worker.keys.push(name, payload, if_in_flight, due_ns)
+            ident = self._worker.keys.put(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
 
@@ -2845,7 +2845,7 @@ class FemtoQueue:
         if id is not None:
             _check_id(id)
         name, ident = "" if key is None else _encode_key(key), id or ""
-        look = functools.partial(self._worker.take, name, ident, length_ns, wait)
+        look = functools.partial(self._worker.take_named, name, ident, length_ns, wait)
         return look, name or f"#{ident}"
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
@@ -2891,7 +2891,7 @@ class FemtoQueue:
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
         _lease_of(task)
-        self._worker.fail(task, error)
+        self._worker.end_failed(task, error)
 
     def release(
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
@@ -2916,7 +2916,7 @@ class FemtoQueue:
         as it was taken for). Raises LeaseLost as done() does."""
         lease = _lease_of(task)
         length_ns = lease.length_ns if ms is None else _lease_length_ns("ms", ms)
-        self._worker.extend(task, length_ns)
+        self._worker.set_deadline(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to settle or extend it here. lease:
@@ -3166,9 +3166,9 @@ class FemtoQueue:
             lease_dir.closes += 1
             self._worker.renewer.stop.set()
             self._worker.waits.end_all()
-            self._worker.house.close()
+            self._worker.house.end_scan()
             self._worker.backlog.clear()
-            lease_dir.close(lambda: self._worker.reclaim_all(lease_dir.directory, None))
+            lease_dir.give_up(lambda: self._worker.reclaim_all(lease_dir.directory, None))
 
     def __enter__(self) -> FemtoQueue:
         return self
@@ -3338,8 +3338,8 @@ class _KeyStates:
 
 
 # ==================================================================================================
-# 14. Keys: finds, claims, moves and pushes the tasks with a key. Doors: claimed() and move(), for
-#     ids with a key's tag; push(), find() and path_of(), for keys.
+# 14. Keys: finds, claims, moves and pushes the tasks with a key. Doors: claimed(), move_keyed() and
+#     lock_of(), for ids with a key's tag; put(), find_task() and path_of(), for keys.
 #     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
 #     one newer payload in keys/, behind it. The claim that delivers a task takes the payload behind
 #     it along; a task that ends lets that become a task. What moves does so under the lock of its
@@ -3361,7 +3361,9 @@ class _KeyedTasks(_KeyStates):
 
     # Finding
 
-    def find(self, states: _States, name: str, where: tuple[str, ...] = _LIVE) -> tuple[str, str]:
+    def find_task(
+        self, states: _States, name: str, where: tuple[str, ...] = _LIVE
+    ) -> tuple[str, str]:
         """Return where the task of an encoded key is ("": it has none), and the name in keys/ of
         the payload behind it; correct its state. where: it is looked for in these."""
         path, hint = states.get(name, ("", ""))
@@ -3401,7 +3403,7 @@ class _KeyedTasks(_KeyStates):
         if not self.may_have_task(name):
             return ""
         with self.lock(_key_tag(name)) as states:
-            return self.find(states, name)[0]
+            return self.find_task(states, name)[0]
 
     def newest_of(self, entry: _Entry) -> str:
         """Return the path of the payload that the next delivery of a task will carry. Without the
@@ -3450,7 +3452,7 @@ class _KeyedTasks(_KeyStates):
         path, newer = states.get(name, ("", ""))
         if _id_of(path) == _id_of(lease):
             states[name] = lease, newer
-        path, newer = self.find(states, name)
+        path, newer = self.find_task(states, name)
         if path and _id_of(path) != _id_of(lease):
             return _id_of(path)
         states[name] = lease, newer
@@ -3464,7 +3466,7 @@ class _KeyedTasks(_KeyStates):
         take(id=...) took it from there, and does not mind.
 
         If a person moves the task meanwhile, the payload stays behind. CRASH: before that rename,
-        nothing is done, or the old payload is at the new time; after it, find() sees that the
+        nothing is done, or the old payload is at the new time; after it, find_task() sees that
         payload of the state is not there.
         """
         lease, newer = states[name]
@@ -3491,10 +3493,10 @@ class _KeyedTasks(_KeyStates):
 
     # Moving
 
-    def move(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task with a key, as _Transitions.move() does, under the lock of the key. If it
-        ends, the payload behind it becomes a task. If it comes back, that stays behind, and its
-        attempts and its time, if that is later, count from now on."""
+    def move_keyed(self, source: str, target: str, wait: bool = True) -> str:
+        """Move a task with a key, as move_task() does, under the lock of the key. If it ends, the
+        payload behind it becomes a task. If it comes back, that stays behind, and its attempts and
+        its time, if that is later, count from now on."""
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
@@ -3535,7 +3537,7 @@ class _KeyedTasks(_KeyStates):
             return  # it has no key, and pop() will quarantine it
         if key is None:
             return
-        path, _ = self.find(states, _encode_key(key))
+        path, _ = self.find_task(states, _encode_key(key))
         if path:
             raise KeyInFlight(key, _id_of(path))
         states[_encode_key(key)] = target, ""
@@ -3561,7 +3563,7 @@ class _KeyedTasks(_KeyStates):
         """Repair the keys of one hash; found: the payloads of that in keys/."""
         with self.lock(tag, wait=False) as states:
             for name in [*states]:
-                self.find(states, name, where)
+                self.find_task(states, name, where)
             for newer in found:
                 self._adopt(states, newer)
 
@@ -3598,13 +3600,13 @@ class _KeyedTasks(_KeyStates):
 class _Keys(_KeyedTasks):
     """How tasks with a key are pushed."""
 
-    def push(
+    def put(
         self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
     ) -> str:
         """Push a payload for an encoded key; return its task's id. Returns "" if a pop() or a
         person was quicker at the task that waited: again, then."""
         with self.lock(_key_tag(name)) as states:
-            path, newer = self.find(states, name)
+            path, newer = self.find_task(states, name)
             if not path:
                 return self._push_first(states, name, payload, due_ns)
             is_leased = _state_of(path) == "inflight"
@@ -3632,7 +3634,7 @@ class _Keys(_KeyedTasks):
             self._files.publish(ident, payload, path, key=name)
         except BaseException:
             with contextlib.suppress(OSError):
-                self.find(states, name)  # a consumer that was quicker keeps what it has
+                self.find_task(states, name)  # a consumer that was quicker keeps what it has
             raise
         self._worker.note(path)
         return ident
@@ -3658,7 +3660,7 @@ class _Keys(_KeyedTasks):
 
     def _put_behind(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
         """Put a payload behind the task of a key, or into the place of the one behind it; return
-        its id. CRASH: find() knows it by its id, under its old name too."""
+        its id. CRASH: find_task() knows it by its id, under its old name too."""
         path, before = states[name]
         ident = _id_of(before) or _new_name(self._clock.next_order(), _key_tag(name))
         newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
@@ -3883,7 +3885,7 @@ class _Waits:
             contextlib.suppress(OSError),
         ):  # it is gone; or let the next look see
             if not os.listdir(self._lease_dir.path):
-                self._lease_dir.close(_no_op)
+                self._lease_dir.give_up(_no_op)
         return None
 
     def _give_back(self, found: object) -> None:
@@ -4564,7 +4566,7 @@ class _Inspector:
             elif stats.expired:
                 found.append((directory, "expired", f"{stats.expired} leases have ended"))
         if found and self._repair:
-            house.reclaim()
+            house.reclaim_ended()
         for directory, kind, text in found:
             stats = house.node_stats(directory)
             is_left = stats.expired or (stats.liveness == "dead" and stats.inflight)
@@ -4612,7 +4614,7 @@ class _Numbers:
         """Whether a member that was not touched for so long may have lost its place."""
         return False
 
-    def remove(self) -> None:
+    def remove_dir(self) -> None:
         os.unlink(f"{self._root}last")
         _remove_empty_dir(self._root)  # RACE: not if another process opens a new "last" now
 
@@ -4746,7 +4748,7 @@ class TicketQueue:
         with self._locked():
             if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
                 return False
-            self._numbers.remove()
+            self._numbers.remove_dir()
         return not os.path.isdir(self._root)
 
     @contextlib.contextmanager
@@ -5243,7 +5245,7 @@ class _SharedNumbers(_Numbers):
         must not be the next, though it is there, and young again. A quarter less: clocks differ."""
         return age_s > 0.75 * stale_s
 
-    def remove(self) -> None:
+    def remove_dir(self) -> None:
         """Leave the directory: another host may take a lock that was removed for the one there."""
 
 

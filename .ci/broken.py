@@ -935,9 +935,9 @@ a worker can start on a full disk | Faults
 +            raise
 close() gives back what it had | Liveness
 -            if is_alone and lock.is_at_path():
--                reclaim()
+-                end_leases()
 +            if not is_alone:
-+                reclaim()
++                end_leases()
 what a dead worker had comes back at once | Liveness
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():
@@ -1008,8 +1008,8 @@ a checkpoint belongs to one payload | Checkpoints
 -    if saved.startswith(of_data):
 +    if saved:
 a renewal never shortens a lease | Gate
--            self.extend(task, max(_lease_of(task).length_ns, self.left_ns(task)))
-+            self.extend(task, _lease_of(task).length_ns)
+-            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task)))
++            self.set_deadline(task, _lease_of(task).length_ns)
 the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(wait)
 +            lock.is_at_path()

@@ -47,7 +47,7 @@ HELPERS = {  # they rename or unlink, and are no step of the docstring's table
     *("_Files.move", "_Files.replacement", "_Files.remove", "_Files.swap_or_replace"),
     *("_Files.shrink_pending", "_Housekeeper.remove_stale_files", "FemtoQueue.resume"),
     *("FemtoQueue.push_many", "TicketQueue.register", "TicketQueue.remove"),
-    *("_Numbers.remove", "_SharedNumbers.draw", "_Files.move_over"),
+    *("_Numbers.remove_dir", "_SharedNumbers.draw", "_Files.move_over"),
 }
 MOVES = re.compile(r"\b(os\.rename|os\.unlink|os\.replace|_move|_exchange|_unlink_if_\w+)\(")
 SECTIONS = [
