@@ -247,7 +247,7 @@ def _exchange(first: str, second: str) -> None:
 
 
 def _read_boot_id() -> str | None:
-    """Return a text that names this boot of this kernel; None where the system has none."""
+    """Return what names this boot of this kernel; None where the system does not tell."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
@@ -857,9 +857,8 @@ def _check_max_attempts(max_attempts: object) -> None:
     if max_attempts is not None and (
         type(max_attempts) is not int or not 1 <= max_attempts <= _MAX_ATTEMPTS
     ):
-        raise ValueError(
-            f"max_attempts must be None or an int, 1 to {_MAX_ATTEMPTS}, not {max_attempts!r}"
-        )
+        wanted = f"None or an int, 1 to {_MAX_ATTEMPTS}"
+        raise ValueError(f"max_attempts must be {wanted}, not {max_attempts!r}")
 
 
 def _check_state(state: str) -> None:
@@ -908,11 +907,8 @@ def _header(payload: bytes | memoryview, key: str = "") -> bytes:
     if not key:
         return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
     name = key.encode()  # checked with the payload: it must not be taken for another key
-    return b"FQ1 %08x %d %b\n" % (
-        binascii.crc32(payload, binascii.crc32(name)),
-        len(payload),
-        name,
-    )
+    checksum = binascii.crc32(payload, binascii.crc32(name))
+    return b"FQ1 %08x %d %b\n" % (checksum, len(payload), name)
 
 
 def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
@@ -1842,8 +1838,7 @@ def _reason(error: str | BaseException) -> str:
 
 
 class _Transitions:
-    """The changes of a task's state, but the claim. A worker has them, and the parts that they
-    use."""
+    """The changes of a task's state, but the claim; and the parts of a worker that they use."""
 
     files: _Files
     clock: _QueueClock
@@ -3213,9 +3208,8 @@ class _States(dict[str, "tuple[str, str]"]):
     saved: str | None = None
 
     def text(self) -> str | None:
-        return (
-            "".join(f"{key} {path} {newer or '-'}\n" for key, (path, newer) in self.items()) or None
-        )
+        lines = (f"{key} {path} {newer or '-'}\n" for key, (path, newer) in self.items())
+        return "".join(lines) or None
 
 
 def _parse_key_states(content: bytes, tag: str) -> _States:
@@ -3880,10 +3874,7 @@ class _Waits:
         # RACE: closed as we looked. The task goes back, and the lease directory is given up again
         # if we opened it; if it is in use again, it has leases, or will be opened for the next.
         self._give_back(found)
-        with (
-            self._worker.lock,
-            contextlib.suppress(OSError),
-        ):  # it is gone; or let the next look see
+        with self._worker.lock, contextlib.suppress(OSError):  # gone; or the next look sees it
             if not os.listdir(self._lease_dir.path):
                 self._lease_dir.give_up(_no_op)
         return None
@@ -3914,8 +3905,7 @@ class _Waits:
                 self._idle.append(watcher)
 
     def end_all(self, error: BaseException | None = None) -> None:
-        """End all waits, after the count of close() has grown; or those of coroutines, with an
-        error."""
+        """End all waits, as close() has been counted; or those of coroutines, with an error."""
         for watcher in [*self._watchers]:
             watcher.wake()
         for ref in self._requests.valuerefs():
@@ -4248,14 +4238,14 @@ _AFTER_FAILURE = {
 
 class _WorkerPool:
     """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
-    If concurrency is 1, the calling thread does, unless in_threads is set.
-
-    is_stopped: asked between two tasks. more_signals: stop the pool as SIGINT and SIGTERM do.
-    on_stop() is called at the first signal, in its handler, and on_abort(number) at the second.
+    If concurrency is 1, the calling thread does, unless in_threads is set. is_stopped: asked
+    between two tasks.
 
     Invariant: a task is in _running from before its handler is called until its delivery is
     counted, by the thread that removes it. _changed is held where _running or counts change.
     """
+
+    in_threads = False
 
     def __init__(
         self,
@@ -4267,16 +4257,11 @@ class _WorkerPool:
         *,
         idle_timeout_s: float | None = None,
         time_limit_s: float | None = None,
-        in_threads: bool = False,
-        more_signals: Iterable[int] = (),
-        on_stop: Callable[[], object] = _no_op,
-        on_abort: Callable[[int], object] = _no_op,
     ) -> None:
         self._pid = os.getpid()
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
-        self._drain, self._is_stopped, self._in_threads = drain, is_stopped, in_threads
-        self._is_threaded = in_threads or concurrency > 1
-        self._more_signals, self._on_stop, self._on_abort = more_signals, on_stop, on_abort
+        self._drain, self._is_stopped = drain, is_stopped
+        self._is_threaded = self.in_threads or concurrency > 1
         self._idle_timeout_s, self._end_s = idle_timeout_s, _end_s(time_limit_s)
         self._idle_end_s = _end_s(idle_timeout_s)
         self.signals: list[int] = []  # that came
@@ -4291,9 +4276,8 @@ class _WorkerPool:
         self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
 
     def run(self) -> WorkCounts:
-        """Work until told to stop. Raises what a handler raised to end the pool, and the OSError
-        of a pop() or of a task's end, unless a signal came before what ran had finished: that is
-        answered first."""
+        """Work until told to stop. Raises what a handler raised to end the pool, and the OSError of
+        a pop() or of a task's end, unless a signal came before what ran had finished."""
         with self._signals_handled():
             if self._is_threaded:
                 self._start_threads()
@@ -4407,10 +4391,6 @@ class _WorkerPool:
 
     def _abort(self) -> None:
         """Give back what runs in other threads; what ran in this one has been given back."""
-        self._on_abort(self.signals[-1])
-        with self._changed:
-            if self._in_threads:  # their commands have ended: they give their tasks back themselves
-                self._changed.wait_for(lambda: not self._running, 1.0)
         for task in [*self._running.values()]:
             if self._give_back(task):
                 with self._changed:
@@ -4429,6 +4409,11 @@ class _WorkerPool:
             self._queue.processing(task).orphan()
         return False
 
+    def _stop_signals(self) -> tuple[int, ...]:
+        import signal
+
+        return signal.SIGINT, signal.SIGTERM
+
     @contextlib.contextmanager
     def _signals_handled(self) -> Iterator[None]:
         """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
@@ -4436,8 +4421,7 @@ class _WorkerPool:
 
         before = {}
         if threading.current_thread() is threading.main_thread():
-            numbers = (signal.SIGINT, signal.SIGTERM, *self._more_signals)
-            before = {number: signal.getsignal(number) for number in numbers}
+            before = {number: signal.getsignal(number) for number in self._stop_signals()}
         # Not those that are ignored, as by nohup, or have a handler that Python did not set.
         before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
 
@@ -4456,6 +4440,9 @@ class _WorkerPool:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
+    def _tell_stop(self) -> None:
+        """Called at the first signal, in its handler."""
+
     def _on_signal(self, number: int) -> None:
         """Note a signal: the first one stops the pool, the second one aborts what runs."""
         # timeout(1) and a terminal that goes away signal twice: the process, and its group.
@@ -4464,7 +4451,7 @@ class _WorkerPool:
         self._last_signal_s = time.monotonic()
         self.signals.append(number)
         if len(self.signals) == 1:
-            self._on_stop()
+            self._tell_stop()
         elif len(self.signals) == 2 and self._is_interruptible:  # a third one changes nothing
             raise KeyboardInterrupt
 
@@ -4499,9 +4486,8 @@ class _Inspector:
             try:
                 yield from look
             except OSError as error:
-                yield Finding(
-                    "unreadable", os.path.relpath(error.filename or root, root), str(error)
-                )
+                path = os.path.relpath(error.filename or root, root)
+                yield Finding("unreadable", path, str(error))
 
     def _file_systems(self) -> Iterator[Finding]:
         root = self._files.root
@@ -5648,14 +5634,10 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
 
     # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pool = _WorkerPool(
+    pool = _CommandPool(
         *(q, handler, options.jobs, options.drain),
         idle_timeout_s=options.idle_timeout,
         time_limit_s=options.time_limit,
-        in_threads=True,  # a signal must not come between a command's start and its report
-        more_signals=_stop_signals(),
-        on_stop=handler.stop,
-        on_abort=handler.abort,
     )
     is_over, started_s = threading.Event(), time.monotonic()
     reporter = threading.Thread(target=_report, args=(q, pool, console, is_over), daemon=True)
@@ -5923,6 +5905,25 @@ class _CommandHandler:
             with contextlib.suppress(ChildProcessError):  # it has others, if we are not init
                 os.waitpid(-process.pid, os.WNOHANG)
         return _signal_group(process.pid, 0)
+
+
+class _CommandPool(_WorkerPool):
+    """The pool of `work`: at the second signal commands are ended; threads give the tasks back."""
+
+    _handler: _CommandHandler
+    in_threads = True  # a signal must not come between a command's start and its report
+
+    def _stop_signals(self) -> tuple[int, ...]:
+        return _stop_signals()
+
+    def _tell_stop(self) -> None:
+        self._handler.stop()
+
+    def _abort(self) -> None:
+        self._handler.abort(self.signals[-1])
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, 1.0)
+        super()._abort()
 
 
 def _stop_signals() -> tuple[int, ...]:

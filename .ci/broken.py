@@ -826,8 +826,8 @@ a record with the key of another id is never delivered | Gate
 - and _key_tag(name) == _tag_of(ident):
 +:
 the checksum of a record covers its key | Corruption
--        binascii.crc32(payload, binascii.crc32(name)),
-+        binascii.crc32(payload),
+-binascii.crc32(payload, binascii.crc32(name))
++binascii.crc32(payload)
 the rest of a short write is written | Gate
 -        while rest:
 -            rest = rest[os.write(fd, rest) :]

@@ -31,10 +31,10 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_403,
+    "tokens of code": 37_348,
     "lines": 6311,
-    "lines of code": 4240,
-    "lines of docstrings": 941,
+    "lines of code": 4234,
+    "lines of docstrings": 938,
     "lines of its largest class": 613,
     "lines of test.py": 10_517,
     "lines of .ci/": 8406,
