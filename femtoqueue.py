@@ -550,17 +550,9 @@ def _number_of(ticket: str) -> int:
     return int(ticket[:20])
 
 
-def _boot_of_ticket(name: str) -> str:
-    return name.split("~")[1]
-
-
 def _key_tag(name: str) -> str:
     """Return the hash of an encoded key, as 8 hex digits: the tag of its tasks' ids."""
     return f"{binascii.crc32(name.encode()) | 1 << 31:08x}"
-
-
-def _lock_name(tag: str) -> str:
-    return tag[-2:]
 
 
 def _encode_key(key: object) -> str:
@@ -1189,9 +1181,8 @@ class _Files:
         """Return the entry of an id in these states, None if it is in none of them. RACE: a task
         that moves meanwhile from a later state to an earlier one is missed."""
         for state in states:
-            entry = _parse(state, ident) if state in _STATE_DIRS else None
-            if entry is not None and self.exists(entry.path):
-                return entry
+            if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
+                return _parse(state, ident)
         return next((entry for entry in self.find(*states) if entry.id == ident), None)
 
     def has_entries(self, directory: str) -> bool:
@@ -3249,7 +3240,8 @@ class _KeyStates:
         lock of a removed file would have to see that. A nested call, also that of a signal handler,
         takes the same lock, and shares the states.
         """
-        name, outer = _lock_name(tag), self._held.locks.get(_lock_name(tag))
+        name = tag[-2:]
+        outer = self._held.locks.get(name)
         if outer is not None and outer.fd < 0:
             outer = None  # Ctrl-C came while it was closed
         lock = outer or self._open_lock(name)
@@ -4823,7 +4815,7 @@ class TicketQueue:
         try:
             lock = self._files.open_lock(member, os.O_RDWR)
             try:
-                if _boot_of_ticket(member) == self._boot:
+                if member.split("~")[1] == self._boot:
                     is_dead = lock.try_exclusive()
                 else:  # by its open file: what is said of the path may be a minute old
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
@@ -5319,6 +5311,17 @@ def _either(*declarations: _Declaration) -> _Declaration:
 
 def _parse_arguments(argv: list[str]) -> Any:
     """Return the options of a command line; `run` is its command. Exits if the line is wrong."""
+    parser, commands = _make_parsers()
+    if not argv or argv[0] not in commands:
+        parser.parse_args(argv[:1])  # exits
+    dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
+    options = commands[argv[0]].parse_intermixed_args(argv[1:dashes])
+    options.after_dashes = argv[dashes + 1 :]
+    return options
+
+
+def _make_parsers() -> tuple[Any, dict[str, Any]]:
+    """Return the parser of the first word, and that of each command."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
@@ -5350,12 +5353,7 @@ def _parse_arguments(argv: list[str]) -> Any:
             command.usage = f"{command.prog} {'' if default_dir else 'DIR '}{usage}"
         for add in declarations:
             add(command)
-    if not argv or argv[0] not in commands.choices:
-        parser.parse_args(argv[:1])  # exits
-    dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
-    options = commands.choices[argv[0]].parse_intermixed_args(argv[1:dashes])
-    options.after_dashes = argv[dashes + 1 :]
-    return options
+    return parser, commands.choices
 
 
 def _invalid(text: str, wanted: str) -> Exception:
@@ -5459,7 +5457,6 @@ def _cell(name: str, value: Any) -> str:
 
 
 def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
-    """Yield the lines of a table: headings, then a task each."""
     form = "{:9} {:29} {:>6} {:>3} {:>8} {:>6} {} {}"
     yield form.format("STATE", "ID", "AGE", "TRY", "BYTES", "LEFT", "KEY", "NODE")
     for task in tasks:

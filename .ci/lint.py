@@ -31,9 +31,9 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_348,
-    "lines": 6311,
-    "lines of code": 4234,
+    "tokens of code": 37_333,
+    "lines": 6308,
+    "lines of code": 4233,
     "lines of docstrings": 938,
     "lines of its largest class": 613,
     "lines of test.py": 10_517,
