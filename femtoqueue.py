@@ -1332,17 +1332,6 @@ class _Files:
                 raise
         return None
 
-    def swap_or_replace(self, aside: str, path: str) -> bool:
-        """Put a file in the place of the one at `path`; False: there is none at `path`. Where names
-        can't be exchanged, a person who moves that one in the same instant makes two tasks of one.
-        """
-        is_there = self.swap(aside, path)
-        if is_there is None:
-            with contextlib.suppress(FileNotFoundError):
-                self.move_over(aside, path, must_exist=True)
-                is_there = True
-        return bool(is_there)
-
     def move(self, source: str, target: str) -> str:
         """Rename a task's file, over one that is there; target "": remove it. Return target."""
         try:
@@ -3603,7 +3592,7 @@ class _Keys(_KeyedTasks):
                 if not is_leased:
                     return self._replace(states, name, aside, due_ns)
                 if if_in_flight == "update" and not newer:
-                    return self._put_over(aside, path)
+                    return self._put_over(aside, path) or ""
                 return self._put_behind(states, name, aside, due_ns)
 
     def _push_first(
@@ -3625,9 +3614,18 @@ class _Keys(_KeyedTasks):
         self._worker.note(path)
         return ident
 
-    def _put_over(self, aside: str, path: str) -> str:
-        """Put a payload into the place of one; return the task's id, "" if it is not there."""
-        if not self._files.swap_or_replace(aside, path):
+    def _put_over(self, aside: str, path: str, must_swap: bool = False) -> str | None:
+        """Put a payload into the place of one; return the task's id, "" if it is not there. Where
+        names can't be exchanged, None if must_swap is set; else a person who moves the task in the
+        same instant makes two of one."""
+        is_there = self._files.swap(aside, path)
+        if is_there is None and must_swap:
+            return None
+        if is_there is None:
+            with contextlib.suppress(FileNotFoundError):
+                self._files.move_over(aside, path, must_exist=True)
+                is_there = True
+        if not is_there:
             self._files.remove(aside)
             return ""
         self._commit_swapped(aside, path)
@@ -3703,14 +3701,10 @@ class _Keys(_KeyedTasks):
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
-        if not newer and _state_of(path) == "scheduled":
-            return self._put_over(aside, path)  # no pop() takes it from there
-        is_there = None if newer else self._files.swap(aside, path)
-        if is_there is False:
-            return ""
-        if is_there:
-            self._commit_swapped(aside, path)
-            return _id_of(path)
+        # No pop() takes it from scheduled/.
+        ident = None if newer else self._put_over(aside, path, _state_of(path) == "pending")
+        if ident is not None:
+            return ident
         if has_moved:
             self._files.commit(path)
         self._put_behind(states, name, aside, due_ns)

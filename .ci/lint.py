@@ -31,10 +31,10 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_333,
-    "lines": 6308,
-    "lines of code": 4233,
-    "lines of docstrings": 938,
+    "tokens of code": 37_296,
+    "lines": 6302,
+    "lines of code": 4228,
+    "lines of docstrings": 937,
     "lines of its largest class": 613,
     "lines of test.py": 10_517,
     "lines of .ci/": 8406,
@@ -44,7 +44,7 @@ DOORS = {  # names of annexes that a room above them may use
     *("_read_checkpoint", "_save_checkpoint"),
 }
 HELPERS = {  # they rename or unlink, and are no step of the docstring's table
-    *("_Files.move", "_Files.replacement", "_Files.remove", "_Files.swap_or_replace"),
+    *("_Files.move", "_Files.replacement", "_Files.remove"),
     *("_Files.shrink_pending", "_Housekeeper.remove_stale_files", "FemtoQueue.resume"),
     *("FemtoQueue.push_many", "TicketQueue.register", "TicketQueue.remove"),
     *("_Numbers.remove_dir", "_SharedNumbers.draw", "_Files.move_over"),
