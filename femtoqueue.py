@@ -208,8 +208,7 @@ def _libc_error(path: str) -> OSError:
 
 
 def _fs_type(path: str) -> int:
-    """Return f_type of statfs(2), 0 where there is no such call. Raises OSError if it fails: what
-    another host may write to must not be taken for local."""
+    """Return f_type of statfs(2), 0 where there is no such call. Raises OSError if it fails."""
     libc = _libc()
     if libc is None:
         return 0
@@ -448,8 +447,7 @@ class _Entry(NamedTuple):
 
 
 def _parse(directory: str, name: str, form: str = "") -> _Entry | None:
-    """Return the entry of a name in a directory; None if the name is not ours. form: of _FORMS, if
-    it is not that of the directory."""
+    """Return the entry of a name, None if it is not ours. form: if not that of the directory."""
     match = _FORMS[form or _state_of(directory)](name)
     if match is None:
         return None
@@ -1234,8 +1232,7 @@ class _Files:
             raise
 
     def head(self, path: str) -> tuple[str | None, int | None]:
-        """Return key and length of the payload, by the first line of a record alone; (None, None)
-        if that is not valid."""
+        """Return key and length of a payload by its header; (None, None) if that is invalid."""
         try:
             fd = os.open(self.root + path, _READ_FLAGS)
             try:
@@ -1360,8 +1357,7 @@ class _Files:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.root + source)
 
     def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
-        """Rename a file that only we move over one that may be there; must_exist: that is there, or
-        FileNotFoundError is raised."""
+        """Rename a file that only we move. must_exist: FileNotFoundError unless target is there."""
         if must_exist:  # last: a person may just have moved it, and the rename would make two
             self.lstat(target)
         try:
@@ -1586,8 +1582,7 @@ class _Backlog:
         self.names = []
 
     def add(self, path: str) -> None:
-        """A task came to `path` in pending/. In front of the batch it is next; behind it, the next
-        listing finds it."""
+        """A task came to `path` in pending/: it is next if it stands in front of the batch."""
         with self._lock:
             name = path.rpartition("/")[2]
             if self.names and name < self.names[-1]:
@@ -1690,8 +1685,7 @@ class _LeaseDir:
         return orphans
 
     def _make(self) -> None:
-        """Make the directory; on a full disk, of the spare one: a full queue can only be drained by
-        a worker that can start."""
+        """Make the directory; on a full disk of the spare one: only who can start can drain it."""
         try:
             os.mkdir(self.path)
         except FileExistsError:
@@ -1837,8 +1831,7 @@ class _Transitions:
             self.house.due.sooner((_stamp_of(path) - time.time_ns()) / 1e9)
 
     def move_task(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task from one state to another; "": remove it. Return where it went. Raises
-        BlockingIOError if the lock of its key is not free and wait is False."""
+        """Move a task to another state; "": remove it. Return where it went. wait: as in lock()."""
         if _is_keyed(_id_of(source)):
             return self.keys.move_keyed(source, target, wait)
         return self.files.move(source, target)
@@ -1925,8 +1918,7 @@ class _Transitions:
         return _stamp_of(task.path) - self.clock.now_ns()
 
     def renew(self, task: FemtoTask, wait: bool = True) -> None:
-        """Extend a lease by its own length, but never to less than is left. Raises BlockingIOError
-        if the lock of its key is not free and wait is False."""
+        """Extend a lease by its own length, but never to less than is left. wait: as in lock()."""
         with self.keys.lock_of(task.id, wait), self.lock:
             self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task)))
 
@@ -2154,8 +2146,7 @@ class _Worker(_Transitions):
         return path if path.startswith("pending/") else ""
 
     def _lease_waiting(self, waiting: str, length_ns: int) -> FemtoTask | None:
-        """Lease a waiting task, and read it. None: another worker was first, or it can't be
-        delivered."""
+        """Lease a waiting task, and read it. None: another was first, or it can't be delivered."""
         lease = ""
         try:
             with self.lock:
@@ -3381,8 +3372,7 @@ class _KeyedTasks(_KeyStates):
             return self.find_task(states, name)[0]
 
     def newest_of(self, entry: _Entry) -> str:
-        """Return the path of the payload that the next delivery of a task will carry. Without the
-        lock: it may be gone by now."""
+        """Return the path of the payload that a task's next delivery carries; it may go now."""
         if _is_keyed(entry.id) and entry.directory in ("pending", "scheduled"):
             for path, newer in self._load(_tag_of(entry.id)).values():
                 if newer and _id_of(path) == entry.id:
@@ -3492,8 +3482,7 @@ class _KeyedTasks(_KeyStates):
         return target
 
     def _promote(self, newer: str) -> str:
-        """Move a payload from keys/ into the queue: there is no task before it. "": a person
-        removed it."""
+        """Make a task of a payload in keys/, as its key has none. "": a person removed it."""
         path = f"{'pending' if _due_of(newer) is None else 'scheduled'}/{newer}"
         try:
             self._files.move(f"keys/{newer}", path)
@@ -4912,8 +4901,7 @@ class _UnlockedLeaseDir(_LeaseDir):
 
 
 def _afresh(look: _Method) -> _Method:
-    """Have a look at a file repeated, without a listing in between (replaced). It raises
-    FileNotFoundError for ESTALE."""
+    """Repeat a look, without a listing in between (replaced). ESTALE is a FileNotFoundError."""
 
     @functools.wraps(look)
     def call(*args: Any) -> Any:
@@ -5654,8 +5642,7 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
 
 
 def _report(q: FemtoQueue, pool: _WorkerPool, console: _Console, is_over: threading.Event) -> None:
-    """Show counts, the rate over the last samples, and an estimate of the time left: each half
-    second on a terminal, else each 10 s, or 20 times what it costs."""
+    """Show counts, rate and time left: each 0.5 s on a terminal, else 10 s (20 times its cost)."""
     samples: deque[tuple[float, int]] = deque(maxlen=20)  # when, and how many we had ended
     looks: deque[_Look] = deque(maxlen=20)
     cost_s, waiting = 0.0, 0

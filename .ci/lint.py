@@ -32,9 +32,9 @@ import femtoqueue
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
     "tokens of code": 37_296,
-    "lines": 6302,
+    "lines": 6289,
     "lines of code": 4228,
-    "lines of docstrings": 937,
+    "lines of docstrings": 924,
     "lines of its largest class": 613,
     "lines of test.py": 10_517,
     "lines of .ci/": 8406,
