@@ -4175,7 +4175,7 @@ class _Processing:
         except LeaseLost as lost:
             raise lost from error
         except OSError:
-            self.orphan()  # another worker may deliver it again
+            self.abandon()  # another worker may deliver it again
             raise
         finally:
             self._renewer.remove(task)
@@ -4192,7 +4192,7 @@ class _Processing:
             queue.release(task, delay_s=_retry_delay_s(queue.retry_delay_s, attempts))
             self._lease.outcome = "retried"
 
-    def orphan(self) -> None:
+    def abandon(self) -> None:
         """Have the task delivered again soon: its delivery can't be ended."""
         self._worker.orphan(self.task.path)
 
@@ -4346,7 +4346,7 @@ class _WorkerPool:
             if not processing.outcome:  # trouble with the disk, or no more threads: as of pop()
                 self._error = self._error or error
                 if has_begun:
-                    processing.orphan()
+                    processing.abandon()
                 else:
                     self._give_back(task)
         finally:
@@ -4381,7 +4381,7 @@ class _WorkerPool:
             pass
         except OSError as error:
             _log().warning("task %s is not given back: %s", task.id, error)
-            self._queue.processing(task).orphan()
+            self._queue.processing(task).abandon()
         return False
 
     def _stop_signals(self) -> tuple[int, ...]:
@@ -6084,12 +6084,12 @@ def _extend_command(options: Any) -> int:
     Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
     """
 
-    def extend(q: FemtoQueue, name: str) -> None:
+    def renew(q: FemtoQueue, name: str) -> None:
         task = q.attach(name)
         q.extend(task, options.timeout * 1000)
         print(task.path)
 
-    return _for_each_id(options, extend)
+    return _for_each_id(options, renew)
 
 
 # Command line: views
