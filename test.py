@@ -5135,6 +5135,7 @@ class Twin:
             self.move(task, "scheduled", due_ns)
         else:
             self.entered.setdefault((task.at_ns, 0, task.id), self.step)
+            task.told = task.told | {self.worker}
 
     def listed_step(self, task: Known) -> int:
         """Return the first step of which a listing may have given this name of a task. A new
