@@ -34,11 +34,11 @@ Linux does not. One process, no races. One fault a life, or with --in-a-row seve
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import ctypes
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import multiprocessing
@@ -53,12 +53,14 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
-from broken import BROKEN, broken, caught_by
+from broken import broken, caught_by
+from proof import Violation, ends, must_catch, name_of, parser, payload, recorder, say
 
 import femtoqueue
 from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
@@ -93,16 +95,13 @@ ERRORS: dict[str, tuple[str, ...]] = {
 }
 SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # a file system without flock, the queue says then
 KILL = "SIGKILL"
+LIVE = ("pending", "scheduled", "inflight")
 TORN_ID = f"{1:020d}-00000001"
 AN_HOUR_S, LATER_S = 3600.0, 1000.0
 TIMEOUT_S = 30
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 
 Note = list[Any]  # [try, ok, err, lost or other word, step, its arguments..., its outcome]
-
-
-class Violation(Exception):
-    pass
 
 
 class Clock:
@@ -148,16 +147,9 @@ def made_up(seed: str) -> Iterator[Clock]:
         vars(femtoqueue)["time"], os.urandom = time, urandom
 
 
-def payload(name: str) -> bytes:
-    size = 100_000 if name.startswith("big") else 40
-    return f"{name}:".encode() + random.Random(name).randbytes(size)
-
-
-def name_of(data: bytes) -> str:
-    name = data.partition(b":")[0].decode("ascii", "replace")
-    if data != payload(name):
-        raise Violation(f"the bytes of {name!r} are not those that were pushed")
-    return name
+def data_of(name: str) -> bytes:
+    """Return the payload of a name, which may end with "/<its size>"."""
+    return payload(name, int(name.partition("/")[2] or 40))
 
 
 # A life, as the child lives it
@@ -202,16 +194,15 @@ class Life:
     ) -> None:
         def call() -> str:
             if in_s is None:
-                return self.queue.push(payload(name), key=key, if_in_flight=policy)
+                return self.queue.push(data_of(name), key=key, if_in_flight=policy)
             due_us = (self.clock.time() + in_s) * 1e6
-            return self.queue.schedule(payload(name), due_us, key=key, if_in_flight=policy)
+            return self.queue.schedule(data_of(name), due_us, key=key, if_in_flight=policy)
 
         self.step(call, "push", name, key, policy, (in_s or 0) > 0, again=False)
 
     def push_many(self, *names: str) -> None:
-        self.step(
-            lambda: self.queue.push_many(map(payload, names)), "push_many", [*names], again=False
-        )
+        datas = map(data_of, names)
+        self.step(lambda: self.queue.push_many(datas), "push_many", [*names], again=False)
 
     def pop(self, key: str | None = None) -> FemtoTask | None:
         def call() -> FemtoTask | None:
@@ -265,8 +256,8 @@ class Life:
 
         self.step(call, "look", shown=lambda seen: seen)
 
-    def drain(self) -> None:
-        for _ in range(100):
+    def drain(self, most: int = 100) -> None:
+        for _ in range(most):
             task = self.pop()
             if task is None:
                 return
@@ -286,7 +277,7 @@ def plain(life: Life) -> None:
     """Tasks without a key, from the first mkdir on."""
     life.open()
     life.push("a")
-    life.push_many("b", "big", "c", "d", "e")
+    life.push_many("b", "big/100000", "c", "d", "e")
     life.push("late", in_s=600)
     life.push("due", in_s=-1)
     life.end(life.pop(), "done")
@@ -407,10 +398,10 @@ class Slot:
 class Ledger:
     """Follows the notes of a life; raises Violation for what must not be answered."""
 
-    def __init__(self, notes: Iterable[Note]) -> None:
+    def __init__(self, notes: Iterable[Note], done: str = "done") -> None:
         self.slots: list[Slot] = []
         self.paused = False
-        self.done = "done"  # "gone" from when keep_done is False on
+        self.done = done  # "gone" from when keep_done is False on
         self._pushed: list[Slot] = []
         self._erred: Note = []  # the step that raised last
         self._logged: list[str] = []  # in this step
@@ -573,48 +564,59 @@ class Ledger:
                 sure = word == "ok" and slot.states <= {*of, after}
                 slot.states = {after} if sure else slot.states | {after}
 
+    def compare(self, found: dict[str, str]) -> None:
+        """Each task is there, once, in a state that it may be in; and no other is there."""
+        found = dict(found)
+        for slot in self.slots:
+            there = [(name, found.pop(name)) for name in slot.names if name in found]
+            state = there[0][1] if there else "gone"
+            if len(there) > 1 or ("live" if state in LIVE else state) not in slot.states:
+                raise Violation(f"{sorted(slot.names)} is {there}, not {sorted(slot.states)}")
+        if found:
+            raise Violation(f"nobody acknowledged {found}")
 
-def stands(q: FemtoQueue) -> dict[str, list[str]]:
-    """Return the states in which each payload is found, and that peek() and stats() agree."""
-    found: dict[str, list[str]] = {}
-    counts = dict.fromkeys(femtoqueue.STATES, 0)
+
+def found_in(q: FemtoQueue) -> dict[str, str]:
+    """Return the state in which each payload is."""
+    found: dict[str, str] = {}
     for state in femtoqueue.STATES:
         for task in q.tasks(state):
-            counts[state] += 1
-            found.setdefault(name_of(task.data), []).append(state)
-            seen = q.peek(task.id)
-            if seen is None or seen.data != task.data:
-                raise Violation(f"peek() sees {seen} for {task}")
+            name = name_of(task.data)
+            if name in found:
+                raise Violation(f"{name} stands twice: in {found[name]} and, {task.id}, in {state}")
+            found[name] = state
+    return found
+
+
+def stands(q: FemtoQueue) -> dict[str, str]:
+    """Return the state in which each payload is; peek() and stats() must agree with it."""
+    found = found_in(q)
+    counts = Counter(found.values())
+    for task in (task for state in femtoqueue.STATES for task in q.tasks(state)):
+        seen = q.peek(task.id)
+        if seen is None or seen.data != task.data:
+            raise Violation(f"peek() sees {seen} for {task}")
     try:
         torn = q.peek(TORN_ID) is not None
     except CorruptTask:
         torn = True
     stats = q.stats()
-    counted = {state: getattr(stats, state) for state in counts}
-    if sum(counted.values()) != sum(counts.values()) + torn:
+    counted = {state: getattr(stats, state) for state in femtoqueue.STATES}
+    if sum(counted.values()) != len(found) + torn:
         raise Violation(f"stats() counts {counted}, tasks() {counts}")
     if torn and counted["failed"] == counts["failed"] + 1:
-        found["torn"] = ["failed"]
-    for name, states in found.items():
-        if len(states) > 1:
-            raise Violation(f"{name} stands {len(states)} times: {states}")
+        found["torn"] = "failed"
     return found
 
 
-def check_end(path: str, q: FemtoQueue, ledger: Ledger, kept: set[str]) -> None:
+def check_end(q: FemtoQueue, found: dict[str, str], ledger: Ledger, kept: set[str]) -> None:
     """After all was drained: each task is where it was acknowledged to be. kept: paths of
     files whose unlink() failed."""
-    found = stands(q)
-    for slot in ledger.slots:
-        there = [(name, state) for name in slot.names for state in found.pop(name, [])]
-        if len(there) > 1 or (there[0][1] if there else "gone") not in slot.states - {"live"}:
-            raise Violation(f"{sorted(slot.names)} is {there}, not {sorted(slot.states)}")
-    if found:
-        raise Violation(f"nobody acknowledged {found}")
+    ledger.compare(found)
     stats = q.stats()
     if stats.pending or stats.scheduled or stats.inflight or stats.buffered:
         raise Violation(f"after all was drained: {stats}")
-    left = os.listdir(os.path.join(path, "creating"))
+    left = os.listdir(os.path.join(q.data_dir, "creating"))
     if {f"/creating/{name}" for name in left} - kept:
         raise Violation(f"left in creating/: {left}")
 
@@ -684,14 +686,13 @@ class Stage:
         )
 
     def notes(self) -> list[Note]:
-        return [json.loads(line) for line in self.read("notes").splitlines()]
+        return noted(self.file("notes"))
 
     def ledger(self) -> Ledger:
         """What dead workers acknowledged before this life."""
         if self.scene.script != "inherited":
             return Ledger([])
-        with open(os.path.join(self.inherited, "notes"), encoding="ascii") as file:
-            ledger = Ledger(json.loads(line) for line in file)
+        ledger = Ledger(noted(os.path.join(self.inherited, "notes")))
         for slot in ledger.slots:
             if slot.states == {"live"} and any("spent" in name for name in slot.names):
                 slot.states = {"failed", "live"}  # by max_attempts
@@ -710,8 +711,29 @@ class LogNotes(logging.Handler):
 
 
 def writer(path: str) -> Callable[[Note], None]:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    return lambda note: (os.write(fd, json.dumps(note).encode() + b"\n"), None)[1]
+    record = recorder(path)
+    return lambda note: record(json.dumps(note))
+
+
+def noted(path: str) -> list[Note]:
+    with open(path, encoding="ascii") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def play(
+    script: Callable[[Life], None],
+    make: Callable[[], FemtoQueue],
+    note: Callable[[Note], None],
+    seed: str,
+) -> NoReturn:
+    """In a child: live a life, to its end."""
+    try:
+        with made_up(seed) as clock:
+            script(Life(make, clock, note))
+    except BaseException:
+        note(["crash", traceback.format_exc()])
+    finally:
+        os._exit(0)  # as if killed: close() is a step of its own
 
 
 def live(stage: Stage, node_id: str, script: Callable[[Life], None]) -> None:
@@ -719,13 +741,8 @@ def live(stage: Stage, node_id: str, script: Callable[[Life], None]) -> None:
     note = writer(stage.file("notes"))
     os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
     femtoqueue._log().addHandler(LogNotes(note))
-    try:
-        with broken(stage.scene.broken), made_up(node_id) as clock:
-            script(Life(lambda: stage.make(node_id), clock, note))
-    except BaseException:
-        note(["crash", traceback.format_exc()])
-    finally:
-        os._exit(0)  # as if killed: close() is a step of its own
+    with broken(stage.scene.broken):
+        play(script, lambda: stage.make(node_id), note, node_id)
 
 
 def spawn(stage: Stage, go: int) -> int:
@@ -774,7 +791,7 @@ def traced(stage: Stage, *options: str) -> int:
 def points_of(stage: Stage) -> list[Point]:
     """Return the calls on the data directory, of a life that was traced whole."""
     points: list[Point] = []
-    numbers, step = collections.Counter[str](), 0
+    numbers, step = Counter[str](), 0
     for line in stage.read("trace").splitlines():
         match = re.match(r"\d+ +(\w+)\((.*)", line)
         if match is None:
@@ -858,7 +875,7 @@ def inject(job: Job, work: str) -> str:
         clock.skip(2 * LATER_S)
         with FemtoQueue(stage.path, "looker") as q:
             kept = {places(stage, line) for line in lines_hit(stage) if "unlink" in line}
-            check_end(stage.path, q, ledger, kept)
+            check_end(q, stands(q), ledger, kept)
     return showed
 
 
@@ -983,33 +1000,23 @@ def describe(job: Job) -> str:
     return f"{job.scene}: {job.fault} at {job.point.call} {job.point.number} {job.point.text}"
 
 
-def caught(name: str, shows: tuple[str, ...], workers: int) -> str:
-    """Return what is wrong with a broken queue, "" if nothing is."""
-    for script in ("plain", "keyed"):
-        for sync in (False, True):
-            jobs = [
-                job
-                for job in jobs_of(Scene(script, sync, name))
-                if (KILL if job.fault == KILL else job.point.call) in shows
-            ]
-            for start in range(0, len(jobs), 20):
-                for job, _, wrong in [*results(jobs[start : start + 20], workers)]:
-                    if wrong:
-                        return f"{describe(job)}: {wrong[:200]}"
-    return ""
-
-
-def self_check(workers: int) -> None:
-    for name, shows in caught_by("faults").items():
-        wrong = caught(name, shows, workers)
-        if not wrong:
-            raise SystemExit(f"faults: FAILED: {name} is not caught: {BROKEN[name].promise}")
-        print(f"faults: {name} is caught: {wrong}", flush=True)
+def catch(name: str, shows: tuple[str, ...], workers: int) -> None:
+    """Raise Violation for what is wrong with a broken queue. shows: the calls that tell."""
+    for script, sync in itertools.product(("plain", "keyed"), (False, True)):
+        jobs = [
+            job
+            for job in jobs_of(Scene(script, sync, name))
+            if (KILL if job.fault == KILL else job.point.call) in shows
+        ]
+        for start in range(0, len(jobs), 20):
+            for job, _, wrong in [*results(jobs[start : start + 20], workers)]:
+                if wrong:
+                    raise Violation(f"{describe(job)}: {wrong[:200]}")
 
 
 def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
     """Choose by lot: one of each kind first (call, directory and fault), then a second, ..."""
-    chance, kinds = random.Random(seed), collections.Counter[tuple[str, ...]]()
+    chance, kinds = random.Random(seed), Counter[tuple[str, ...]]()
     ranked = []
     for job in chance.sample(jobs, len(jobs)):
         kind = (job.point.call, job.fault, *re.findall(r"(?:^| )/([a-z]*)", job.point.text))
@@ -1028,57 +1035,49 @@ def check_all(args: argparse.Namespace) -> tuple[int, int]:
             count = len(jobs)
             if not args.all:
                 jobs = sample(jobs, args.sample, args.seed)
-            counts = collections.Counter[str]()
+            counts = Counter[str]()
             for job, showed, wrong in results(jobs, args.jobs):
                 counts[showed] += 1
                 if wrong:
-                    print(f"faults: VIOLATION: {describe(job)}: {wrong}", flush=True)
+                    say(f"VIOLATION: {describe(job)}: {wrong}")
                 elif args.verbose:
                     print(f"{showed}: {describe(job)}")
             total, violations = total + len(jobs), violations + counts[""]
-            print(
-                f"faults: {Scene(script, sync)}: {calls} calls, {len(jobs)} of {count} injections:"
+            say(
+                f"{Scene(script, sync)}: {calls} calls, {len(jobs)} of {count} injections:"
                 f" {counts['surfaced']} surfaced, {counts['logged']} harmless and logged,"
                 f" {counts['harmless']} harmless, {counts['put off']} put off,"
-                f" {counts['killed']} kills,"
-                f" {counts['']} violations",
-                flush=True,
+                f" {counts['killed']} kills, {counts['']} violations"
             )
     return total, violations
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    options = parser(__doc__)
+    add = options.add_argument
     add("--sample", type=int, default=600, help="so many injections a life (default: 600)")
     add("--all", action="store_true", help="not a sample: every one")
-    add("--seed", type=int, default=random.randrange(10**6), help="of the sample")
     add("--in-a-row", type=int, default=1, choices=range(1, 9), help="calls of a kind that fail")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="at the same time")
     add("--dir", help="for the queues (default: /dev/shm)")
     add("--verbose", action="store_true", help="say how each fault showed")
-    add("--self-check", action="store_true", help="show that broken queues are caught")
-    return parser.parse_args()
+    return options.parse_args()
 
 
 def main() -> None:
     args = arguments()
     if shutil.which("strace") is None:
         raise SystemExit("faults: FAILED: strace is missing (apt-get install strace)")
-    print(f"faults: seed {args.seed}", flush=True)
+    say(f"seed {args.seed}")
     femtoqueue._log().addHandler(logging.NullHandler())
     femtoqueue._log().propagate = False
-    try:
-        with workshop(args.dir):
-            if args.self_check:
-                self_check(args.jobs)
-                return
-            total, violations = check_all(args)
-    except Violation as error:
-        raise SystemExit(f"faults: FAILED: {error}") from error
-    print(f"faults: {total} injections, {violations} violations")
+    with ends(args.seed), workshop(args.dir):
+        if args.self_check:
+            queues = caught_by("faults").items()
+            must_catch(queues, lambda name, shows: catch(name, shows, args.jobs))
+            return
+        total, violations = check_all(args)
+    say(f"{total} injections, {violations} violations")
     raise SystemExit(violations > 0)
 
 

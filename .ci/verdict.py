@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
+from proof import Violation, say
+
 import femtoqueue
 
 LEASE_MS = 5000  # of all workers
@@ -29,19 +31,6 @@ SKEW_S = 0.1  # by which the clocks of hosts may differ
 LONGEST_CALL_S = 40.0
 RECENT_S = 1.0  # for so long a mount may answer from its cache
 LOOK_UPS = ("contains", "peek", "take")
-
-
-class Unable(Exception):
-    """This machine can't show it."""
-
-
-class Violation(Exception):
-    pass
-
-
-def say(text: str) -> None:
-    """Print a line of the report at once."""
-    print(f"{os.path.basename(sys.argv[0]).removesuffix('.py')}: {text}", flush=True)
 
 
 # What was noted

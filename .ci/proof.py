@@ -1,0 +1,93 @@
+"""What the proofs have in common: how they are called, what they print, payloads and notes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+
+class Unable(Exception):
+    """This machine can't show it."""
+
+
+class Violation(Exception):
+    """A promise is broken."""
+
+
+def say(text: str) -> None:
+    """Print a line of the report at once."""
+    print(f"{os.path.basename(sys.argv[0]).removesuffix('.py')}: {text}", flush=True)
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser for the options that each proof has."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    seed = random.randrange(10**6)
+    made.add_argument("--seed", type=int, default=seed, help="default: random; it is printed")
+    made.add_argument(
+        "--self-check", action="store_true", help="show that broken queues are caught"
+    )
+    return made
+
+
+@contextlib.contextmanager
+def ends(seed: int) -> Iterator[None]:
+    """Let what goes wrong in the block end the program, with a line that says it."""
+    name = os.path.basename(sys.argv[0]).removesuffix(".py")
+    try:
+        yield
+    except Unable as error:
+        raise SystemExit(f"{name}: NOT PROVED: {error}") from None
+    except Violation as error:
+        raise SystemExit(f"{name}: FAILED, seed {seed}: {error}") from None
+
+
+def must_catch(
+    queues: Iterable[tuple[str, Any]],
+    prove: Callable[[str, Any], object],
+    wanted: Callable[[Any], str] = lambda how: "",
+) -> None:
+    """Show that a proof catches broken queues: names, and what it needs to know, see caught_by().
+    prove() gets both, and must raise Violation. wanted: what that must say, a pattern."""
+    for name, how in queues:
+        try:
+            prove(name, how)
+        except Violation as error:
+            if not re.search(wanted(how), str(error)):
+                raise Violation(f"{name}: {error}, and not: {wanted(how)}") from None
+            say(f"{name} is caught: {error}")
+        else:
+            raise Violation(f"{name} is not caught, {how}")
+
+
+# Payloads that prove their own bytes
+
+
+def payload(name: str, size: int) -> bytes:
+    return f"{name} {size}\n".encode() + random.Random(name).randbytes(size)
+
+
+def name_of(data: bytes) -> str:
+    """Return what payload() was given; raises Violation unless each byte is as it was pushed."""
+    head, _, rest = data.partition(b"\n")
+    name = head.decode(errors="replace").rpartition(" ")[0]
+    if data != payload(name, len(rest)):
+        raise Violation(f"the bytes of {name!r} are not those that were pushed")
+    return name
+
+
+# Notes
+
+
+def recorder(path: str) -> Callable[[str], None]:
+    """Return what notes a line in a file, by one write(): whoever is killed leaves whole lines."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    return lambda line: (os.write(fd, f"{line}\n".encode()), None)[1]
