@@ -60,7 +60,7 @@ from typing import Any, NoReturn
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from broken import broken, caught_by
-from proof import Violation, ends, must_catch, name_of, parser, payload, recorder, say
+from proof import Violation, ends, must_catch, name_of, open_log, parser, payload, say
 
 import femtoqueue
 from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
@@ -711,8 +711,8 @@ class LogNotes(logging.Handler):
 
 
 def writer(path: str) -> Callable[[Note], None]:
-    record = recorder(path)
-    return lambda note: record(json.dumps(note))
+    fd = open_log(path)
+    return lambda note: (os.write(fd, f"{json.dumps(note)}\n".encode()), None)[1]
 
 
 def noted(path: str) -> list[Note]:

@@ -91,7 +91,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -100,12 +99,12 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 
 import verdict
 from broken import break_queue, caught_by
-from proof import Unable, Violation, ends, must_catch, name_of, parser, payload, say
+from proof import Unable, Violation, ends, must_catch, name_of, open_log, parser, say
 from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
 import femtoqueue
 from benchmark_mini import Floor, Queue
-from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, LeaseLost, TicketQueue
+from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, TicketQueue
 
 PACKAGES = ("glusterfs-server", "glusterfs-client")
 TOOLS = ("glusterd", "gluster", "mount.glusterfs", "ip", "unshare", "nsenter", "setpriv")
@@ -140,7 +139,6 @@ OPTIONS = {
 }
 HEAL_S = 240.0  # 54 were seen, on a busy machine
 DYING_S = 30.0  # until processes that were killed are not waited for any more
-SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
 KINDS = {  # who notes what
     "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch", "take_turns"),
     "got": ("hold",),
@@ -310,7 +308,7 @@ def check_machine() -> None:
 
 
 @dataclass
-class Actor:
+class Actor(verdict.Actor):
     kind: str
     name: str
     log: str
@@ -347,11 +345,7 @@ class Actor:
             self.q.close()
 
     def open_log(self) -> int:
-        return os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-    def now_s(self) -> float:
-        """Return the time that all hosts have in common."""
-        return time.monotonic() + self.offset_s
+        return open_log(self.log)
 
     def opened(self) -> FemtoQueue:
         while True:
@@ -360,17 +354,6 @@ class Actor:
                 return FemtoQueue(self.queue, self.node_id, LEASE_MS, self.sync)
             except OSError as error:  # started while cut off
                 self.trouble("open", "-", began_s, error)
-
-    def note(self, word: str, *values: object) -> None:
-        """One write() for a line; who is killed has noted all that it was told."""
-        line = " ".join(map(str, (self.now_s(), self.name, word, *values)))
-        os.write(self.fd, f"{line}\n".encode())
-
-    def trouble(self, what: str, which: str, began_s: float, error: Exception) -> None:
-        where = ">".join(frame.name for frame in traceback.extract_tb(error.__traceback__)[1:])
-        code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
-        self.note("error", what, which, began_s, code or 0, where)
-        time.sleep(0.2)
 
     def is_over(self) -> bool:
         return os.path.exists(f"{self.log}.over")
@@ -399,15 +382,8 @@ class Actor:
         return f"key{self.chance.randrange(self.keys)}"
 
     def push(self, key: str | None = None) -> None:
-        number, size = f"{next(self.number)}", self.chance.choices(SIZES, (4, 4, 2, 0.2))[0]
-        data, began_s = payload(f"{self.name}:{number}", size), self.now_s()
-        self.note("push", number, began_s, key or "-")
-        try:
-            ident = self.q.push(data, key=key)
-        except OSError as error:
-            self.trouble("push", number, began_s, error)
-        else:
-            self.note("pushed", number, ident, began_s)
+        sizes = self.chance.choices(SIZES, (4, 4, 2, 0.2))
+        self.publish(lambda datas: [self.q.push(datas[0], key=key)], sizes, key or "-")
 
     def consume(self) -> None:
         while not self.is_over():
@@ -515,45 +491,15 @@ class Actor:
         if key is not None:
             self.note("looked", "take", key, began_s, int(task is not None))
         if task is not None:
-            deadline_s, name = self.deadline_s(task), name_of(task.data)
+            deadline_s, name = self.deadline_s(task, began_s), name_of(task.data)
             self.note("got", task.id, began_s, deadline_s, task.attempts, name)
         return task
-
-    def deadline_s(self, task: FemtoTask) -> float:
-        name = task.path.rpartition("/")[2]
-        return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
 
     def work(self, task: FemtoTask) -> None:
         how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[0]
         time.sleep({"short": 0.02, "late": LEASE_MS / 1e3 + 1}.get(how, 1) * self.chance.random())
         if how == "renewed":
-            began_s = self.now_s()
-            try:
-                self.q.extend(task)
-            except LeaseLost:
-                return
-            except OSError as error:
-                self.trouble("extend", task.id, began_s, error)
-            else:
-                self.note("extended", task.id, self.deadline_s(task))
-
-    def settle(self, task: FemtoTask, how: str) -> None:
-        """Try until it is done, or the lease is lost."""
-        give_up_s = self.now_s() + SETTLE_S
-        while self.now_s() < give_up_s:
-            began_s = self.now_s()
-            self.note("settle", task.id)
-            try:
-                getattr(self.q, how)(task)
-            except LeaseLost:
-                self.note("lost", task.id, began_s)
-                return
-            except OSError as error:
-                self.trouble(how, task.id, began_s, error)
-            else:
-                self.note(how, task.id, began_s)
-                return
-        raise SystemExit(f"{self.name}: could not settle {task.id} within {SETTLE_S:g} s")
+            self.extend(task)
 
     def measure(self) -> None:
         """Print the milliseconds, and the calls to an NFS server, that a push takes, and a pop
@@ -614,7 +560,7 @@ class Stage:
         self.lost = hosts.lost_bricks()
         self.at_rest: list[set[str]] = []  # the queue's files after each storm
         self.me = Actor("", "storm", self.log)  # it only notes
-        self.me.fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.me.fd = open_log(self.log)
 
     def new_log(self, work: str, name: str) -> str:
         """Return the path of a file for what is noted."""
