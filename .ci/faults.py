@@ -60,10 +60,11 @@ from typing import Any, NoReturn
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from broken import broken, caught_by
-from proof import Violation, ends, must_catch, name_of, open_log, parser, payload, say
+from proof import Unable, Violation, ends, must_catch, name_of, open_log, parser, payload, say
 
 import femtoqueue
 from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
+from test import Clock
 
 WRITES = ("ENOSPC", "EIO", "EINTR")
 CHANGES = ("ENOSPC", "EIO", "EACCES")
@@ -104,41 +105,33 @@ PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 Note = list[Any]  # [try, ok, err, lost or other word, step, its arguments..., its outcome]
 
 
-class Clock:
-    """Stands in for the module time: a microsecond passes with each look. Ahead of the kernel's,
-    so that for purge() each file is old."""
+class PassingClock(Clock):
+    """A microsecond passes with each look. Ahead of the kernel's, so that for purge() each file
+    is old."""
 
     def __init__(self) -> None:
-        self._wall_s, self._monotonic_s = time.time() + AN_HOUR_S, time.monotonic()
-        self._passed_s = 0.0
-
-    def skip(self, seconds: float) -> None:
-        self._passed_s += seconds
-
-    sleep = skip
+        super().__init__()
+        self.stand_still()
+        self.wall_shift_s = AN_HOUR_S
 
     def time(self) -> float:
-        self._passed_s += 1e-6
-        return self._wall_s + self._passed_s
+        self.advance(1e-6)
+        return super().time()
 
     def monotonic(self) -> float:
-        self._passed_s += 1e-6
-        return self._monotonic_s + self._passed_s
+        self.advance(1e-6)
+        return super().monotonic()
 
-    def time_ns(self) -> int:
-        return int(self.time() * 1e9)
-
-    def monotonic_ns(self) -> int:
-        return int(self.monotonic() * 1e9)
+    sleep = Clock.advance
 
 
-CLOCK = Clock()  # read at the start, the same in all processes that are forked
+CLOCK = PassingClock()  # read at the start, the same in all processes that are forked
 
 
 @contextlib.contextmanager
-def made_up(seed: str) -> Iterator[Clock]:
+def made_up(seed: str) -> Iterator[PassingClock]:
     """Let femtoqueue see a clock and random numbers that are the same each time."""
-    clock, chance, urandom = Clock.__new__(Clock), random.Random(seed), os.urandom
+    clock, chance, urandom = PassingClock.__new__(PassingClock), random.Random(seed), os.urandom
     clock.__dict__.update(CLOCK.__dict__)
     vars(femtoqueue)["time"], os.urandom = clock, chance.randbytes
     try:
@@ -159,7 +152,7 @@ class Life:
     """Calls a queue's methods, and notes each before and after."""
 
     def __init__(
-        self, make: Callable[[], FemtoQueue], clock: Clock, note: Callable[[Note], None]
+        self, make: Callable[[], FemtoQueue], clock: PassingClock, note: Callable[[Note], None]
     ) -> None:
         self.make, self.clock, self.note = make, clock, note
         self.ids: dict[str, str] = {}
@@ -233,12 +226,12 @@ class Life:
         """pop() while PAUSED is there, which a person made."""
         path = os.path.join(self.queue.data_dir, "PAUSED")
         self.step(lambda: os.close(os.open(path, os.O_CREAT)), "pause", True)
-        self.clock.skip(2)  # it is looked for when pending/ is listed
+        self.clock.advance(2)  # it is looked for when pending/ is listed
         self.pop()
         self.step(lambda: os.unlink(path), "pause", False)
 
     def expire(self) -> None:
-        self.clock.skip(40)
+        self.clock.advance(40)
         self.note(["ok", "expire"])
 
     def look(self) -> None:
@@ -266,7 +259,7 @@ class Life:
     def finish(self) -> None:
         """Show that the same object works on; nothing is injected from here on."""
         self.note(["end"])
-        self.clock.skip(LATER_S)
+        self.clock.advance(LATER_S)
         for name in ("after", "afterwards"):
             self.push(name)
             self.drain()
@@ -298,7 +291,7 @@ def plain(life: Life) -> None:
     life.look()
     life.call("retry_failed")
     life.call("purge", 0)
-    life.clock.skip(100)
+    life.clock.advance(100)
     life.drain()
     life.call("close")
     life.push("f")
@@ -332,7 +325,7 @@ def keyed(life: Life) -> None:
     life.push("k7", "k", in_s=10)
     life.end(task, "done")
     life.look()
-    life.clock.skip(100)
+    life.clock.advance(100)
     life.drain()
 
 
@@ -343,20 +336,20 @@ def inherited(life: Life) -> None:
     life.push("a")
     life.end(life.pop(), "done")
     life.push("k9", "k")
-    life.clock.skip(5)
+    life.clock.advance(5)
     life.end(life.pop("k"), "done")
     life.end(life.pop(), "fail", error="why")
     life.end(life.pop(), "release", delay_s=20)
     life.drain()
     life.call("purge", 0, ("done", "failed"))
-    life.clock.skip(700)
+    life.clock.advance(700)
     life.drain()
     life.look()
 
 
 def former(life: Life) -> None:
     """Leaves what `inherited` finds; dies with leases in its hands."""
-    life.clock.skip(-AN_HOUR_S / 2)
+    life.clock.advance(-AN_HOUR_S / 2)
     life.open()
     own = life.queue.node_id
     life.push_many(*(f"{own}-{letter}" for letter in "abcd"))
@@ -648,25 +641,20 @@ class Scene:
         return f"{self.script}, sync={self.sync}"
 
 
-SCRIPTS: dict[str, Callable[[Life], None]] = {
-    "plain": plain,
-    "keyed": keyed,
-    "inherited": inherited,
-}
+SCRIPTS = {script.__name__: script for script in (plain, keyed, inherited)}
+SCENES = [*itertools.product(SCRIPTS, (False, True))]
 
 
 class Stage:
-    """A directory for one life, with what is there before it."""
+    """A directory, made anew for one life, with what is there before it."""
 
     def __init__(self, work: str, scene: Scene) -> None:
         self.scene, self.work = scene, work
         self.path = os.path.join(work, "jobs")
         self.inherited = os.path.join(os.path.dirname(work), "inherited")
-
-    def set_up(self) -> None:
-        shutil.rmtree(self.work, ignore_errors=True)
-        os.makedirs(self.work)
-        if self.scene.script == "inherited":
+        shutil.rmtree(work, ignore_errors=True)
+        os.makedirs(work)
+        if scene.script == "inherited":
             shutil.copytree(os.path.join(self.inherited, "jobs"), self.path)
 
     def file(self, name: str) -> str:
@@ -689,15 +677,17 @@ class Stage:
         return noted(self.file("notes"))
 
     def ledger(self) -> Ledger:
-        """What dead workers acknowledged before this life."""
-        if self.scene.script != "inherited":
-            return Ledger([])
-        ledger = Ledger(noted(os.path.join(self.inherited, "notes")))
+        """What was acknowledged in this life, and by dead workers before it."""
+        is_heir = self.scene.script == "inherited"
+        ledger = Ledger(noted(os.path.join(self.inherited, "notes")) if is_heir else [])
         for slot in ledger.slots:
             if slot.states == {"live"} and any("spent" in name for name in slot.names):
                 slot.states = {"failed", "live"}  # by max_attempts
-        ledger.slots.append(Slot({"torn"}, {"failed", "live"}))
+        if is_heir:
+            ledger.slots.append(Slot({"torn"}, {"failed", "live"}))
         ledger.done = "done" if self.scene.keep_done else "gone"
+        for note in self.notes():
+            ledger.follow(note)
         return ledger
 
 
@@ -815,7 +805,7 @@ def places(stage: Stage, line: str) -> str:
 
 def faults_at(point: Point) -> list[str]:
     if point.call not in ERRORS:
-        raise SystemExit(f"faults: FAILED: no errno is known for {point}; put it into ERRORS")
+        raise Unable(f"no errno is known for {point}; put it into ERRORS")
     return [*ERRORS[point.call], KILL]
 
 
@@ -851,28 +841,21 @@ def check_hit(stage: Stage, job: Job, status: int) -> None:
 def inject(job: Job, work: str) -> str:
     """Play one life with one fault, and check; return how the fault showed."""
     stage = Stage(work, job.scene)
-    stage.set_up()
     what = f"signal={KILL}" if job.fault == KILL else f"error={job.fault}"
     when = f"{job.point.number}"
     if job.in_a_row > 1:
         when += f"..{job.point.number + job.in_a_row - 1}"
-    status = traced(
-        stage,
-        *("-e", f"trace={job.point.call}"),
-        *("-e", f"inject={job.point.call}:{what}:when={when}"),
-    )
+    call = job.point.call
+    status = traced(stage, "-e", f"trace={call}", "-e", f"inject={call}:{what}:when={when}")
     check_hit(stage, job, status)
-    notes = stage.notes()
     ledger = stage.ledger()
-    for note in notes:
-        ledger.follow(note)
     if job.fault == KILL:
         succeed(stage, ledger)
         showed = "killed"
     else:
-        showed = outcome(job, notes)
+        showed = outcome(job, stage.notes())
     with made_up("later") as clock:
-        clock.skip(2 * LATER_S)
+        clock.advance(2 * LATER_S)
         with FemtoQueue(stage.path, "looker") as q:
             kept = {places(stage, line) for line in lines_hit(stage) if "unlink" in line}
             check_end(q, stands(q), ledger, kept)
@@ -905,7 +888,7 @@ def succeed(stage: Stage, ledger: Ledger) -> None:
         os.unlink(os.path.join(stage.path, "PAUSED"))
         ledger.paused = False
     with broken(stage.scene.broken), made_up("next") as clock:
-        clock.skip(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
+        clock.advance(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
         life = Life(stage.make, clock, ledger.follow)
         life.open()
         stands(life.queue)
@@ -928,7 +911,6 @@ def run(job: Job) -> tuple[Job, str, str]:
 def make_inherited(directory: str) -> None:
     """Let two workers live and die in a queue, for all lives that begin after them."""
     stage = Stage(os.path.join(directory, "inherited"), Scene("plain", False))
-    stage.set_up()
     for node_id in ("n0", "n1"):
         child = os.fork()
         if child == 0:
@@ -937,7 +919,7 @@ def make_inherited(directory: str) -> None:
         writer(stage.file("notes"))(["died"])
         problems = [note for note in stage.notes() if note[0] in ("err", "lost", "crash")]
         if problems or stage.read("stderr"):
-            raise SystemExit(f"faults: FAILED: {problems} {stage.read('stderr')}")
+            raise Violation(f"{problems} {stage.read('stderr')}")
     for name, content in (
         (f"pending/{TORN_ID}", b"FQ1 00000000 99\nshort"),
         (f"creating/{2:020d}-00000002", b"FQ1"),
@@ -949,11 +931,9 @@ def make_inherited(directory: str) -> None:
 def jobs_of(scene: Scene, in_a_row: int = 1) -> list[Job]:
     """Live once without a fault, and return an injection for each call and each fault."""
     stage = Stage(os.path.join(WORK, "usual"), scene)
-    stage.set_up()
     traced(stage, "-e", "trace=%file,%desc")
-    notes, ledger = stage.notes(), stage.ledger()
-    for note in notes:
-        ledger.follow(note)
+    notes = stage.notes()
+    stage.ledger()
     if any(note[0] in ("err", "lost") for note in notes) or stage.read("stderr"):
         raise Violation(f"without a fault: {stage.read('stderr')} {notes}")
     usual = usual_notes(notes)
@@ -969,12 +949,10 @@ def jobs_of(scene: Scene, in_a_row: int = 1) -> list[Job]:
 def warm_up() -> None:
     """Live each life here, so that what Python imports when it is first needed is there: a child
     must not make other calls than the one before it."""
-    for name, script in SCRIPTS.items():
-        for sync in (False, True):
-            stage = Stage(os.path.join(WORK, "warm"), Scene(name, sync))
-            stage.set_up()
-            with made_up("n1") as clock:
-                script(Life(stage.make, clock, lambda _: None))
+    for name, sync in SCENES:
+        stage = Stage(os.path.join(WORK, "warm"), Scene(name, sync))
+        with made_up("n1") as clock:
+            SCRIPTS[name](Life(stage.make, clock, lambda _: None))
 
 
 WORK = ""
@@ -1028,27 +1006,26 @@ def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
 def check_all(args: argparse.Namespace) -> tuple[int, int]:
     """Return how many injections there were, and how many violations."""
     total = violations = 0
-    for script in SCRIPTS:
-        for sync in (False, True):
-            jobs = jobs_of(Scene(script, sync), args.in_a_row)
-            calls = len({job.point for job in jobs})
-            count = len(jobs)
-            if not args.all:
-                jobs = sample(jobs, args.sample, args.seed)
-            counts = Counter[str]()
-            for job, showed, wrong in results(jobs, args.jobs):
-                counts[showed] += 1
-                if wrong:
-                    say(f"VIOLATION: {describe(job)}: {wrong}")
-                elif args.verbose:
-                    print(f"{showed}: {describe(job)}")
-            total, violations = total + len(jobs), violations + counts[""]
-            say(
-                f"{Scene(script, sync)}: {calls} calls, {len(jobs)} of {count} injections:"
-                f" {counts['surfaced']} surfaced, {counts['logged']} harmless and logged,"
-                f" {counts['harmless']} harmless, {counts['put off']} put off,"
-                f" {counts['killed']} kills, {counts['']} violations"
-            )
+    for script, sync in SCENES:
+        jobs = jobs_of(Scene(script, sync), args.in_a_row)
+        calls = len({job.point for job in jobs})
+        count = len(jobs)
+        if not args.all:
+            jobs = sample(jobs, args.sample, args.seed)
+        counts = Counter[str]()
+        for job, showed, wrong in results(jobs, args.jobs):
+            counts[showed] += 1
+            if wrong:
+                say(f"VIOLATION: {describe(job)}: {wrong}")
+            elif args.verbose:
+                print(f"{showed}: {describe(job)}")
+        total, violations = total + len(jobs), violations + counts[""]
+        say(
+            f"{Scene(script, sync)}: {calls} calls, {len(jobs)} of {count} injections:"
+            f" {counts['surfaced']} surfaced, {counts['logged']} harmless and logged,"
+            f" {counts['harmless']} harmless, {counts['put off']} put off,"
+            f" {counts['killed']} kills, {counts['']} violations"
+        )
     return total, violations
 
 
@@ -1067,7 +1044,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     args = arguments()
     if shutil.which("strace") is None:
-        raise SystemExit("faults: FAILED: strace is missing (apt-get install strace)")
+        raise SystemExit("faults: NOT PROVED: strace is missing (apt-get install strace)")
     say(f"seed {args.seed}")
     femtoqueue._log().addHandler(logging.NullHandler())
     femtoqueue._log().propagate = False

@@ -20,7 +20,6 @@ import binascii
 import contextlib
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -54,15 +53,6 @@ STEPS = 400  # of one seed of lives
 PATIENCE_S = 60  # of real time, for one seed
 BOUND = 200  # seeds by which a broken queue is caught
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-@contextlib.contextmanager
-def a_directory() -> Iterator[str]:
-    path = tempfile.mkdtemp(prefix="femtoqueue-fuzz-", dir=MEMORY)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def hangs(*_: object) -> None:
@@ -447,7 +437,10 @@ class Contents:
 
 def one(kind: str, seed: int) -> int:
     """Run a seed; return how many steps that were. Raises what is wrong."""
-    with a_directory() as path, an_end():
+    directory = tempfile.TemporaryDirectory(
+        prefix="femtoqueue-fuzz-", dir=MEMORY, ignore_cleanup_errors=True
+    )
+    with directory as path, an_end():
         if kind == "lives":
             Fuzz(path, seed).run(STEPS)
             return STEPS

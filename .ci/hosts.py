@@ -9,8 +9,8 @@ Three hosts on this machine, each with a network, mounts, processes and a boot i
 joined by a bridge, and hold a volume of three replicas, which each of them mounts. On all three run
 producers and workers of tasks without a key and with one, and a member of a line of tickets, while
 a brick is killed and comes back, a host is cut off and comes back, both at once (no quorum: nobody
-may write), and processes are killed all the time. Each notes what it does outside the volume. All
-hosts have one monotonic clock, so that times can be compared. Proved:
+may write), and processes are killed all the time. Each notes what it does outside the volume; all
+hosts have one monotonic clock (see verdict.py). Proved:
 
   - each push that returned ends in done/ or failed/, once, with its own bytes;
   - no task is leased twice: whoever has it lives, has not settled it, and its lease has not ended;
@@ -24,17 +24,17 @@ hosts have one monotonic clock, so that times can be compared. Proved:
   - all mounts and, after healing, all bricks show the same files (but for lease directories that
     Gluster forgot on one brick, which no mount shows, and what raised pushes left in creating/).
 
-After a replica was down or cut off, Gluster's healing may bring back a name that had been renamed
-meanwhile. The queue drops the name if the task has ended, as far as Gluster shows that both are one
-file. Else a task that had ended comes once more, or one that waits is claimed by two hosts. Both
-are counted, and are no failure while not all is well; nor is what follows for a key: such a task is
-delivered after a newer one, or is a dead letter beside it. Nor is a key's second task that was
-pushed while a host was cut off, which may lose its locks. Such dead letters are printed, and the
-leases counted that were lost early meanwhile, for the replicas did not agree on their names.
+After a replica was down or cut off, healing may bring back a name that had been renamed meanwhile.
+The queue drops it if the task has ended, as far as Gluster shows that both are one file. Else a
+task that had ended comes once more, or one that waits is claimed by two hosts: both are counted,
+and no failure while not all is well; nor is what follows for a key: such a task is delivered after
+a newer one, or is a dead letter beside it. Nor is a key's second task that was pushed while a host
+was cut off, which may lose its locks. Such dead letters are printed, and the leases counted that
+were lost early meanwhile, for the replicas did not agree on their names.
 
-Another phase, which injects no faults, is about keyed tasks. On each host two processes push and
-two take, release, fail and finish tasks, first of one key, then of ten, then of fifty. All of them
-ask for tasks by key, too: contains(), peek() and take(). Proved:
+Another phase, without faults, is about keyed tasks: on each host two processes push, and two take,
+release, fail and finish tasks of one key, then of ten, then of fifty. All of them ask for tasks by
+key, too: contains(), peek() and take(). Proved:
 
   - a key has at most one task that waits or is in flight, and at most one payload behind it;
   - deliveries of a key do not overlap in time;
@@ -45,32 +45,27 @@ ask for tasks by key, too: contains(), peek() and take(). Proved:
   - a key whose push had returned, on any host, is not absent: contains() finds it until a delivery
     of that payload or a newer one is about to end, peek() unless it is pushed or moves meanwhile,
     take() unless it is in flight;
-  - no call raises anything, and no lease is lost before its deadline.
+  - no call raises anything, and no lease is lost before its deadline;
+  - of two processes on each host that take turns by a TicketQueue, turns do not overlap, and come
+    in the order of their tickets; each host has some.
 
-In the same phase two processes on each host take turns by a TicketQueue. Proved:
-
-  - turns do not overlap in time, and come in the order of their tickets;
-  - each host has turns, and no call raises anything.
-
-A host reads files and names that another host has changed as they were, for up to a second, from
-the caches of its mount. The locks and the whereabouts of keys must not depend on such a reading.
+A mount shows files and names that another host has changed as they were, for up to a second, from
+its caches. The locks and the whereabouts of keys must not depend on such a reading.
 
 What a queue needs of another shared file system, between its hosts: of two rename() of one name
 one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and ends with its host;
 a name that one call made is found by the next call of any host, or within a second. To try: mount
 it where this volume is mounted below, and run --only calm, keys and then storms.
 
---only runs one phase: calm, keys or storms; with --self-check, the broken queues that this phase
-must catch.
+--only runs one phase (with --self-check: the broken queues that it must catch). --measure prints
+only tasks per second, there and in a local directory, and their ratio to those of bare calls of the
+operating system in the same place. --self-check shows that the proof can fail: a claim by copy and
+unlink, a done() without a fence, a push that does not mind an error, a queue that is none, a key
+lock whose file is removed, a look-up that sees only what waits, and tickets that take other hosts'
+members for dead must all be caught.
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
-
---measure prints only tasks per second, there and in a local directory, and their ratio to those of
-bare calls of the operating system in the same place. --self-check shows that the proof can fail: a
-claim by copy and unlink, a done() without a fence, a push that does not mind an error, a queue that
-is none, a key lock whose file is removed, a look-up that sees only what waits, and tickets that
-take other hosts' members for dead must all be caught.
 """
 
 from __future__ import annotations
@@ -99,7 +94,18 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 
 import verdict
 from broken import break_queue, caught_by
-from proof import Unable, Violation, ends, must_catch, name_of, open_log, parser, say
+from proof import (
+    Unable,
+    Violation,
+    ends,
+    install,
+    must_catch,
+    name_of,
+    open_log,
+    parser,
+    run,
+    say,
+)
 from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
 import femtoqueue
@@ -155,13 +161,6 @@ SIZES = (0, 50, 5000, 100_000)
 
 
 # Hosts
-
-
-def run(*command: str, timeout_s: float = 60) -> str:
-    result = subprocess.run(command, check=False, capture_output=True, text=True, timeout=timeout_s)
-    if result.returncode:
-        raise Unable(f"{' '.join(command)}: {result.stdout}{result.stderr}".strip())
-    return result.stdout
 
 
 class Host:
@@ -295,13 +294,7 @@ def check_machine() -> None:
         raise Unable("it needs root")
     if not os.path.exists("/dev/fuse"):
         raise Unable("it needs FUSE: there is no /dev/fuse")
-    if not all(map(shutil.which, TOOLS)) and shutil.which("apt-get"):
-        os.environ["DEBIAN_FRONTEND"] = "noninteractive"
-        run("apt-get", "update", timeout_s=300)
-        run("apt-get", "install", "-y", "--no-install-recommends", *PACKAGES, timeout_s=600)
-    missing = [tool for tool in TOOLS if not shutil.which(tool)]
-    if missing:
-        raise Unable(f"it needs {', '.join(missing)}")
+    install(lambda: [tool for tool in TOOLS if not shutil.which(tool)], *PACKAGES)
 
 
 # Actors, each a process on a host
@@ -567,17 +560,8 @@ class Stage:
         return os.path.join(work, name)
 
     def start(self, host: int, kind: str, **settings: Any) -> None:
-        name = f"{kind}{host}.{next(self.starts)}"
-        actor = Actor(
-            kind,
-            name,
-            self.log,
-            self.queue,
-            seed=self.chance.randrange(10**9),
-            broken=self.broken,
-            **settings,
-        )
-        self.launch(self.host(host), actor)
+        settings = {"queue": self.queue, "broken": self.broken, **settings}
+        self.start_as(host, Actor(kind, "", self.log, **settings))
 
     def host(self, number: int) -> Any:
         return self.cluster.hosts[number]
@@ -599,9 +583,10 @@ class Stage:
         host, actor, process = self.running.pop(self.chance.choice(names))
         self.me.note("killed", actor.name)
         self.end(process)
-        self.start_again(host.number, actor)
+        self.start_as(host.number, actor)
 
-    def start_again(self, host: int, actor: Actor) -> None:
+    def start_as(self, host: int, actor: Actor) -> None:
+        """Start an actor like this one, under a name of its own."""
         name, seed = f"{actor.kind}{host}.{next(self.starts)}", self.chance.randrange(10**9)
         self.launch(self.host(host), dataclasses.replace(actor, name=name, seed=seed))
 
@@ -643,12 +628,10 @@ class Stage:
         """Let something bad happen. cuts_off: a host that goes on is not reached for a while."""
         self.check_machine()
         self.me.note("fault", int(cuts_off))
-        say(f"{text}")
-        for step in steps:
-            step()
+        self.cure(text, *steps)
 
     def cure(self, text: str, *steps: Callable[[], None]) -> None:
-        say(f"{text}")
+        say(text)
         for step in steps:
             step()
 
@@ -891,12 +874,8 @@ def tickets(stage: Stage, seconds: float = KEYS_S) -> None:
     events = verdict.Events(stage.log)
     order = sorted(events.turns, key=lambda it: it.got_s)
     pairs = [two for two in itertools.pairwise(order) if two[1].ticket <= two[0].ticket]
-    verdict.raise_any(
-        {
-            **verdict.turn_faults(events, map(str, HOSTS)),
-            "turns out of order": [str(two) for two in pairs],
-        }
-    )
+    found = verdict.turn_faults(events, map(str, HOSTS))
+    verdict.raise_any({**found, "turns out of order": [str(two) for two in pairs]})
     verdict.check_calm(events)
     longest_s = max(it.got_s - it.began_s for it in events.turns)
     say(f"{len(events.turns)} turns of six members in order, after at most {longest_s:.1f} s")

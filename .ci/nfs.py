@@ -67,7 +67,7 @@ import hosts
 import machines
 import verdict
 from broken import break_queue, caught_by
-from hosts import BRICK, MOUNT, run
+from hosts import BRICK, MOUNT
 from machines import (
     CALL_S,
     KERNELS,
@@ -82,7 +82,7 @@ from machines import (
     memory_file,
     value_of,
 )
-from proof import Unable, Violation, ends, must_catch, parser, say
+from proof import Unable, Violation, ends, install, must_catch, parser, run, say
 
 import femtoqueue
 
@@ -703,7 +703,7 @@ class Stage(hosts.Stage):
         self.cluster.join([number])
         while self.off:
             actor = self.off.pop()
-            self.start_again(number, actor)
+            self.start_as(number, actor)
 
     def heal(self) -> None:
         """Wait until each client reaches the server."""
@@ -921,12 +921,7 @@ def missing() -> list[str]:
 def check_machine() -> None:
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         raise Unable("it needs Linux on x86_64")
-    if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
-        os.environ["DEBIAN_FRONTEND"] = "noninteractive"
-        run("apt-get", "update", timeout_s=300)
-        run("apt-get", "install", "-y", "--no-install-recommends", *PACKAGES.split(), timeout_s=900)
-    if missing():
-        raise Unable(f"it needs {', '.join(missing())}")
+    install(missing, *PACKAGES.split())
 
 
 def run_all(args: argparse.Namespace, seed: int) -> list[str]:

@@ -50,7 +50,7 @@ from faults import (
     play,
     writer,
 )
-from proof import Violation, ends, must_catch, parser, say
+from proof import Violation, ends, make_image, mounted, must_catch, parser, run, say
 
 import femtoqueue
 from femtoqueue import FemtoQueue
@@ -78,10 +78,6 @@ KEYS = 4
 SIZES = (0, 50, 5000, 100_000)
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-
-
 @contextlib.contextmanager
 def writeback_held_off() -> Iterator[None]:
     before = {}
@@ -99,20 +95,6 @@ def writeback_held_off() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def mounted(image: str, target: str, options: str) -> Iterator[None]:
-    run("mount", "-o", f"loop,{options}", image, target)
-    try:
-        yield
-    finally:
-        for _ in range(50):
-            if subprocess.call(["umount", target], stderr=subprocess.DEVNULL) == 0:
-                break
-            time.sleep(0.05)
-        else:
-            run("umount", "-l", target)
-
-
-@contextlib.contextmanager
 def workshop() -> Iterator[str]:
     """A directory on an xfs in memory: it can clone an image in one instant."""
     with tempfile.TemporaryDirectory(prefix="femtoqueue-power-") as work:
@@ -122,10 +104,8 @@ def workshop() -> Iterator[str]:
         run("mount", "-t", "tmpfs", "-o", "size=4g", "none", memory)
         try:
             image = os.path.join(memory, "image")
-            with open(image, "wb") as file:
-                file.truncate(3 << 30)
-            run("mkfs.xfs", "-q", "-m", "reflink=1", image)
-            with mounted(image, store, "nouuid"):
+            make_image(image, 3 << 10, "mkfs.xfs", "-q", "-m", "reflink=1")
+            with mounted("-o", "loop,nouuid", image, store):
                 yield store
         finally:
             run("umount", "-l", memory)  # what failed may hold something open
@@ -175,7 +155,7 @@ class Work:
         many of the notes are from before the cut, and the first ones of the others may be."""
         boot = mock.patch.object(femtoqueue, "_read_boot_id", return_value="the next boot")
         with boot, made_up("next") as clock:
-            clock.skip(AN_HOUR_S + LATER_S)
+            clock.advance(AN_HOUR_S + LATER_S)
             q = self.make()
             found = found_in(q)  # of a batch that was under way, some may be torn
             if self.sync:
@@ -216,11 +196,9 @@ def one_cut(store: str, kind: str, seed: int, sync: bool) -> int:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
     os.makedirs(target, exist_ok=True)
-    with open(image, "wb") as file:
-        file.truncate(IMAGE_MIB[kind] << 20)
-    run(*MKFS[kind], image)
+    make_image(image, IMAGE_MIB[kind], *MKFS[kind])
     work = Work(os.path.join(target, "jobs"), seed, sync)
-    with mounted(image, target, OPTIONS[kind]):
+    with mounted("-o", f"loop,{OPTIONS[kind]}", image, target):
         FemtoQueue(work.path, "maker", sync_after_write=True).close()
         note = writer(log_path)
         child = os.fork()
@@ -239,7 +217,7 @@ def one_cut(store: str, kind: str, seed: int, sync: bool) -> int:
         subprocess.run(["e2fsck", "-y", after], check=False, capture_output=True)
     if kind == "btrfs":
         run("btrfs", "device", "scan", "--forget")
-    with mounted(after, target, OPTIONS[kind]):
+    with mounted("-o", f"loop,{OPTIONS[kind]}", after, target):
         return work.check(notes, certain)
 
 

@@ -1,4 +1,4 @@
-"""What the proofs have in common: how they are called, what they print, payloads and notes."""
+"""What the proofs have in common: options, what they print, commands, mounts, payloads, notes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import contextlib
 import os
 import random
 import re
+import shutil
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -39,7 +42,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 @contextlib.contextmanager
-def ends(seed: int) -> Iterator[None]:
+def ends(seed: int | None = None) -> Iterator[None]:
     """Let what goes wrong in the block end the program, with a line that says it."""
     name = os.path.basename(sys.argv[0]).removesuffix(".py")
     try:
@@ -47,7 +50,8 @@ def ends(seed: int) -> Iterator[None]:
     except Unable as error:
         raise SystemExit(f"{name}: NOT PROVED: {error}") from None
     except Violation as error:
-        raise SystemExit(f"{name}: FAILED, seed {seed}: {error}") from None
+        of_seed = "" if seed is None else f", seed {seed}"
+        raise SystemExit(f"{name}: FAILED{of_seed}: {error}") from None
 
 
 def must_catch(
@@ -66,6 +70,54 @@ def must_catch(
             say(f"{name} is caught: {error}")
         else:
             raise Violation(f"{name} is not caught, {how}")
+
+
+# Commands and mounts
+
+
+def run(*command: str, timeout_s: float = 60) -> str:
+    """Return what a command prints; raises Unable if there is none, or it fails."""
+    try:
+        result = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=timeout_s
+        )
+    except FileNotFoundError as error:
+        raise Unable(f"{error}") from None
+    if result.returncode:
+        raise Unable(f"{' '.join(command)}: {result.stdout}{result.stderr}".strip())
+    return result.stdout
+
+
+def install(missing: Callable[[], list[str]], *packages: str) -> None:
+    """Install Debian's packages if something is missing; raises Unable if it still is."""
+    if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
+        os.environ["DEBIAN_FRONTEND"] = "noninteractive"
+        run("apt-get", "update", timeout_s=300)
+        run("apt-get", "install", "-y", "--no-install-recommends", *packages, timeout_s=900)
+    if missing():
+        raise Unable(f"it needs {', '.join(missing())}")
+
+
+@contextlib.contextmanager
+def mounted(*what: str) -> Iterator[None]:
+    """Run mount(8); its last argument is where to."""
+    run("mount", *what)
+    try:
+        yield
+    finally:
+        for _ in range(50):
+            if subprocess.call(["umount", what[-1]], stderr=subprocess.DEVNULL) == 0:
+                break
+            time.sleep(0.05)
+        else:
+            run("umount", "-l", what[-1])
+
+
+def make_image(path: str, size_mib: int, *mkfs: str) -> None:
+    """Make a file system in a file."""
+    with open(path, "wb") as file:
+        file.truncate(size_mib << 20)
+    run(*mkfs, path)
 
 
 # Payloads that prove their own bytes

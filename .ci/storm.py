@@ -62,8 +62,8 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.p
 
 import verdict
 from broken import break_queue, caught_by
-from full_disk import mounted
-from proof import Unable, Violation, ends, must_catch, name_of, open_log, parser, say
+from full_disk import small_disk
+from proof import Unable, Violation, ends, install, must_catch, name_of, open_log, parser, say
 from verdict import Delivery, Push
 
 import femtoqueue
@@ -78,6 +78,7 @@ CALM_S = 60.0  # to drain the queue in
 STEPS_S = (0, 0, 0.7, -0.7, 30, -30, 3600, -3600, 86400, -86400, -365 * 86400)
 AFTER_ALL_S = 400 * 86400  # later than anything that was scheduled
 SIZES = (0, 0, 50, 50, 50, 5_000, 20_000)
+ENDS = (*["done"] * 25, "fail", "extend", "release", "forget", "process")
 REASONS = ("storm", "max_attempts", "exit")
 FIGURES = (
     *("tasks", "pushed", "refused", "got", "done", "fail", "extended", "release", "lost"),
@@ -86,10 +87,10 @@ FIGURES = (
 )
 WORKERS = ("loop", "work", "command")
 FAKETIME = "/usr/lib/*/faketime/libfaketime*.so.1"
-SLOTS = ("push", "push", "schedule", "keyed", "keyed", "update", *["loop"] * 6, "onlook")
-HAS_WORK = hasattr(FemtoQueue, "work")
-if HAS_WORK:
-    SLOTS += ("work", "work", "command", "command")
+SLOTS = (
+    *("push", "push", "schedule", "keyed", "keyed", "update", *["loop"] * 6, "onlook"),
+    *("work", "work", "command", "command"),
+)
 
 # The command line's CMD: what Worker.take_on() does, in a process that starts in 15 ms.
 HANDLER = r"""
@@ -172,17 +173,12 @@ class Producer(Role):
         return self.chance.choice((0, 0, 0, 0, 0.01, 0.03))
 
     def push_one(self, due_s: float | None = None, **options: Any) -> None:
-        key = options.get("key", "-")
-        if due_s is None:
-            self.publish(lambda datas: [self.q.push(datas[0], **options)], [self.size()], key)
-        else:
-            due_us = int(due_s * 1e6)
-            self.publish(
-                lambda datas: [self.q.schedule(datas[0], due_us, **options)],
-                [self.size()],
-                key,
-                due_us / 1e6,
-            )
+        def call(datas: list[bytes]) -> list[str]:
+            if due_s is None:
+                return [self.q.push(datas[0], **options)]
+            return [self.q.schedule(datas[0], due_s * 1e6, **options)]
+
+        self.publish(call, [self.size()], options.get("key", "-"), *[due_s] * (due_s is not None))
 
     def schedule(self) -> float:
         self.push_one(time.time() + self.chance.uniform(-0.5, 2))
@@ -206,12 +202,11 @@ class Worker(Role):
             self.note("idle", before_s)
             return self.chance.uniform(0.001, 0.03)
         self.take_on(task, before_s)
-        end = "done" if self.calm else self.chance.choice((*["done"] * 25, *ENDS))
-        ENDS.get(end, Worker.done)(self, task)
+        self.finish(task, "done" if self.calm else self.chance.choice(ENDS))
         return 0
 
     def pop(self) -> FemtoTask | None:
-        if HAS_WORK and self.chance.random() < 0.1:
+        if self.chance.random() < 0.1:
             return self.q.pop(timeout=self.chance.uniform(0, 0.3))
         return self.q.pop()
 
@@ -238,64 +233,50 @@ class Worker(Role):
             chance = self.chance.random()
             pause(0 if chance < 0.85 else 0.05 if chance < 0.997 else LEASE_S + 0.5)
 
-    def done(self, task: FemtoTask) -> None:
-        self.settle(task, "done")
-
-    def process(self, task: FemtoTask) -> None:
-        self.settle(task, "done", self.in_processing)
+    def finish(self, task: FemtoTask, end: str) -> None:
+        if end == "forget":
+            return  # as a handler that hangs: the task comes back at its deadline
+        if end == "extend":
+            self.extend(task)
+            pause(self.chance.choice((0, 0.1)))
+        if end == "process":
+            self.settle(task, "done", self.in_processing)
+        elif end == "fail":
+            self.settle(task, "fail", error="storm")
+        elif end == "release":
+            self.release(task, self.chance.choice((0, 0, 0.5)))
+        else:
+            self.settle(task, "done")
 
     def in_processing(self, task: FemtoTask) -> None:
         with self.q.processing(task):
             pause(self.chance.choice((0, 0.1)))
             self.note("settle", task.id)
 
-    def fail(self, task: FemtoTask) -> None:
-        self.settle(task, "fail", error="storm")
-
-    def renew(self, task: FemtoTask) -> None:
-        self.extend(task)
-        pause(self.chance.choice((0, 0.1)))
-        self.done(task)
-
-    def deadline_s(self, task: FemtoTask, began_s: float) -> float:
-        """Not before then, in any case."""
-        return began_s + LEASE_S
-
-    def release(self, task: FemtoTask) -> None:
-        delay_s = self.chance.choice((0, 0, 0.5))
+    def release(self, task: FemtoTask, delay_s: float) -> None:
         if delay_s:
             self.note("delay", task.id, time.time() + delay_s)
         is_first = not delay_s and self.chance.random() < 0.5
         self.settle(task, "release", front=is_first, delay_s=delay_s)
 
-    def forget(self, task: FemtoTask) -> None:
-        """As a handler that hangs: the task comes back at its deadline."""
-
-
-ENDS = {
-    "fail": Worker.fail,
-    "extend": Worker.renew,
-    "release": Worker.release,
-    "forget": Worker.forget,
-    "process": Worker.process if HAS_WORK else Worker.done,
-}
+    def deadline_s(self, task: FemtoTask, began_s: float) -> float:
+        """Not before then, in any case."""
+        return began_s + LEASE_S
 
 
 class Onlooker(Role):
     def look(self) -> float:
-        look = self.chance.choice((self.q.stats, self.keys, self.tasks, self.of_a_key))
-        look()
+        look, state = self.chance.randrange(4), self.chance.choice(femtoqueue.STATES[:3])
+        if look == 0:
+            self.q.stats()
+        elif look == 1:
+            list(self.q.keys(state))
+        elif look == 2:
+            for task in self.q.tasks(state):
+                name_of(task.data)
+        else:
+            self.q.contains(f"ключ/{self.chance.randrange(len(SLOTS))}:{self.chance.randrange(5)}")
         return 0.05
-
-    def keys(self) -> None:
-        list(self.q.keys(self.chance.choice(("pending", "scheduled", "inflight"))))
-
-    def tasks(self) -> None:
-        for task in self.q.tasks(self.chance.choice(("pending", "scheduled", "inflight"))):
-            name_of(task.data)
-
-    def of_a_key(self) -> None:
-        self.q.contains(f"ключ/{self.chance.randrange(len(SLOTS))}:{self.chance.randrange(5)}")
 
 
 def live(storm: Storm, who: int, slot: int) -> None:
@@ -453,7 +434,6 @@ class Storm(verdict.Actor):
     def fill(self) -> None:
         """Take all room there is; again and again, for somebody makes some."""
         if self.ballast < 0:
-            self.note("full")
             self.counts["full disks"] += 1
             self.ballast = os.open(os.path.join(self.path, "ballast"), os.O_WRONLY | os.O_CREAT)
             self.room_at_s = time.monotonic() + FULL_S
@@ -468,7 +448,6 @@ class Storm(verdict.Actor):
         if self.ballast >= 0:
             os.close(self.ballast)
             os.unlink(os.path.join(self.path, "ballast"))
-            self.note("room")
         self.ballast, self.room_at_s = -1, math.inf
         self.full_at_s = time.monotonic() + self.chance.uniform(3, 7)
 
@@ -708,11 +687,6 @@ class History(verdict.Events):
         if len(self.steps) > 1:  # meanwhile, one may have seen the old or the new one
             self.steps[-2][1] = at
 
-    def read_room(self, at: float, _: str) -> None:
-        pass
-
-    read_full = read_room
-
     def read_signal(self, at: float, _: str, whom: str, which: str) -> None:
         if which == "SIGSTOP":
             self.stops[whom].append([at, math.inf])
@@ -836,38 +810,22 @@ def check_due(history: History) -> Iterator[str]:
 
 
 def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
-    deliveries: dict[str, list[Delivery]] = defaultdict(list)
-    for delivery in history.all_deliveries():
-        deliveries[history.tried[delivery.name].key].append(delivery)
     ended: dict[str, tuple[int, ...]] = defaultdict(tuple)
-    for name in found:
-        key = history.tried[name].key if name in history.tried else "-"
+    for name in history.tried.keys() & found:
+        key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
-    pushed: dict[str, list[Push]] = defaultdict(list)
-    for push in history.tried.values():
-        if push.key != "-" and push.ident:
-            pushed[push.key].append(push)
-    for key, pushes in pushed.items():
-        last = max(order_of(push.name) for push in pushes)
+    for deliveries, pushes in verdict.by_key(history):
+        key, last = pushes[0].key, max(order_of(push.name) for push in pushes)
         if last > ended[key]:
             yield f"the last value of {key} is {last}; the last one finished is {ended[key]}"
-        yield from in_order(key, deliveries[key])
-        if is_updated(key):
-            continue  # done() may have ended the last one before anybody saw it
-        delivered = max((order_of(delivery.name) for delivery in deliveries[key]), default=())
-        if last > delivered:
-            yield f"the last value of {key} is {last}; the last one delivered is {delivered}"
-
-
-def in_order(key: str, deliveries: list[Delivery]) -> Iterator[str]:
-    by_end = sorted(deliveries, key=lambda delivery: delivery.got_s)
-    ends = [delivery.got_s for delivery in by_end]
-    newest: list[tuple[int, ...]] = [()]
-    for delivery in by_end:
-        newest.append(max(newest[-1], order_of(delivery.name)))
-    for delivery in deliveries:
-        if order_of(delivery.name) < newest[bisect.bisect_left(ends, delivery.began_s)]:
-            yield f"an older value of {key} came after a newer one: {delivery}"
+        values, ends_s = [order_of(it.name) for it in deliveries], [it.got_s for it in deliveries]
+        newest = [(), *itertools.accumulate(values, max)]
+        for value, it in zip(values, deliveries, strict=True):
+            if value < newest[bisect.bisect_left(ends_s, it.began_s)]:
+                yield f"an older value of {key} came after a newer one: {it}"
+        # done() may have ended an update before anybody saw it.
+        if last > newest[-1] and not is_updated(key):
+            yield f"the last value of {key} is {last}; the last one delivered is {newest[-1]}"
 
 
 def check_found(
@@ -948,19 +906,9 @@ def check(storm: Storm) -> tuple[History, list[str]]:
     return history, history.wrong + wrong
 
 
-@contextlib.contextmanager
-def small_file_system(kind: str) -> Iterator[str]:
-    with contextlib.ExitStack() as stack:
-        try:
-            path = stack.enter_context(mounted(kind, SIZE_MIB))
-        except (subprocess.CalledProcessError, FileNotFoundError) as error:
-            raise Unable(f"no {kind} of its own to be had: {error}") from error
-        yield path
-
-
 def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
     work = os.path.dirname(os.environ["FAKETIME_TIMESTAMP_FILE"])
-    with small_file_system(args.fs) as path:
+    with small_disk(args.fs, SIZE_MIB) as path:
         storm = Storm(path, work, seed, broken)
         try:
             storm.blow(args.seconds)
@@ -975,7 +923,7 @@ def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
         say(", ".join(f"{figures[name]} {name}" for name in FIGURES))
         by_role = Counter(history.roles[it.actor] for it in history.all_deliveries())
         say("deliveries: " + ", ".join(f"{n} by {role}" for role, n in by_role.items()))
-        wrong += [f"idle: {role}" for role in WORKERS if role in SLOTS and not by_role[role]]
+        wrong += [f"idle: {role}" for role in WORKERS if not by_role[role]]
         if wrong:
             kept = tempfile.mkdtemp(prefix="storm-", dir=os.path.dirname(work))
             shutil.copytree(storm.logs, kept, dirs_exist_ok=True)
@@ -998,12 +946,8 @@ def catch(args: argparse.Namespace, broken: str, rule: str) -> None:
 
 def faketime() -> str:
     """Return the path of libfaketime, installed if it is missing."""
-    for command in (["apt-get", "install", "-y", "-qq", "faketime"], []):
-        for path in sorted(glob.glob(FAKETIME)):
-            return path
-        if command and shutil.which(command[0]):
-            subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-    raise Unable("no libfaketime, and apt-get does not install it")
+    install(lambda: [] if glob.glob(FAKETIME) else ["libfaketime"], "faketime")
+    return min(glob.glob(FAKETIME))
 
 
 def run_again() -> int:
