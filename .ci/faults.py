@@ -49,15 +49,12 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from broken import broken, caught_by
 from proof import Unable, Violation, ends, must_catch, name_of, open_log, parser, payload, say

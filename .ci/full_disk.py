@@ -12,13 +12,10 @@ import contextlib
 import errno
 import itertools
 import os
-import sys
 import tempfile
 from collections.abc import Iterator
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
-from proof import Violation, ends, make_image, mounted, say
+from proof import Violation, ends, make_image, mounted, need_root, say
 
 from femtoqueue import FemtoQueue
 
@@ -100,8 +97,7 @@ def check_start(path: str) -> int:
 
 
 def main() -> None:
-    if os.geteuid() != 0:
-        raise SystemExit("full_disk: NOT PROVED: it needs root, to mount file systems")
+    need_root()
     passed = 0
     for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):
         for size, sync, many in itertools.product(PAYLOADS, (False, True), (False, True)):

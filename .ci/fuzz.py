@@ -21,15 +21,12 @@ import contextlib
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from broken import broken, caught_by
 from proof import Violation, ends, must_catch, parser, say

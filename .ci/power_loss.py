@@ -26,13 +26,10 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from unittest import mock
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from broken import broken, caught_by
 from faults import (
@@ -50,7 +47,7 @@ from faults import (
     play,
     writer,
 )
-from proof import Violation, ends, make_image, mounted, must_catch, parser, run, say
+from proof import Violation, ends, make_image, mounted, must_catch, need_root, parser, run, say
 
 import femtoqueue
 from femtoqueue import FemtoQueue
@@ -247,17 +244,18 @@ def main() -> None:
     options.add_argument("--fs", nargs="+", choices=[*MKFS], default=["ext4", "xfs", "btrfs"])
     args = options.parse_args()
     say(f"seed {args.seed}")
-    if os.geteuid() != 0:
-        raise SystemExit("power_loss: FAILED: it needs root")
     femtoqueue._log().disabled = True
-    with ends(args.seed), writeback_held_off(), workshop() as store:
-        if args.self_check:
-            queues = ((name, it) for name, kinds in caught_by("power_loss").items() for it in kinds)
-            must_catch(queues, lambda name, kind: catch(store, name, kind, args.seed))
-            return
-        for kind in args.fs:
-            cuts(store, kind, args.cuts, args.seed, sync=True)
-            cuts(store, kind, max(1, args.cuts // 3), args.seed, sync=False)
+    with ends(args.seed):
+        need_root()
+        with writeback_held_off(), workshop() as store:
+            if args.self_check:
+                pairs = caught_by("power_loss").items()
+                queues = ((name, kind) for name, kinds in pairs for kind in kinds)
+                must_catch(queues, lambda name, kind: catch(store, name, kind, args.seed))
+                return
+            for kind in args.fs:
+                cuts(store, kind, args.cuts, args.seed, sync=True)
+                cuts(store, kind, max(1, args.cuts // 3), args.seed, sync=False)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+# Who imports this module finds femtoqueue.
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
 
 class Unable(Exception):
     """This machine can't show it."""
@@ -73,6 +76,11 @@ def must_catch(
 
 
 # Commands and mounts
+
+
+def need_root() -> None:
+    if os.geteuid() != 0:
+        raise Unable("it needs root")
 
 
 def run(*command: str, timeout_s: float = 60) -> str:

@@ -58,12 +58,21 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
 import verdict
 from broken import break_queue, caught_by
 from full_disk import small_disk
-from proof import Unable, Violation, ends, install, must_catch, name_of, open_log, parser, say
+from proof import (
+    Unable,
+    Violation,
+    ends,
+    install,
+    must_catch,
+    name_of,
+    need_root,
+    open_log,
+    parser,
+    say,
+)
 from verdict import Delivery, Push
 
 import femtoqueue
@@ -792,21 +801,18 @@ def missed(history: History, older: Push, younger: Push, who: str) -> bool:
 
 
 def check_due(history: History) -> Iterator[str]:
-    by_name: dict[str, list[Delivery]] = defaultdict(list)
-    by_ident: dict[str, list[Delivery]] = defaultdict(list)
-    for delivery in history.all_deliveries():
-        by_name[delivery.name].append(delivery)
-        if history.tried[delivery.name].key == "-":  # the time of a key's task may change
-            by_ident[delivery.id].append(delivery)
-    waits = [(by_name[name], from_s, due_s) for name, from_s, due_s in history.scheduled()]
-    waits += [(by_ident[ident], from_s, due_s) for ident, from_s, due_s in history.released]
-    for deliveries, from_s, due_s in waits:
+    deliveries: dict[str, list[Delivery]] = defaultdict(list)  # of a payload, and of an id
+    for it in history.all_deliveries():
+        deliveries[it.name].append(it)
+        if history.tried[it.name].key == "-":  # the time of a key's task may change
+            deliveries[it.id].append(it)
+    for what, from_s, due_s in (*history.scheduled(), *history.released):
         # Who woke it may have read his clock and been stopped before he looked.
         since_s = min(history.awake_since(who, from_s - 0.2, from_s) for who in history.roles)
-        for delivery in (delivery for delivery in deliveries if delivery.began_s >= from_s):
-            early_s = due_s - history.latest_wall_s(since_s, delivery.got_s)
+        for it in (it for it in deliveries[what] if it.began_s >= from_s):
+            early_s = due_s - history.latest_wall_s(since_s, it.got_s)
             if early_s > CLOCK_SLACK_S:
-                yield f"{delivery.name} was delivered {early_s:.3f} s early: {delivery}"
+                yield f"{it.name} was delivered {early_s:.3f} s early: {it}"
 
 
 def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
@@ -843,24 +849,15 @@ def check_found(
             if name in found or task.id in states:
                 yield f"{name} is there twice, as {task.id} and {found.get(name)}"
             found[name], states[task.id] = task.id, state
+            # No reason: it was killed before it was written, or there was no room.
+            if task.error and not any(reason in task.error for reason in REASONS):
+                yield f"{task.id} failed: {task.error}"
     for name in found:
         if name not in history.tried or name in history.refused:
             yield f"{name}, which was {'refused' if name in history.tried else 'never pushed'}"
     for push in history.tried.values():
         if push.ident and push.key == "-" and found.get(push.name) != push.ident:
             yield f"{push} is there as {found.get(push.name)}"
-    failed = (ident for ident, state in states.items() if state == "failed")
-    yield from check_reasons(os.path.join(queue_path, "failed"), failed)
-
-
-def check_reasons(directory: str, failed: Iterable[str]) -> Iterator[str]:
-    for ident in failed:
-        path = os.path.join(directory, f"{ident}.error")
-        with contextlib.suppress(FileNotFoundError):  # killed before it was written, or no room
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-            if not any(reason in text for reason in REASONS):
-                yield f"{ident} failed: {text.strip()}"
 
 
 def check_left(storm: Storm) -> Iterator[str]:
@@ -944,14 +941,9 @@ def catch(args: argparse.Namespace, broken: str, rule: str) -> None:
 # Under a clock that can be set
 
 
-def faketime() -> str:
-    """Return the path of libfaketime, installed if it is missing."""
-    install(lambda: [] if glob.glob(FAKETIME) else ["libfaketime"], "faketime")
-    return min(glob.glob(FAKETIME))
-
-
 def run_again() -> int:
     """Run this program once more, with a wall clock that a file sets."""
+    install(lambda: [] if glob.glob(FAKETIME) else ["libfaketime"], "faketime")
     with tempfile.TemporaryDirectory(prefix="femtoqueue-storm-") as work:
         with open(os.path.join(work, "clock"), "w", encoding="ascii") as file:
             file.write("+0\n")
@@ -962,7 +954,7 @@ def run_again() -> int:
             [sys.executable, *sys.argv],
             env={
                 **os.environ,
-                "LD_PRELOAD": faketime(),
+                "LD_PRELOAD": min(glob.glob(FAKETIME)),
                 "FAKETIME_TIMESTAMP_FILE": os.path.join(work, "clock"),
                 "FAKETIME_NO_CACHE": "1",
                 "DONT_FAKE_MONOTONIC": "1",
@@ -987,8 +979,7 @@ def main() -> None:
     options.add_argument("--fs", choices=["ext4", "tmpfs"], default="ext4")
     args = options.parse_args()
     with ends(args.seed):
-        if os.geteuid() != 0:
-            raise Unable("it needs root, to mount a file system")
+        need_root()
         if "FAKETIME_TIMESTAMP_FILE" not in os.environ:
             sys.exit(run_again())
         time.sleep = pause  # type: ignore[assignment]

@@ -15,14 +15,11 @@ import itertools
 import os
 import random
 import re
-import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
 
 from proof import Violation, payload, say
 
@@ -685,6 +682,17 @@ def lost_early(events: Events) -> Iterator[str]:
                 yield f"{it.actor} lost the lease of {it.id}, which ended later"
     if tolerated:
         say(f"{tolerated} leases were lost before their deadline, while not all was well")
+
+
+def not_refused(events: Events) -> Iterator[str]:
+    """Yield the done() of those who were cut off that took effect though others had the task. A
+    call that hung may have left no time for others: then the late done() is right."""
+    for it in events.all_deliveries():
+        if it.actor.startswith("hold"):
+            others = [d for d in events.deliveries[it.id] if d is not it and d.got_s < it.ended_s]
+            say(f"done() of one who was cut off: {it.how}; others who had the task: {len(others)}")
+            if it.how != "lost" and others:
+                yield f"{it.actor} was cut off, and its done() was not refused: {it}, {others}"
 
 
 def key_faults(events: Events) -> dict[str, list[str]]:
