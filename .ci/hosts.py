@@ -408,18 +408,14 @@ class Actor(verdict.Actor):
             self.end_keyed(self.pop(key))
             return
         try:
-            found = self.q.contains(key) if call == "contains" else self.peek(key)
+            if call == "contains":
+                found = self.q.contains(key)
+            elif found := (task := self.q.peek(key=key)) is not None:
+                name_of(task.data)  # raises if it is torn
         except OSError as error:
             self.trouble(call, "-", began_s, error)
         else:
             self.note("looked", call, key, began_s, int(found))
-
-    def peek(self, key: str) -> bool:
-        """Say whether peek() found the task of a key; raises Violation if it is torn."""
-        task = self.q.peek(key=key)
-        if task is not None:
-            name_of(task.data)
-        return task is not None
 
     def take_turns(self) -> None:
         """Have one turn after the other, in line with the other members."""

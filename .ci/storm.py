@@ -663,11 +663,11 @@ class History(verdict.Events):
     def read_delay(self, at: float, actor: str, ident: str, due: str) -> None:
         self.delays[actor, ident] = float(due)
 
-    def read_release(self, at: float, *rest: str) -> None:
-        super().read_release(at, *rest)
-        actor, ident, _ = rest
-        if (due_s := self.delays.get((actor, ident))) is not None:
-            self.released.append((ident, at, due_s))
+    def read_end(self, how: str, at: float, actor: str, *what: str) -> None:
+        super().read_end(how, at, actor, *what)
+        due_s = self.delays.get((actor, what[0]))
+        if how == "release" and due_s is not None:
+            self.released.append((what[0], at, due_s))
 
     def read_error(self, at: float, actor: str, *what: str) -> None:
         super().read_error(at, actor, *what)

@@ -59,7 +59,8 @@ class Actor:
         os.write(self.fd, f"{line}\n".encode())
 
     def trouble(self, what: str, which: object, began_s: float, error: Exception) -> None:
-        where = ">".join(frame.name for frame in traceback.extract_tb(error.__traceback__)[1:])
+        names = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]
+        where = ">".join(name for name in names if name != "<lambda>")
         code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
         self.note("error", what, which, began_s, code or 0, where)
         time.sleep(0.2)
@@ -219,7 +220,10 @@ class Events:
         self.turns: list[Turn] = []
         for line in self.lines:
             at, actor, word, *values = line.split()
-            getattr(self, f"read_{word}")(float(at), actor, *values)
+            if word in ("done", "fail", "release", "lost"):
+                self.read_end(word, float(at), actor, *values)
+            else:
+                getattr(self, f"read_{word}")(float(at), actor, *values)
 
     def read_ready(self, at: float, actor: str) -> None:
         pass
@@ -249,22 +253,11 @@ class Events:
         delivery = self.last(actor, ident)
         delivery.tried_s = min(delivery.tried_s, at)
 
-    def settled(self, how: str, at: float, actor: str, ident: str, began: str) -> None:
+    def read_end(self, how: str, at: float, actor: str, *what: str) -> None:
+        ident, began = what
         delivery = self.last(actor, ident)
         delivery.how, delivery.ended_s, delivery.called_s = how, at, float(began)
         self.calls.append((float(began), at, how))
-
-    def read_done(self, at: float, *rest: str) -> None:
-        self.settled("done", at, *rest)
-
-    def read_fail(self, at: float, *rest: str) -> None:
-        self.settled("fail", at, *rest)
-
-    def read_release(self, at: float, *rest: str) -> None:
-        self.settled("release", at, *rest)
-
-    def read_lost(self, at: float, *rest: str) -> None:
-        self.settled("lost", at, *rest)
 
     def read_error(self, at: float, actor: str, *what: str) -> None:
         call, number, began, code, where = what
