@@ -90,21 +90,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import proof
 import verdict
 from broken import break_queue, caught_by
-from proof import (
-    Unable,
-    Violation,
-    ends,
-    install,
-    must_catch,
-    name_of,
-    need_root,
-    open_log,
-    parser,
-    run,
-    say,
-)
+from proof import Unable, Violation, name_of, run, say
 from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
 import femtoqueue
@@ -289,10 +278,10 @@ def cluster() -> Iterator[Cluster]:
 
 
 def check_machine() -> None:
-    need_root()
+    proof.need_root()
     if not os.path.exists("/dev/fuse"):
         raise Unable("it needs FUSE: there is no /dev/fuse")
-    install(lambda: [tool for tool in TOOLS if not shutil.which(tool)], *PACKAGES)
+    proof.install(lambda: [tool for tool in TOOLS if not shutil.which(tool)], *PACKAGES)
 
 
 # Actors, each a process on a host
@@ -336,7 +325,7 @@ class Actor(verdict.Actor):
             self.q.close()
 
     def open_log(self) -> int:
-        return open_log(self.log)
+        return proof.open_log(self.log)
 
     def opened(self) -> FemtoQueue:
         while True:
@@ -547,7 +536,7 @@ class Stage:
         self.lost = hosts.lost_bricks()
         self.at_rest: list[set[str]] = []  # the queue's files after each storm
         self.me = Actor("", "storm", self.log)  # it only notes
-        self.me.fd = open_log(self.log)
+        self.me.fd = proof.open_log(self.log)
 
     def new_log(self, work: str, name: str) -> str:
         """Return the path of a file for what is noted."""
@@ -922,7 +911,7 @@ def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> N
 
     queues = caught_by("hosts").items()
     of_phases = [it for it in queues if PHASE_OF.get(it[1][0], it[1][0]) in phases]
-    must_catch(of_phases, play, lambda how: str(how[1]))
+    proof.must_catch(of_phases, play, lambda how: str(how[1]))
 
 
 def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
@@ -939,7 +928,7 @@ def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = proof.parser(__doc__)
     options.add_argument("--only", choices=PHASES, help="run only this phase")
     options.add_argument("--measure", action="store_true", help="only measure")
     options.add_argument("--actor", help=argparse.SUPPRESS)
@@ -950,7 +939,7 @@ def main() -> None:
         return
     phases = (args.only,) if args.only else PHASES
     say(f"seed {args.seed}")
-    with ends(args.seed), tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work:
+    with proof.ends(args.seed), tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work:
         check_machine()
         with cluster() as hosts:
             if args.self_check:

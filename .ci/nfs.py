@@ -64,20 +64,6 @@ import machines
 import verdict
 from broken import break_queue, caught_by
 from hosts import BRICK, MOUNT
-from machines import (
-    CALL_S,
-    KERNELS,
-    QEMU,
-    Call,
-    Failed,
-    Machine,
-    Network,
-    Session,
-    build_image,
-    find_kernel,
-    memory_file,
-    value_of,
-)
 from proof import Unable, Violation, ends, install, must_catch, parser, run, say
 
 import femtoqueue
@@ -86,7 +72,7 @@ PACKAGES = "qemu-system-x86 linux-image-cloud-amd64 nfs-common rpcbind busybox-s
 UNPACKED = "nfs-kernel-server"  # installed, it would start a server on this machine
 SERVER_TOOLS = ("nfsdcld", "exportfs", "rpc.mountd", "rpc.nfsd")
 CLIENT_TOOLS = ("mount.nfs", "rpc.statd", "rpcbind", "sm-notify")
-TOOLS = (QEMU, "busybox", "mkfs.ext4", *CLIENT_TOOLS)
+TOOLS = (machines.QEMU, "busybox", "mkfs.ext4", *CLIENT_TOOLS)
 SERVER, CLIENTS = 9, (1, 2)
 DISK_BYTES = 1 << 30
 GRACE_S = 10  # of the server, and how long its leases are
@@ -158,7 +144,7 @@ def build(work: str) -> bytes:
     sources |= {f"{here}/{name}": f"{HOME}/.ci" for name in PROGRAMS}
     programs = [shutil.which(tool) or "" for tool in CLIENT_TOOLS]
     programs += [f"{work}/server/usr/sbin/{name}" for name in SERVER_TOOLS]
-    return build_image(work, sources, programs, TEXTS)
+    return machines.build_image(work, sources, programs, TEXTS)
 
 
 class Lab:
@@ -168,16 +154,17 @@ class Lab:
     def __init__(self, version: str) -> None:
         self.version, self.behind_s = version, 0.0
         self.kept = dict.fromkeys(CLIENTS, "")  # an archive of what a client has on its disk
-        self.network = Network((SERVER, *CLIENTS))
+        self.network = machines.Network((SERVER, *CLIENTS))
         with tempfile.TemporaryDirectory(prefix="femtoqueue-nfs-") as work:
-            image = memory_file("image", build(work))
-        disk = memory_file("disk")
+            image = machines.memory_file("image", build(work))
+        disk = machines.memory_file("disk")
         os.truncate(disk, DISK_BYTES)
         run("mkfs.ext4", "-q", "-F", f"/proc/{os.getpid()}/fd/{disk}")
         with_disk = 1 if version == LOCAL else SERVER
         numbers = (1,) if version == LOCAL else (SERVER, *CLIENTS)
         self.machines = {
-            n: Machine(n, self.network, image, disk if n == with_disk else -1) for n in numbers
+            n: machines.Machine(n, self.network, image, disk if n == with_disk else -1)
+            for n in numbers
         }
         self.server = self.machines[with_disk]
         self.hosts = {n: self.machines[n] for n in numbers if n != SERVER}
@@ -559,8 +546,10 @@ class Script:
         self.lab, self.name = lab, name
         open_queue = f"q = FemtoQueue('{MOUNT}/{name}', {settings})"
         code = (f"break_queue({broken!r})", open_queue)
-        self.sessions = {who: Session(lab.hosts[n], *code) for n, who in enumerate("ab", 1)}
-        self.waiting: dict[str, Call] = {}
+        self.sessions = {
+            who: machines.Session(lab.hosts[n], *code) for n, who in enumerate("ab", 1)
+        }
+        self.waiting: dict[str, machines.Call] = {}
         self.pattern = ""
 
     def play(self, script: str) -> None:
@@ -590,22 +579,22 @@ class Script:
         if mode == "&":
             return ""
         try:
-            found = Session.result(self.waiting.pop(who))
-        except (Failed, subprocess.TimeoutExpired) as error:
+            found = machines.Session.result(self.waiting.pop(who))
+        except (machines.Failed, subprocess.TimeoutExpired) as error:
             found = error
             if getattr(error, "kind", "") == wanted:
                 return ""
-        if isinstance(found, Exception) or (wanted and found != value_of(wanted)):
+        if isinstance(found, Exception) or (wanted and found != machines.value_of(wanted)):
             return f"{line}\n    but: {found}"
         return ""
 
-    def start(self, session: Session, code: str) -> Call:
+    def start(self, session: machines.Session, code: str) -> machines.Call:
         if not self.pattern:
             return session.start(code)
         trap, self.pattern = Trap(self.pattern), ""
         self.lab.network.holds = trap.holds
         call = session.start(code)
-        if not trap.caught.wait(CALL_S):
+        if not trap.caught.wait(machines.CALL_S):
             self.lab.network.holds = open_to_all
             raise Violation(f"{self.name}: no request was {trap.pattern.pattern}")
         self.lab.server.power_off()
@@ -654,13 +643,13 @@ class Stage(hosts.Stage):
         lab.hear(self.hear)
 
     def new_log(self, work: str, name: str) -> str:
-        return f"/proc/self/fd/{memory_file(name)}"
+        return f"/proc/self/fd/{machines.memory_file(name)}"
 
     def hear(self, line: str) -> None:
         os.write(self.me.fd, line.encode())
 
-    def host(self, number: int) -> Machine:
-        machine: Machine = self.cluster.machines[number]
+    def host(self, number: int) -> machines.Machine:
+        machine: machines.Machine = self.cluster.machines[number]
         return machine
 
     def launch(self, host: Any, actor: hosts.Actor) -> None:
@@ -672,7 +661,7 @@ class Stage(hosts.Stage):
             if machine.is_on:
                 machine.ask("over", is_over=is_over).answer()
 
-    def end(self, process: Call) -> None:
+    def end(self, process: machines.Call) -> None:
         """Kill a process. It may not end before it reaches the server."""
         process.kill()
         self.dying.append(process)
@@ -813,7 +802,7 @@ def power(seed: int) -> None:
                 lab.behind_s += 3600
                 lab.join([1])
         stage.call_over()
-        stage.finish(CALL_S)
+        stage.finish(machines.CALL_S)
         stage.drain()
         check_power(stage)
 
@@ -902,7 +891,7 @@ def laboratory(version: str) -> Iterator[Lab]:
 def missing() -> list[str]:
     """Return what this machine lacks."""
     lacking = [tool for tool in TOOLS if not shutil.which(tool)]
-    return lacking if find_kernel() else [*lacking, KERNELS]
+    return lacking if machines.find_kernel() else [*lacking, machines.KERNELS]
 
 
 def check_machine() -> None:

@@ -31,22 +31,8 @@ import time
 from collections.abc import Iterable, Iterator
 from unittest import mock
 
+import faults
 from broken import broken, caught_by
-from faults import (
-    AN_HOUR_S,
-    LATER_S,
-    LIVE,
-    Ledger,
-    Life,
-    Note,
-    Slot,
-    check_end,
-    found_in,
-    made_up,
-    noted,
-    play,
-    writer,
-)
 from proof import Violation, ends, make_image, mounted, must_catch, need_root, parser, run, say
 
 import femtoqueue
@@ -98,14 +84,11 @@ def workshop() -> Iterator[str]:
         memory, store = os.path.join(work, "memory"), os.path.join(work, "store")
         os.mkdir(memory)
         os.mkdir(store)
-        run("mount", "-t", "tmpfs", "-o", "size=4g", "none", memory)
-        try:
+        with mounted("-t", "tmpfs", "-o", "size=4g", "none", memory):
             image = os.path.join(memory, "image")
             make_image(image, 3 << 10, "mkfs.xfs", "-q", "-m", "reflink=1")
             with mounted("-o", "loop,nouuid", image, store):
                 yield store
-        finally:
-            run("umount", "-l", memory)  # what failed may hold something open
 
 
 def clone(source: str, target: str) -> None:
@@ -126,7 +109,7 @@ class Work:
             self.path, "writer", None, sync_after_write=self.sync, keep_done=self.keep_done
         )
 
-    def go_on(self, life: Life) -> None:
+    def go_on(self, life: faults.Life) -> None:
         chance = random.Random(self.seed)
         names = (f"{number}/{chance.choice(SIZES)}" for number in itertools.count())
         life.open()
@@ -144,35 +127,37 @@ class Work:
                 delay = {"delay_s": chance.choice((0, 1000))} if how == "release" else {}
                 life.end(life.pop(), how, **delay)
 
-    def ledger(self, notes: Iterable[Note]) -> Ledger:
-        return Ledger(notes, "done" if self.keep_done else "gone")
+    def ledger(self, notes: Iterable[faults.Note]) -> faults.Ledger:
+        return faults.Ledger(notes, "done" if self.keep_done else "gone")
 
-    def check(self, notes: list[Note], certain: int) -> int:
+    def check(self, notes: list[faults.Note], certain: int) -> int:
         """Open the queue after the cut, and drain it; return how many tasks were there. certain: so
         many of the notes are from before the cut, and the first ones of the others may be."""
         boot = mock.patch.object(femtoqueue, "_read_boot_id", return_value="the next boot")
-        with boot, made_up("next") as clock:
-            clock.advance(AN_HOUR_S + LATER_S)
+        with boot, faults.made_up("next") as clock:
+            clock.advance(faults.AN_HOUR_S + faults.LATER_S)
             q = self.make()
-            found = found_in(q)  # of a batch that was under way, some may be torn
+            found = faults.found_in(q)  # of a batch that was under way, some may be torn
             if self.sync:
                 cuts = range(certain, len(notes) + 1)
                 ledger = agreeing((self.ledger(notes[:cut]) for cut in cuts), found)
             else:
                 ledger = self.ledger([])
                 for name, state in found.items():
-                    ledger.slots.append(Slot({name}, {"live" if state in LIVE else state}))
+                    ledger.slots.append(
+                        faults.Slot({name}, {"live" if state in faults.LIVE else state})
+                    )
             ledger.died()
-            life = Life(lambda: q, clock, ledger.follow)
+            life = faults.Life(lambda: q, clock, ledger.follow)
             life.open()
             life.drain(10**6)
             life.finish()
             with FemtoQueue(self.path, "looker") as q:
-                check_end(q, found_in(q), ledger, set())
+                faults.check_end(q, faults.found_in(q), ledger, set())
         return len(found)
 
 
-def agreeing(ledgers: Iterable[Ledger], found: dict[str, str]) -> Ledger:
+def agreeing(ledgers: Iterable[faults.Ledger], found: dict[str, str]) -> faults.Ledger:
     """Return the first ledger that agrees with what was found; raises what the last one says."""
     error = Violation("no ledger")
     for ledger in ledgers:
@@ -197,17 +182,17 @@ def one_cut(store: str, kind: str, seed: int, sync: bool) -> int:
     work = Work(os.path.join(target, "jobs"), seed, sync)
     with mounted("-o", f"loop,{OPTIONS[kind]}", image, target):
         FemtoQueue(work.path, "maker", sync_after_write=True).close()
-        note = writer(log_path)
+        note = faults.writer(log_path)
         child = os.fork()
         if child == 0:
-            play(work.go_on, work.make, note, f"{seed}")
+            faults.play(work.go_on, work.make, note, f"{seed}")
         time.sleep(0.05 + chance.random() * 0.2)
         if not sync:  # as the kernel does now and then
             run("sync", "--file-system", target)
         time.sleep(chance.random() * 0.2)
-        certain = len(noted(log_path))
+        certain = len(faults.noted(log_path))
         clone(image, after)
-        notes = noted(log_path)  # what was begun meanwhile may be there
+        notes = faults.noted(log_path)  # what was begun meanwhile may be there
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if kind == "ext4-nojournal":
