@@ -543,12 +543,13 @@ class Storm(verdict.Actor):
         calm_s = CALM_S / 6 if self.broken else CALM_S
         end_s = time.monotonic() + calm_s
         with FemtoQueue(self.queue_path) as q:
-            while time.monotonic() < end_s:
-                stats = q.stats()
-                if not stats.pending + stats.scheduled + stats.inflight + stats.buffered:
-                    break
+            empty = 0  # looks in a row: one may miss a task that moves meanwhile
+            while empty < 3 and time.monotonic() < end_s:
                 pause(0.1)
-            else:
+                stats = q.stats()
+                left = stats.pending + stats.scheduled + stats.inflight + stats.buffered
+                empty = 0 if left else empty + 1
+            if empty < 3:
                 self.note("crashed", f"not drained in {calm_s:g} s: {stats}")
         for process in self.processes:
             self.signal(process, signal.SIGTERM)
