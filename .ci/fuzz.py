@@ -29,7 +29,7 @@ from typing import Any
 from unittest import mock
 
 from broken import broken, caught_by
-from proof import Violation, ends, must_catch, parser, say
+from proof import Violation, ends, litter, must_catch, parser, say
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
@@ -127,15 +127,7 @@ class Names:
             self.ids.add(name[-29:])
             kind = self.chance.choice(("file",) * 6 + ("folder", "link", "fifo"))
             payload = f"{len(self.put)} {directory}/{name}".encode("utf-8", "surrogateescape")
-            if kind == "file":
-                with open(path, "wb") as file:
-                    file.write(record(payload))
-            elif kind == "folder":
-                os.makedirs(os.path.join(path, "what is in it"))
-            elif kind == "link":
-                os.symlink(os.path.join(self.path, "target"), path)
-            else:
-                os.mkfifo(path)
+            litter(path, kind, record(payload), os.path.join(self.path, "target"))
             self.put[path] = state, kind, payload
 
     def run(self) -> None:

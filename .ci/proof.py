@@ -144,7 +144,22 @@ def name_of(data: bytes) -> str:
     return name
 
 
-# Notes
+# Files
+
+
+def litter(path: str, kind: str, content: bytes, target: str = "nowhere") -> None:
+    """Make a file, a folder with a file in it, an empty one, a link or a FIFO."""
+    if kind == "link":
+        os.symlink(target, path)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "file":
+        with open(path, "xb") as file:
+            file.write(content)
+    else:
+        os.mkdir(path)
+        if kind == "folder":
+            litter(os.path.join(path, f"{1:020d}-00000001"), "file", content)
 
 
 def open_log(path: str) -> int:

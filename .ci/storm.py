@@ -58,21 +58,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import proof
 import verdict
 from broken import break_queue, caught_by
 from full_disk import small_disk
-from proof import (
-    Unable,
-    Violation,
-    ends,
-    install,
-    must_catch,
-    name_of,
-    need_root,
-    open_log,
-    parser,
-    say,
-)
+from proof import Unable, Violation, name_of, say
 from verdict import Delivery, Push
 
 import femtoqueue
@@ -331,7 +321,7 @@ class Storm(verdict.Actor):
         os.mkdir(self.logs)
         self.chance = random.Random(seed)
         self.log = os.path.join(self.logs, "log")
-        self.fd = open_log(self.log)
+        self.fd = proof.open_log(self.log)
         self.calm = False
         self.count = 0
         self.processes: list[Process] = []
@@ -482,7 +472,7 @@ class Storm(verdict.Actor):
         name = self.chance.choice(RUBBISH_NAMES).replace("%", str(number))
         path = os.path.join(place, name)
         with contextlib.suppress(OSError):  # full; its worker took its directory away; a file
-            self.chance.choice(RUBBISH)(path)
+            proof.litter(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
         if os.path.lexists(path):
             self.rubbish[path] = looks(path)
 
@@ -559,6 +549,7 @@ class Storm(verdict.Actor):
                 self.note("crashed", "a task was there when all was drained")
 
 
+RUBBISH = ("file", "folder", "empty", "fifo", "link")
 RUBBISH_NAMES = (
     ".DS_Store%",
     "notes%.txt",
@@ -568,25 +559,6 @@ RUBBISH_NAMES = (
     "00000000000000000001~x~00000000000000000001-00000%",
     "error%.error",
     "%~",
-)
-
-
-def rubbish_file(path: str) -> None:
-    with open(path, "x", encoding="ascii") as file:
-        file.write("FQ1 00000000 3\nnot a task")
-
-
-def rubbish_folder(path: str) -> None:
-    os.mkdir(path)
-    rubbish_file(os.path.join(path, "00000000000000000001-00000001"))
-
-
-RUBBISH: tuple[Callable[[str], None], ...] = (
-    rubbish_file,
-    rubbish_folder,
-    os.mkdir,
-    os.mkfifo,
-    lambda path: os.symlink("nowhere", path),
 )
 
 
@@ -944,7 +916,7 @@ def catch(args: argparse.Namespace, broken: str, rule: str) -> None:
 
 def run_again() -> int:
     """Run this program once more, with a wall clock that a file sets."""
-    install(lambda: [] if glob.glob(FAKETIME) else ["libfaketime"], "faketime")
+    proof.install(lambda: [] if glob.glob(FAKETIME) else ["libfaketime"], "faketime")
     with tempfile.TemporaryDirectory(prefix="femtoqueue-storm-") as work:
         with open(os.path.join(work, "clock"), "w", encoding="ascii") as file:
             file.write("+0\n")
@@ -975,12 +947,12 @@ def run_again() -> int:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = proof.parser(__doc__)
     options.add_argument("--seconds", type=float, default=60, help="default: 60")
     options.add_argument("--fs", choices=["ext4", "tmpfs"], default="ext4")
     args = options.parse_args()
-    with ends(args.seed):
-        need_root()
+    with proof.ends(args.seed):
+        proof.need_root()
         if "FAKETIME_TIMESTAMP_FILE" not in os.environ:
             sys.exit(run_again())
         time.sleep = pause  # type: ignore[assignment]
@@ -990,7 +962,7 @@ def main() -> None:
         say(f"seed {args.seed}, {args.fs}")
         if args.self_check:
             queues = caught_by("storm").items()
-            must_catch(queues, lambda broken, rule: catch(args, broken, rule))
+            proof.must_catch(queues, lambda broken, rule: catch(args, broken, rule))
             return
         wrong = one_storm(args, args.seed, "")
         for line in wrong[:20]:
