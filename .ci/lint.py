@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 1162,
     "lines of its largest class": 652,
     "lines of test.py": 10_517,
-    "lines of .ci/": 8106,
+    "lines of .ci/": 8097,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),

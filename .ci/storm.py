@@ -91,7 +91,7 @@ SLOTS = (
     *("work", "work", "command", "command"),
 )
 
-# The command line's CMD: what Worker.take_on() does, in a process that starts in 15 ms.
+# The command line's CMD: what Role.take_on() does, in a process that starts in 15 ms.
 HANDLER = r"""
 import os, random, select, sys, time
 def note(*words):
@@ -121,7 +121,8 @@ def pause(seconds: float) -> None:
 
 
 class Role(verdict.Actor):
-    """What all processes have: a log, chance, a queue, and the wish to end on SIGTERM."""
+    """A process, until SIGTERM: its steps are named as its role is in SLOTS. Each returns for how
+    long to pause."""
 
     def __init__(self, storm: Storm, who: int, slot: int) -> None:
         self.name, self.fd, self.number = f"{who}", storm.fd, itertools.count(1)
@@ -141,7 +142,6 @@ class Role(verdict.Actor):
         self.ending.set()
 
     def run(self, step: Callable[[], float]) -> None:
-        """Go on until SIGTERM."""
         with self.q:
             while not self.ending.is_set():
                 try:
@@ -159,8 +159,6 @@ class Role(verdict.Actor):
             self.note("refused", which)
         pause(0.02 if what == "push" else 0.05)
 
-
-class Producer(Role):
     def size(self) -> int:
         return self.chance.choice(SIZES)
 
@@ -183,17 +181,18 @@ class Producer(Role):
         self.push_one(time.time() + self.chance.uniform(-0.5, 2))
         return self.chance.choice((0, 0.01, 0.04))
 
-    def keyed(self, update: bool = False) -> float:
+    def update(self) -> float:
+        return self.keyed("update")
+
+    def keyed(self, *policies: str) -> float:
         """One producer at a time has a key: its values have an order."""
         key = f"ключ/{self.slot}:{self.chance.randrange(5)}"
-        policy = "update" if update else self.chance.choice(("buffer", "buffer", "reject"))
+        policy = self.chance.choice(policies or ("buffer", "buffer", "reject"))
         is_later = self.chance.random() < 0.1
         due_s = time.time() + self.chance.uniform(-0.5, 1) if is_later else None
         self.push_one(due_s, key=key, if_in_flight=policy)
         return self.chance.choice((0, 0, 0.01, 0.04))
 
-
-class Worker(Role):
     def loop(self) -> float:
         before_s = self.now_s()
         task = self.pop() if self.calm or self.chance.random() < 0.9 else self.take()
@@ -262,9 +261,7 @@ class Worker(Role):
         """Not before then, in any case."""
         return began_s + LEASE_S
 
-
-class Onlooker(Role):
-    def look(self) -> float:
+    def onlook(self) -> float:
         look, state = self.chance.randrange(4), self.chance.choice(femtoqueue.STATES[:3])
         if look == 0:
             self.q.stats()
@@ -286,16 +283,10 @@ def live(storm: Storm, who: int, slot: int) -> None:
         command = [femtoqueue.__file__, "work", storm.queue_path, "-j", "2"]
         command += ["--timeout", f"{LEASE_S:g}s", "--", *handler]
         os.execv(sys.executable, [sys.executable, *command])
-    if role in ("loop", "work", "command"):
-        worker = Worker(storm, who, slot)
-        worker.run(worker.work if role == "work" and not storm.broken else worker.loop)
-    elif role == "onlook":
-        onlooker = Onlooker(storm, who, slot)
-        onlooker.run(onlooker.look)
-    else:
-        producer = Producer(storm, who, slot)
-        steps = {"push": producer.push, "schedule": producer.schedule, "keyed": producer.keyed}
-        producer.run(steps.get(role, lambda: producer.keyed(update=True)))
+    if role in ("work", "command") and storm.broken:
+        role = "loop"
+    actor = Role(storm, who, slot)
+    actor.run(getattr(actor, role))
 
 
 # The storm
