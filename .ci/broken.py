@@ -46,7 +46,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+from proof import say
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, LeaseLost, TicketQueue
@@ -1334,10 +1334,6 @@ def run_tests(faults: list[Fault], jobs: int) -> int:
             missed += not found
             say(f"{fault.promise}: {found or 'CAUGHT BY NOTHING'}, {seconds:.0f} s")
     return missed
-
-
-def say(text: str) -> None:
-    print(f"broken: {text}", flush=True)
 
 
 def main() -> None:

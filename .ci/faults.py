@@ -34,11 +34,11 @@ Linux does not. One process, no races. One fault a life, or with --in-a-row seve
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import ctypes
 import dataclasses
 import errno
+import itertools
 import json
 import logging
 import multiprocessing
@@ -49,19 +49,19 @@ import select
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
-from broken import BROKEN, broken, caught_by
+from broken import broken, caught_by
+from proof import Unable, Violation, ends, must_catch, name_of, open_log, parser, payload, say
 
 import femtoqueue
 from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
+from test import Clock
 
 WRITES = ("ENOSPC", "EIO", "EINTR")
 CHANGES = ("ENOSPC", "EIO", "EACCES")
@@ -93,6 +93,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
 }
 SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # a file system without flock, the queue says then
 KILL = "SIGKILL"
+LIVE = ("pending", "scheduled", "inflight")
 TORN_ID = f"{1:020d}-00000001"
 AN_HOUR_S, LATER_S = 3600.0, 1000.0
 TIMEOUT_S = 30
@@ -101,45 +102,33 @@ PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 Note = list[Any]  # [try, ok, err, lost or other word, step, its arguments..., its outcome]
 
 
-class Violation(Exception):
-    pass
-
-
-class Clock:
-    """Stands in for the module time: a microsecond passes with each look. Ahead of the kernel's,
-    so that for purge() each file is old."""
+class PassingClock(Clock):
+    """A microsecond passes with each look. Ahead of the kernel's, so that for purge() each file
+    is old."""
 
     def __init__(self) -> None:
-        self._wall_s, self._monotonic_s = time.time() + AN_HOUR_S, time.monotonic()
-        self._passed_s = 0.0
-
-    def skip(self, seconds: float) -> None:
-        self._passed_s += seconds
-
-    sleep = skip
+        super().__init__()
+        self.stand_still()
+        self.wall_shift_s = AN_HOUR_S
 
     def time(self) -> float:
-        self._passed_s += 1e-6
-        return self._wall_s + self._passed_s
+        self.advance(1e-6)
+        return super().time()
 
     def monotonic(self) -> float:
-        self._passed_s += 1e-6
-        return self._monotonic_s + self._passed_s
+        self.advance(1e-6)
+        return super().monotonic()
 
-    def time_ns(self) -> int:
-        return int(self.time() * 1e9)
-
-    def monotonic_ns(self) -> int:
-        return int(self.monotonic() * 1e9)
+    sleep = Clock.advance
 
 
-CLOCK = Clock()  # read at the start, the same in all processes that are forked
+CLOCK = PassingClock()  # read at the start, the same in all processes that are forked
 
 
 @contextlib.contextmanager
-def made_up(seed: str) -> Iterator[Clock]:
+def made_up(seed: str) -> Iterator[PassingClock]:
     """Let femtoqueue see a clock and random numbers that are the same each time."""
-    clock, chance, urandom = Clock.__new__(Clock), random.Random(seed), os.urandom
+    clock, chance, urandom = PassingClock.__new__(PassingClock), random.Random(seed), os.urandom
     clock.__dict__.update(CLOCK.__dict__)
     vars(femtoqueue)["time"], os.urandom = clock, chance.randbytes
     try:
@@ -148,16 +137,9 @@ def made_up(seed: str) -> Iterator[Clock]:
         vars(femtoqueue)["time"], os.urandom = time, urandom
 
 
-def payload(name: str) -> bytes:
-    size = 100_000 if name.startswith("big") else 40
-    return f"{name}:".encode() + random.Random(name).randbytes(size)
-
-
-def name_of(data: bytes) -> str:
-    name = data.partition(b":")[0].decode("ascii", "replace")
-    if data != payload(name):
-        raise Violation(f"the bytes of {name!r} are not those that were pushed")
-    return name
+def data_of(name: str) -> bytes:
+    """Return the payload of a name, which may end with "/<its size>"."""
+    return payload(name, int(name.partition("/")[2] or 40))
 
 
 # A life, as the child lives it
@@ -167,7 +149,7 @@ class Life:
     """Calls a queue's methods, and notes each before and after."""
 
     def __init__(
-        self, make: Callable[[], FemtoQueue], clock: Clock, note: Callable[[Note], None]
+        self, make: Callable[[], FemtoQueue], clock: PassingClock, note: Callable[[Note], None]
     ) -> None:
         self.make, self.clock, self.note = make, clock, note
         self.ids: dict[str, str] = {}
@@ -202,16 +184,15 @@ class Life:
     ) -> None:
         def call() -> str:
             if in_s is None:
-                return self.queue.push(payload(name), key=key, if_in_flight=policy)
+                return self.queue.push(data_of(name), key=key, if_in_flight=policy)
             due_us = (self.clock.time() + in_s) * 1e6
-            return self.queue.schedule(payload(name), due_us, key=key, if_in_flight=policy)
+            return self.queue.schedule(data_of(name), due_us, key=key, if_in_flight=policy)
 
         self.step(call, "push", name, key, policy, (in_s or 0) > 0, again=False)
 
     def push_many(self, *names: str) -> None:
-        self.step(
-            lambda: self.queue.push_many(map(payload, names)), "push_many", [*names], again=False
-        )
+        datas = map(data_of, names)
+        self.step(lambda: self.queue.push_many(datas), "push_many", [*names], again=False)
 
     def pop(self, key: str | None = None) -> FemtoTask | None:
         def call() -> FemtoTask | None:
@@ -242,12 +223,12 @@ class Life:
         """pop() while PAUSED is there, which a person made."""
         path = os.path.join(self.queue.data_dir, "PAUSED")
         self.step(lambda: os.close(os.open(path, os.O_CREAT)), "pause", True)
-        self.clock.skip(2)  # it is looked for when pending/ is listed
+        self.clock.advance(2)  # it is looked for when pending/ is listed
         self.pop()
         self.step(lambda: os.unlink(path), "pause", False)
 
     def expire(self) -> None:
-        self.clock.skip(40)
+        self.clock.advance(40)
         self.note(["ok", "expire"])
 
     def look(self) -> None:
@@ -265,8 +246,8 @@ class Life:
 
         self.step(call, "look", shown=lambda seen: seen)
 
-    def drain(self) -> None:
-        for _ in range(100):
+    def drain(self, most: int = 100) -> None:
+        for _ in range(most):
             task = self.pop()
             if task is None:
                 return
@@ -275,7 +256,7 @@ class Life:
     def finish(self) -> None:
         """Show that the same object works on; nothing is injected from here on."""
         self.note(["end"])
-        self.clock.skip(LATER_S)
+        self.clock.advance(LATER_S)
         for name in ("after", "afterwards"):
             self.push(name)
             self.drain()
@@ -286,7 +267,7 @@ def plain(life: Life) -> None:
     """Tasks without a key, from the first mkdir on."""
     life.open()
     life.push("a")
-    life.push_many("b", "big", "c", "d", "e")
+    life.push_many("b", "big/100000", "c", "d", "e")
     life.push("late", in_s=600)
     life.push("due", in_s=-1)
     life.end(life.pop(), "done")
@@ -307,7 +288,7 @@ def plain(life: Life) -> None:
     life.look()
     life.call("retry_failed")
     life.call("purge", 0)
-    life.clock.skip(100)
+    life.clock.advance(100)
     life.drain()
     life.call("close")
     life.push("f")
@@ -341,7 +322,7 @@ def keyed(life: Life) -> None:
     life.push("k7", "k", in_s=10)
     life.end(task, "done")
     life.look()
-    life.clock.skip(100)
+    life.clock.advance(100)
     life.drain()
 
 
@@ -352,20 +333,20 @@ def inherited(life: Life) -> None:
     life.push("a")
     life.end(life.pop(), "done")
     life.push("k9", "k")
-    life.clock.skip(5)
+    life.clock.advance(5)
     life.end(life.pop("k"), "done")
     life.end(life.pop(), "fail", error="why")
     life.end(life.pop(), "release", delay_s=20)
     life.drain()
     life.call("purge", 0, ("done", "failed"))
-    life.clock.skip(700)
+    life.clock.advance(700)
     life.drain()
     life.look()
 
 
 def former(life: Life) -> None:
     """Leaves what `inherited` finds; dies with leases in its hands."""
-    life.clock.skip(-AN_HOUR_S / 2)
+    life.clock.advance(-AN_HOUR_S / 2)
     life.open()
     own = life.queue.node_id
     life.push_many(*(f"{own}-{letter}" for letter in "abcd"))
@@ -407,10 +388,10 @@ class Slot:
 class Ledger:
     """Follows the notes of a life; raises Violation for what must not be answered."""
 
-    def __init__(self, notes: Iterable[Note]) -> None:
+    def __init__(self, notes: Iterable[Note], done: str = "done") -> None:
         self.slots: list[Slot] = []
         self.paused = False
-        self.done = "done"  # "gone" from when keep_done is False on
+        self.done = done  # "gone" from when keep_done is False on
         self._pushed: list[Slot] = []
         self._erred: Note = []  # the step that raised last
         self._logged: list[str] = []  # in this step
@@ -573,48 +554,59 @@ class Ledger:
                 sure = word == "ok" and slot.states <= {*of, after}
                 slot.states = {after} if sure else slot.states | {after}
 
+    def compare(self, found: dict[str, str]) -> None:
+        """Each task is there, once, in a state that it may be in; and no other is there."""
+        found = dict(found)
+        for slot in self.slots:
+            there = [(name, found.pop(name)) for name in slot.names if name in found]
+            state = there[0][1] if there else "gone"
+            if len(there) > 1 or ("live" if state in LIVE else state) not in slot.states:
+                raise Violation(f"{sorted(slot.names)} is {there}, not {sorted(slot.states)}")
+        if found:
+            raise Violation(f"nobody acknowledged {found}")
 
-def stands(q: FemtoQueue) -> dict[str, list[str]]:
-    """Return the states in which each payload is found, and that peek() and stats() agree."""
-    found: dict[str, list[str]] = {}
-    counts = dict.fromkeys(femtoqueue.STATES, 0)
+
+def found_in(q: FemtoQueue) -> dict[str, str]:
+    """Return the state in which each payload is."""
+    found: dict[str, str] = {}
     for state in femtoqueue.STATES:
         for task in q.tasks(state):
-            counts[state] += 1
-            found.setdefault(name_of(task.data), []).append(state)
-            seen = q.peek(task.id)
-            if seen is None or seen.data != task.data:
-                raise Violation(f"peek() sees {seen} for {task}")
+            name = name_of(task.data)
+            if name in found:
+                raise Violation(f"{name} stands twice: in {found[name]} and, {task.id}, in {state}")
+            found[name] = state
+    return found
+
+
+def stands(q: FemtoQueue) -> dict[str, str]:
+    """Return the state in which each payload is; peek() and stats() must agree with it."""
+    found = found_in(q)
+    counts = Counter(found.values())
+    for task in (task for state in femtoqueue.STATES for task in q.tasks(state)):
+        seen = q.peek(task.id)
+        if seen is None or seen.data != task.data:
+            raise Violation(f"peek() sees {seen} for {task}")
     try:
         torn = q.peek(TORN_ID) is not None
     except CorruptTask:
         torn = True
     stats = q.stats()
-    counted = {state: getattr(stats, state) for state in counts}
-    if sum(counted.values()) != sum(counts.values()) + torn:
+    counted = {state: getattr(stats, state) for state in femtoqueue.STATES}
+    if sum(counted.values()) != len(found) + torn:
         raise Violation(f"stats() counts {counted}, tasks() {counts}")
     if torn and counted["failed"] == counts["failed"] + 1:
-        found["torn"] = ["failed"]
-    for name, states in found.items():
-        if len(states) > 1:
-            raise Violation(f"{name} stands {len(states)} times: {states}")
+        found["torn"] = "failed"
     return found
 
 
-def check_end(path: str, q: FemtoQueue, ledger: Ledger, kept: set[str]) -> None:
+def check_end(q: FemtoQueue, found: dict[str, str], ledger: Ledger, kept: set[str]) -> None:
     """After all was drained: each task is where it was acknowledged to be. kept: paths of
     files whose unlink() failed."""
-    found = stands(q)
-    for slot in ledger.slots:
-        there = [(name, state) for name in slot.names for state in found.pop(name, [])]
-        if len(there) > 1 or (there[0][1] if there else "gone") not in slot.states - {"live"}:
-            raise Violation(f"{sorted(slot.names)} is {there}, not {sorted(slot.states)}")
-    if found:
-        raise Violation(f"nobody acknowledged {found}")
+    ledger.compare(found)
     stats = q.stats()
     if stats.pending or stats.scheduled or stats.inflight or stats.buffered:
         raise Violation(f"after all was drained: {stats}")
-    left = os.listdir(os.path.join(path, "creating"))
+    left = os.listdir(os.path.join(q.data_dir, "creating"))
     if {f"/creating/{name}" for name in left} - kept:
         raise Violation(f"left in creating/: {left}")
 
@@ -646,25 +638,20 @@ class Scene:
         return f"{self.script}, sync={self.sync}"
 
 
-SCRIPTS: dict[str, Callable[[Life], None]] = {
-    "plain": plain,
-    "keyed": keyed,
-    "inherited": inherited,
-}
+SCRIPTS = {script.__name__: script for script in (plain, keyed, inherited)}
+SCENES = [*itertools.product(SCRIPTS, (False, True))]
 
 
 class Stage:
-    """A directory for one life, with what is there before it."""
+    """A directory, made anew for one life, with what is there before it."""
 
     def __init__(self, work: str, scene: Scene) -> None:
         self.scene, self.work = scene, work
         self.path = os.path.join(work, "jobs")
         self.inherited = os.path.join(os.path.dirname(work), "inherited")
-
-    def set_up(self) -> None:
-        shutil.rmtree(self.work, ignore_errors=True)
-        os.makedirs(self.work)
-        if self.scene.script == "inherited":
+        shutil.rmtree(work, ignore_errors=True)
+        os.makedirs(work)
+        if scene.script == "inherited":
             shutil.copytree(os.path.join(self.inherited, "jobs"), self.path)
 
     def file(self, name: str) -> str:
@@ -684,19 +671,20 @@ class Stage:
         )
 
     def notes(self) -> list[Note]:
-        return [json.loads(line) for line in self.read("notes").splitlines()]
+        return noted(self.file("notes"))
 
     def ledger(self) -> Ledger:
-        """What dead workers acknowledged before this life."""
-        if self.scene.script != "inherited":
-            return Ledger([])
-        with open(os.path.join(self.inherited, "notes"), encoding="ascii") as file:
-            ledger = Ledger(json.loads(line) for line in file)
+        """What was acknowledged in this life, and by dead workers before it."""
+        is_heir = self.scene.script == "inherited"
+        ledger = Ledger(noted(os.path.join(self.inherited, "notes")) if is_heir else [])
         for slot in ledger.slots:
             if slot.states == {"live"} and any("spent" in name for name in slot.names):
                 slot.states = {"failed", "live"}  # by max_attempts
-        ledger.slots.append(Slot({"torn"}, {"failed", "live"}))
+        if is_heir:
+            ledger.slots.append(Slot({"torn"}, {"failed", "live"}))
         ledger.done = "done" if self.scene.keep_done else "gone"
+        for note in self.notes():
+            ledger.follow(note)
         return ledger
 
 
@@ -710,8 +698,29 @@ class LogNotes(logging.Handler):
 
 
 def writer(path: str) -> Callable[[Note], None]:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    return lambda note: (os.write(fd, json.dumps(note).encode() + b"\n"), None)[1]
+    fd = open_log(path)
+    return lambda note: (os.write(fd, f"{json.dumps(note)}\n".encode()), None)[1]
+
+
+def noted(path: str) -> list[Note]:
+    with open(path, encoding="ascii") as file:
+        return [json.loads(line) for line in file if line.endswith("\n")]
+
+
+def play(
+    script: Callable[[Life], None],
+    make: Callable[[], FemtoQueue],
+    note: Callable[[Note], None],
+    seed: str,
+) -> NoReturn:
+    """In a child: live a life, to its end."""
+    try:
+        with made_up(seed) as clock:
+            script(Life(make, clock, note))
+    except BaseException:
+        note(["crash", traceback.format_exc()])
+    finally:
+        os._exit(0)  # as if killed: close() is a step of its own
 
 
 def live(stage: Stage, node_id: str, script: Callable[[Life], None]) -> None:
@@ -719,13 +728,8 @@ def live(stage: Stage, node_id: str, script: Callable[[Life], None]) -> None:
     note = writer(stage.file("notes"))
     os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
     femtoqueue._log().addHandler(LogNotes(note))
-    try:
-        with broken(stage.scene.broken), made_up(node_id) as clock:
-            script(Life(lambda: stage.make(node_id), clock, note))
-    except BaseException:
-        note(["crash", traceback.format_exc()])
-    finally:
-        os._exit(0)  # as if killed: close() is a step of its own
+    with broken(stage.scene.broken):
+        play(script, lambda: stage.make(node_id), note, node_id)
 
 
 def spawn(stage: Stage, go: int) -> int:
@@ -774,7 +778,7 @@ def traced(stage: Stage, *options: str) -> int:
 def points_of(stage: Stage) -> list[Point]:
     """Return the calls on the data directory, of a life that was traced whole."""
     points: list[Point] = []
-    numbers, step = collections.Counter[str](), 0
+    numbers, step = Counter[str](), 0
     for line in stage.read("trace").splitlines():
         match = re.match(r"\d+ +(\w+)\((.*)", line)
         if match is None:
@@ -798,7 +802,7 @@ def places(stage: Stage, line: str) -> str:
 
 def faults_at(point: Point) -> list[str]:
     if point.call not in ERRORS:
-        raise SystemExit(f"faults: FAILED: no errno is known for {point}; put it into ERRORS")
+        raise Unable(f"no errno is known for {point}; put it into ERRORS")
     return [*ERRORS[point.call], KILL]
 
 
@@ -834,31 +838,24 @@ def check_hit(stage: Stage, job: Job, status: int) -> None:
 def inject(job: Job, work: str) -> str:
     """Play one life with one fault, and check; return how the fault showed."""
     stage = Stage(work, job.scene)
-    stage.set_up()
     what = f"signal={KILL}" if job.fault == KILL else f"error={job.fault}"
     when = f"{job.point.number}"
     if job.in_a_row > 1:
         when += f"..{job.point.number + job.in_a_row - 1}"
-    status = traced(
-        stage,
-        *("-e", f"trace={job.point.call}"),
-        *("-e", f"inject={job.point.call}:{what}:when={when}"),
-    )
+    call = job.point.call
+    status = traced(stage, "-e", f"trace={call}", "-e", f"inject={call}:{what}:when={when}")
     check_hit(stage, job, status)
-    notes = stage.notes()
     ledger = stage.ledger()
-    for note in notes:
-        ledger.follow(note)
     if job.fault == KILL:
         succeed(stage, ledger)
         showed = "killed"
     else:
-        showed = outcome(job, notes)
+        showed = outcome(job, stage.notes())
     with made_up("later") as clock:
-        clock.skip(2 * LATER_S)
+        clock.advance(2 * LATER_S)
         with FemtoQueue(stage.path, "looker") as q:
             kept = {places(stage, line) for line in lines_hit(stage) if "unlink" in line}
-            check_end(stage.path, q, ledger, kept)
+            check_end(q, stands(q), ledger, kept)
     return showed
 
 
@@ -888,7 +885,7 @@ def succeed(stage: Stage, ledger: Ledger) -> None:
         os.unlink(os.path.join(stage.path, "PAUSED"))
         ledger.paused = False
     with broken(stage.scene.broken), made_up("next") as clock:
-        clock.skip(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
+        clock.advance(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
         life = Life(stage.make, clock, ledger.follow)
         life.open()
         stands(life.queue)
@@ -911,7 +908,6 @@ def run(job: Job) -> tuple[Job, str, str]:
 def make_inherited(directory: str) -> None:
     """Let two workers live and die in a queue, for all lives that begin after them."""
     stage = Stage(os.path.join(directory, "inherited"), Scene("plain", False))
-    stage.set_up()
     for node_id in ("n0", "n1"):
         child = os.fork()
         if child == 0:
@@ -920,7 +916,7 @@ def make_inherited(directory: str) -> None:
         writer(stage.file("notes"))(["died"])
         problems = [note for note in stage.notes() if note[0] in ("err", "lost", "crash")]
         if problems or stage.read("stderr"):
-            raise SystemExit(f"faults: FAILED: {problems} {stage.read('stderr')}")
+            raise Violation(f"{problems} {stage.read('stderr')}")
     for name, content in (
         (f"pending/{TORN_ID}", b"FQ1 00000000 99\nshort"),
         (f"creating/{2:020d}-00000002", b"FQ1"),
@@ -932,11 +928,9 @@ def make_inherited(directory: str) -> None:
 def jobs_of(scene: Scene, in_a_row: int = 1) -> list[Job]:
     """Live once without a fault, and return an injection for each call and each fault."""
     stage = Stage(os.path.join(WORK, "usual"), scene)
-    stage.set_up()
     traced(stage, "-e", "trace=%file,%desc")
-    notes, ledger = stage.notes(), stage.ledger()
-    for note in notes:
-        ledger.follow(note)
+    notes = stage.notes()
+    stage.ledger()
     if any(note[0] in ("err", "lost") for note in notes) or stage.read("stderr"):
         raise Violation(f"without a fault: {stage.read('stderr')} {notes}")
     usual = usual_notes(notes)
@@ -952,12 +946,10 @@ def jobs_of(scene: Scene, in_a_row: int = 1) -> list[Job]:
 def warm_up() -> None:
     """Live each life here, so that what Python imports when it is first needed is there: a child
     must not make other calls than the one before it."""
-    for name, script in SCRIPTS.items():
-        for sync in (False, True):
-            stage = Stage(os.path.join(WORK, "warm"), Scene(name, sync))
-            stage.set_up()
-            with made_up("n1") as clock:
-                script(Life(stage.make, clock, lambda _: None))
+    for name, sync in SCENES:
+        stage = Stage(os.path.join(WORK, "warm"), Scene(name, sync))
+        with made_up("n1") as clock:
+            SCRIPTS[name](Life(stage.make, clock, lambda _: None))
 
 
 WORK = ""
@@ -983,33 +975,23 @@ def describe(job: Job) -> str:
     return f"{job.scene}: {job.fault} at {job.point.call} {job.point.number} {job.point.text}"
 
 
-def caught(name: str, shows: tuple[str, ...], workers: int) -> str:
-    """Return what is wrong with a broken queue, "" if nothing is."""
-    for script in ("plain", "keyed"):
-        for sync in (False, True):
-            jobs = [
-                job
-                for job in jobs_of(Scene(script, sync, name))
-                if (KILL if job.fault == KILL else job.point.call) in shows
-            ]
-            for start in range(0, len(jobs), 20):
-                for job, _, wrong in [*results(jobs[start : start + 20], workers)]:
-                    if wrong:
-                        return f"{describe(job)}: {wrong[:200]}"
-    return ""
-
-
-def self_check(workers: int) -> None:
-    for name, shows in caught_by("faults").items():
-        wrong = caught(name, shows, workers)
-        if not wrong:
-            raise SystemExit(f"faults: FAILED: {name} is not caught: {BROKEN[name].promise}")
-        print(f"faults: {name} is caught: {wrong}", flush=True)
+def catch(name: str, shows: tuple[str, ...], workers: int) -> None:
+    """Raise Violation for what is wrong with a broken queue. shows: the calls that tell."""
+    for script, sync in itertools.product(("plain", "keyed"), (False, True)):
+        jobs = [
+            job
+            for job in jobs_of(Scene(script, sync, name))
+            if (KILL if job.fault == KILL else job.point.call) in shows
+        ]
+        for start in range(0, len(jobs), 20):
+            for job, _, wrong in [*results(jobs[start : start + 20], workers)]:
+                if wrong:
+                    raise Violation(f"{describe(job)}: {wrong[:200]}")
 
 
 def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
     """Choose by lot: one of each kind first (call, directory and fault), then a second, ..."""
-    chance, kinds = random.Random(seed), collections.Counter[tuple[str, ...]]()
+    chance, kinds = random.Random(seed), Counter[tuple[str, ...]]()
     ranked = []
     for job in chance.sample(jobs, len(jobs)):
         kind = (job.point.call, job.fault, *re.findall(r"(?:^| )/([a-z]*)", job.point.text))
@@ -1021,64 +1003,55 @@ def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
 def check_all(args: argparse.Namespace) -> tuple[int, int]:
     """Return how many injections there were, and how many violations."""
     total = violations = 0
-    for script in SCRIPTS:
-        for sync in (False, True):
-            jobs = jobs_of(Scene(script, sync), args.in_a_row)
-            calls = len({job.point for job in jobs})
-            count = len(jobs)
-            if not args.all:
-                jobs = sample(jobs, args.sample, args.seed)
-            counts = collections.Counter[str]()
-            for job, showed, wrong in results(jobs, args.jobs):
-                counts[showed] += 1
-                if wrong:
-                    print(f"faults: VIOLATION: {describe(job)}: {wrong}", flush=True)
-                elif args.verbose:
-                    print(f"{showed}: {describe(job)}")
-            total, violations = total + len(jobs), violations + counts[""]
-            print(
-                f"faults: {Scene(script, sync)}: {calls} calls, {len(jobs)} of {count} injections:"
-                f" {counts['surfaced']} surfaced, {counts['logged']} harmless and logged,"
-                f" {counts['harmless']} harmless, {counts['put off']} put off,"
-                f" {counts['killed']} kills,"
-                f" {counts['']} violations",
-                flush=True,
-            )
+    for script, sync in SCENES:
+        jobs = jobs_of(Scene(script, sync), args.in_a_row)
+        calls = len({job.point for job in jobs})
+        count = len(jobs)
+        if not args.all:
+            jobs = sample(jobs, args.sample, args.seed)
+        counts = Counter[str]()
+        for job, showed, wrong in results(jobs, args.jobs):
+            counts[showed] += 1
+            if wrong:
+                say(f"VIOLATION: {describe(job)}: {wrong}")
+            elif args.verbose:
+                print(f"{showed}: {describe(job)}")
+        total, violations = total + len(jobs), violations + counts[""]
+        say(
+            f"{Scene(script, sync)}: {calls} calls, {len(jobs)} of {count} injections:"
+            f" {counts['surfaced']} surfaced, {counts['logged']} harmless and logged,"
+            f" {counts['harmless']} harmless, {counts['put off']} put off,"
+            f" {counts['killed']} kills, {counts['']} violations"
+        )
     return total, violations
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
+    options = parser(__doc__)
+    add = options.add_argument
     add("--sample", type=int, default=600, help="so many injections a life (default: 600)")
     add("--all", action="store_true", help="not a sample: every one")
-    add("--seed", type=int, default=random.randrange(10**6), help="of the sample")
     add("--in-a-row", type=int, default=1, choices=range(1, 9), help="calls of a kind that fail")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="at the same time")
     add("--dir", help="for the queues (default: /dev/shm)")
     add("--verbose", action="store_true", help="say how each fault showed")
-    add("--self-check", action="store_true", help="show that broken queues are caught")
-    return parser.parse_args()
+    return options.parse_args()
 
 
 def main() -> None:
     args = arguments()
     if shutil.which("strace") is None:
-        raise SystemExit("faults: FAILED: strace is missing (apt-get install strace)")
-    print(f"faults: seed {args.seed}", flush=True)
+        raise SystemExit("faults: NOT PROVED: strace is missing (apt-get install strace)")
+    say(f"seed {args.seed}")
     femtoqueue._log().addHandler(logging.NullHandler())
     femtoqueue._log().propagate = False
-    try:
-        with workshop(args.dir):
-            if args.self_check:
-                self_check(args.jobs)
-                return
-            total, violations = check_all(args)
-    except Violation as error:
-        raise SystemExit(f"faults: FAILED: {error}") from error
-    print(f"faults: {total} injections, {violations} violations")
+    with ends(args.seed), workshop(args.dir):
+        if args.self_check:
+            queues = caught_by("faults").items()
+            must_catch(queues, lambda name, shows: catch(name, shows, args.jobs))
+            return
+        total, violations = check_all(args)
+    say(f"{total} injections, {violations} violations")
     raise SystemExit(violations > 0)
 
 

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+from proof import Violation, ends, make_image, mounted, need_root, say
 
 from femtoqueue import FemtoQueue
 
@@ -25,27 +24,21 @@ PAYLOADS = (100, 5_000, 1_000_000)
 
 def expect(condition: bool, message: str) -> None:
     if not condition:
-        raise SystemExit(f"full_disk: FAILED: {message}")
+        raise Violation(message)
 
 
 @contextlib.contextmanager
-def mounted(kind: str, size_mib: int, options: str = "") -> Iterator[str]:
+def small_disk(kind: str, size_mib: int, options: str = "") -> Iterator[str]:
     """A small file system of a kind, mounted on a directory that is gone afterwards."""
     with tempfile.TemporaryDirectory() as work:
         target, image = os.path.join(work, "mnt"), os.path.join(work, "image")
         os.mkdir(target)
-        if kind == "tmpfs":
-            mount = ["mount", "-t", "tmpfs", "-o", f"size={size_mib}m{options}", "none", target]
-        else:
-            with open(image, "wb") as file:
-                file.truncate(size_mib << 20)
-            subprocess.run([f"mkfs.{kind}", "-q", image], check=True)
-            mount = ["mount", "-o", "loop", image, target]
-        subprocess.run(mount, check=True)
-        try:
+        what = ["-t", "tmpfs", "-o", f"size={size_mib}m{options}", "none"]
+        if kind != "tmpfs":
+            make_image(image, size_mib, f"mkfs.{kind}", "-q")
+            what = ["-o", "loop", image]
+        with mounted(*what, target):
             yield target
-        finally:
-            subprocess.run(["umount", target], check=True)
 
 
 def push_until_full(q: FemtoQueue, size: int, *, many: bool) -> list[str]:
@@ -104,23 +97,21 @@ def check_start(path: str) -> int:
 
 
 def main() -> None:
-    if os.geteuid() != 0:
-        raise SystemExit("full_disk.py: needs root, to mount file systems")
+    need_root()
     passed = 0
     for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):
-        for size in PAYLOADS:
-            for sync in (False, True):
-                for many in (False, True):
-                    with mounted(kind, size_mib) as path:
-                        fitted = check(path, size, sync=sync, many=many)
-                    print(f"{kind}, {size} bytes, sync={sync}, push_many={many}: {fitted} fitted")
-                    passed += 1
+        for size, sync, many in itertools.product(PAYLOADS, (False, True), (False, True)):
+            with small_disk(kind, size_mib) as path:
+                fitted = check(path, size, sync=sync, many=many)
+            say(f"{kind}, {size} bytes, sync={sync}, push_many={many}: {fitted} fitted")
+            passed += 1
     for kind, size_mib, options in (("tmpfs", 4, ",nr_inodes=100"), ("ext4", 12, "")):
-        with mounted(kind, size_mib, options) as path:
-            print(f"{kind}, no inode left for a new worker: {check_start(path)} fitted")
+        with small_disk(kind, size_mib, options) as path:
+            say(f"{kind}, no inode left for a new worker: {check_start(path)} fitted")
         passed += 1
-    print(f"full_disk: {passed} passed, 0 failed")
+    say(f"{passed} passed, 0 failed")
 
 
 if __name__ == "__main__":
-    main()
+    with ends():
+        main()

@@ -16,14 +16,11 @@ A failure ends it with the seed; `--seed S --only KIND --minutes 0` runs that on
 
 from __future__ import annotations
 
-import argparse
 import binascii
 import contextlib
 import os
 import random
-import shutil
 import signal
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -31,9 +28,8 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
 from broken import broken, caught_by
+from proof import Violation, ends, litter, must_catch, parser, say
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
@@ -54,15 +50,6 @@ STEPS = 400  # of one seed of lives
 PATIENCE_S = 60  # of real time, for one seed
 BOUND = 200  # seeds by which a broken queue is caught
 MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-
-
-@contextlib.contextmanager
-def a_directory() -> Iterator[str]:
-    path = tempfile.mkdtemp(prefix="femtoqueue-fuzz-", dir=MEMORY)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def hangs(*_: object) -> None:
@@ -140,15 +127,7 @@ class Names:
             self.ids.add(name[-29:])
             kind = self.chance.choice(("file",) * 6 + ("folder", "link", "fifo"))
             payload = f"{len(self.put)} {directory}/{name}".encode("utf-8", "surrogateescape")
-            if kind == "file":
-                with open(path, "wb") as file:
-                    file.write(record(payload))
-            elif kind == "folder":
-                os.makedirs(os.path.join(path, "what is in it"))
-            elif kind == "link":
-                os.symlink(os.path.join(self.path, "target"), path)
-            else:
-                os.mkfifo(path)
+            litter(path, kind, record(payload), os.path.join(self.path, "target"))
             self.put[path] = state, kind, payload
 
     def run(self) -> None:
@@ -447,7 +426,10 @@ class Contents:
 
 def one(kind: str, seed: int) -> int:
     """Run a seed; return how many steps that were. Raises what is wrong."""
-    with a_directory() as path, an_end():
+    directory = tempfile.TemporaryDirectory(
+        prefix="femtoqueue-fuzz-", dir=MEMORY, ignore_cleanup_errors=True
+    )
+    with directory as path, an_end():
         if kind == "lives":
             Fuzz(path, seed).run(STEPS)
             return STEPS
@@ -467,56 +449,40 @@ def run(kinds: list[str], minutes: float, seed: int) -> None:
             except Exception as error:
                 if not isinstance(error, AssertionError):
                     raise SystemExit(f"fuzz: FAILED: {kind}, seed {seed}") from error
-                raise SystemExit(f"fuzz: FAILED: {kind}, seed {seed}: {error}") from error
+                raise Violation(f"{kind}, seed {seed}: {error}") from error
             counts[kind] += 1
         seed += 1
     seconds = time.monotonic() - started_s
     done = ", ".join(f"{count} of {kind}" for kind, count in counts.items())
-    print(f"fuzz: seeds: {done}; {steps} steps in {seconds:.0f} s; no failure")
+    say(f"seeds: {done}; {steps} steps in {seconds:.0f} s; no failure")
 
 
 # Broken queues
 
 
-def fault_of(kind: str, seed: int) -> str:
-    try:
-        one(kind, seed)
-    except Exception as error:
-        return str(error.__cause__ or error).partition("\n")[0][:99]
-    return ""
-
-
-def self_check(seed: int) -> None:
-    for name, kind in caught_by("fuzz").items():
-        for number in range(seed, seed + BOUND):
+def catch(name: str, kind: str, first: int) -> None:
+    """Raise Violation for what the first seed says that shows a fault."""
+    for seed in range(first, first + BOUND):
+        try:
             with broken(name):
-                why = fault_of(kind, number)
-            if why:
-                print(f"fuzz: {name}: seed {number - seed + 1} says: {why}", flush=True)
-                break
-        else:
-            raise SystemExit(f"fuzz: FAILED: {name}, and {BOUND} seeds do not show it")
+                one(kind, seed)
+        except Exception as error:
+            why = str(error.__cause__ or error).partition("\n")[0][:99]
+            raise Violation(f"seed {seed - first + 1} says: {why}") from None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    kinds = ("lives", "names", "contents")
-    parser.add_argument("--minutes", type=float, default=1)
-    parser.add_argument("--seed", type=int, default=None, help="the first (default: random)")
-    parser.add_argument("--only", choices=kinds, default=None)
-    parser.add_argument(
-        "--self-check", action="store_true", help="show that broken queues are caught"
-    )
-    args = parser.parse_args()
-    seed = random.randrange(10**9) if args.seed is None else args.seed
-    print(f"fuzz: seed {seed}", flush=True)
+    options, kinds = parser(__doc__), ("lives", "names", "contents")
+    options.add_argument("--minutes", type=float, default=1)
+    options.add_argument("--only", choices=kinds, default=None)
+    args = options.parse_args()
+    say(f"seed {args.seed}")
     femtoqueue._log().disabled = True
-    if args.self_check:
-        self_check(seed)
-        return
-    run([args.only] if args.only else [*kinds], args.minutes, seed)
+    with ends(args.seed):
+        if args.self_check:
+            must_catch(caught_by("fuzz").items(), lambda name, kind: catch(name, kind, args.seed))
+        else:
+            run([args.only] if args.only else [*kinds], args.minutes, args.seed)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 924,
     "lines of its largest class": 613,
     "lines of test.py": 10_517,
-    "lines of .ci/": 8422,
+    "lines of .ci/": 8113,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),

@@ -8,8 +8,8 @@ Producers (push, push_many), schedulers, keyed producers, workers (loops, work()
 line) and an onlooker run on one queue. Meanwhile they are killed, interrupted (SIGINT) and stopped
 for longer than the lease, the file system is full for a second, the wall clock is set back and
 forth under their feet (libfaketime), the queue is paused, and rubbish appears in its directories.
-Each process notes its steps outside, one write() a line, before it and when it was acknowledged.
-Then the storm ends, calm workers drain the queue, and this must hold:
+Each process notes its steps outside, before it and when it was acknowledged: see verdict.py. Then
+the storm ends, calm workers drain the queue, and this must hold:
 
     found      what was acknowledged is in done/ or failed/, once, with its bytes; what was never
                tried, or was refused, is not
@@ -38,6 +38,7 @@ import bisect
 import contextlib
 import errno
 import glob
+import itertools
 import logging
 import math
 import os
@@ -54,15 +55,18 @@ import time
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
-
+import proof
+import verdict
 from broken import break_queue, caught_by
-from full_disk import mounted
+from full_disk import small_disk
+from proof import Unable, Violation, name_of, say
+from verdict import Delivery, Push
 
 import femtoqueue
-from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight, LeaseLost
+from femtoqueue import FemtoQueue, FemtoTask
 
 LEASE_S = 2.0
 SIZE_MIB = 256
@@ -73,36 +77,36 @@ CALM_S = 60.0  # to drain the queue in
 STEPS_S = (0, 0, 0.7, -0.7, 30, -30, 3600, -3600, 86400, -86400, -365 * 86400)
 AFTER_ALL_S = 400 * 86400  # later than anything that was scheduled
 SIZES = (0, 0, 50, 50, 50, 5_000, 20_000)
+ENDS = (*["done"] * 25, "fail", "extend", "release", "forget", "process")
 REASONS = ("storm", "max_attempts", "exit")
 FIGURES = (
-    *("tasks", "pushed", "refused", "claimed", "done", "failed", "extended", "released", "lost"),
+    *("tasks", "pushed", "refused", "got", "done", "fail", "extended", "release", "lost"),
     *("SIGKILL", "SIGINT", "SIGSTOP", "stops longer than the lease", "clock steps", "full disks"),
-    *("trouble", "pauses", "pieces of rubbish", "left in creating/"),
+    *("error", "pauses", "pieces of rubbish", "left in creating/"),
 )
 WORKERS = ("loop", "work", "command")
-STORM_LOG = "00000"
 FAKETIME = "/usr/lib/*/faketime/libfaketime*.so.1"
-SLOTS = ("push", "push", "schedule", "keyed", "keyed", "update", *["loop"] * 6, "onlook")
-HAS_WORK = hasattr(FemtoQueue, "work")
-if HAS_WORK:
-    SLOTS += ("work", "work", "command", "command")
+SLOTS = (
+    *("push", "push", "schedule", "keyed", "keyed", "update", *["loop"] * 6, "onlook"),
+    *("work", "work", "command", "command"),
+)
 
-# The command line's CMD: what Worker.take_on() does, in a process that starts in 15 ms.
+# The command line's CMD: what Role.take_on() does, in a process that starts in 15 ms.
 HANDLER = r"""
 import os, random, select, sys, time
 def note(*words):
-    os.write(log, f"{time.monotonic():.6f} {' '.join(words)}\n".encode())
+    os.write(log, f"{time.monotonic()} {sys.argv[2]} {' '.join(words)}\n".encode())
 log = os.open(sys.argv[1], os.O_WRONLY | os.O_APPEND)
 ident, attempt = os.environ["FEMTOQUEUE_ID"], os.environ["FEMTOQUEUE_ATTEMPT"]
 data = sys.stdin.buffer.read()
 head, _, rest = data.partition(b"\n")
-name, key, size = head.decode().split() if rest or data.endswith(b"\n") else ("", "", "1")
-if rest != (name.encode() * int(size))[: int(size)]:
+name, _, size = head.decode().partition(" ")
+if size != str(len(rest)) or rest != random.Random(name).randbytes(len(rest)):
     note("torn", ident)
     sys.exit(1)
-note("claimed", ident, name, key, attempt, "-")
+note("got", ident, "-", "-", attempt, name)
 select.select([], [], [], random.choice((0, 0, 0.01, 0.1)))
-note("finishing", ident)
+note("settle", ident)
 sys.exit(random.random() < 0.05)
 """
 
@@ -113,152 +117,94 @@ def pause(seconds: float) -> None:
     select.select([], [], [], max(0.0, seconds))
 
 
-class Log:
-    """Steps of one process. A kill leaves whole lines."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-    def note(self, *words: object) -> None:
-        line = " ".join(map(str, (f"{time.monotonic():.6f}", *words)))
-        os.write(self._fd, f"{line}\n".encode())
-
-
-def payload(name: str, key: str, size: int) -> bytes:
-    return f"{name} {key} {size}\n".encode() + (name.encode() * size)[:size]
-
-
-def name_and_key(data: bytes) -> tuple[str, str]:
-    """Return what payload() was given; raises ValueError unless every byte is as it was."""
-    name, key, size = data.partition(b"\n")[0].decode().split()
-    if data != payload(name, key, int(size)):
-        raise ValueError(f"payload {name} is torn")
-    return name, key
-
-
 # The processes in the storm
 
 
-class Role:
-    """What all processes have: a log, chance, a queue, and the wish to end on SIGTERM."""
+class Role(verdict.Actor):
+    """A process, until SIGTERM: its steps are named as its role is in SLOTS. Each returns for how
+    long to pause."""
 
     def __init__(self, storm: Storm, who: int, slot: int) -> None:
-        self.log = Log(storm.log_path(who))
-        self.who, self.slot, self.calm = who, slot, storm.calm
+        self.name, self.fd, self.number = f"{who}", storm.fd, itertools.count(1)
+        self.slot, self.calm = slot, storm.calm
         self.chance = random.Random(f"{storm.seed} {who}")
-        self.names = (f"{who}.{number}" for number in range(1, 10**9))
         self.ending = threading.Event()
         signal.signal(signal.SIGTERM, self.end)
         node_id = f"slot-{slot}" if self.chance.random() < 0.5 else None
         self.sync = self.chance.random() < 0.2
+        max_attempts = 6 if self.chance.random() < 0.2 else None
         break_queue(storm.broken)
         self.q = FemtoQueue(
-            storm.queue_path,
-            node_id,
-            LEASE_S * 1000,
-            self.sync,
-            max_attempts=6 if self.chance.random() < 0.2 else None,
+            storm.queue_path, node_id, LEASE_S * 1000, self.sync, max_attempts=max_attempts
         )
 
     def end(self, *_: object) -> None:
         self.ending.set()
 
-    def note(self, *words: object) -> None:
-        self.log.note(*words)
-
     def run(self, step: Callable[[], float]) -> None:
-        """Go on until SIGTERM; a full disk is only a pause."""
         with self.q:
             while not self.ending.is_set():
                 try:
                     pause(step())
                 except OSError as error:
-                    self.note("trouble", "-", only_full(error))
-                    pause(0.05)
+                    self.trouble("step", "-", self.now_s(), error)
 
+    def trouble(self, what: str, which: object, began_s: float, error: Exception) -> None:
+        """A full disk, or a key in flight, is only a pause."""
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise error
+        if what != "push":
+            self.note("error", what, which, began_s, errno.ENOSPC, "-")
+        elif not self.sync:  # with sync, what a consumer was quicker to take stays his
+            self.note("refused", which)
+        pause(0.02 if what == "push" else 0.05)
 
-def only_full(error: OSError) -> int:
-    if error.errno != errno.ENOSPC:
-        raise error
-    return error.errno
-
-
-class Producer(Role):
-    def published(self, call: Callable[[list[str]], list[str]], count: int, *words: object) -> None:
-        """Note a push before and after; call takes the names and returns the ids."""
-        names = [next(self.names) for _ in range(count)]
-        for name in names:
-            self.note("pushing", name, *words)
-        try:
-            ids = call(names)
-        except (OSError, KeyInFlight) as error:
-            if isinstance(error, OSError):
-                only_full(error)
-            ids = getattr(error, "pushed_ids", [])
-            # With sync, what a consumer was quicker to take stays his.
-            word = "doubtful" if self.sync else "refused"
-            for name in names[len(ids) :]:
-                self.note(word, name)
-            pause(0.02)
-        for name, ident in zip(names, ids, strict=False):
-            self.note("pushed", name, ident)
-
-    def data(self, name: str, key: str = "-") -> bytes:
-        return payload(name, key, self.chance.choice(SIZES))
+    def size(self) -> int:
+        return self.chance.choice(SIZES)
 
     def push(self) -> float:
         if self.chance.random() < 0.1:
-            self.published(
-                lambda names: self.q.push_many(map(self.data, names)), self.chance.randrange(9), "-"
-            )
+            self.publish(self.q.push_many, [self.size() for _ in range(self.chance.randrange(9))])
         else:
-            self.published(lambda names: [self.q.push(self.data(names[0]))], 1, "-")
+            self.push_one()
         return self.chance.choice((0, 0, 0, 0, 0.01, 0.03))
 
+    def push_one(self, due_s: float | None = None, **options: Any) -> None:
+        def call(datas: list[bytes]) -> list[str]:
+            if due_s is None:
+                return [self.q.push(datas[0], **options)]
+            return [self.q.schedule(datas[0], due_s * 1e6, **options)]
+
+        self.publish(call, [self.size()], options.get("key", "-"), *[due_s] * (due_s is not None))
+
     def schedule(self) -> float:
-        due_us = int(time.time() * 1e6 + self.chance.uniform(-5e5, 2e6))
-        self.published(
-            lambda names: [self.q.schedule(self.data(names[0]), due_us)], 1, "-", due_us / 1e6
-        )
+        self.push_one(time.time() + self.chance.uniform(-0.5, 2))
         return self.chance.choice((0, 0.01, 0.04))
 
-    def keyed(self, update: bool = False) -> float:
+    def update(self) -> float:
+        return self.keyed("update")
+
+    def keyed(self, *policies: str) -> float:
         """One producer at a time has a key: its values have an order."""
         key = f"ключ/{self.slot}:{self.chance.randrange(5)}"
-        policy = "update" if update else self.chance.choice(("buffer", "buffer", "reject"))
-        if self.chance.random() < 0.1:
-            due_us = int(time.time() * 1e6 + self.chance.uniform(-5e5, 1e6))
-            self.published(
-                lambda names: [
-                    self.q.schedule(self.data(names[0], key), due_us, key=key, if_in_flight=policy)
-                ],
-                1,
-                key,
-                due_us / 1e6,
-            )
-        else:
-            self.published(
-                lambda names: [self.q.push(self.data(names[0], key), key=key, if_in_flight=policy)],
-                1,
-                key,
-            )
+        policy = self.chance.choice(policies or ("buffer", "buffer", "reject"))
+        is_later = self.chance.random() < 0.1
+        due_s = time.time() + self.chance.uniform(-0.5, 1) if is_later else None
+        self.push_one(due_s, key=key, if_in_flight=policy)
         return self.chance.choice((0, 0, 0.01, 0.04))
 
-
-class Worker(Role):
     def loop(self) -> float:
-        before_s = time.monotonic()
+        before_s = self.now_s()
         task = self.pop() if self.calm or self.chance.random() < 0.9 else self.take()
         if task is None:
-            self.note("looked", before_s)
+            self.note("idle", before_s)
             return self.chance.uniform(0.001, 0.03)
         self.take_on(task, before_s)
-        self.finish(task)
+        self.finish(task, "done" if self.calm else self.chance.choice(ENDS))
         return 0
 
     def pop(self) -> FemtoTask | None:
-        if HAS_WORK and self.chance.random() < 0.1:
+        if self.chance.random() < 0.1:
             return self.q.pop(timeout=self.chance.uniform(0, 0.3))
         return self.q.pop()
 
@@ -274,114 +220,73 @@ class Worker(Role):
 
     def handle(self, task: FemtoTask) -> None:
         self.take_on(task)
-        self.note("finishing", task.id)
+        self.note("settle", task.id)
         if self.chance.random() < 0.05:
             raise RuntimeError("storm")
 
     def take_on(self, task: FemtoTask, before: object = "-") -> None:
         """Note a delivery, and be at work on it for a while: now and then for too long."""
-        try:
-            name, key = name_and_key(task.data)
-        except ValueError:
-            self.note("torn", task.id)
-            name = key = "-"
-        self.note("claimed", task.id, name, key, task.attempts, before)
+        self.note("got", task.id, before, "-", task.attempts, name_of(task.data))
         if not self.calm:
             chance = self.chance.random()
             pause(0 if chance < 0.85 else 0.05 if chance < 0.997 else LEASE_S + 0.5)
 
-    def finish(self, task: FemtoTask) -> None:
-        end = "done" if self.calm else self.chance.choice((*["done"] * 25, *ENDS))
-        for _ in range(100):
-            try:
-                ENDS.get(end, Worker.done)(self, task)
-                return
-            except LeaseLost:
-                self.note("lost", task.id)
-                return
-            except OSError as error:
-                self.note("trouble", task.id, only_full(error))
-                pause(0.05)
+    def finish(self, task: FemtoTask, end: str) -> None:
+        if end == "forget":
+            return  # as a handler that hangs: the task comes back at its deadline
+        if end == "extend":
+            self.extend(task)
+            pause(self.chance.choice((0, 0.1)))
+        if end == "process":
+            self.settle(task, "done", self.in_processing)
+        elif end == "fail":
+            self.settle(task, "fail", error="storm")
+        elif end == "release":
+            self.release(task, self.chance.choice((0, 0, 0.5)))
+        else:
+            self.settle(task, "done")
 
-    def done(self, task: FemtoTask) -> None:
-        self.note("finishing", task.id)
-        self.q.done(task)
-        self.note("done", task.id)
-
-    def process(self, task: FemtoTask) -> None:
+    def in_processing(self, task: FemtoTask) -> None:
         with self.q.processing(task):
             pause(self.chance.choice((0, 0.1)))
-            self.note("finishing", task.id)
-        self.note("done", task.id)
+            self.note("settle", task.id)
 
-    def fail(self, task: FemtoTask) -> None:
-        self.note("finishing", task.id)
-        self.q.fail(task, "storm")
-        self.note("failed", task.id)
+    def release(self, task: FemtoTask, delay_s: float) -> None:
+        if delay_s:
+            self.note("delay", task.id, time.time() + delay_s)
+        is_first = not delay_s and self.chance.random() < 0.5
+        self.settle(task, "release", front=is_first, delay_s=delay_s)
 
-    def extend(self, task: FemtoTask) -> None:
-        before_s = time.monotonic()
-        self.q.extend(task)
-        self.note("extended", task.id, before_s)
-        pause(self.chance.choice((0, 0.1)))
-        self.done(task)
+    def deadline_s(self, task: FemtoTask, began_s: float) -> float:
+        """Not before then, in any case."""
+        return began_s + LEASE_S
 
-    def release(self, task: FemtoTask) -> None:
-        delay_s = self.chance.choice((0, 0, 0.5))
-        self.note("finishing", task.id)
-        due = time.time() + delay_s if delay_s else "-"
-        self.q.release(task, front=not delay_s and self.chance.random() < 0.5, delay_s=delay_s)
-        self.note("released", task.id, due)
-
-    def forget(self, task: FemtoTask) -> None:
-        """As a handler that hangs: the task comes back at its deadline."""
-
-
-ENDS = {
-    "fail": Worker.fail,
-    "extend": Worker.extend,
-    "release": Worker.release,
-    "forget": Worker.forget,
-    "process": Worker.process if HAS_WORK else Worker.done,
-}
-
-
-class Onlooker(Role):
-    def look(self) -> float:
-        look = self.chance.choice((self.q.stats, self.keys, self.tasks, self.of_a_key))
-        look()
+    def onlook(self) -> float:
+        look, state = self.chance.randrange(4), self.chance.choice(femtoqueue.STATES[:3])
+        if look == 0:
+            self.q.stats()
+        elif look == 1:
+            list(self.q.keys(state))
+        elif look == 2:
+            for task in self.q.tasks(state):
+                name_of(task.data)
+        else:
+            self.q.contains(f"ключ/{self.chance.randrange(len(SLOTS))}:{self.chance.randrange(5)}")
         return 0.05
-
-    def keys(self) -> None:
-        list(self.q.keys(self.chance.choice(("pending", "scheduled", "inflight"))))
-
-    def tasks(self) -> None:
-        for task in self.q.tasks(self.chance.choice(("pending", "scheduled", "inflight"))):
-            name_and_key(task.data)
-
-    def of_a_key(self) -> None:
-        self.q.contains(f"ключ/{self.chance.randrange(len(SLOTS))}:{self.chance.randrange(5)}")
 
 
 def live(storm: Storm, who: int, slot: int) -> None:
     """One process of the storm, until it is told to end."""
     role = "loop" if storm.calm else SLOTS[slot]
     if role == "command" and not storm.broken:
-        Log(storm.log_path(who))
-        handler = [sys.executable, "-S", "-c", HANDLER, storm.log_path(who)]
+        handler = [sys.executable, "-S", "-c", HANDLER, storm.log, f"{who}"]
         command = [femtoqueue.__file__, "work", storm.queue_path, "-j", "2"]
         command += ["--timeout", f"{LEASE_S:g}s", "--", *handler]
         os.execv(sys.executable, [sys.executable, *command])
-    if role in ("loop", "work", "command"):
-        worker = Worker(storm, who, slot)
-        worker.run(worker.work if role == "work" and not storm.broken else worker.loop)
-    elif role == "onlook":
-        onlooker = Onlooker(storm, who, slot)
-        onlooker.run(onlooker.look)
-    else:
-        producer = Producer(storm, who, slot)
-        steps = {"push": producer.push, "schedule": producer.schedule, "keyed": producer.keyed}
-        producer.run(steps.get(role, lambda: producer.keyed(update=True)))
+    if role in ("work", "command") and storm.broken:
+        role = "loop"
+    actor = Role(storm, who, slot)
+    actor.run(getattr(actor, role))
 
 
 # The storm
@@ -395,8 +300,10 @@ class Process:
     stopped_until_s: float = 0.0  # 0: it runs
 
 
-class Storm:
+class Storm(verdict.Actor):
     """Runs the processes, and does to them what the docstring says."""
+
+    name = "storm"
 
     def __init__(self, path: str, work: str, seed: int, broken: str) -> None:
         self.path, self.work, self.seed, self.broken = path, work, seed, broken
@@ -404,7 +311,8 @@ class Storm:
         self.logs = os.path.join(work, f"logs-{broken}-{seed}")
         os.mkdir(self.logs)
         self.chance = random.Random(seed)
-        self.log = Log(self.log_path(0))
+        self.log = os.path.join(self.logs, "log")
+        self.fd = proof.open_log(self.log)
         self.calm = False
         self.count = 0
         self.processes: list[Process] = []
@@ -415,19 +323,16 @@ class Storm:
         self.counts: Counter[str] = Counter()
         self.set_clock(0)
         wall_s = time.time() - time.monotonic()
-        self.log.note("wall", wall_s)
+        self.note("wall", wall_s)
         self.set_clock(3600)
         if not 3599 < time.time() - time.monotonic() - wall_s < 3601:
-            raise SystemExit("storm: FAILED: libfaketime does not set the clock, or not that alone")
+            raise Unable("libfaketime does not set the clock, or not that alone")
         self.set_clock(0)
         FemtoQueue(self.queue_path).close()
 
-    def log_path(self, who: int) -> str:
-        return os.path.join(self.logs, f"{who:0{len(STORM_LOG)}d}")
-
     def start(self, slot: int) -> None:
         self.count += 1
-        self.log.note("starting", self.count, "calm" if self.calm else SLOTS[slot])
+        self.note("starting", self.count, "calm" if self.calm else SLOTS[slot])
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
@@ -442,7 +347,7 @@ class Storm:
         try:
             os.setpgid(0, 0)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            errors = os.open(self.log_path(who) + ".err", os.O_WRONLY | os.O_CREAT, 0o600)
+            errors = os.open(os.path.join(self.logs, f"{who}.err"), os.O_WRONLY | os.O_CREAT, 0o600)
             os.dup2(errors, 2)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             live(self, who, slot)
@@ -450,10 +355,10 @@ class Storm:
             pass
         except BaseException as error:
             if getattr(error, "errno", None) != errno.ENOSPC:  # it could not even start
-                Log(self.log_path(who)).note("crashed", ascii(traceback.format_exc()))
+                self.note("crashed", ascii(traceback.format_exc()))
 
     def signal(self, process: Process, which: signal.Signals) -> None:
-        self.log.note("signal", process.who, which.name)
+        self.note("signal", process.who, which.name)
         self.counts[which.name] += 1
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, which)
@@ -469,7 +374,7 @@ class Storm:
     def go_on(self, process: Process) -> None:
         process.stopped_until_s = 0.0
         os.kill(process.pid, signal.SIGCONT)
-        self.log.note("signal", process.who, "SIGCONT")
+        self.note("signal", process.who, "SIGCONT")
 
     # What it does to them
 
@@ -512,14 +417,13 @@ class Storm:
         clock = os.environ["FAKETIME_TIMESTAMP_FILE"]
         with open(f"{clock}.new", "w", encoding="ascii") as file:
             file.write(f"{offset_s:+f}\n")
-        self.log.note("stepping", offset_s)
+        self.note("stepping", offset_s)
         os.rename(f"{clock}.new", clock)
-        self.log.note("stepped", offset_s)
+        self.note("stepped", offset_s)
 
     def fill(self) -> None:
         """Take all room there is; again and again, for somebody makes some."""
         if self.ballast < 0:
-            self.log.note("full")
             self.counts["full disks"] += 1
             self.ballast = os.open(os.path.join(self.path, "ballast"), os.O_WRONLY | os.O_CREAT)
             self.room_at_s = time.monotonic() + FULL_S
@@ -534,7 +438,6 @@ class Storm:
         if self.ballast >= 0:
             os.close(self.ballast)
             os.unlink(os.path.join(self.path, "ballast"))
-            self.log.note("room")
         self.ballast, self.room_at_s = -1, math.inf
         self.full_at_s = time.monotonic() + self.chance.uniform(3, 7)
 
@@ -560,7 +463,7 @@ class Storm:
         name = self.chance.choice(RUBBISH_NAMES).replace("%", str(number))
         path = os.path.join(place, name)
         with contextlib.suppress(OSError):  # full; its worker took its directory away; a file
-            self.chance.choice(RUBBISH)(path)
+            proof.litter(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
         if os.path.lexists(path):
             self.rubbish[path] = looks(path)
 
@@ -604,7 +507,7 @@ class Storm:
             self.reap()
             pause(0.02)
         for process in self.processes:
-            self.log.note("crashed", f"{SLOTS[process.slot]} {process.who} does not end")
+            self.note("crashed", f"{SLOTS[process.slot]} {process.who} does not end")
         for group in groups:  # a killed command line leaves its handlers
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
@@ -621,21 +524,23 @@ class Storm:
         calm_s = CALM_S / 6 if self.broken else CALM_S
         end_s = time.monotonic() + calm_s
         with FemtoQueue(self.queue_path) as q:
-            while time.monotonic() < end_s:
-                stats = q.stats()
-                if not stats.pending + stats.scheduled + stats.inflight + stats.buffered:
-                    break
+            empty = 0  # looks in a row: one may miss a task that moves meanwhile
+            while empty < 3 and time.monotonic() < end_s:
                 pause(0.1)
-            else:
-                self.log.note("crashed", f"not drained in {calm_s:g} s: {stats}")
+                stats = q.stats()
+                left = stats.pending + stats.scheduled + stats.inflight + stats.buffered
+                empty = 0 if left else empty + 1
+            if empty < 3:
+                self.note("crashed", f"not drained in {calm_s:g} s: {stats}")
         for process in self.processes:
             self.signal(process, signal.SIGTERM)
         self.wait_for_all(15)
         with FemtoQueue(self.queue_path) as q:  # a newcomer does all chores at once
             if q.pop() is not None:
-                self.log.note("crashed", "a task was there when all was drained")
+                self.note("crashed", "a task was there when all was drained")
 
 
+RUBBISH = ("file", "folder", "empty", "fifo", "link")
 RUBBISH_NAMES = (
     ".DS_Store%",
     "notes%.txt",
@@ -648,25 +553,6 @@ RUBBISH_NAMES = (
 )
 
 
-def rubbish_file(path: str) -> None:
-    with open(path, "x", encoding="ascii") as file:
-        file.write("FQ1 00000000 3\nnot a task")
-
-
-def rubbish_folder(path: str) -> None:
-    os.mkdir(path)
-    rubbish_file(os.path.join(path, "00000000000000000001-00000001"))
-
-
-RUBBISH: tuple[Callable[[str], None], ...] = (
-    rubbish_file,
-    rubbish_folder,
-    os.mkdir,
-    os.mkfifo,
-    lambda path: os.symlink("nowhere", path),
-)
-
-
 def looks(path: str) -> tuple[int, ...]:
     status = os.lstat(path)
     return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
@@ -675,79 +561,38 @@ def looks(path: str) -> tuple[int, ...]:
 # What it came to
 
 
-@dataclass
-class Push:
-    name: str
-    key: str
-    due_s: float | None
-    begun_s: float
-    acked_s: float = math.inf
-    ident: str = ""
-    fate: str = ""  # "refused", "doubtful" or ""
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """Of the values of one key: processes and their pushes are numbered."""
-        return order_of(self.name)
-
-
 def order_of(name: str) -> tuple[int, ...]:
-    return tuple(map(int, name.split(".")))
+    """Of the values of one key: processes and their pushes are numbered."""
+    return tuple(map(int, name.split(":")))
 
 
-@dataclass
-class Delivery:
-    """It began between before_s and at_s; the lease ran until held_s at least, in any case."""
+class History(verdict.Events):
+    """What was noted, and what the storm did. Of a delivery by work() or the command line nobody
+    knows when it began; of a lease, that it ran for LEASE_S in any case."""
 
-    who: int
-    ident: str
-    name: str
-    key: str
-    attempts: int
-    before_s: float
-    at_s: float
-    held_s: float = 0.0
-    ended_s: float = math.inf
-    troubled: bool = False
+    skew_s = 0.0
 
+    def __init__(self, directory: str) -> None:
+        self.wrong: list[str] = []
+        self.released: list[tuple[str, float, float]] = []  # id, when, due
+        self.roles: dict[str, str] = {}
+        self.interrupts: list[float] = []
+        self.stops: dict[str, list[list[float]]] = defaultdict(list)
+        self.steps: list[list[float]] = []  # from, to, offset
+        self.pops: dict[str, list[tuple[float, float]]] = defaultdict(list)
+        self.wall_s = 0.0  # minus the monotonic clock, without the steps
+        self.torn: list[tuple[float, str, str]] = []
+        self.delays: dict[tuple[str, str], float] = {}
+        self.troubled: set[tuple[str, str, float]] = set()
+        super().__init__(os.path.join(directory, "log"))
+        self.counts = Counter(line.split()[2] for line in self.lines)
+        for path in glob.glob(os.path.join(directory, "*.err")):
+            self.read_stderr(path)
+        # Not of a command whose worker was killed as it wrote the payload.
+        killed = {it for it in self.torn if self.gone_s(it[1]) < it[0] + SLACK_S}
+        self.wrong += (f"torn: {ident}, of {who}" for _, who, ident in {*self.torn} - killed)
 
-@dataclass
-class History:
-    """What the logs say."""
-
-    pushes: dict[str, Push] = field(default_factory=dict)
-    deliveries: list[Delivery] = field(default_factory=list)
-    settled: dict[str, list[tuple[str, float]]] = field(default_factory=dict)
-    released: list[tuple[str, float, float]] = field(default_factory=list)  # id, when, due
-    roles: dict[int, str] = field(default_factory=dict)
-    deaths: dict[int, float] = field(default_factory=dict)
-    interrupts: list[float] = field(default_factory=list)
-    stops: dict[int, list[list[float]]] = field(default_factory=lambda: defaultdict(list))
-    steps: list[list[float]] = field(default_factory=list)  # from, to, offset
-    looks: dict[int, list[tuple[float, float]]] = field(default_factory=lambda: defaultdict(list))
-    wrong: list[str] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
-    wall_s: float = 0.0  # minus the monotonic clock, without the steps
-    _latest: dict[tuple[int, str], Delivery] = field(default_factory=dict)
-
-    def read(self, directory: str) -> None:
-        for file_name in sorted(os.listdir(directory)):  # 00000, the storm's own, first
-            path = os.path.join(directory, file_name)
-            if file_name.endswith(".err"):
-                self.read_errors(path)
-                continue
-            with open(path, encoding="utf-8") as file:
-                for line in file:
-                    at, word, *args = line.split()
-                    self.counts[word] += 1
-                    if file_name == STORM_LOG:
-                        self.read_storm(float(at), word, args)
-                    else:
-                        self.read_line(int(file_name), float(at), word, args)
-        for delivery in self.deliveries:
-            delivery.ended_s = min(delivery.ended_s, self.deaths.get(delivery.who, math.inf))
-
-    def read_errors(self, path: str) -> None:
+    def read_stderr(self, path: str) -> None:
         """Of work() and the command line: a traceback that nobody expected."""
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
@@ -755,86 +600,78 @@ class History:
             if "No space left" not in found and not found.startswith("Exception ignored"):
                 self.wrong.append(f"crashed: {found} ({path})")
 
-    def read_line(self, who: int, at_s: float, word: str, args: list[str]) -> None:
-        match word, args:
-            case "pushing", [name, key, *due]:
-                self.pushes[name] = Push(name, key, float(due[0]) if due else None, at_s)
-            case "pushed", [name, ident]:
-                self.pushes[name].acked_s, self.pushes[name].ident = at_s, ident
-            case (("refused" | "doubtful"), [name]):
-                self.pushes[name].fate = word
-            case "claimed", _:
-                self.read_claim(who, at_s, args)
-            case "looked", [before]:
-                self.looks[who].append((float(before), at_s))
-            case "torn", _ if self.deaths.get(who, math.inf) < at_s + SLACK_S:
-                pass  # a command whose worker was killed as it wrote the payload
-            case (("crashed" | "torn"), _):
-                self.wrong.append(f"{word}: {' '.join(args)}")
-            case _, [ident, *rest]:
-                if (delivery := self._latest.get((who, ident))) is not None:
-                    self.read_end(delivery, at_s, word, rest)
+    def read_crashed(self, at: float, actor: str, *text: str) -> None:
+        self.wrong.append(f"crashed: {actor}: {' '.join(text)}")
 
-    def read_storm(self, at_s: float, word: str, args: list[str]) -> None:
-        match word, args:
-            case "wall", [wall]:
-                self.wall_s = float(wall)
-            case "starting", [who, role]:
-                self.roles[int(who)] = role
-            case "stepping", [offset]:
-                self.steps.append([at_s, math.inf, float(offset)])
-            case "stepped", _:
-                if len(self.steps) > 1:  # meanwhile, one may have seen the old or the new one
-                    self.steps[-2][1] = at_s
-            case "signal", [whom, which]:
-                self.read_signal(int(whom), which, at_s)
-            case "crashed", _:
-                self.wrong.append(f"crashed: {' '.join(args)}")
+    def read_torn(self, at: float, actor: str, ident: str) -> None:
+        self.torn.append((at, actor, ident))
 
-    def read_signal(self, whom: int, which: str, at_s: float) -> None:
+    def read_refused(self, at: float, actor: str, number: str) -> None:
+        self.refused.add(f"{actor}:{number}")
+
+    def read_idle(self, at: float, actor: str, began: str) -> None:
+        self.pops[actor].append((float(began), at))
+
+    def read_got(
+        self, at: float, actor: str, ident: str, began: str, deadline: str, *rest: str
+    ) -> None:
+        if began == "-":
+            slack_s = (3 if self.roles[actor] == "command" else 1) * SLACK_S
+            began_s = self.awake_since(actor, at - slack_s, at)
+        else:
+            began_s = float(began)
+            self.pops[actor].append((began_s, at))
+        self.delays.pop((actor, ident), None)
+        super().read_got(at, actor, ident, f"{began_s}", f"{began_s + LEASE_S}", *rest)
+
+    def read_delay(self, at: float, actor: str, ident: str, due: str) -> None:
+        self.delays[actor, ident] = float(due)
+
+    def read_end(self, how: str, at: float, actor: str, *what: str) -> None:
+        super().read_end(how, at, actor, *what)
+        due_s = self.delays.get((actor, what[0]))
+        if how == "release" and due_s is not None:
+            self.released.append((what[0], at, due_s))
+
+    def read_error(self, at: float, actor: str, *what: str) -> None:
+        super().read_error(at, actor, *what)
+        if what[1] != "-":
+            self.troubled.add((actor, what[1], self.last(actor, what[1]).got_s))
+
+    def may_lose(self, it: Delivery) -> bool:
+        """What was in the way of one call may have let the task go."""
+        return (it.actor, it.id, it.got_s) in self.troubled
+
+    def is_doubled(self, first: Delivery, second: Delivery) -> bool:
+        """Whether the second's lease was over when it was noted, or it was of a command whose
+        worker is dead."""
+        return second.got_s >= self.held_until_s(second)
+
+    def read_wall(self, at: float, _: str, wall: str) -> None:
+        self.wall_s = float(wall)
+
+    def read_starting(self, at: float, _: str, who: str, role: str) -> None:
+        self.roles[who] = role
+
+    def read_stepping(self, at: float, _: str, offset: str) -> None:
+        self.steps.append([at, math.inf, float(offset)])
+
+    def read_stepped(self, at: float, _: str, offset: str) -> None:
+        if len(self.steps) > 1:  # meanwhile, one may have seen the old or the new one
+            self.steps[-2][1] = at
+
+    def read_signal(self, at: float, _: str, whom: str, which: str) -> None:
         if which == "SIGSTOP":
-            self.stops[whom].append([at_s, math.inf])
+            self.stops[whom].append([at, math.inf])
         elif which == "SIGCONT":
             for stop in self.stops[whom]:
-                stop[1] = min(stop[1], at_s)
+                stop[1] = min(stop[1], at)
         else:
-            self.deaths[whom] = min(at_s, self.deaths.get(whom, math.inf))
+            self.gone[whom] = min(at, self.gone_s(whom))
             if which != "SIGKILL":
-                self.interrupts.append(at_s)
+                self.interrupts.append(at)
 
-    def read_claim(self, who: int, at_s: float, args: list[str]) -> None:
-        ident, name, key, attempts, before = args
-        if before == "-":
-            slack_s = (3 if self.roles[who] == "command" else 1) * SLACK_S
-            before_s = self.awake_since(who, at_s - slack_s, at_s)
-        else:
-            before_s = float(before)
-            self.looks[who].append((before_s, at_s))
-        until_s = before_s + LEASE_S
-        delivery = Delivery(who, ident, name, key, int(attempts), before_s, at_s, until_s)
-        self.deliveries.append(delivery)
-        self.counts[f"deliveries by {self.roles[who]}"] += 1
-        self._latest[who, ident] = delivery
-
-    def read_end(self, delivery: Delivery, at_s: float, word: str, rest: list[str]) -> None:
-        ident = delivery.ident
-        match word, rest:
-            case "finishing", _:
-                delivery.ended_s = min(delivery.ended_s, at_s)
-            case "extended", [before]:
-                delivery.held_s = float(before) + LEASE_S
-            case (("done" | "failed"), _):
-                self.settled.setdefault(ident, []).append((word, at_s))
-            case "released", [due]:
-                if due != "-":
-                    self.released.append((ident, at_s, float(due)))
-            case "trouble", _:
-                delivery.troubled = True
-            case "lost", _ if at_s < delivery.held_s and not delivery.troubled:
-                early_s = delivery.held_s - at_s
-                self.wrong.append(f"settled: {ident} was lost {early_s:.3f} s before its deadline")
-
-    def awake_since(self, who: int, from_s: float, to_s: float) -> float:
+    def awake_since(self, who: str, from_s: float, to_s: float) -> float:
         """Return from_s, or when a stop of that process began that lasted until then."""
         spans = [stop for stop in self.stops[who] if stop[0] < to_s and stop[1] > from_s]
         return min([from_s, *(stop[0] - SLACK_S for stop in spans)])
@@ -843,13 +680,13 @@ class History:
         """Yield name, begin of the push, and due time. Not of a key whose next push was killed (it
         may have moved the old value to its own time), and not where "update" ignores the time."""
         next_of: dict[str, Push] = {}
-        for push in sorted(self.pushes.values(), key=lambda push: push.order, reverse=True):
+        for push in sorted(self.tried.values(), key=lambda it: order_of(it.name), reverse=True):
             after = next_of.get(push.key)
             next_of[push.key] = push
             if push.due_s is None or not push.ident or is_updated(push.key):
                 continue
             if push.key == "-" or after is None or after.ident:
-                yield push.name, push.begun_s, push.due_s
+                yield push.name, push.began_s, push.due_s
 
     def latest_wall_s(self, from_s: float, to_s: float) -> float:
         """Return what the wall clock was at most between two times."""
@@ -865,171 +702,139 @@ def is_updated(key: str) -> bool:
     return f"/{SLOTS.index('update')}:" in key
 
 
-def check_settled(history: History) -> Iterator[str]:
-    for ident, ends in history.settled.items():
+def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
+    for ident, deliveries in history.deliveries.items():
+        ends = [it for it in deliveries if it.how in ("done", "fail")]
+        state = states.get(ident, "nowhere")
         if len(ends) > 1:
-            yield f"settled: {ident} was finished {len(ends)} times: {ends}"
-    for delivery in history.deliveries:
-        for word, at_s in history.settled.get(delivery.ident, [])[:1]:
-            if delivery.before_s > at_s:
-                yield f"settled: {delivery.ident} was {word}, and delivered again: {delivery}"
+            yield f"{ident} was finished {len(ends)} times: {ends}"
+        elif ends and not state.startswith(ends[0].how):
+            yield f"{ident} was ended by {ends[0].how}() and is {state}"
+    yield from told(verdict.check_fence, history)
+    yield from verdict.lost_early(history)
 
 
 def check_held(history: History) -> Iterator[str]:
-    """Of deliveries whose lease ran when they were noted: not of a command whose worker is dead."""
-    groups: dict[str, list[tuple[float, float, Delivery]]] = defaultdict(list)
-    for delivery in history.deliveries:
-        until_s = min(delivery.held_s, delivery.ended_s)
-        if delivery.at_s < until_s:
-            for what in {delivery.ident, delivery.key} - {"-"}:
-                groups[what].append((delivery.at_s, until_s, delivery))
-    for what, spans in groups.items():
-        spans.sort(key=lambda span: span[0])
-        holder = spans[0]
-        for span in spans[1:]:
-            if span[0] < holder[1]:
-                yield f"held: two had {what}: {holder[2]} and {span[2]}"
-            holder = max(holder, span, key=lambda span: span[1])
+    yield from told(verdict.check_leases, history)
+    for deliveries, _ in verdict.by_key(history):
+        yield from verdict.overlapping(history, deliveries)
+
+
+def told(check: Callable[[verdict.Events], object], history: History) -> Iterator[str]:
+    """Yield what a check of verdict.py raises."""
+    try:
+        check(history)
+    except Violation as error:
+        yield f"{error}"
 
 
 def check_first(history: History) -> Iterator[str]:
     """A delivery with attempts 1 is the first one, whatever was not noted, or was given back."""
     firsts: dict[str, tuple[Push, Delivery]] = {}
-    for delivery in sorted(history.deliveries, key=lambda delivery: delivery.at_s):
-        push = history.pushes.get(delivery.name)
+    for delivery in history.all_deliveries():
+        push = history.tried.get(delivery.name)
         if delivery.attempts == 1 and push and push.ident and push.key == "-" and not push.due_s:
-            firsts.setdefault(delivery.ident, (push, delivery))
-    by_ack = sorted(firsts.values(), key=lambda first: first[0].acked_s)
+            firsts.setdefault(delivery.id, (push, delivery))
+    by_ack = sorted(firsts.values(), key=lambda first: first[0].ended_s)
     older: list[tuple[Push, Delivery]] = []
     latest_s = 0.0
-    for push, delivery in sorted(firsts.values(), key=lambda first: first[0].begun_s):
-        while len(older) < len(by_ack) and by_ack[len(older)][0].acked_s < push.begun_s:
+    for push, delivery in sorted(firsts.values(), key=lambda first: first[0].began_s):
+        while len(older) < len(by_ack) and by_ack[len(older)][0].ended_s < push.began_s:
             older.append(by_ack[len(older)])
-            latest_s = max(latest_s, older[-1][1].before_s)
-        if latest_s <= delivery.at_s or put_back(history, delivery):
+            latest_s = max(latest_s, older[-1][1].began_s)
+        if latest_s <= delivery.got_s or put_back(history, delivery):
             continue
         for before, late in older:
-            if late.before_s > delivery.at_s and not missed(history, before, push, delivery.who):
-                yield f"first: {delivery} came before {late}, pushed {before} and {push}"
+            if late.began_s > delivery.got_s and not missed(history, before, push, delivery.actor):
+                yield f"{delivery} came before {late}, pushed {before} and {push}"
 
 
 def put_back(history: History, early: Delivery) -> bool:
     """Whether an interrupted worker may have had the older one just before, and gave it back,
     which others see at their next listing."""
-    from_s = history.awake_since(early.who, early.before_s - 2 * SLACK_S, early.at_s)
-    return any(from_s < at_s < early.at_s + SLACK_S / 5 for at_s in history.interrupts)
+    from_s = history.awake_since(early.actor, early.began_s - 2 * SLACK_S, early.got_s)
+    return any(from_s < at_s < early.got_s + SLACK_S / 5 for at_s in history.interrupts)
 
 
-def missed(history: History, older: Push, younger: Push, who: int) -> bool:
+def missed(history: History, older: Push, younger: Push, who: str) -> bool:
     """Whether one pop() of that process ran while both were pushed."""
-    looks = history.looks.get(who)
+    looks = history.pops.get(who)
     if looks is None:
-        return older.acked_s > history.awake_since(who, younger.begun_s - SLACK_S, younger.begun_s)
-    return any(from_s < older.acked_s and to_s > younger.begun_s for from_s, to_s in looks)
+        return older.ended_s > history.awake_since(who, younger.began_s - SLACK_S, younger.began_s)
+    return any(from_s < older.ended_s and to_s > younger.began_s for from_s, to_s in looks)
 
 
 def check_due(history: History) -> Iterator[str]:
-    by_name: dict[str, list[Delivery]] = defaultdict(list)
-    by_ident: dict[str, list[Delivery]] = defaultdict(list)
-    for delivery in history.deliveries:
-        by_name[delivery.name].append(delivery)
-        if delivery.key == "-":  # the time of a key's task may change
-            by_ident[delivery.ident].append(delivery)
-    waits = [(by_name[name], from_s, due_s) for name, from_s, due_s in history.scheduled()]
-    waits += [(by_ident[ident], from_s, due_s) for ident, from_s, due_s in history.released]
-    for deliveries, from_s, due_s in waits:
+    deliveries: dict[str, list[Delivery]] = defaultdict(list)  # of a payload, and of an id
+    for it in history.all_deliveries():
+        deliveries[it.name].append(it)
+        if history.tried[it.name].key == "-":  # the time of a key's task may change
+            deliveries[it.id].append(it)
+    for what, from_s, due_s in (*history.scheduled(), *history.released):
         # Who woke it may have read his clock and been stopped before he looked.
         since_s = min(history.awake_since(who, from_s - 0.2, from_s) for who in history.roles)
-        for delivery in (delivery for delivery in deliveries if delivery.before_s >= from_s):
-            early_s = due_s - history.latest_wall_s(since_s, delivery.at_s)
+        for it in (it for it in deliveries[what] if it.began_s >= from_s):
+            early_s = due_s - history.latest_wall_s(since_s, it.got_s)
             if early_s > CLOCK_SLACK_S:
-                yield f"due: {delivery.name} was delivered {early_s:.3f} s early: {delivery}"
+                yield f"{it.name} was delivered {early_s:.3f} s early: {it}"
 
 
 def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
-    deliveries: dict[str, list[Delivery]] = defaultdict(list)
-    for delivery in history.deliveries:
-        deliveries[delivery.key].append(delivery)
     ended: dict[str, tuple[int, ...]] = defaultdict(tuple)
-    for name in found:
-        key = history.pushes[name].key if name in history.pushes else "-"
+    for name in history.tried.keys() & found:
+        key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
-    pushed: dict[str, list[Push]] = defaultdict(list)
-    for push in history.pushes.values():
-        if push.key != "-" and push.ident:
-            pushed[push.key].append(push)
-    for key, pushes in pushed.items():
-        last = max(push.order for push in pushes)
+    for deliveries, pushes in verdict.by_key(history):
+        key, last = pushes[0].key, max(order_of(push.name) for push in pushes)
         if last > ended[key]:
-            yield f"keys: the last value of {key} is {last}; the last one finished is {ended[key]}"
-        yield from in_order(key, deliveries[key])
-        if is_updated(key):
-            continue  # done() may have ended the last one before anybody saw it
-        delivered = max((order_of(delivery.name) for delivery in deliveries[key]), default=())
-        if last > delivered:
-            yield f"keys: the last value of {key} is {last}; the last one delivered is {delivered}"
+            yield f"the last value of {key} is {last}; the last one finished is {ended[key]}"
+        values, ends_s = [order_of(it.name) for it in deliveries], [it.got_s for it in deliveries]
+        newest = [(), *itertools.accumulate(values, max)]
+        for value, it in zip(values, deliveries, strict=True):
+            if value < newest[bisect.bisect_left(ends_s, it.began_s)]:
+                yield f"an older value of {key} came after a newer one: {it}"
+        # done() may have ended an update before anybody saw it.
+        if last > newest[-1] and not is_updated(key):
+            yield f"the last value of {key} is {last}; the last one delivered is {newest[-1]}"
 
 
-def in_order(key: str, deliveries: list[Delivery]) -> Iterator[str]:
-    by_end = sorted(deliveries, key=lambda delivery: delivery.at_s)
-    ends = [delivery.at_s for delivery in by_end]
-    newest: list[tuple[int, ...]] = [()]
-    for delivery in by_end:
-        newest.append(max(newest[-1], order_of(delivery.name)))
-    for delivery in deliveries:
-        if order_of(delivery.name) < newest[bisect.bisect_left(ends, delivery.before_s)]:
-            yield f"keys: an older value of {key} came after a newer one: {delivery}"
-
-
-def check_found(history: History, queue_path: str, found: dict[str, str]) -> Iterator[str]:
-    """Fill `found` with the names of the finished tasks and their ids."""
-    states: dict[str, str] = {}
+def check_found(
+    history: History, queue_path: str, found: dict[str, str], states: dict[str, str]
+) -> Iterator[str]:
+    """Fill `found` with the ids of the finished tasks, by name, and `states`, by id."""
     q = FemtoQueue(queue_path)
     for state in ("done", "failed"):
         for task in q.tasks(state):
             try:
-                name = name_and_key(task.data)[0]
-            except ValueError as error:
-                yield f"found: {task.id} in {state}/: {error}"
+                name = name_of(task.data)
+            except Violation as error:
+                yield f"{task.id} in {state}/: {error}"
                 continue
             if name in found or task.id in states:
-                yield f"found: {name} is there twice, as {task.id} and {found.get(name)}"
+                yield f"{name} is there twice, as {task.id} and {found.get(name)}"
             found[name], states[task.id] = task.id, state
+            # No reason: it was killed before it was written, or there was no room.
+            if task.error and not any(reason in task.error for reason in REASONS):
+                yield f"{task.id} failed: {task.error}"
     for name in found:
-        push = history.pushes.get(name)
-        if push is None or push.fate == "refused":
-            yield f"found: {name}, which was {'refused' if push else 'never pushed'}"
-    for push in history.pushes.values():
+        if name not in history.tried or name in history.refused:
+            yield f"{name}, which was {'refused' if name in history.tried else 'never pushed'}"
+    for push in history.tried.values():
         if push.ident and push.key == "-" and found.get(push.name) != push.ident:
-            yield f"found: {push} is there as {found.get(push.name)}"
-    for ident, ends in history.settled.items():
-        if states.get(ident) != ends[0][0]:
-            yield f"settled: {ident} was {ends[0][0]} and is {states.get(ident, 'nowhere')}"
-    failed = (ident for ident, state in states.items() if state == "failed")
-    yield from check_reasons(os.path.join(queue_path, "failed"), failed)
-
-
-def check_reasons(directory: str, failed: Iterable[str]) -> Iterator[str]:
-    for ident in failed:
-        path = os.path.join(directory, f"{ident}.error")
-        with contextlib.suppress(FileNotFoundError):  # killed before it was written, or no room
-            with open(path, encoding="utf-8") as file:
-                text = file.read()
-            if not any(reason in text for reason in REASONS):
-                yield f"found: {ident} failed: {text.strip()}"
+            yield f"{push} is there as {found.get(push.name)}"
 
 
 def check_left(storm: Storm) -> Iterator[str]:
     for path, before in storm.rubbish.items():
         if not os.path.lexists(path) or looks(path) != before:
-            yield f"left over: rubbish was touched: {path}"
+            yield f"rubbish was touched: {path}"
     creating = []
     for name in os.listdir(storm.queue_path):
         place = os.path.join(storm.queue_path, name)
         if place in storm.rubbish or name.startswith("clock-") or name in ("done", "failed"):
             continue
         if not os.path.isdir(place):
-            yield f"left over: {place}"
+            yield f"{place}"
             continue
         names = [n for n in os.listdir(place) if os.path.join(place, n) not in storm.rubbish]
         if name == "locks":  # they stay
@@ -1037,39 +842,34 @@ def check_left(storm: Storm) -> Iterator[str]:
         if name == "creating":
             creating = names
         elif names or (name.startswith("inflight-") and not os.listdir(place)):
-            yield f"left over: {place}: {names[:9]}"
+            yield f"{place}: {names[:9]}"
     deaths = storm.counts["SIGKILL"] + storm.counts["SIGINT"]
     if len(creating) > deaths:
-        yield f"left over: {len(creating)} in creating/, {deaths} were killed: {creating[:9]}"
+        yield f"{len(creating)} in creating/, {deaths} were killed: {creating[:9]}"
     storm.counts["left in creating/"] = len(creating)
 
 
 def check(storm: Storm) -> tuple[History, list[str]]:
-    history = History()
-    history.read(storm.logs)
+    history = History(storm.logs)
     found: dict[str, str] = {}
-    wrong = [*history.wrong, *check_found(history, storm.queue_path, found)]
-    for rule in (check_settled, check_held, check_first, check_due):
-        wrong += rule(history)
-    wrong += check_keys(history, found)
-    wrong += check_left(storm)
+    states: dict[str, str] = {}
+    rules = {  # the first one fills both
+        "found": check_found(history, storm.queue_path, found, states),
+        "settled": check_settled(history, states),
+        "held": check_held(history),
+        "first": check_first(history),
+        "due": check_due(history),
+        "keys": check_keys(history, found),
+        "left over": check_left(storm),
+    }
+    wrong = [f"{rule}: {text}" for rule, texts in rules.items() for text in texts]
     history.counts["tasks"] = len(found)
-    return history, wrong
-
-
-@contextlib.contextmanager
-def small_file_system(kind: str) -> Iterator[str]:
-    with contextlib.ExitStack() as stack:
-        try:
-            path = stack.enter_context(mounted(kind, SIZE_MIB))
-        except (subprocess.CalledProcessError, FileNotFoundError) as error:
-            raise SystemExit(f"storm: FAILED: no {kind} of its own to be had: {error}") from error
-        yield path
+    return history, history.wrong + wrong
 
 
 def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
     work = os.path.dirname(os.environ["FAKETIME_TIMESTAMP_FILE"])
-    with small_file_system(args.fs) as path:
+    with small_disk(args.fs, SIZE_MIB) as path:
         storm = Storm(path, work, seed, broken)
         try:
             storm.blow(args.seconds)
@@ -1081,45 +881,33 @@ def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
     if not broken:
         figures = Counter({"pieces of rubbish": len(storm.rubbish), **storm.counts})
         figures += history.counts
-        print("storm:", ", ".join(f"{figures[name]} {name}" for name in FIGURES))
-        by_role = {role: figures[f"deliveries by {role}"] for role in history.roles.values()}
-        print("storm: deliveries:", ", ".join(f"{n} by {role}" for role, n in by_role.items() if n))
-        wrong += [f"idle: {role}" for role in WORKERS if role in SLOTS and not by_role[role]]
+        say(", ".join(f"{figures[name]} {name}" for name in FIGURES))
+        by_role = Counter(history.roles[it.actor] for it in history.all_deliveries())
+        say("deliveries: " + ", ".join(f"{n} by {role}" for role, n in by_role.items()))
+        wrong += [f"idle: {role}" for role in WORKERS if not by_role[role]]
         if wrong:
             kept = tempfile.mkdtemp(prefix="storm-", dir=os.path.dirname(work))
             shutil.copytree(storm.logs, kept, dirs_exist_ok=True)
-            print(f"storm: the logs are in {kept}")
+            say(f"the logs are in {kept}")
     shutil.rmtree(storm.logs)
     return wrong
 
 
-def self_check(args: argparse.Namespace, seed: int) -> None:
+def catch(args: argparse.Namespace, broken: str, rule: str) -> None:
+    """Raise Violation if a broken queue breaks a rule."""
     args.seconds = min(args.seconds, 8)
-    for broken, rule in caught_by("storm").items():
-        for number in range(seed, seed + 5):
-            wrong = [w for w in one_storm(args, number, broken) if w.startswith(f"{rule}:")]
-            if wrong:
-                print(f"storm: {broken} is caught, {len(wrong)} times: {wrong[0]}", flush=True)
-                break
-        else:
-            raise SystemExit(f"storm: FAILED: {broken} is not caught in 5 storms")
+    for seed in range(args.seed, args.seed + 5):
+        wrong = [it for it in one_storm(args, seed, broken) if it.startswith(f"{rule}:")]
+        if wrong:
+            raise Violation(f"{len(wrong)} times: {wrong[0]}")
 
 
 # Under a clock that can be set
 
 
-def faketime() -> str:
-    """Return the path of libfaketime, installed if it is missing."""
-    for command in (["apt-get", "install", "-y", "-qq", "faketime"], []):
-        for path in sorted(glob.glob(FAKETIME)):
-            return path
-        if command and shutil.which(command[0]):
-            subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-    raise SystemExit("storm: FAILED: no libfaketime, and apt-get does not install it")
-
-
 def run_again() -> int:
     """Run this program once more, with a wall clock that a file sets."""
+    proof.install(lambda: [] if glob.glob(FAKETIME) else ["libfaketime"], "faketime")
     with tempfile.TemporaryDirectory(prefix="femtoqueue-storm-") as work:
         with open(os.path.join(work, "clock"), "w", encoding="ascii") as file:
             file.write("+0\n")
@@ -1130,7 +918,7 @@ def run_again() -> int:
             [sys.executable, *sys.argv],
             env={
                 **os.environ,
-                "LD_PRELOAD": faketime(),
+                "LD_PRELOAD": min(glob.glob(FAKETIME)),
                 "FAKETIME_TIMESTAMP_FILE": os.path.join(work, "clock"),
                 "FAKETIME_NO_CACHE": "1",
                 "DONT_FAKE_MONOTONIC": "1",
@@ -1150,35 +938,29 @@ def run_again() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=60, help="default: 60")
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--fs", choices=["ext4", "tmpfs"], default="ext4")
-    parser.add_argument(
-        "--self-check", action="store_true", help="show that broken queues are caught"
-    )
-    args = parser.parse_args()
-    if os.geteuid() != 0:
-        raise SystemExit("storm: FAILED: it needs root, to mount a file system")
-    if "FAKETIME_TIMESTAMP_FILE" not in os.environ:
-        sys.exit(run_again())
-    time.sleep = pause  # type: ignore[assignment]
-    logging.getLogger("femtoqueue").disabled = True
-    if os.path.isdir("/dev/shm"):
-        tempfile.tempdir = "/dev/shm"  # an image on a busy disk would make a lull of the storm
-    seed = random.randrange(10**6) if args.seed is None else args.seed
-    print(f"storm: seed {seed}, {args.fs}", flush=True)
-    if args.self_check:
-        self_check(args, seed)
-        return
-    wrong = one_storm(args, seed, "")
-    for line in wrong[:20]:
-        print(f"storm: {line}")
-    if wrong:
-        raise SystemExit(f"storm: FAILED: {len(wrong)} violations, seed {seed}")
-    print("storm: 0 violations")
+    options = proof.parser(__doc__)
+    options.add_argument("--seconds", type=float, default=60, help="default: 60")
+    options.add_argument("--fs", choices=["ext4", "tmpfs"], default="ext4")
+    args = options.parse_args()
+    with proof.ends(args.seed):
+        proof.need_root()
+        if "FAKETIME_TIMESTAMP_FILE" not in os.environ:
+            sys.exit(run_again())
+        time.sleep = pause  # type: ignore[assignment]
+        logging.getLogger("femtoqueue").disabled = True
+        if os.path.isdir("/dev/shm"):
+            tempfile.tempdir = "/dev/shm"  # an image on a busy disk would make a lull of the storm
+        say(f"seed {args.seed}, {args.fs}")
+        if args.self_check:
+            queues = caught_by("storm").items()
+            proof.must_catch(queues, lambda broken, rule: catch(args, broken, rule))
+            return
+        wrong = one_storm(args, args.seed, "")
+        for line in wrong[:20]:
+            say(line)
+        if wrong:
+            raise Violation(f"{len(wrong)} violations")
+        say("0 violations")
 
 
 if __name__ == "__main__":

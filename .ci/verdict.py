@@ -1,4 +1,4 @@
-"""What the processes of a proof noted, read back and judged: of hosts.py and nfs.py.
+"""What the processes of a proof note, read back and judged: of storm.py, hosts.py and nfs.py.
 
 Each actor notes what it is about to do and what came of it, a line each, with the time: all hosts
 have one clock, or are told how far theirs is behind. From that this tells who had a task, when, and
@@ -13,35 +13,124 @@ import errno
 import functools
 import itertools
 import os
+import random
 import re
-import sys
-from collections.abc import Iterable, Iterator
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+from proof import Violation, payload, say
 
 import femtoqueue
+from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight, LeaseLost
 
 LEASE_MS = 5000  # of all workers
 SKEW_S = 0.1  # by which the clocks of hosts may differ
 # While all is well. On NFS, 23 were seen: eight processes want one key, on emulated processors, and
 # those of the host that has its lock are the first to see it free.
 LONGEST_CALL_S = 40.0
+SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
 RECENT_S = 1.0  # for so long a mount may answer from its cache
 LOOK_UPS = ("contains", "peek", "take")
 
 
-class Unable(Exception):
-    """This machine can't show it."""
+# Who notes
 
 
-class Violation(Exception):
-    pass
+class Actor:
+    """A process that uses a queue. What it notes, Events reads."""
 
+    name: str
+    fd: int  # of what it notes, see open_log()
+    q: FemtoQueue
+    chance: random.Random
+    number: Iterator[int]  # of its payloads
+    offset_s: float = 0.0  # what to add to this host's monotonic clock to get the program's
 
-def say(text: str) -> None:
-    """Print a line of the report at once."""
-    print(f"{os.path.basename(sys.argv[0]).removesuffix('.py')}: {text}", flush=True)
+    def now_s(self) -> float:
+        """Return the time that all hosts have in common."""
+        return time.monotonic() + self.offset_s
+
+    def note(self, word: str, *values: object) -> None:
+        """One write() for a line; who is killed has noted all that it was told."""
+        line = " ".join(map(str, (self.now_s(), self.name, word, *values)))
+        os.write(self.fd, f"{line}\n".encode())
+
+    def trouble(self, what: str, which: object, began_s: float, error: Exception) -> None:
+        names = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]
+        where = ">".join(name for name in names if name != "<lambda>")
+        code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
+        self.note("error", what, which, began_s, code or 0, where)
+        time.sleep(0.2)
+
+    def publish(
+        self,
+        call: Callable[[list[bytes]], list[str]],
+        sizes: list[int],
+        key: str = "-",
+        *due_s: object,
+    ) -> None:
+        """Push payloads of these sizes; call gets them, and returns the ids."""
+        numbers = [next(self.number) for _ in sizes]
+        names = (f"{self.name}:{number}" for number in numbers)
+        datas, began_s = [*map(payload, names, sizes)], self.now_s()
+        for number in numbers:
+            self.note("push", number, began_s, key, *due_s)
+        try:
+            ids = call(datas)
+        except (OSError, KeyInFlight) as error:
+            ids = getattr(error, "pushed_ids", [])
+            for number in numbers[len(ids) :]:
+                self.trouble("push", number, began_s, error)
+        for number, ident in zip(numbers, ids, strict=False):
+            self.note("pushed", number, ident, began_s)
+
+    def deadline_s(self, task: FemtoTask, began_s: float) -> float:
+        """Return when a lease ends that a call from began_s on took or renewed."""
+        name = task.path.rpartition("/")[2]
+        return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
+
+    def extend(self, task: FemtoTask) -> None:
+        """Renew a lease; who lost it is told so when it settles the task."""
+        began_s = self.now_s()
+        try:
+            self.q.extend(task)
+        except LeaseLost:
+            return
+        except OSError as error:
+            self.trouble("extend", task.id, began_s, error)
+        else:
+            self.note("extended", task.id, self.deadline_s(task, began_s))
+
+    def settle(
+        self,
+        task: FemtoTask,
+        how: str,
+        call: Callable[[FemtoTask], None] | None = None,
+        **options: Any,
+    ) -> None:
+        """Try until it is done, or the lease is lost. call: what ends the task in this way, and
+        notes before it that it does."""
+        give_up_s = self.now_s() + SETTLE_S
+        while self.now_s() < give_up_s:
+            began_s = self.now_s()
+            try:
+                if call is not None:
+                    call(task)
+                else:
+                    self.note("settle", task.id)
+                    getattr(self.q, how)(task, **options)
+            except LeaseLost:
+                self.note("lost", task.id, began_s)
+                return
+            except OSError as error:
+                self.trouble(how, task.id, began_s, error)
+            else:
+                self.note(how, task.id, began_s)
+                return
+        raise SystemExit(f"{self.name}: could not settle {task.id} within {SETTLE_S:g} s")
 
 
 # What was noted
@@ -74,12 +163,15 @@ class Delivery:
 
 @dataclass
 class Push:
-    """One payload of a key, and the times at which push() was called and returned."""
+    """One payload, and the times at which push() was called and returned. key: "-" if none."""
 
     key: str
     began_s: float
     ended_s: float = float("inf")
     actor: str = ""
+    name: str = ""
+    ident: str = ""  # when it was acknowledged
+    due_s: float | None = None
 
 
 @dataclass
@@ -107,9 +199,11 @@ class Turn:
 class Events:
     """What was noted, read back. may_come_back: healing brings names back (GlusterFS)."""
 
+    skew_s = SKEW_S
+
     def __init__(self, log: str, may_come_back: bool = False) -> None:
         self.may_come_back = may_come_back
-        with open(log, encoding="ascii") as file:
+        with open(log, encoding="utf-8") as file:
             self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
         self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
         self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
@@ -126,17 +220,23 @@ class Events:
         self.turns: list[Turn] = []
         for line in self.lines:
             at, actor, word, *values = line.split()
-            getattr(self, f"read_{word}")(float(at), actor, *values)
+            if word in ("done", "fail", "release", "lost"):
+                self.read_end(word, float(at), actor, *values)
+            else:
+                getattr(self, f"read_{word}")(float(at), actor, *values)
 
     def read_ready(self, at: float, actor: str) -> None:
         pass
 
-    def read_push(self, at: float, actor: str, number: str, began: str, key: str) -> None:
-        self.tried[f"{actor}:{number}"] = Push(key, float(began), actor=actor)
+    def read_push(self, at: float, actor: str, number: str, *what: str) -> None:
+        name, (began, key, *due) = f"{actor}:{number}", what
+        due_s = float(due[0]) if due else None
+        self.tried[name] = Push(key, float(began), actor=actor, name=name, due_s=due_s)
 
     def read_pushed(self, at: float, actor: str, number: str, ident: str, began: str) -> None:
         self.pushed[ident] = f"{actor}:{number}"
-        self.tried[f"{actor}:{number}"].ended_s = at
+        push = self.tried[f"{actor}:{number}"]
+        push.ended_s, push.ident = at, ident
         self.calls.append((float(began), at, "push"))
 
     def read_got(
@@ -153,22 +253,11 @@ class Events:
         delivery = self.last(actor, ident)
         delivery.tried_s = min(delivery.tried_s, at)
 
-    def settled(self, how: str, at: float, actor: str, ident: str, began: str) -> None:
+    def read_end(self, how: str, at: float, actor: str, *what: str) -> None:
+        ident, began = what
         delivery = self.last(actor, ident)
         delivery.how, delivery.ended_s, delivery.called_s = how, at, float(began)
         self.calls.append((float(began), at, how))
-
-    def read_done(self, at: float, *rest: str) -> None:
-        self.settled("done", at, *rest)
-
-    def read_fail(self, at: float, *rest: str) -> None:
-        self.settled("fail", at, *rest)
-
-    def read_release(self, at: float, *rest: str) -> None:
-        self.settled("release", at, *rest)
-
-    def read_lost(self, at: float, *rest: str) -> None:
-        self.settled("lost", at, *rest)
 
     def read_error(self, at: float, actor: str, *what: str) -> None:
         call, number, began, code, where = what
@@ -228,7 +317,16 @@ class Events:
         """Return until when a worker had a task by right. It ends when it is settled, which is
         sure to happen only after the call began. Each host has a queue clock of its own, and they
         are set one after the other."""
-        return min(it.deadline_s - SKEW_S, it.tried_s, self.gone_s(it.actor))
+        return min(it.deadline_s - self.skew_s, it.tried_s, self.gone_s(it.actor))
+
+    def may_lose(self, it: Delivery) -> bool:
+        """Whether a lease may be lost early: on GlusterFS, while not all is well, whose replicas
+        then do not agree on its name."""
+        return self.may_come_back and not self.is_calm(it.got_s, it.ended_s)
+
+    def all_deliveries(self) -> list[Delivery]:
+        """Return the deliveries of all tasks, by time."""
+        return sorted(itertools.chain(*self.deliveries.values()), key=lambda it: it.got_s)
 
     def last(self, actor: str, ident: str) -> Delivery:
         return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
@@ -347,8 +445,7 @@ def check_places(events: Events, files: set[str]) -> None:
 def check_order(events: Events) -> None:
     """Each worker got each producer's tasks in order, as of what nobody had before."""
     numbers: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
-    everything = [d for deliveries in events.deliveries.values() for d in deliveries]
-    for delivery in sorted(everything, key=lambda d: d.got_s):
+    for delivery in events.all_deliveries():
         if delivery.attempts == 1:
             producer, number = delivery.name.split(":")
             numbers[delivery.actor, producer].append(int(number))
@@ -363,7 +460,7 @@ def error_name(code: int) -> str:
 
 
 def report(events: Events) -> None:
-    deliveries = [d for many in events.deliveries.values() for d in many]
+    deliveries = events.all_deliveries()
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
@@ -399,14 +496,14 @@ def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
     """Yield the deliveries of each key, by time, and the pushes of it that returned, by time."""
     deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
     pushes: dict[str, list[Push]] = collections.defaultdict(list)
-    for delivery in itertools.chain(*events.deliveries.values()):
+    for delivery in events.all_deliveries():
         deliveries[events.tried[delivery.name].key].append(delivery)
     for push in events.tried.values():
         if push.ended_s < float("inf") and push.key != "-":
             pushes[push.key].append(push)
     for key, of_key in pushes.items():
         yield (
-            sorted(deliveries[key], key=lambda it: it.got_s),
+            deliveries[key],
             sorted(of_key, key=lambda push: push.ended_s),
         )
 
@@ -568,17 +665,27 @@ def raised(events: Events) -> Iterator[str]:
 
 
 def lost_early(events: Events) -> Iterator[str]:
-    """Yield the leases that were lost before their deadline. On GlusterFS, while not all is well,
-    those whose name its replicas do not agree on are only counted."""
+    """Yield the leases that were lost before their deadline; those that may be are counted."""
     tolerated = 0
-    for it in itertools.chain(*events.deliveries.values()):
-        if it.how == "lost" and it.ended_s < it.deadline_s - SKEW_S:
-            if events.may_come_back and not events.is_calm(it.got_s, it.ended_s):
+    for it in events.all_deliveries():
+        if it.how == "lost" and it.ended_s < it.deadline_s - events.skew_s:
+            if events.may_lose(it):
                 tolerated += 1
             else:
                 yield f"{it.actor} lost the lease of {it.id}, which ended later"
     if tolerated:
         say(f"{tolerated} leases were lost before their deadline, while not all was well")
+
+
+def not_refused(events: Events) -> Iterator[str]:
+    """Yield the done() of those who were cut off that took effect though others had the task. A
+    call that hung may have left no time for others: then the late done() is right."""
+    for it in events.all_deliveries():
+        if it.actor.startswith("hold"):
+            others = [d for d in events.deliveries[it.id] if d is not it and d.got_s < it.ended_s]
+            say(f"done() of one who was cut off: {it.how}; others who had the task: {len(others)}")
+            if it.how != "lost" and others:
+                yield f"{it.actor} was cut off, and its done() was not refused: {it}, {others}"
 
 
 def key_faults(events: Events) -> dict[str, list[str]]:

@@ -1,0 +1,168 @@
+"""What the proofs have in common: options, what they print, commands, mounts, payloads, notes."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+# Who imports this module finds femtoqueue.
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+
+
+class Unable(Exception):
+    """This machine can't show it."""
+
+
+class Violation(Exception):
+    """A promise is broken."""
+
+
+def say(text: str) -> None:
+    """Print a line of the report at once."""
+    print(f"{os.path.basename(sys.argv[0]).removesuffix('.py')}: {text}", flush=True)
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser for the options that each proof has."""
+    made = argparse.ArgumentParser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    seed = random.randrange(10**6)
+    made.add_argument("--seed", type=int, default=seed, help="default: random; it is printed")
+    made.add_argument(
+        "--self-check", action="store_true", help="show that broken queues are caught"
+    )
+    return made
+
+
+@contextlib.contextmanager
+def ends(seed: int | None = None) -> Iterator[None]:
+    """Let what goes wrong in the block end the program, with a line that says it."""
+    name = os.path.basename(sys.argv[0]).removesuffix(".py")
+    try:
+        yield
+    except Unable as error:
+        raise SystemExit(f"{name}: NOT PROVED: {error}") from None
+    except Violation as error:
+        of_seed = "" if seed is None else f", seed {seed}"
+        raise SystemExit(f"{name}: FAILED{of_seed}: {error}") from None
+
+
+def must_catch(
+    queues: Iterable[tuple[str, Any]],
+    prove: Callable[[str, Any], object],
+    wanted: Callable[[Any], str] = lambda how: "",
+) -> None:
+    """Show that a proof catches broken queues: names, and what it needs to know, see caught_by().
+    prove() gets both, and must raise Violation. wanted: what that must say, a pattern."""
+    for name, how in queues:
+        try:
+            prove(name, how)
+        except Violation as error:
+            if not re.search(wanted(how), str(error)):
+                raise Violation(f"{name}: {error}, and not: {wanted(how)}") from None
+            say(f"{name} is caught: {error}")
+        else:
+            raise Violation(f"{name} is not caught, {how}")
+
+
+# Commands and mounts
+
+
+def need_root() -> None:
+    if os.geteuid() != 0:
+        raise Unable("it needs root")
+
+
+def run(*command: str, timeout_s: float = 60) -> str:
+    """Return what a command prints; raises Unable if there is none, or it fails."""
+    try:
+        result = subprocess.run(
+            command, check=False, capture_output=True, text=True, timeout=timeout_s
+        )
+    except FileNotFoundError as error:
+        raise Unable(f"{error}") from None
+    if result.returncode:
+        raise Unable(f"{' '.join(command)}: {result.stdout}{result.stderr}".strip())
+    return result.stdout
+
+
+def install(missing: Callable[[], list[str]], *packages: str) -> None:
+    """Install Debian's packages if something is missing; raises Unable if it still is."""
+    if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
+        os.environ["DEBIAN_FRONTEND"] = "noninteractive"
+        run("apt-get", "update", timeout_s=300)
+        run("apt-get", "install", "-y", "--no-install-recommends", *packages, timeout_s=900)
+    if missing():
+        raise Unable(f"it needs {', '.join(missing())}")
+
+
+@contextlib.contextmanager
+def mounted(*what: str) -> Iterator[None]:
+    """Run mount(8); its last argument is where to."""
+    run("mount", *what)
+    try:
+        yield
+    finally:
+        for _ in range(50):
+            if subprocess.call(["umount", what[-1]], stderr=subprocess.DEVNULL) == 0:
+                break
+            time.sleep(0.05)
+        else:
+            run("umount", "-l", what[-1])
+
+
+def make_image(path: str, size_mib: int, *mkfs: str) -> None:
+    """Make a file system in a file."""
+    with open(path, "wb") as file:
+        file.truncate(size_mib << 20)
+    run(*mkfs, path)
+
+
+# Payloads that prove their own bytes
+
+
+def payload(name: str, size: int) -> bytes:
+    return f"{name} {size}\n".encode() + random.Random(name).randbytes(size)
+
+
+def name_of(data: bytes) -> str:
+    """Return what payload() was given; raises Violation unless each byte is as it was pushed."""
+    head, _, rest = data.partition(b"\n")
+    name = head.decode(errors="replace").rpartition(" ")[0]
+    if data != payload(name, len(rest)):
+        raise Violation(f"the bytes of {name!r} are not those that were pushed")
+    return name
+
+
+# Files
+
+
+def litter(path: str, kind: str, content: bytes, target: str = "nowhere") -> None:
+    """Make a file, a folder with a file in it, an empty one, a link or a FIFO."""
+    if kind == "link":
+        os.symlink(target, path)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "file":
+        with open(path, "xb") as file:
+            file.write(content)
+    else:
+        os.mkdir(path)
+        if kind == "folder":
+            litter(os.path.join(path, f"{1:020d}-00000001"), "file", content)
+
+
+def open_log(path: str) -> int:
+    """Return a descriptor for what is noted: a line by one write(), so that whoever is killed
+    leaves whole lines."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
