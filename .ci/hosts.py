@@ -1,6 +1,6 @@
 """Many hosts, one queue: on GlusterFS nothing acknowledged is lost, and no task is leased twice.
 
-    python .ci/hosts.py [--seed S] [--only PHASE] [--measure] [--self-check]
+    python .ci/hosts.py [--seed S] [--only PHASE | --storms N | --measure] [--self-check]
 
 Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-server and
 glusterfs-client (Debian) if they are missing. Takes six minutes.
@@ -57,12 +57,13 @@ one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and
 a name that one call made is found by the next call of any host, or within a second. To try: mount
 it where this volume is mounted below, and run --only calm, keys and then storms.
 
---only runs one phase (with --self-check: the broken queues that it must catch). --measure prints
-only tasks per second, there and in a local directory, and their ratio to those of bare calls of the
-operating system in the same place. --self-check shows that the proof can fail: a claim by copy and
-unlink, a done() without a fence, a push that does not mind an error, a queue that is none, a key
-lock whose file is removed, a look-up that sees only what waits, and tickets that take other hosts'
-members for dead must all be caught.
+--only runs one phase (with --self-check: the broken queues that it must catch), --storms N only
+storms of one key, in each of which a brick is killed and revived. --measure prints only tasks per
+second, there and in a local directory, and their ratio to those of bare calls of the operating
+system in the same place. --self-check shows that the proof can fail: a claim by copy and unlink, a
+done() without a fence, a push that does not mind an error, a queue that is none, a key lock whose
+file is removed, a look-up that sees only what waits, and tickets that take other hosts' members for
+dead must all be caught.
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
@@ -796,8 +797,10 @@ def check_storm(stage: Stage) -> None:
     verdict.check_calm(events)
 
 
-def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: str = "") -> None:
-    stage = Stage(hosts, work, seed, broken)
+def storms(
+    hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: str = "", *, phase: str = ""
+) -> None:
+    stage = Stage(hosts, work, seed, broken, phase)
     plans = episodes(stage)
     stage.storms(plans[name] for name in names)
     check_storm(stage)
@@ -930,6 +933,7 @@ def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
 def main() -> None:
     options = proof.parser(__doc__)
     options.add_argument("--only", choices=PHASES, help="run only this phase")
+    options.add_argument("--storms", type=int, default=0, metavar="N", help="N storms of one key")
     options.add_argument("--measure", action="store_true", help="only measure")
     options.add_argument("--actor", help=argparse.SUPPRESS)
     args = options.parse_args()
@@ -944,6 +948,10 @@ def main() -> None:
         with cluster() as hosts:
             if args.self_check:
                 self_check(hosts, work, args.seed, phases)
+                return
+            for number in range(args.storms):
+                storms(hosts, work, args.seed + number, ["brick"], phase=f"-{number}")
+            if args.storms:
                 return
             if not args.measure:
                 prove(hosts, work, args.seed, phases)

@@ -36,8 +36,8 @@ LIMITS = {
     "lines of code": 4228,
     "lines of docstrings": 924,
     "lines of its largest class": 613,
-    "lines of test.py": 10_517,
-    "lines of .ci/": 8113,
+    "lines of test.py": 10_518,
+    "lines of .ci/": 8121,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
