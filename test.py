@@ -3903,16 +3903,17 @@ def may_change(name: str, args: tuple[Any, ...]) -> bool:
     return bool(how & (os.O_CREAT | os.O_TRUNC)) if isinstance(how, int) else how[0] != "r"
 
 
-def may_fail(code: int, name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a system has that error for such a call."""
-    if code == errno.ENOSPC:
-        takes_space = may_change(name, args) and name not in ("unlink", "rmdir", "chmod")
-        return takes_space or name in ("fsync", "syncfs")
-    if code == errno.EMFILE:
-        return name in ("open", "list", "pipe", "pipe2", "dup", "inotify")
-    if code == errno.EACCES:
-        return bool(args) and isinstance(args[0], str)
-    return True
+def errors_of(name: str, args: tuple[Any, ...]) -> list[int]:
+    """Return which errors a system may have for such a call."""
+    frees_space = name in ("unlink", "rmdir", "chmod")
+    takes_space = name in ("fsync", "syncfs") or (may_change(name, args) and not frees_space)
+    has = {
+        errno.EIO: True,
+        errno.ENOSPC: takes_space,
+        errno.EMFILE: name in ("open", "list", "pipe", "pipe2", "dup", "inotify"),
+        errno.EACCES: bool(args) and isinstance(args[0], str),
+    }
+    return [code for code, may_be in has.items() if may_be]
 
 
 class Step:
@@ -3979,9 +3980,10 @@ class Broken(Step):
 
 
 Say = Callable[[str], None]
-Scenario = Callable[[FemtoQueue, Say], None]
 # Runs a scenario on a queue of its own in self.path, whose system calls the hook gets.
-Life = Callable[[Callable[[str, tuple[Any, ...]], None], Say], object]
+Living = Callable[[Hook, Say], object]
+# When a life ended, who goes on with its queue, and what it had said.
+Ending = tuple[str, FemtoQueue, list[str]]
 
 
 def _taken(q: FemtoQueue) -> FemtoTask:
@@ -3990,134 +3992,186 @@ def _taken(q: FemtoQueue) -> FemtoTask:
     return task
 
 
-def push_some(q: FemtoQueue, say: Say) -> None:
-    for name in ("a", "b"):
-        q.push(name.encode())
-        say(f"pushed {name}")
+class Life:
+    """Does what a scenario's words say. What is tried is said, and what has returned."""
+
+    def __init__(self, q: FemtoQueue, say: Say, key: str | None) -> None:
+        self.q, self.say, self.key = q, say, key
+        self.beside: FemtoQueue | None = None
+        self.held: list[FemtoTask] = []  # the one to be ended first
+        self.failed = ""
+
+    def live(self, words: str) -> None:
+        try:
+            for operation in words.split(", "):
+                word, *arguments = operation.split()
+                getattr(self, word)(*arguments)
+        finally:
+            if self.beside is not None:
+                self.beside.close()
+
+    def said(self, what: str, call: Callable[..., object], *args: Any, **settings: Any) -> None:
+        self.say(f"try {what}")
+        call(*args, **settings)
+        self.say(what)
+
+    def push(self, name: str, **settings: Any) -> None:
+        self.said(f"push {name}", self.q.push, name.encode(), key=self.key, **settings)
+
+    def update(self, name: str) -> None:
+        self.push(name, if_in_flight="update")
+
+    def schedule(self, name: str, time_us: float = 1) -> None:
+        self.said(f"push {name}", self.q.schedule, name.encode(), time_us, key=self.key)
+
+    def put_off(self, name: str) -> None:
+        self.schedule(name, 4e15)
+
+    def push_many(self, *names: str) -> None:
+        self.q.push_many([name.encode() for name in names])
+        for name in names:
+            self.say(f"push {name}")
+
+    def wait(self) -> None:
+        assert self.q.pop(0.001) is None
+
+    def take(self, timeout: str = "0") -> None:
+        task = self.q.pop(float(timeout))
+        assert task is not None
+        self.held.append(task)
+
+    def take_key(self) -> None:
+        task = self.q.take(self.key)
+        assert task is not None
+        self.held.append(task)
+
+    def done(self) -> None:
+        task = self.held.pop(0)
+        self.said(f"done {task.data.decode()}", self.q.done, task)
+
+    def fail(self, *reason: str) -> None:
+        task = self.held.pop(0)
+        self.failed = task.id
+        error = ValueError(*reason) if reason else None
+        self.said(f"fail {task.data.decode()}", self.q.fail, task, error)
+
+    def retry(self) -> None:
+        task = self.q.peek(self.failed)
+        assert task is not None
+        with contextlib.suppress(KeyInFlight):
+            self.said(f"retry {task.data.decode()}", self.q.retry, self.failed)
+
+    def release(self, **how: Any) -> None:
+        self.q.release(self.held.pop(0), **how)
+
+    def front(self) -> None:
+        self.release(front=True)
+
+    def later(self) -> None:
+        self.release(delay_s=1e-6)
+
+    def extend(self) -> None:
+        """By Ctrl-C meanwhile, the lease is not lost."""
+        try:
+            self.q.extend(self.held[0])
+        except KeyboardInterrupt:
+            self.done()
+            raise
+
+    def save(self, progress: str) -> None:
+        self.q.checkpoint(self.held[0], progress.encode())
+
+    def process(self, progress: str) -> None:
+        self.take()
+        with self.q.processing(self.held.pop()) as task:
+            assert task.checkpoint == progress.encode(), task.checkpoint
+            self.say(f"try done {task.data.decode()}")
+        self.say(f"done {task.data.decode()}")
+
+    def close(self) -> None:
+        self.held.clear()
+        self.q.close()
+
+    def look(self) -> None:
+        self.q.stats()
+        for state in femtoqueue.STATES:
+            list(self.q.tasks(state))
+        self.q.peek(self.held[0].id)
+        self.q.check(repair=True)
+        self.q.purge(3600, ("done", "failed"))
+
+    # Others
+
+    def litter(self) -> None:
+        with open(os.path.join(self.q.data_dir, "pending", f"{1:020d}-00000000"), "wb") as file:
+            file.write(b"FQ1 00000000 9\ntorn")
+
+    def mv(self) -> None:
+        """A person puts a task back that was delivered."""
+        task = self.held.pop(0)
+        source, name = os.path.join(self.q.data_dir, task.path), f"{task.id[:20]}~1~{task.id}"
+        os.rename(source, os.path.join(self.q.data_dir, "pending", name))
+
+    def turn(self) -> None:
+        """What follows is of the other worker."""
+        other = self.beside or type(self.q)(self.q.data_dir, "beside")
+        self.q, self.beside = other, self.q
+
+    def leave(self) -> None:
+        assert self.beside is not None
+        self.beside.close()
+        self.held.clear()
+
+    def die(self) -> None:
+        assert self.beside is not None
+        dies(self.beside)
+        self.q.__dict__["dead"] = self.beside  # it is dropped with q, where no hook hears of it
+        self.beside = None
+        self.held.clear()
 
 
-def push_batch(q: FemtoQueue, say: Say) -> None:
-    q.push_many([b"a", b"b", b"c"])
-    for name in "abc":
-        say(f"pushed {name}")
+class Scenario:
+    """A life, in words of Life."""
+
+    def __init__(self, words: str, key: str | None = None) -> None:
+        self.__name__, self.key = words, key
+
+    def __call__(self, q: FemtoQueue, say: Say) -> None:
+        Life(q, say, self.key).live(self.__name__)
 
 
-def schedule_and_finish(q: FemtoQueue, say: Say) -> None:
-    q.schedule(b"a", 1)
-    say("pushed a")
-    q.done(_taken(q))
-    say("done a")
-
-
-def push_and_finish(q: FemtoQueue, say: Say) -> None:
-    push_some(q, say)
-    for _ in range(2):
-        task = _taken(q)
-        q.extend(task)
-        q.done(task)
-        say(f"done {task.data.decode()}")
-
-
-def fail_and_retry(q: FemtoQueue, say: Say) -> None:
-    push_some(q, say)
-    first, second = _taken(q), _taken(q)
-    q.fail(first, "why")
-    say("failed a")
-    q.fail(second)
-    say("retrying b")
-    q.retry(second.id)
-    task = _taken(q)
-    q.fail(task, ValueError("again"))
-    say("failed b")
-
-
-def release_in_all_ways(q: FemtoQueue, say: Say) -> None:
-    push_some(q, say)
-    q.release(_taken(q))
-    q.release(_taken(q), front=True)
-    q.release(_taken(q), delay_s=1e-6)
-    task = _taken(q)
-    q.done(task)
-    say(f"done {task.data.decode()}")
-
-
-def meet_a_corrupt_task(q: FemtoQueue, say: Say) -> None:
-    push_some(q, say)
-    path = os.path.join(q.data_dir, "pending", f"{1:020d}-00000000")
-    with open(path, "wb") as file:
-        file.write(b"FQ1 00000000 9\ntorn")
-    task = _taken(q)
-    q.done(task)
-    say(f"done {task.data.decode()}")
-
-
-def hold_and_close(q: FemtoQueue, say: Say) -> None:
-    push_some(q, say)
-    _taken(q)
-    q.close()
-    q.done(_taken(q))
-    say("done a")
-
-
-def save_progress(q: FemtoQueue, say: Say) -> None:
-    push_some(q, say)
-    task = _taken(q)
-    q.checkpoint(task, b"1")
-    q.checkpoint(task, b"2")
-    q.release(task, front=True)
-    with q.processing(_taken(q)) as task:
-        assert task.checkpoint == b"2", task.checkpoint
-    say("done a")
-
-
-def wait_for_a_task(q: FemtoQueue, say: Say) -> None:
-    assert q.pop(0.001) is None
-    push_some(q, say)
-    task = q.pop(PATIENCE_S)
-    assert task is not None
-    q.done(task)
-    say("done a")
-
-
-def look_and_keep_house(q: FemtoQueue, say: Say) -> None:
-    push_some(q, say)
-    task = _taken(q)
-    q.stats()
-    for state in femtoqueue.STATES:
-        list(q.tasks(state))
-    q.peek(task.id)
-    q.check(repair=True)
-    q.purge(3600, ("done", "failed"))
-    q.done(task)
-    say("done a")
-
-
-def begin_and_end_beside(q: FemtoQueue, say: Say) -> None:
-    push_some(q, say)
-    with FemtoQueue(q.data_dir, "beside") as other:
-        other.push(b"c")
-        say("pushed c")
-        task = _taken(other)
-        other.done(task)
-        say(f"done {task.data.decode()}")
-        _taken(other)
-    q.done(_taken(q))
-    say("done b")
-
-
-SCENARIOS: tuple[Scenario, ...] = (
-    push_some,
-    save_progress,
-    push_batch,
-    schedule_and_finish,
-    push_and_finish,
-    fail_and_retry,
-    release_in_all_ways,
-    meet_a_corrupt_task,
-    hold_and_close,
-    wait_for_a_task,
-    look_and_keep_house,
-    begin_and_end_beside,
+FINISHING = Scenario("push a, push b, take, extend, done, take, extend, done")
+FAILING = Scenario("push a, push b, take, take, fail why, fail, retry, take, fail again")
+BATCH = Scenario("push_many a b c")
+SCENARIOS = (
+    FINISHING,
+    FAILING,
+    BATCH,
+    Scenario("push a, push b, take, save 1, save 2, front, process 2"),
+    Scenario("schedule a, take, done"),
+    Scenario("push a, push b, take, release, take, front, take, later, take, done"),
+    Scenario("push a, push b, litter, take, done"),
+    Scenario("push a, push b, take, close, take, done"),
+    Scenario("wait, push a, push b, take 60, done"),
+    Scenario("push a, push b, take, look, done"),
+    Scenario("push a, push b, turn, push c, take, done, take, turn, leave, take, done"),
+    Scenario("push a, push b, turn, take, take, turn, die, take, done"),
+)
+KEY_SCENARIOS = tuple(
+    Scenario(words, "k")
+    for words in (
+        "push 1, push 2, schedule 3, push 4, take, done",
+        "push 1, take, push 2, push 3, extend, done, take, done",
+        "push 1, take, push 2, fail why, retry, take, done",
+        "push 1, take_key, push 2, front, take_key, push 3, later, take, done",
+        "push 1, take, push 2, schedule 3, done, take, done",
+        "push 1, put_off later, put_off later-still",
+        "push 1, take, push 2, mv, take, done",
+        "push 1, take, update 2, release, take, done",
+        "push 1, take, fail, retry, take, done",
+        "push 1, take, push 2, close, take, done",
+        "push 1, turn, take, turn, push 2, die, take, done",
+    )
 )
 
 
@@ -4136,38 +4190,36 @@ def copy_tree(source: str, target: str) -> None:
 
 
 class Noting(FemtoQueue):
-    """Notes what it delivered."""
+    """Notes how often each task was delivered, by any of them."""
 
-    delivered: frozenset[str] = frozenset()
+    delivered: Counter[str] = Counter()  # noqa: RUF012
 
     def pop(self, *args: Any, **settings: Any) -> FemtoTask | None:
-        task = super().pop(*args, **settings)
-        self.delivered |= {task.id} if task else set()
-        return task
+        return self.noted(super().pop(*args, **settings))
 
     def take(self, *args: Any, **settings: Any) -> FemtoTask | None:
-        task = super().take(*args, **settings)
-        self.delivered |= {task.id} if task else set()
+        return self.noted(super().take(*args, **settings))
+
+    def noted(self, task: FemtoTask | None) -> FemtoTask | None:
+        if task is not None:
+            self.delivered[task.id] += 1
         return task
 
-    def leases(self) -> set[str]:
-        """Return the ids of what it has."""
-        names = os.listdir(lease_dir(self)) if os.path.exists(lease_dir(self)) else []
-        return {name[-29:] for name in names}
 
-
-@contextlib.contextmanager
-def ctrl_c_at(step: Step) -> Iterator[None]:
-    """Let Ctrl-C come at a step; after it, if that is Meanwhile."""
-    is_after = isinstance(step, Meanwhile)
-    with contextlib.suppress(KeyboardInterrupt), hooked(step, after=is_after):
-        yield
+def those(word: str, said: list[str]) -> list[str]:
+    """Return what was said in lines that begin so, without that."""
+    return [line.removeprefix(f"{word} ") for line in said if line.startswith(f"{word} ")]
 
 
 class Interrupted(QueueCase):
-    """Operations that are ended, or meet an error, before each of their system calls."""
+    """Each life, ended at each of its system calls in turn, by death, an error or Ctrl-C; then it
+    is checked what is left, and that it goes on."""
 
-    KILL_EVERY = 5  # calls
+    KILL_EVERY = 5  # calls that change something
+    ERRORS = 4  # that a call gives in turn, of those that it may
+    PUSHES: tuple[bool, ...] = (False,)  # whether the first thing then is a push
+    lives: tuple[tuple[Scenario, dict[str, Any]], ...]
+    from_birth = True  # a constructor may be ended, too
     counts: Callable[[str, tuple[Any, ...]], bool] | None = None  # which calls; None: all
 
     def setUp(self) -> None:
@@ -4179,30 +4231,54 @@ class Interrupted(QueueCase):
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore", ResourceWarning)  # Ctrl-C as a listing just began
 
-    def use_disk(self) -> None:
-        """Go on in the temporary directory: what follows is synced."""
-        self.base = self.new_dir()
-
     def new_path(self, number: int) -> None:
         """Go on in a directory of its own."""
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
 
-    def deaths(self, live: Life) -> Iterator[tuple[str, list[str]]]:
-        """Let a process die before each system call of live(). Yield how it died, and what it had
-        said; self.path is the directory that it left.
+    def check(self, q: FemtoQueue, said: list[str]) -> None:
+        """Fail unless what is left is what was said."""
+        raise NotImplementedError
 
-        A copy of the directory, made before the call, is what a process leaves that dies there:
+    def check_all(
+        self, end: Callable[[Scenario, dict[str, Any]], Iterator[Ending]], **settings: Any
+    ) -> None:
+        self.now = self.clock()
+        for scenario, own in self.lives:
+            for when, q, said in end(scenario, {**own, **settings}):
+                with self.subTest(f"{scenario.__name__}, {own}: {when}"), q:
+                    self.check(q, said)
+                shutil.rmtree(self.path)
+
+    def pushed_first(self, pushes: bool, q: FemtoQueue, key: str | None, said: list[str]) -> None:
+        if pushes:
+            Life(q, said.append, key).push("after")
+
+    def deaths(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
+        """A copy of the directory, made before a call, is what a process leaves that dies there:
         its locks are gone, and nothing of it runs any more. Before calls between which the
         directory stays as it is, that is one copy. SIGKILL ends a real process at every fifth call
-        that changes something, in each scenario from another one on. (.ci/faults.py kills at every
-        call.)
-        """
-        yield from self.kills(live, next(self.first_kill))
-        yield from self.copies(live)
+        that changes something, in each life from another one on. (.ci/faults.py kills at every
+        call.)"""
 
-    def kills(self, live: Life, first: int) -> Iterator[tuple[str, list[str]]]:
+        def live(hook: Hook, say: Say) -> None:
+            with hooked(hook if self.from_birth else lambda name, args: None):
+                q = FemtoQueue(self.path, "victim", **settings)
+            with hooked(hook):
+                scenario(q, say)
+
+        for death, lines in itertools.chain(self.kills(live), self.copies(live)):
+            paths = [f"{self.path}{'+' * number}" for number in range(len(self.PUSHES))]
+            for path in paths[1:]:
+                copy_tree(paths[0], path)
+            for path, pushes in zip(paths, self.PUSHES, strict=True):
+                self.path = path
+                q, said = FemtoQueue(path, "survivor", **settings), [*lines]
+                self.pushed_first(pushes, q, scenario.key, said)
+                yield f"{death}, pushes: {pushes}", q, said
+
+    def kills(self, live: Living) -> Iterator[tuple[str, list[str]]]:
         """Kill processes at every fifth change; the last one lives to its end."""
-        for number in itertools.count(first, self.KILL_EVERY):
+        for number in itertools.count(next(self.first_kill), self.KILL_EVERY):
             self.new_path(number)
             step = Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change)
 
@@ -4211,13 +4287,12 @@ class Interrupted(QueueCase):
 
             said, status = self.child(work).finish()
             yield f"killed at change {number}", said
-            shutil.rmtree(self.path, ignore_errors=True)  # it may not have been made
             if status == 0:
                 self.assertGreater(number, 8)
                 return
             self.assertEqual(status, -signal.SIGKILL)
 
-    def copies(self, live: Life) -> Iterator[tuple[str, list[str]]]:
+    def copies(self, live: Living) -> Iterator[tuple[str, list[str]]]:
         """Copy the directory before the calls of one life, and at its end, whenever it, or what
         was said, is not as it was before the last call."""
         self.new_path(0)
@@ -4238,96 +4313,103 @@ class Interrupted(QueueCase):
         for number, lines in enumerate(said_before):
             self.path = f"{original}.{number}"
             yield f"copied before change {number}", lines
-            shutil.rmtree(self.path, ignore_errors=True)
 
-    def ctrl_c(self, scenario: Scenario) -> Iterator[tuple[str, FemtoQueue, list[str]]]:
-        """Let Ctrl-C come before each system call, and after each. What pop() did not return is no
-        lease then, and no lock is held. Yield when it came, the queue object, and what was said."""
+    def failing_steps(self, turn: int) -> Iterator[tuple[Step, Callable[[], int]]]:
+        """Yield hooks by which each call in turn gives the n-th error that it may, and what tells
+        which that was. A call gives one for each of PUSHES."""
+
+        def counts(name: str, args: tuple[Any, ...]) -> bool:
+            is_counted = self.counts is None or self.counts(name, args)
+            return is_counted and turn < max(len(self.PUSHES), len(errors_of(name, args)))
+
+        def code_of(step: Step) -> int:
+            codes = errors_of(step.at, step.args)
+            return codes[turn % len(codes)]
+
+        for step in Step.each(counts=counts, at_least=1):
+            code = functools.partial(code_of, step)
+            step.happen = lambda code=code: self.fail_with(code())  # type: ignore[misc]
+            yield step, code
+
+    def errors(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
+        """The object works on. What raised is taken back, and leaves nothing in creating/."""
+        for turn in range(self.ERRORS):
+            for step, code in self.failing_steps(turn):
+                self.new_path(step.number)
+                q, said = FemtoQueue(self.path, "n1", **settings), list[str]()
+                try:
+                    with hooked(step):
+                        scenario(q, said.append)
+                    self.assertNotIn(step.at, ("fsync", "syncfs"), "acknowledged all the same")
+                except OSError as error:
+                    self.assertEqual(error.errno, code())
+                    said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
+                self.assertTrue(step.at == "unlink" or not self.names("creating"), step.args)
+                pushes = self.PUSHES[(step.number + turn) % len(self.PUSHES)]
+                self.pushed_first(pushes, q, scenario.key, said)
+                self.now.advance(60)
+                yield f"error {turn} of call {step.number} {step.at}, pushes: {pushes}", q, said
+
+    def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
+        """Before each call, and after each. What pop() did not return is no lease then, and was no
+        delivery; and no lock is held."""
         for kind in (Step, Meanwhile):
             for step in kind.each(interrupt, self.counts):
                 self.new_path(step.number)
-                q, said = Noting(self.path, "n1", timeout_stale_ms=None), list[str]()
-                with q:
-                    with ctrl_c_at(step):
-                        scenario(q, said.append)
-                    gc.collect(1)  # the frames that the exception left
-                    self.assertLessEqual(q.leases(), q.delivered, step.args)
-                    if os.path.exists(self.file("locks")):
-                        self.locked("k", wait=False).close()
-                    q.close()
-                    yield f"{scenario.__name__} {kind.__name__} {step.number} {step.at}", q, said
-                shutil.rmtree(self.path)
+                q, said = (
+                    Noting(self.path, "n1", **{"timeout_stale_ms": None, **settings}),
+                    list[str](),
+                )
+                q.delivered.clear()
+                with contextlib.suppress(KeyboardInterrupt), hooked(step, after=kind is Meanwhile):
+                    scenario(q, said.append)
+                gc.collect(1)  # the frames that the exception left
+                for state in ("pending", "inflight"):
+                    for task in q.tasks(state, data=False):
+                        self.assertLessEqual(task.attempts or 0, q.delivered[task.id], step.args)
+                if os.path.exists(self.file("locks")):
+                    self.locked("k", wait=False).close()
+                q.close()
+                self.now.advance(1)
+                yield f"Ctrl-C at {kind.__name__} {step.number} {step.at}", q, said
 
-    def payloads(self, q: FemtoQueue, state: str) -> list[str]:
-        return [task.data.decode() for task in q.tasks(state)]
 
-    def check_said(self, q: FemtoQueue, said: list[str]) -> None:
-        """Everything acknowledged is as it was acknowledged; the rest is whole or not there."""
-        before = self.check_invariants(leftovers=True)
-        known = {ident: q.peek(ident) for ident in before if not ident.startswith("0" * 19)}
-        pushed = {line.split()[1] for line in said if line.startswith("pushed")}
-        present = {task.data.decode() for task in known.values() if task}
-        keeps = q.keep_done
-        self.assertTrue(not keeps or pushed <= present, f"{pushed} pushed, {present} there")
-        done = self.payloads(q, "done") if keeps else []
-        self.assertTrue({x[5:] for x in said if x.startswith("done")} <= {*done} or not keeps)
-        failed = {x[7:] for x in said if x.startswith("failed")}
-        self.assertLessEqual(
-            failed - {x[9:] for x in said if x.startswith("retrying")},
-            {*self.payloads(q, "failed")},
-        )
-        self.assertEqual(len(present), len([task for task in known.values() if task]))
+class PlainLives(Interrupted):
+    lives = (
+        *((scenario, {}) for scenario in SCENARIOS),
+        (FINISHING, {"keep_done": False}),
+        *((it, {"sync_after_write": True}) for it in (FINISHING, FAILING, BATCH)),
+    )
 
-    def check_drains(self, q: FemtoQueue, said: list[str]) -> None:
-        """What is not finished is delivered, once, and nothing that is finished is."""
-        finished = {x.split()[1] for x in said if x.startswith(("done", "failed"))}
-        waiting = [*self.payloads(q, "pending"), *self.payloads(q, "scheduled")]
-        waiting += self.payloads(q, "inflight")
+    def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
+        return sorted(task.data.decode() for state in states for task in q.tasks(state))
+
+    def check(self, q: FemtoQueue, said: list[str]) -> None:
+        """What is acknowledged is as it was acknowledged; the rest is whole or not there. What is
+        not finished is delivered, once, and nothing that is finished is."""
+        self.check_invariants(leftovers=True)
+        last = {name: word for word, _, name in (line.rpartition(" ") for line in said)}
+        waiting = self.payloads(q, "pending", "scheduled", "inflight")
+        failed = self.payloads(q, "failed")
+        done = self.payloads(q, "done") if q.keep_done else those("done", said)
+        present = waiting + failed + done
+        self.assertEqual(len(present), len({*present}))
+        where = {"push": waiting, "retry": waiting, "done": done, "fail": failed}
+        for name, word in last.items():
+            self.assertIn(name, where.get(word, [name]), said)
+        self.assertEqual({*those("raised push", said)} & {*present}, set())
         drained = []
         while task := q.pop():
             drained.append(task.data.decode())
             q.done(task)
-        self.assertEqual(sorted(drained), sorted(waiting))
-        self.assertEqual(finished & {*drained}, set())
+        self.assertEqual(sorted(drained), waiting)
         self.assertEqual(self.payloads(q, "inflight"), [])
 
 
-@FORK
-class Crash(Interrupted):
-    def kill_at_every_call(self, scenario: Scenario, **settings: Any) -> None:
-        def live(hook: Any, say: Say) -> None:
-            with hooked(hook):
-                scenario(FemtoQueue(self.path, "victim", **settings), say)
-
-        for death, said in self.deaths(live):
-            with self.subTest(f"{scenario.__name__} {death}"):
-                q = FemtoQueue(self.path, "survivor", **settings)
-                self.check_said(q, said)
-                self.check_drains(q, said)
-                q.close()
-
+class Crash(PlainLives):
+    @FORK
     def test_a_kill_at_any_system_call_loses_and_doubles_nothing(self) -> None:
-        for scenario in SCENARIOS:
-            self.kill_at_every_call(scenario)
-        self.kill_at_every_call(push_and_finish, keep_done=False)
-        self.use_disk()
-        for scenario in (push_some, push_batch, push_and_finish, fail_and_retry):
-            self.kill_at_every_call(scenario, sync_after_write=True)
-
-    def test_a_kill_while_a_dead_workers_tasks_are_put_back(self) -> None:
-        """The second death finds the rest: no task is lost between two lease directories."""
-
-        def recover(q: FemtoQueue, say: Say) -> None:
-            push_some(q, say)
-            dead = FemtoQueue(self.path, "dead")
-            dead.pop()
-            dead.pop()
-            dies(dead)
-            task = _taken(q)
-            q.done(task)
-            say(f"done {task.data.decode()}")
-
-        self.kill_at_every_call(recover, max_attempts=5)
+        self.check_all(self.deaths)
 
     def test_leftovers_of_a_killed_push_are_removed_after_an_hour(self) -> None:
         """And not before: the push may be under way. What is not ours stays."""
@@ -4344,73 +4426,22 @@ class Crash(Interrupted):
         self.assertEqual(self.names("creating"), sorted(self.foreign))
 
 
-class Faults(Interrupted):
-    def steps(self, code: int) -> Iterator[Step]:
-        """Yield hooks by which each call in turn that may give an error gives it."""
-        fail = functools.partial(self.fail_with, code)
-        return Step.each(fail, functools.partial(may_fail, code), at_least=2)
-
-    def fail_at_every_call(self, scenario: Scenario, code: int, **settings: Any) -> None:
-        clock = self.clock()
-        for step in self.steps(code):
-            self.new_path(step.number)
-            q = FemtoQueue(self.path, "n1", **settings)
-            said: list[str] = []
-            with self.subTest(f"{scenario.__name__} call {step.number} fails with {code}"):
-                try:
-                    with hooked(step):
-                        scenario(q, said.append)
-                    self.assertNotIn(step.at, ("fsync", "syncfs"), "acknowledged all the same")
-                except OSError as error:
-                    self.assertEqual(error.errno, code)
-                clock.advance(60)
-                self.check_said(q, said)
-                self.check_drains(q, said)
-            q.close()
-            shutil.rmtree(self.path)
-
+class Faults(PlainLives):
     def test_an_error_of_any_system_call_surfaces_and_loses_nothing(self) -> None:
-        """After it the same object works on, and delivers what is left."""
-        for scenario in SCENARIOS:
-            for code in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES):
-                self.fail_at_every_call(scenario, code)
-        self.use_disk()
-        for scenario in (push_some, push_and_finish, fail_and_retry):
-            self.fail_at_every_call(scenario, errno.EIO, sync_after_write=True)
+        self.check_all(self.errors)
 
     def test_ctrl_c_at_any_system_call_loses_and_doubles_nothing(self) -> None:
-        """Before it, and after it: a claim is undone, a lease is kept."""
-        clock = self.clock()
-        for scenario in SCENARIOS:
-            for when, q, said in self.ctrl_c(scenario):
-                clock.advance(1)
-                with self.subTest(when):
-                    self.check_said(q, said)
-                    self.check_drains(q, said)
+        self.check_all(self.ctrl_c)
 
     def test_an_error_of_any_system_call_of_a_constructor_is_none_of_the_next(self) -> None:
-        for code in (errno.ENOSPC, errno.EIO, errno.EMFILE, errno.EACCES):
-            for step in self.steps(code):
+        for turn in range(self.ERRORS):
+            for step, _ in self.failing_steps(turn):
                 self.new_path(step.number)
                 with hooked(step), contextlib.suppress(OSError):
                     FemtoQueue(self.path, "n1", sync_after_write=True)
                 ident = self.queue().push(b"x")
                 self.assertEqual(_taken(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
-
-    def test_a_push_that_raises_leaves_nothing(self) -> None:
-        """Not a task, not a file in creating/, whichever of its calls fails."""
-        fail = functools.partial(self.fail_with, errno.ENOSPC)
-        for sync, calls in ((False, 4), (True, 8)):
-            q, raised = self.queue(sync_after_write=sync), 0
-            for step in Step.each(fail, at_least=calls):
-                try:
-                    with hooked(step):
-                        q.push(b"x")
-                except OSError:
-                    raised += 1
-                    self.assertEqual(self.states()["pending"], 0)
-            self.assertEqual((raised, self.drain(q)), (calls, [b"x"]))
 
     def test_a_worker_starts_on_a_full_disk(self) -> None:
         """In the directory that was spared for it; the next one, when that is made again."""
@@ -4431,22 +4462,6 @@ class Faults(Interrupted):
         with hooked(full):
             self.assertRaises(OSError, self.queue("n4").pop)
         self.assertEqual(self.names("spare"), ["notes.txt"])
-
-    def test_running_out_of_descriptors_surfaces_and_passes(self) -> None:
-        resource = __import__("resource")  # not on Windows, where the hooks above have to do
-        q = self.queue()
-        q.push(b"1")
-        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
-        try:
-            for call in (lambda: q.push(b"2"), q.pop, q.pop):
-                with self.assertRaises(OSError) as caught:
-                    call()
-                self.assertEqual(caught.exception.errno, errno.EMFILE)
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-        q.push(b"2")
-        self.assertEqual(self.drain(q), [b"1", b"2"])
 
     def test_a_task_that_can_not_be_read_is_back_at_once_and_was_not_delivered(self) -> None:
         """Others may be luckier. After a shortage it is the next again; else it keeps nobody from
@@ -4576,30 +4591,6 @@ class Faults(Interrupted):
         self.queue()
         self.assertEqual(stat.S_IMODE(os.stat(self.file(f"clock-{self.boot()}")).st_mode), 0o644)
 
-    def test_ctrl_c_during_a_claim_is_no_delivery(self) -> None:
-        """Before each call, and after it."""
-        q = self.queue(timeout_stale_ms=None)
-        q.push(b"x")
-        for kind in (Step, Meanwhile):
-            for step in kind.each(interrupt, at_least=3):
-                task = None
-                with ctrl_c_at(step):
-                    task = q.pop()
-                if task is None:
-                    self.assertEqual(self.states(), {"pending": 1}, step.at)
-            assert task is not None
-            self.assertEqual(task.attempts, 1)
-            q.release(task, counted=False)
-
-    def test_ctrl_c_during_a_renewal_does_not_lose_the_lease(self) -> None:
-        q = self.queue()
-        task = leased(q, b"x")
-        for after in (False, True):
-            interrupted = hooked(Step(0, interrupt), after=after)
-            with interrupted, self.assertRaises(KeyboardInterrupt):
-                q.extend(task)
-        q.done(task)
-
     def test_a_removed_directory_surfaces_and_is_not_made_again_in_secret(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"1")
@@ -4689,13 +4680,6 @@ class Faults(Interrupted):
             os.close(args[0])
             self.fail_with(errno.EIO)
 
-    def test_extend_does_not_ask_whether_it_did_what_it_did(self) -> None:
-        q = self.queue()
-        task = _pushed_and_taken(q)
-        with hooked(failing("lstat", task.id, errno.EIO)):
-            q.extend(task, 60_000)
-        q.done(task)
-
     def test_an_error_is_not_taken_for_a_no(self) -> None:
         """Neither for a key's lock nor for PAUSED."""
         q = self.queue()
@@ -4744,146 +4728,16 @@ class Faults(Interrupted):
         self.assertRaises(LeaseLost, q.done, task)
 
 
-def key_replaced(q: FemtoQueue, say: Say) -> None:
-    for name in ("1", "2"):
-        _push_said(q, say, name)
-    say("try 3")
-    q.schedule(b"3", 1, key="k")
-    say("has 3")
-    _push_said(q, say, "4")
-    _end_said(q, say)
-
-
-def key_buffered_and_done(q: FemtoQueue, say: Say) -> None:
-    _push_said(q, say, "1")
-    task = _taken(q)
-    _push_said(q, say, "2")
-    _push_said(q, say, "3")
-    q.extend(task)
-    q.done(task)
-    _end_said(q, say)
-
-
-def key_buffered_and_failed(q: FemtoQueue, say: Say) -> None:
-    _push_said(q, say, "1")
-    task = _taken(q)
-    _push_said(q, say, "2")
-    q.fail(task, "why")
-    with contextlib.suppress(KeyInFlight):
-        q.retry(task.id)
-    _end_said(q, say)
-
-
-def key_buffered_and_released(q: FemtoQueue, say: Say) -> None:
-    _push_said(q, say, "1")
-    ways: tuple[dict[str, Any], ...] = ({"front": True}, {"delay_s": 1e-6})
-    for settings in ways:
-        task = q.take("k")
-        assert task is not None
-        _push_said(q, say, f"2 {settings}")
-        q.release(task, **settings)
-    _end_said(q, say)
-
-
-def key_scheduled_behind(q: FemtoQueue, say: Say) -> None:
-    _push_said(q, say, "1")
-    task = _taken(q)
-    _push_said(q, say, "2")
-    say("try 3")
-    q.schedule(b"3", 1, key="k")
-    say("has 3")
-    q.done(task)
-    _end_said(q, say)
-
-
-def key_put_off(q: FemtoQueue, say: Say) -> None:
-    """What is for later is not delivered now."""
-    _push_said(q, say, "1")
-    for name in ("later", "later still"):
-        say(f"try {name}")
-        q.schedule(name.encode(), 4e15, key="k")
-        say(f"has {name}")
-
-
-def key_put_back_by_hand(q: FemtoQueue, say: Say) -> None:
-    """A task that was delivered waits, with a payload behind it."""
-    _push_said(q, say, "1")
-    task = _taken(q)
-    _push_said(q, say, "2")
-    name = f"{task.id[:20]}~1~{task.id}"
-    os.rename(os.path.join(q.data_dir, task.path), os.path.join(q.data_dir, "pending", name))
-    _end_said(q, say)
-
-
-def key_updated(q: FemtoQueue, say: Say) -> None:
-    _push_said(q, say, "1")
-    task = _taken(q)
-    say("try 2")
-    q.push(b"2", key="k", if_in_flight="update")
-    say("has 2")
-    q.release(task)
-    _end_said(q, say)
-
-
-def key_failed_and_retried(q: FemtoQueue, say: Say) -> None:
-    _push_said(q, say, "1")
-    task = _taken(q)
-    q.fail(task)
-    q.retry(task.id)
-    _end_said(q, say)
-
-
-def key_given_up(q: FemtoQueue, say: Say) -> None:
-    _push_said(q, say, "1")
-    _taken(q)
-    _push_said(q, say, "2")
-    q.close()
-    _end_said(q, say)
-
-
-def key_reclaimed(q: FemtoQueue, say: Say) -> None:
-    _push_said(q, say, "1")
-    dead = FemtoQueue(q.data_dir, "dead")
-    _taken(dead)
-    _push_said(q, say, "2")
-    dies(dead)
-    q.__dict__["dead"] = dead  # it is dropped with q, where no hook hears of it
-    _end_said(q, say)
-
-
-def _push_said(q: FemtoQueue, say: Say, name: str) -> None:
-    say(f"try {name}")
-    q.push(name.encode(), key="k")
-    say(f"has {name}")
-
-
-def _end_said(q: FemtoQueue, say: Say) -> None:
-    task = _taken(q)
-    say(f"ending {task.data.decode()}")
-    q.done(task)
-    say(f"ended {task.data.decode()}")
-
-
-KEY_SCENARIOS: tuple[Scenario, ...] = (
-    key_replaced,
-    key_buffered_and_done,
-    key_buffered_and_failed,
-    key_buffered_and_released,
-    key_scheduled_behind,
-    key_put_off,
-    key_put_back_by_hand,
-    key_updated,
-    key_failed_and_retried,
-    key_given_up,
-    key_reclaimed,
-)
-
-
 class KeyedInterrupted(Interrupted):
-    """A kill, or an error, before each system call of each operation on a key leaves the old
-    payload or the new one, never both, never none; and what was pushed last is delivered last."""
+    """Of a key there is the old payload or the new one then, never both, never none; and what was
+    pushed last is delivered last."""
 
-    def check(self, q: FemtoQueue, said: list[str], clock: Clock) -> None:
+    ERRORS = 2
+    PUSHES = (False, True)  # what the dead one noted down is all that a push has
+    lives = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
+    from_birth = False
+
+    def check(self, q: FemtoQueue, said: list[str]) -> None:
         """By its end: q pops all there is, and what it may be follows from what was said."""
         self.check_invariants(leftovers=True)
         states = ("pending", "scheduled", "inflight")
@@ -4894,18 +4748,17 @@ class KeyedInterrupted(Interrupted):
             while task := q.pop():
                 delivered.append(task.data.decode())
                 q.done(task)
-            clock.advance(601)
+            self.now.advance(601)
         self.assertFalse([it for it in delivered if it.startswith("later")])
         for later in [*q.tasks("scheduled")]:
             task = q.take(id=later.id)
             assert task is not None
             delivered.append(task.data.decode())
             q.done(task)
-        has = ["nothing", *(line[4:] for line in said if line.startswith("has"))]
-        tried = [line[4:] for line in said if line.startswith("try")]
-        allowed = {has[-1], *tried[-1:]}
-        if said and said[-1].startswith("end"):
-            allowed = {"nothing"} if said[-1].startswith("ended") else {"nothing", has[-1]}
+        newest = those("push", said)[-1:] or ["nothing"]
+        allowed = {*newest, *those("try push", said)[-1:]}
+        if said and said[-1].endswith(f"done {newest[0]}"):
+            allowed = {"nothing"} if said[-1].startswith("done") else {"nothing", *newest}
         elif not delivered and q.retry_failed():
             delivered.append(_taken(q).data.decode())
             q.close()
@@ -4916,68 +4769,13 @@ class KeyedInterrupted(Interrupted):
 
     @FORK
     def test_a_kill_at_any_system_call(self) -> None:
-        clock = self.clock()
-        for scenario in KEY_SCENARIOS:
-
-            def live(hook: Any, say: Say, scenario: Scenario = scenario) -> None:
-                q = FemtoQueue(self.path, "victim", sync_after_write=True)
-                with hooked(hook):
-                    scenario(q, say)
-
-            for death, said in self.deaths(live):
-                both = self.path, shutil.copytree(self.path, f"{self.path}+", symlinks=True)
-                for self.path, pushes in zip(both, (False, True), strict=True):
-                    with self.subTest(f"{scenario.__name__} {death}", pushes=pushes):
-                        self.check_survivor([*said], pushes, clock)
-                    shutil.rmtree(self.path)
-
-    def check_survivor(self, said: list[str], pushes: bool, clock: Clock) -> None:
-        with FemtoQueue(self.path, "survivor") as q:
-            if pushes:  # what the dead one noted down is all that a push has
-                _push_said(q, said.append, "after")
-            self.check(q, said, clock)
+        self.check_all(self.deaths, sync_after_write=True)
 
     def test_an_error_of_any_system_call(self) -> None:
-        """The same object works on; what raised may be done again. Each call fails before a push,
-        and before a pop; once with EIO, then with another error that it may give."""
-        clock = self.clock()
-        for scenario in KEY_SCENARIOS:
-            for first in Step.each(functools.partial(self.fail_with, errno.EIO), self.counts):
-                number = first.number
-                with self.subTest(f"{scenario.__name__} call {number} fails"):
-                    self.meet_an_error(scenario, first, number % 2 == 1, clock)
-                others = errno.ENOSPC, errno.EMFILE
-                others = others if number % 4 < 2 else others[::-1]
-                may = [code for code in others if may_fail(code, first.at, first.args)]
-                code = may[0] if may else errno.EIO
-                step = Step(number, functools.partial(self.fail_with, code), self.counts)
-                with self.subTest(f"{scenario.__name__} call {number} fails with {code}"):
-                    self.meet_an_error(scenario, step, number % 2 == 0, clock)
-
-    def meet_an_error(self, scenario: Scenario, step: Step, pushes: bool, clock: Clock) -> None:
-        self.new_path(step.left)
-        said: list[str] = []
-        with FemtoQueue(self.path, "n1") as q:
-            with hooked(step), contextlib.suppress(OSError):
-                scenario(q, said.append)
-            if pushes:
-                _push_said(q, said.append, "after")
-            clock.advance(60)
-            self.check(q, said, clock)
-            if step.at == "unlink":  # what could not be removed goes later
-                clock.advance(3700)
-                self.assertIsNone(q.pop())
-            self.assertEqual(self.names("creating"), [])
-        shutil.rmtree(self.path)
+        self.check_all(self.errors)
 
     def test_ctrl_c_at_any_system_call(self) -> None:
-        """Before it, and after it."""
-        clock = self.clock()
-        for scenario in KEY_SCENARIOS:
-            for when, q, said in self.ctrl_c(scenario):
-                clock.advance(0.5)
-                with self.subTest(when):
-                    self.check(q, said, clock)
+        self.check_all(self.ctrl_c)
 
 
 class KeyedInterruptedByRename(KeyedInterrupted):
