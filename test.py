@@ -4549,26 +4549,28 @@ class Faults(PlainLives):
 
             got: list[FemtoTask | None] = []
             for number in range(4):
-                worker = self.queue(f"w{number}", max_attempts=1)
+                worker = self.queue(f"w{number}", max_attempts=5)
                 with hooked(refuse), contextlib.suppress(OSError):
                     got.append(worker.pop())
                 worker.close()
             self.assertIn(b"good", [task and task.data for task in got])
 
-    def test_a_task_that_others_take_while_it_can_not_be_set_aside_is_no_error_of_its_own(
+    def test_a_task_that_is_taken_while_it_can_not_be_set_aside_is_no_error_of_its_own(
         self,
     ) -> None:
         """What surfaces is the full disk."""
-        q, other = self.queue(max_attempts=1), self.queue("n2")
-        other.release(leased(other), front=True)
+        q, aside = self.queue(), self.file("aside")
+        ident = self.put(f"{1:020d}-00000000", b"rubbish")[-29:]
 
-        def fill() -> None:
-            other.pop()
+        def take_and_fill() -> None:
+            for lease in self.names("inflight-n1"):
+                os.rename(self.file("inflight-n1", lease), aside)
             self.fail_with(errno.ENOSPC)
 
-        full = Broken(0, fill, on("move", "/failed/"))
-        with hooked(full), self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC)):
+        full = hooked(at_call("move", f"/failed/{ident}", take_and_fill))
+        with full, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC)):
             q.pop()
+        self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
     def test_a_worker_starts_after_a_reboot_though_a_directory_can_not_be_read(self) -> None:
         """Another user's, say; the clock is drawn from what there is to see."""
