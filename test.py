@@ -3327,15 +3327,37 @@ class Healed(QueueCase):
     fs_type = FUSE
 
     def test_a_finished_task_that_is_brought_back_is_not_delivered_again(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        ident = q.push(b"1")
-        q.done(self.pop(q))
-        for name in (ident, f"{1:020d}~1~{ident}"):
-            os.link(self.file("done", ident), self.file("pending", name))
-        q.push(b"2")
-        with mock.patch.object(self, "check_invariants"):
-            self.assertEqual(self.drain(other), [b"2"])
-        self.assertEqual(self.names("pending"), [])
+        """Under any name that it had; nor is it in its key's way, or a dead letter at its end."""
+        front = "pending/{id:.20}~1~{id}"
+        for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
+            self.path = self.new_dir(self.memory)
+            q, clock = self.queue(max_attempts=1), self.clock()
+            task = leased(q, b"1", key)
+            path = self.file(name.format(id=task.id, path=task.path))
+            q.done(task)
+            os.link(self.file("done", task.id), path)
+            with self.subTest(name, key=key):
+                self.assertFalse(key and q.contains(key))
+                self.assertNotEqual(q.push(b"2", key=key), task.id)
+                newer = q.take(key) if key else q.pop()
+                assert newer is not None
+                self.assertEqual(newer.data, b"2")
+                q.done(newer)
+                clock.advance(3600)
+                self.assertIsNone(q.pop())
+                self.assertEqual(self.states(), {"done": 2})
+
+    def test_a_name_that_can_not_be_removed_then_is_in_flight_for_nobody_for_long(self) -> None:
+        q, clock = self.queue(timeout_stale_ms=None), self.clock()
+        task = leased(q)
+        q.done(task)
+        os.link(self.file("done", task.id), self.file("pending", task.id))
+        with hooked(at_call("unlink", None, self.cut)):
+            self.assertIsNone(q.pop())
+        self.assertEqual(len(self.names("inflight-n1")), 1)
+        clock.advance(60)
+        self.assertEqual((q.pop(), q.pop()), (None, None))
+        self.assertEqual(self.states(), {"done": 1})
 
     def test_a_retried_task_whose_dead_letter_is_brought_back_is_delivered(self) -> None:
         """Of its two names nothing tells which is the older one."""
@@ -3354,51 +3376,26 @@ class Healed(QueueCase):
         """Fail as when the network is cut."""
         self.fail_with(errno.ENOTCONN)
 
-    def test_a_name_that_can_not_be_removed_then_is_in_flight_for_nobody_for_long(self) -> None:
-        q, clock = self.queue(timeout_stale_ms=None), self.clock()
-        ident = q.push(b"1")
-        q.done(self.pop(q))
-        os.link(self.file("done", ident), self.file("pending", ident))
-        with mock.patch.object(femtoqueue, "os", fake_os(unlink=self.cut)):
-            self.assertIsNone(q.pop())
-        self.assertEqual(len(self.names("inflight-n1")), 1)
-        clock.advance(60)
-        self.assertIsNone(q.pop())
-        self.assertIsNone(q.pop())
-        self.assertEqual(self.states(), {"done": 1})
-
     def test_a_failed_statfs_is_an_error_and_no_local_file_system(self) -> None:
-        """The network is cut just then; the lock of another host's would not be seen."""
+        """The lock of another host's would not be seen. A wait that it ends leaves nothing."""
         q = self.queue()
-        task = leased(q, b"1", "k")
-
-        def push() -> None:
-            self.queue("n2").push(b"2", key="k", if_in_flight="reject")
-
-        def register() -> None:
-            TicketQueue(self.file("line"), stale_timeout=10).register()
-
-        os.mkdir(self.file("line"))
-        with seam("file system type", self.cut):
-            for call in (push, register):
+        task, line = leased(q, b"1", "k"), self.file("line")
+        os.mkdir(line)
+        calls: tuple[Callable[[], object], ...] = (
+            lambda: self.queue("n2").push(b"2", key="k", if_in_flight="reject"),
+            lambda: TicketQueue(line, stale_timeout=10).register(),
+            lambda: q.pop(0.01),
+        )
+        push, register, _ = calls
+        with seam("file system type", self.cut), mock.patch("sys.unraisablehook") as complaint:
+            for call in calls:
                 self.assertRaises(OSError, call)
+        complaint.assert_not_called()
         self.assertEqual((self.names("pending"), {*self.names("line")} - {"last"}), ([], set()))
         self.assertRaises(KeyInFlight, push)
         register()
         self.assertIn(f"last~{1:020d}", self.names("line"))
         q.done(task)
-
-    def test_a_failed_statfs_ends_a_wait_without_leftovers(self) -> None:
-        """What was begun was freed with a complaint of Python's."""
-        q = self.queue()
-        self.assertIsNone(q.pop())
-        with (
-            seam("file system type", self.cut),
-            mock.patch.object(sys, "unraisablehook") as complaint,
-            contextlib.suppress(OSError),
-        ):
-            self.assertIsNone(q.pop(0.01))
-        complaint.assert_not_called()
 
     def test_a_name_that_is_listed_and_not_found_is_not_taken_for_ever(self) -> None:
         """GlusterFS may list it for minutes, until it has healed."""
@@ -3490,35 +3487,6 @@ class Healed(QueueCase):
         with mock.patch.object(clock, "sleep", clock.advance, create=True), hooked(outdate):
             yield clock
 
-    def test_a_payload_is_not_believed_before_its_file_is_closed(self) -> None:
-        """GlusterFS may open it, and read what it remembers, without a word to its bricks."""
-        q = self.queue()
-        ident = q.push(b"1", key="k")
-        ours, closed = os.stat(self.file("pending", ident)), list[int]()
-
-        def close(fd: int) -> None:
-            is_ours = os.path.samestat(os.fstat(fd), ours)
-            os.close(fd)
-            if is_ours:
-                closed.append(fd)
-                if len(closed) < 3:
-                    raise OSError(errno.ENOENT, "outdated")
-
-        with mock.patch.object(femtoqueue, "os", fake_os(close=close)):
-            task = q.peek(ident)
-        self.assertEqual((task and task.data, len(closed)), (b"1", 3))
-
-    def test_a_lease_that_each_listing_leads_astray_is_updated(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        task = leased(q, b"1", "k")
-        with (
-            without_exchange(),
-            self.outdated(os.path.basename(task.path), 3, call="lstat"),
-        ):
-            self.assertEqual(other.push(b"2", key="k", if_in_flight="update"), task.id)
-        q.release(task)
-        self.assertEqual(self.drain(q), [b"2"])
-
     def test_a_lease_of_another_host_that_was_just_renewed_is_left_alone(self) -> None:
         """Its deadline has passed by this host's clock only."""
         with on_boot("another host's"):
@@ -3541,15 +3509,6 @@ class Healed(QueueCase):
         self.assertEqual(self.names("failed"), [ident])
         q.retry(ident)
 
-    def test_a_reason_that_another_host_has_replaced_is_read(self) -> None:
-        q = self.queue()
-        q.push(b"1")
-        q.fail(self.pop(q), "why")
-        stale = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
-        answers = mock.Mock(side_effect=[stale, io.BytesIO(b"why\n")])
-        with mock.patch.object(femtoqueue, "open", answers, create=True):
-            self.assertEqual([task.error for task in q.tasks("failed")], ["why"])
-
     def test_pending_is_not_replaced_where_others_may_look_into_the_old_one(self) -> None:
         q = self.queue()
         before = os.stat(self.file("pending")).st_ino
@@ -3558,34 +3517,26 @@ class Healed(QueueCase):
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
     def test_a_name_that_each_listing_leads_astray_is_no_phantom(self) -> None:
-        """It was taken for one, so that its key got a second task, and lost a payload by that."""
+        """Else its key would get a second task. What looks at one task or all says what it is."""
         q, other = self.queue(), self.queue("n2")
         ident = q.push(b"1", key="k")
-        for misses in (1, 3):
-            with self.subTest(misses=misses), self.outdated(ident, misses):
-                self.assertEqual(other.push(b"2", key="k"), ident)
-                task = q.peek(key="k")
-                self.assertEqual(task and task.data, b"2")
         with self.outdated(ident, 3):
+            self.assertEqual(other.push(b"2", key="k"), ident)
+            task = q.peek(key="k")
+            self.assertEqual(task and task.data, b"2")
             self.assertEqual([it.key for it in q.tasks("pending", data=False)], ["k"])
             self.assertEqual([it.kind for it in q.check()], ["network file system"])
             self.assertEqual(self.drain(q), [b"2"])
 
-    def test_a_checkpoint_of_another_host_is_found_where_its_name_led_astray(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        ident = q.push(b"1")
-        task = self.pop(q)
+    def test_a_checkpoint_is_looked_up_anew(self) -> None:
+        q, seen = self.queue(), list[str]()
+        task = leased(q)
         q.checkpoint(task, b"half")
         q.release(task)
-        seen: list[str] = []
-        with self.outdated(f"checkpoints/{ident}"):
-            task = self.pop(other)
-        self.assertEqual(task.checkpoint, b"half")
-        other.release(task)
         with hooked(lambda name, args: seen.append(f"{name} {os.path.basename(str(args[0]))}")):
-            task = self.pop(other)
-        self.assertLess(seen.index("list checkpoints"), seen.index(f"open {ident}"))
-        other.done(task)
+            task = self.pop(q)
+        self.assertEqual(task.checkpoint, b"half")
+        self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
     def test_a_mount_that_hangs_makes_no_phantom(self) -> None:
         q = self.queue()
@@ -3601,18 +3552,6 @@ class Healed(QueueCase):
         with self.phantom("inflight-n1", os.path.basename(task.path)) as slept:
             self.assertEqual(self.drain(q), [b"1", b"2"])
             self.assertLess(sum(slept), 2 * constant("stale"))
-
-    def test_a_lease_that_is_brought_back_goes_when_it_ends(self) -> None:
-        """Its task was done: also at its last attempt, that is no dead letter."""
-        for max_attempts in (None, 1):
-            self.path = self.new_dir(self.memory)
-            q, clock = self.queue(max_attempts=max_attempts), self.clock()
-            task = leased(q)
-            q.done(task)
-            os.link(self.file("done", task.id), self.file(task.path))
-            clock.advance(3600)
-            self.assertIsNone(q.pop())
-            self.assertEqual(self.states(), {"done": 1})
 
     def test_a_claim_whose_file_is_not_found_then_is_not_lost(self) -> None:
         """A person took the directory away just then, or this host's view is old (ESTALE)."""
@@ -3655,20 +3594,6 @@ class Healed(QueueCase):
         self.assertEqual(self.states(), {"inflight-n1": 1})
         task = q.pop(60)
         self.assertEqual(task and task.data, b"1")
-
-    def test_a_keyed_task_that_is_brought_back_is_not_in_the_way(self) -> None:
-        """Neither of a look-up, nor of a push, nor of the key's own task."""
-        q = self.queue()
-        ident = q.push(b"1", key="k")
-        q.done(self.pop(q))
-        os.link(self.file("done", ident), self.file("pending", ident))
-        self.assertFalse(q.contains("k"))
-        newer = q.push(b"2", key="k")
-        self.assertNotEqual(newer, ident)
-        task = q.take("k")
-        self.assertEqual(task and task.data, b"2")
-        self.assertIsNone(q.pop())
-        self.assertEqual(self.states(), {"done": 1, "inflight-n1": 1})
 
     def test_a_name_that_leads_nowhere_is_set_aside(self) -> None:
         """A symbolic link, say. It is no task that another worker took first."""
@@ -3979,6 +3904,32 @@ class Broken(Step):
         super().__call__(name, args)
 
 
+class Astray(Step):
+    """The n-th look at a task's file, and the next two, lead to one that another host replaced."""
+
+    misses = 3
+
+    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
+        is_same = self.reached and (name, args[:1]) == (self.at, self.args[:1])
+        super().__call__(name, args)
+        if is_same and self.misses:
+            self.begin()
+
+    def begin(self) -> None:
+        self.misses -= 1
+        if self.at == "close":
+            os.close(self.args[0])
+        raise OSError(errno.ESTALE if self.misses else errno.ENOENT, "replaced", self.args[0])
+
+
+def is_look(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call looks at a task's file, or at the reason beside it."""
+    if name not in ("open", "lstat", "close") or may_change(name, args):
+        return False
+    path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "close" else args[0]
+    return is_id(path.removesuffix(".error")[-29:]) and "/creating/" not in path
+
+
 Say = Callable[[str], None]
 # Runs a scenario on a queue of its own in self.path, whose system calls the hook gets.
 Living = Callable[[Hook, Say], object]
@@ -4099,7 +4050,7 @@ class Life:
             list(self.q.tasks(state))
         self.q.peek(self.held[0].id)
         self.q.check(repair=True)
-        self.q.purge(3600, ("done", "failed"))
+        self.q.purge(1e9)
 
     # Others
 
@@ -4160,7 +4111,7 @@ SCENARIOS = (
     Scenario("push a, push b | litter, take, done"),
     Scenario("push a, push b, take | close, take, done"),
     Scenario("wait, push a, push b, take 60, done"),
-    Scenario("push a, push b, take | look, done"),
+    Scenario("push a, push b, take, take | fail why, look, done"),
     Scenario("push a, push b | turn, push c, take, done, take, turn, leave, take, done"),
     Scenario("push a, push b | turn, take, take, turn, die, take, done"),
 )
@@ -4332,7 +4283,7 @@ class Interrupted(QueueCase):
             codes = errors_of(step.at, step.args)
             return codes[turn % len(codes)]
 
-        for step in Step.each(counts=counts, at_least=0 if turn else 4):
+        for step in Step.each(counts=counts, at_least=1 - bool(turn)):
             code = functools.partial(code_of, step)
             step.happen = lambda code=code: self.fail_with(code())  # type: ignore[misc]
             yield step, code
@@ -4354,6 +4305,15 @@ class Interrupted(QueueCase):
                 self.pushed_first(pushes, q, scenario.key, said)
                 self.now.advance(60)
                 yield f"error {turn} of call {step.number} {step.at}, pushes: {pushes}", q, said
+
+    def led_astray(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
+        """Nothing raises: what another host replaced is looked for again."""
+        for step in Astray.each(counts=is_look, at_least=0):
+            self.new_path(step.number)
+            q, said = FemtoQueue(self.path, "n1", **settings), list[str]()
+            scenario(q, said.append, step)
+            self.now.advance(60)
+            yield f"call {step.number} {step.at} {step.args} leads astray", q, said
 
     def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Before each call, and after each. What pop() did not return is no lease then, and was no
@@ -4744,6 +4704,26 @@ class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted):
 
     counts = staticmethod(may_change)
     fs_type = NFS
+
+    def test_what_another_host_has_replaced_is_looked_for_again(self) -> None:
+        self.patched(on_file_system(FUSE))
+        self.check_all(self.led_astray, sync_after_write=False)
+
+
+class InterruptedOnSharedFileSystem(PlainLives):
+    counts = staticmethod(may_change)
+    fs_type = NFS
+
+    @FORK
+    def test_a_kill_at_any_system_call(self) -> None:
+        self.check_all(self.deaths)
+
+    def test_an_error_of_any_system_call(self) -> None:
+        self.check_all(self.errors)
+
+    def test_what_another_host_has_replaced_is_looked_for_again(self) -> None:
+        self.patched(on_file_system(FUSE))
+        self.check_all(self.led_astray, sync_after_write=False)
 
 
 # Random lives against a model in memory
