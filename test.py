@@ -4306,14 +4306,53 @@ class Interrupted(QueueCase):
                 self.now.advance(60)
                 yield f"error {turn} of call {step.number} {step.at}, pushes: {pushes}", q, said
 
-    def led_astray(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """Nothing raises: what another host replaced is looked for again."""
-        for step in Astray.each(counts=is_look, at_least=0):
+    def unnoticed(
+        self, steps: Iterator[Step], scenario: Scenario, settings: dict[str, Any]
+    ) -> Iterator[Ending]:
+        """With each of these steps, a life goes on as without one."""
+        wanted: list[Any] = []
+        for step in itertools.chain([Step(-1)], steps):
             self.new_path(step.number)
             q, said = FemtoQueue(self.path, "n1", **settings), list[str]()
             scenario(q, said.append, step)
+            is_as = [(task, task.error) for state in femtoqueue.STATES for task in q.tasks(state)]
+            found = [*said, *[(it.state, it.data, it.attempts, it.key, why) for it, why in is_as]]
+            wanted = wanted or found
+            self.assertEqual(found, wanted, step.args)
             self.now.advance(60)
-            yield f"call {step.number} {step.at} {step.args} leads astray", q, said
+            yield f"call {step.number} {step.at}", q, said
+
+    def led_astray(self, *life: Any) -> Iterator[Ending]:
+        """What another host replaced is looked for again."""
+        return self.unnoticed(Astray.each(counts=is_look, at_least=0), *life)
+
+    def lost_replies(self, *life: Any) -> Iterator[Ending]:
+        """A server carries out a rename, or an unlink, and says that it has not."""
+
+        def is_it(name: str, args: tuple[Any, ...]) -> bool:
+            return name in ("move", "unlink")
+
+        return self.unnoticed(Meanwhile.each(raising(errno.ENOENT), is_it, at_least=1), *life)
+
+    def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
+        """After each call another worker takes what is next, and finishes it."""
+        for step in Meanwhile.each(counts=self.counts, at_least=1):
+            self.new_path(step.number)
+            q, other = (FemtoQueue(self.path, node, **settings) for node in ("n1", "intruder"))
+            said, finished = list[str](), list[str]()
+            self.assertIsNone(other.pop())
+            step.happen = functools.partial(self.finish_one, other, finished)
+            with contextlib.suppress(AssertionError):  # there was no other task
+                scenario(q, said.append, step)
+            other.close()
+            self.now.advance(60)
+            yield f"intruder after {step.number} {step.at}", q, said + finished
+
+    def finish_one(self, q: FemtoQueue, finished: list[str]) -> None:
+        self.now.advance(0.5)  # it moves what is due, and reclaims what a dead one had
+        if (task := q.pop()) is not None:
+            q.done(task)
+            finished.append(f"done {task.data.decode()}")
 
     def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """Before each call, and after each. What pop() did not return is no lease then, and was no
@@ -4397,6 +4436,9 @@ class Faults(PlainLives):
 
     def test_ctrl_c_at_any_system_call_loses_and_doubles_nothing(self) -> None:
         self.check_all(self.ctrl_c)
+
+    def test_another_worker_after_any_system_call_makes_no_task_lost_or_done_twice(self) -> None:
+        self.check_all(self.intruders)
 
     def test_an_error_of_any_system_call_of_a_constructor_is_none_of_the_next(self) -> None:
         for turn in range(self.ERRORS):
@@ -4709,6 +4751,11 @@ class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted):
         self.patched(on_file_system(FUSE))
         self.check_all(self.led_astray, sync_after_write=False)
 
+    def test_what_a_server_has_done_and_denies_has_been_done(self) -> None:
+        self.patched(without_exchange())  # as there
+        for keep_done in (True, False):
+            self.check_all(self.lost_replies, keep_done=keep_done)
+
 
 class InterruptedOnSharedFileSystem(PlainLives):
     counts = staticmethod(may_change)
@@ -4724,6 +4771,11 @@ class InterruptedOnSharedFileSystem(PlainLives):
     def test_what_another_host_has_replaced_is_looked_for_again(self) -> None:
         self.patched(on_file_system(FUSE))
         self.check_all(self.led_astray, sync_after_write=False)
+
+    def test_what_a_server_has_done_and_denies_has_been_done(self) -> None:
+        self.patched(without_exchange())  # as there
+        for keep_done in (True, False):
+            self.check_all(self.lost_replies, keep_done=keep_done)
 
 
 # Random lives against a model in memory
