@@ -3595,16 +3595,6 @@ class Healed(QueueCase):
         task = q.pop(60)
         self.assertEqual(task and task.data, b"1")
 
-    def test_a_name_that_leads_nowhere_is_set_aside(self) -> None:
-        """A symbolic link, say. It is no task that another worker took first."""
-        q = self.queue(timeout_stale_ms=None)
-        ident = q.push(b"1")
-        os.unlink(self.file("pending", ident))
-        os.symlink("nowhere", self.file("pending", ident))
-        self.assertIsNone(q.pop())
-        self.assertEqual((self.names("pending"), self.names("inflight-n1")), ([], []))
-        self.assertIn(ident, self.names("failed"))
-
     def test_a_task_that_had_ended_and_is_purged_as_it_is_claimed_is_delivered(self) -> None:
         """Nothing shows any more that it had ended."""
         q = self.queue(timeout_stale_ms=None)
@@ -5721,8 +5711,8 @@ class ForeignFiles(QueueCase):
         self.assertEqual(foreign - self.everything(), set())
 
     def test_links_folders_and_fifos_with_a_tasks_name_are_set_aside_unread(self) -> None:
-        """O_NOFOLLOW: a link is not followed. O_NONBLOCK: a FIFO does not hang pop()."""
-        q = self.queue()
+        """O_NOFOLLOW: a link is not followed. O_NONBLOCK: a FIFO does not hang pop(). Nor are they
+        what another host replaced, or took first."""
         secret = self.put("secret", record(b"abc"), "")
         make: tuple[Callable[[str], object], ...] = (
             lambda path: os.symlink(secret, path),
@@ -5731,41 +5721,63 @@ class ForeignFiles(QueueCase):
             os.mkfifo,
         )
         idents = [f"{number:020d}-0000aaaa" for number in range(1, 5)]
-        for ident, function in zip(idents, make, strict=True):
-            function(self.file("pending", ident))
-        q.push(b"good")
-        self.assertEqual(self.drain(q), [b"good"])
-        for ident in idents:
-            self.assertEqual(reason_of(q, ident), "not a regular file\n")
+        for fs_type in (EXT4, FUSE):
+            self.path = self.new_dir(self.memory)
+            self.patched(on_file_system(fs_type))
+            q = self.queue(timeout_stale_ms=None)
+            for ident, function in zip(idents, make, strict=True):
+                function(self.file("pending", ident))
+            q.push(b"good")
+            self.assertEqual(self.drain(q), [b"good"])
+            self.assertEqual(self.states(), {"failed": 4, "done": 1})
+            for ident in idents:
+                self.assertEqual(reason_of(q, ident), "not a regular file\n")
 
 
 @FORK
 class ByHand(QueueCase):
     """Each command of a person or a shell script that the README names, while workers run."""
 
+    # What a person does while 1 is in flight, and 2 and 3 wait, and are listed already; whether the
+    # lease is lost then; and what is delivered, with its attempts.
+    COMMANDS: tuple[tuple[str, bool, dict[bytes, int]], ...] = (
+        ("mv pending/$ID failed/", False, {b"3": 1}),
+        ("mv pending/$ID failed/; mv failed/$ID pending/", False, {b"2": 1, b"3": 1}),
+        ("rm pending/$ID", False, {b"3": 1}),
+        ("rm inflight-n1/*", True, {b"2": 1, b"3": 1}),
+        ("mv inflight-n1/* pending/", True, {b"1": 2, b"2": 1, b"3": 1}),
+        ("mv inflight-n1/* pending/$LEASED", True, {b"1": 1, b"2": 1, b"3": 1}),
+        ("touch PAUSED", False, {}),
+        ("touch PAUSED; rm PAUSED", False, {b"2": 1, b"3": 1}),
+    )
+
     def sh(self, command: str, **names: str) -> str:
-        done = subprocess.run(
+        return subprocess.run(
             ["sh", "-ec", command],
             cwd=self.path,
             env={**os.environ, **names},
             check=True,
             capture_output=True,
             text=True,
-        )
-        return done.stdout
+        ).stdout
 
-    def test_mv_from_pending_to_failed_sets_aside_and_back_retries(self) -> None:
-        """Also a task that a worker has in its batch already."""
-        q = self.queue()
-        _, second, _ = q.push_many([b"1", b"2", b"3"])
-        q.done(self.pop(q))
-        self.sh("mv pending/$ID failed/", ID=second)
-        self.assertEqual(self.drain(q), [b"3"])
-        for _ in range(2):
-            self.sh("mv failed/$ID pending/", ID=second)
+    def test_mv_rm_and_touch_do_what_they_say(self) -> None:
+        """For the worker that has a lease without an end, or its tasks' names, and for others."""
+        clock = self.clock()
+        for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
+            self.path = self.new_dir(self.memory)
+            q = self.queue(timeout_stale_ms=None)
+            ids = q.push_many([b"1", b"2", b"3"])
             task = self.pop(q)
-            self.assertEqual((task.id, task.attempts), (second, 1))
-            q.fail(task, "why")
+            self.sh(command, LEASED=ids[0], ID=ids[1])
+            clock.advance(2 if "PAUSED" in command else 0)
+            with self.subTest(command, node=node):
+                other = q if node == "n1" else self.queue(node)
+                delivered = {it.data: it.attempts for it in iter(other.pop, None)}
+                self.assertEqual(delivered, wanted)
+                with self.assertRaises(LeaseLost) if is_lost else contextlib.nullcontext():
+                    q.done(task)
+                self.check_invariants()
 
     def test_mv_under_any_name_that_a_task_ever_had_is_seen(self) -> None:
         """A lease's name in pending/, and a waiting one's in failed/ and done/: stats, peek, retry
@@ -5796,23 +5808,6 @@ class ByHand(QueueCase):
         listed = calls_of("list", lambda: self.assertEqual(q.retry_failed(), 3))
         self.assertEqual(len(listed), 1)
 
-    def test_rm_cancels_what_waits_and_is_a_lost_lease_of_what_is_in_flight(self) -> None:
-        q = self.queue()
-        _, second, _ = q.push_many([b"1", b"2", b"3"])
-        task = self.pop(q)
-        self.sh("rm pending/$ID inflight-n1/*", ID=second)
-        self.assertRaises(LeaseLost, q.done, task)
-        self.assertEqual(self.drain(q), [b"3"])
-
-    def test_mv_from_in_flight_to_pending_gives_the_task_to_another(self) -> None:
-        """As one would after a reboot, with timeout_stale_ms=None; under its id."""
-        q = self.queue(timeout_stale_ms=None)
-        late = _pushed_and_taken(q)
-        self.sh("mv inflight-n1/*$ID pending/$ID", ID=late.id)
-        task = self.pop(self.queue("n2"))
-        self.assertEqual((task.id, task.attempts), (late.id, 1))
-        self.assertRaises(LeaseLost, q.done, late)
-
     def test_ls_cat_tail_wc_and_du_tell_the_truth(self) -> None:
         q = self.queue()
         ids = q.push_many([b"one\n", b"two\n"])
@@ -5832,14 +5827,6 @@ class ByHand(QueueCase):
             self.sh("cp -a . $BACKUP/jobs", BACKUP=backup)
             with FemtoQueue(os.path.join(backup, "jobs")) as copy:
                 self.assertEqual([task.data for task in iter(copy.pop, None)], [b"1", b"2"])
-
-    def test_touch_paused_stops_and_rm_paused_resumes(self) -> None:
-        q = self.queue()
-        q.push(b"1")
-        self.sh("touch PAUSED")
-        self.assertIsNone(q.pop())
-        self.sh("rm PAUSED")
-        self.assertEqual(self.drain(q), [b"1"])
 
     def test_moving_tasks_about_while_workers_drain_loses_none(self) -> None:
         """A person sets aside and retries what workers are fighting over."""
