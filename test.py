@@ -3372,7 +3372,7 @@ class Healed(QueueCase):
             self.assertEqual(_taken(q).id, dead.id)
             os.unlink(self.file("failed", dead.id))
 
-    def cut(self, *args: Any) -> None:
+    def cut(self, *args: Any) -> Any:
         """Fail as when the network is cut."""
         self.fail_with(errno.ENOTCONN)
 
@@ -3396,13 +3396,6 @@ class Healed(QueueCase):
         register()
         self.assertIn(f"last~{1:020d}", self.names("line"))
         q.done(task)
-
-    def test_a_name_that_is_listed_and_not_found_is_not_taken_for_ever(self) -> None:
-        """GlusterFS may list it for minutes, until it has healed."""
-        q = self.queue()
-        ident = f"{1:020d}-00000000"
-        with self.phantom("pending", ident):
-            self.assertIsNone(q.take(id=ident))
 
     @contextlib.contextmanager
     def phantom(self, directory: str, name: str, listing_s: float = 0) -> Iterator[list[float]]:
@@ -3447,6 +3440,7 @@ class Healed(QueueCase):
         os.rename(self.file("pending", ident), self.file("aside"))
         with self.phantom("pending", ident):
             self.assertFalse(q.contains("k"))
+            self.assertIsNone(q.take(id=ident))
         os.rename(self.file("aside"), self.file("pending", ident))
         with self.outdated(ident, 8, again=False):
             self.assertEqual(q.push(b"2", key="k"), ident)
@@ -3564,36 +3558,32 @@ class Healed(QueueCase):
                 self.assertEqual(task.data, b"1")
             q.release(task)
 
-    def test_a_claim_whose_file_can_not_be_looked_at_or_put_back_is_given_back_later(self) -> None:
-        """The network is cut just then: the lease is of no worker, so it does not last."""
-        q, renames = self.queue(timeout_stale_ms=None), itertools.count()
+    def test_a_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
+        """The network is cut as it is carried out, or as its file is looked at: the lease is of no
+        worker, so it does not last."""
+        renames: list[str] = []
 
-        def cut(name: str, args: tuple[Any, ...]) -> None:
-            is_look = name == "lstat" and "/inflight-n1/" in args[0]
-            if is_look or (name == "move" and next(renames)):
-                raise OSError(errno.ENOTCONN, os.strerror(errno.ENOTCONN), args[0])
+        def rename(*args: Any, **where: Any) -> None:
+            renames.append(args[1])
+            if len(renames) == 1:
+                os.rename(*args, **where)
+            if len(renames) > is_answered:
+                self.cut()
 
-        q.push(b"1")
-        with hooked(cut), self.assertRaises(OSError):
-            q.pop()
-        task = q.pop(60)
-        self.assertEqual(task and task.data, b"1")
+        def lstat(path: str) -> os.stat_result:
+            return self.cut() if "/inflight-n1/" in path else os.lstat(path)
 
-    def test_a_claim_that_failed_and_was_carried_out_is_given_back_later(self) -> None:
-        """Nor could it be undone, as the network was cut."""
-        q, renames = self.queue(timeout_stale_ms=None), itertools.count()
-
-        def rename(*args: Any, **kwargs: Any) -> None:
-            if not next(renames):
-                os.rename(*args, **kwargs)
-            self.cut()
-
-        q.push(b"1")
-        with mock.patch.object(femtoqueue, "os", fake_os(rename=rename)):
-            self.assertRaises(OSError, q.pop)
-        self.assertEqual(self.states(), {"inflight-n1": 1})
-        task = q.pop(60)
-        self.assertEqual(task and task.data, b"1")
+        for is_answered in (False, True):
+            self.path = self.new_dir(self.memory)
+            q = self.queue(timeout_stale_ms=None)
+            q.push(b"1")
+            renames.clear()
+            fake = fake_os(rename=rename, replace=rename, lstat=lstat)
+            with self.subTest(is_answered), mock.patch.object(femtoqueue, "os", fake):
+                self.assertRaises(OSError, q.pop)
+            self.assertEqual(self.states(), {"inflight-n1": 1})
+            task = q.pop(60)
+            self.assertEqual(task and task.data, b"1")
 
     def test_a_task_that_had_ended_and_is_purged_as_it_is_claimed_is_delivered(self) -> None:
         """Nothing shows any more that it had ended."""
@@ -5590,7 +5580,8 @@ class Corruption(QueueCase):
             self.assertEqual([it[:1] for it in self.drain(q)], [b"x", b"y"])
 
     def test_damaged_files_are_set_aside_with_their_reason_and_pop_continues(self) -> None:
-        whole = b"FQ1 352441c2 3\nabc"
+        """And are logged as errors."""
+        LOG.disabled, whole = False, b"FQ1 352441c2 3\nabc"
         for content, reason in (
             (b"", "no FQ1 header"),
             (b"FQ1 352441c2 3", "no FQ1 header"),
@@ -5604,8 +5595,9 @@ class Corruption(QueueCase):
             (b"FQ1 352441C2 3\nabc", "no FQ1 header"),
             (b"FQ2 352441c2 3\nabc", "no FQ1 header"),
         ):
-            with self.subTest(content[:40]):
+            with self.subTest(content[:40]), self.assertLogs("femtoqueue", "ERROR") as logs:
                 self.assertIn(reason, self.corrupt(content))
+                self.assertIn(reason, logs.output[0])
 
     def test_a_flip_of_any_bit_is_noticed(self) -> None:
         q = self.queue()
@@ -5631,12 +5623,6 @@ class Corruption(QueueCase):
             file.write(b"z")
         self.assertEqual(self.drain(q), [])
         self.assertEqual(self.states(), {"failed": 2})
-
-    def test_corrupt_tasks_are_logged_as_errors(self) -> None:
-        LOG.disabled = False
-        with self.assertLogs("femtoqueue", "ERROR") as logs:
-            self.corrupt(b"torn")
-        self.assertIn("no FQ1 header", logs.output[0])
 
 
 class ForeignFiles(QueueCase):
