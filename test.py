@@ -3412,8 +3412,8 @@ class Healed(QueueCase):
             clock.advance(listing_s)
             return os.listdir(path) + [name] * (os.path.basename(path.rstrip("/")) == directory)
 
-        sleeps = mock.patch.object(clock, "sleep", sleep, create=True)
-        with sleeps, mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
+        self.patched(mock.patch.object(clock, "sleep", sleep, create=True))
+        with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
             yield slept
 
     def test_a_name_that_is_yet_to_be_healed_does_not_hold_up_its_key(self) -> None:
@@ -3442,7 +3442,7 @@ class Healed(QueueCase):
             self.assertFalse(q.contains("k"))
             self.assertIsNone(q.take(id=ident))
         os.rename(self.file("aside"), self.file("pending", ident))
-        with self.outdated(ident, 8, again=False):
+        with hooked(at_call("open", ident, raising(errno.ENOENT), times=8)):
             self.assertEqual(q.push(b"2", key="k"), ident)
 
     def test_a_phantom_beside_the_lease_of_its_task_does_not_hold_up_an_update(self) -> None:
@@ -3455,40 +3455,14 @@ class Healed(QueueCase):
         q.release(task)
         self.assertEqual(self.drain(q), [b"2"])
 
-    @contextlib.contextmanager
-    def outdated(
-        self,
-        ending: str,
-        misses: int = 1,
-        call: str = "open",
-        again: bool = True,
-        seconds: float = 0,
-    ) -> Iterator[Clock]:
-        """A name leads to a file that is gone, for that many calls of open(), or of lstat(), after
-        a listing, and again after the next: so does GlusterFS after another host has replaced it.
-        seconds: how long each of them takes. Yields the clock."""
-        left, clock = 0 if again else misses, self.clock()
-
-        def outdate(name: str, args: tuple[Any, ...]) -> None:
-            nonlocal left
-            if name == "list" and again:
-                left = misses
-            elif name == call and args[0].endswith(ending) and left:
-                left -= 1
-                clock.advance(seconds)
-                raise OSError(errno.ESTALE if left and again else errno.ENOENT, "old", args[0])
-
-        with mock.patch.object(clock, "sleep", clock.advance, create=True), hooked(outdate):
-            yield clock
-
     def test_a_lease_of_another_host_that_was_just_renewed_is_left_alone(self) -> None:
         """Its deadline has passed by this host's clock only."""
         with on_boot("another host's"):
             q = self.queue(timeout_stale_ms=1000)
             task = leased(q)
         other = self.queue("n2")
-        with self.outdated(os.path.basename(task.path), call="lstat") as clock:
-            clock.advance(2)
+        self.clock().advance(2)
+        with hooked(at_call("lstat", task.path, raising(errno.ESTALE), times=1)):
             self.assertIsNone(other.pop())
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
@@ -3498,7 +3472,7 @@ class Healed(QueueCase):
         q = self.queue()
         ident = q.push(b"1", key="k")
         q.fail(self.pop(q))
-        with self.outdated(f"failed/{ident}", 100):
+        with hooked(at_call("open", f"failed/{ident}", raising(errno.ENOENT))):
             self.assertRaises(TaskNotFound, q.retry, ident)
         self.assertEqual(self.names("failed"), [ident])
         q.retry(ident)
@@ -3514,13 +3488,14 @@ class Healed(QueueCase):
         """Else its key would get a second task. What looks at one task or all says what it is."""
         q, other = self.queue(), self.queue("n2")
         ident = q.push(b"1", key="k")
-        with self.outdated(ident, 3):
-            self.assertEqual(other.push(b"2", key="k"), ident)
-            task = q.peek(key="k")
-            self.assertEqual(task and task.data, b"2")
-            self.assertEqual([it.key for it in q.tasks("pending", data=False)], ["k"])
-            self.assertEqual([it.kind for it in q.check()], ["network file system"])
-            self.assertEqual(self.drain(q), [b"2"])
+        for call, wanted in (
+            (lambda: other.push(b"2", key="k"), ident),
+            (lambda: q.peek(key="k"), FemtoTask(ident, b"2", 0, "k")),
+            (lambda: [it.key for it in q.tasks("pending", data=False)], ["k"]),
+            (lambda: [it.kind for it in q.check()], ["network file system"]),
+        ):
+            with hooked(at_call("open", ident, raising(errno.ESTALE), times=3)):
+                self.assertEqual(call(), wanted)
 
     def test_a_checkpoint_is_looked_up_anew(self) -> None:
         q, seen = self.queue(), list[str]()
@@ -3533,9 +3508,15 @@ class Healed(QueueCase):
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
     def test_a_mount_that_hangs_makes_no_phantom(self) -> None:
-        q = self.queue()
+        q, clock = self.queue(), self.clock()
         ident = q.push(b"1", key="k")
-        with self.outdated(ident, 8, again=False, seconds=constant("stale")):
+
+        def hang() -> None:
+            clock.advance(constant("stale"))
+            self.fail_with(errno.ENOENT)
+
+        self.patched(mock.patch.object(clock, "sleep", clock.advance, create=True))
+        with hooked(at_call("open", ident, hang, times=8)):
             self.assertEqual(q.push(b"2", key="k"), ident)
 
     def test_a_lease_that_is_yet_to_be_healed_does_not_hold_up_what_waits(self) -> None:
@@ -3552,8 +3533,7 @@ class Healed(QueueCase):
         q = self.queue(timeout_stale_ms=None)
         q.push(b"1")
         for code in (errno.ENOENT, errno.ESTALE):
-            miss = functools.partial(self.fail_with, code)
-            with self.subTest(code=code), hooked(Broken(0, miss, on("lstat", "/inflight-n1/"))):
+            with self.subTest(code=code), hooked(at_call("lstat", "/inflight-n1/", raising(code))):
                 task = self.pop(q)
                 self.assertEqual(task.data, b"1")
             q.release(task)
