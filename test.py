@@ -3763,6 +3763,11 @@ def may_change(name: str, args: tuple[Any, ...]) -> bool:
     return bool(how & (os.O_CREAT | os.O_TRUNC)) if isinstance(how, int) else how[0] != "r"
 
 
+def takes_effect(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a directory, a lock or a descriptor may be another one after that call."""
+    return name in ("open", "close", "lock") or may_change(name, args)
+
+
 def errors_of(name: str, args: tuple[Any, ...]) -> list[int]:
     """Return which errors a system may have for such a call."""
     frees_space = name in ("unlink", "rmdir", "chmod")
@@ -4286,10 +4291,10 @@ class Interrupted(QueueCase):
             finished.append(f"done {task.data.decode()}")
 
     def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """Before each call, and after each. What pop() did not return is no lease then, and was no
-        delivery; and no lock is held."""
-        for kind in (Step, Meanwhile):
-            for step in kind.each(interrupt, self.counts, at_least=4):
+        """Before each call, and after each that took effect. What pop() did not return is no lease
+        then, and was no delivery; and no lock is held."""
+        for kind, counts in ((Step, self.counts), (Meanwhile, self.counts or takes_effect)):
+            for step in kind.each(interrupt, counts, at_least=1):
                 q, said = self.born(step.number, {"timeout_stale_ms": None, **settings}, Noting)
                 Noting.delivered.clear()
                 with contextlib.suppress(KeyboardInterrupt):
