@@ -4011,7 +4011,7 @@ class Life:
 
 class Scenario:
     """A life, in words of Life. What comes before the bar is of another life, too: that one is
-    interrupted there."""
+    interrupted there; and so is what would come after the last word."""
 
     def __init__(self, words: str, key: str | None = None) -> None:
         self.__name__, self.key = words, key
@@ -4049,13 +4049,13 @@ KEY_SCENARIOS = tuple(
     for words in (
         "push 1, push 2, schedule 3, push 4, take, done",
         "push 1 | take, push 2, push 3, extend, done, take, done",
-        "push 1, take, push 2 | fail why, retry, take, done",
+        "push 1, take, push 2 | fail why, retry",
         "push 1 | take k, push 2, release front, take k, push 3, release later, take, done",
-        "push 1, take, push 2 | schedule 3, done, take, done",
+        "push 1, take, push 2 | schedule 3, done",
         "push 1 | schedule later 4e15, schedule later-still 4e15",
         "push 1, take, push 2 | mv, take, done",
-        "push 1, take | push 2 update, release, take, done",
-        "push 1, take | fail, retry, take, done",
+        "push 1, take | push 2 update, release",
+        "push 1, take | fail, retry",
         "push 1, take, push 2 | close, take, done",
         "push 1, turn, take, turn | push 2, die, take, done",
     )
@@ -5632,10 +5632,6 @@ class ForeignFiles(QueueCase):
         # The first pop() of an object lists twice.
         self.assertLessEqual(len([it for it in listed if it[0].endswith("pending")]), 2)
 
-    def everything(self) -> set[str]:
-        trees = os.walk(self.path)
-        return {os.path.join(root, it) for root, dirs, files in trees for it in dirs + files}
-
     def litter(self, directory: str) -> set[str]:
         """Put every kind of foreign thing into a directory; return the paths."""
         for name in self.NAMES:
@@ -5677,7 +5673,7 @@ class ForeignFiles(QueueCase):
         q.purge(0)
         q.retry_failed()
         q.close()
-        self.assertEqual(foreign - self.everything(), set())
+        self.assertEqual([path for path in foreign if not os.path.lexists(path)], [])
 
     def test_links_folders_and_fifos_with_a_tasks_name_are_set_aside_unread(self) -> None:
         """O_NOFOLLOW: a link is not followed. O_NONBLOCK: a FIFO does not hang pop(). Nor are they
