@@ -3599,18 +3599,17 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         """flock() would wait badly: it is only tried."""
         import fcntl
 
-        q, flock, asked = self.queue(), fcntl.flock, []
+        q, asked = self.queue(), list[int]()
         q.push(b"1", key="k")
         other = self.locked("k")
 
-        def noted(fd: int, how: int) -> None:
-            if how != fcntl.LOCK_UN:
-                asked.append(how)
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "lock" and args[1] != fcntl.LOCK_UN:
+                asked.append(args[1])
             if len(asked) == 5:
                 other.close()
-            flock(fd, how)
 
-        with mock.patch("fcntl.flock", noted):
+        with hooked(note):
             q.push(b"2", key="k")
         self.assertEqual(asked, 5 * [fcntl.LOCK_EX | fcntl.LOCK_NB])
         self.assertEqual(self.drain(q), [b"2"])
@@ -5564,7 +5563,7 @@ class Corruption(QueueCase):
 
     def test_damaged_files_are_set_aside_with_their_reason_and_pop_continues(self) -> None:
         """And are logged as errors."""
-        LOG.disabled, whole = False, b"FQ1 352441c2 3\nabc"
+        LOG.disabled, whole, large = False, b"FQ1 352441c2 3\nabc", record(b"x" * 100_000)
         for content, reason in (
             (b"", "no FQ1 header"),
             (b"FQ1 352441c2 3", "no FQ1 header"),
@@ -5577,6 +5576,8 @@ class Corruption(QueueCase):
             (b"FQ1 352441c2 " + b"9" * 30 + b"\nabc", "no FQ1 header"),
             (b"FQ1 352441C2 3\nabc", "no FQ1 header"),
             (b"FQ2 352441c2 3\nabc", "no FQ1 header"),
+            (large[:50_000], "bytes, where the header says 100000"),
+            (large[:-1] + b"y", "wrong checksum over 100000 bytes"),
         ):
             with self.subTest(content[:40]), self.assertLogs("femtoqueue", "ERROR") as logs:
                 self.assertIn(reason, self.corrupt(content))
@@ -5593,19 +5594,6 @@ class Corruption(QueueCase):
             self.put(f"{bit + 1:020d}-0000aaaa", bytes(damaged))
         self.assertEqual(self.drain(self.queue("n2")), [])
         self.assertEqual(self.states()["failed"], 8 * len(whole))
-
-    def test_large_files_are_checked_as_small_ones_are(self) -> None:
-        """A header that lies costs no memory: the size is compared first."""
-        q = self.queue()
-        path = self.file("pending", q.push(b"x" * 100_000))
-        with open(path, "r+b") as file:
-            file.truncate(50_000)
-        path = self.file("pending", q.push(b"y" * 100_000))
-        with open(path, "r+b") as file:
-            file.seek(70_000)
-            file.write(b"z")
-        self.assertEqual(self.drain(q), [])
-        self.assertEqual(self.states(), {"failed": 2})
 
 
 class ForeignFiles(QueueCase):
