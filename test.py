@@ -3417,7 +3417,6 @@ class Healed(QueueCase):
             yield slept
 
     def test_a_name_that_is_yet_to_be_healed_does_not_hold_up_its_key(self) -> None:
-        """It did for minutes, for whoever listed the key's tasks, and then with an error."""
         q, other = self.queue(), self.queue("n2")
         task = leased(q, b"1", "k")
         other.push(b"2")
@@ -3446,7 +3445,6 @@ class Healed(QueueCase):
             self.assertEqual(q.push(b"2", key="k"), ident)
 
     def test_a_phantom_beside_the_lease_of_its_task_does_not_hold_up_an_update(self) -> None:
-        """It was looked for at the phantom, without a pause, for as long as that was listed."""
         q, other = self.queue(), self.queue("n2")
         task = leased(q, b"1", "k")
         earlier = f"{1:020d}~{os.path.basename(task.path).partition('~')[2]}"
