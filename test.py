@@ -4976,6 +4976,9 @@ class Twin:
         demand(reasons == self.reasons, f"reasons of {reasons}, and should be of {self.reasons}")
 
 
+Pushed = tuple[str, bytes, "str | None", "int | None"]  # id, payload, key, due time
+
+
 @dataclasses.dataclass
 class Held:
     task: FemtoTask
@@ -5192,13 +5195,7 @@ class Fuzz:
         self.settle_in(w)
         self.pushed(self.model.of_key(key), (ident, data, key, due_ns), policy, refused)
 
-    def pushed(
-        self,
-        task: Known | None,
-        new: tuple[str, bytes, str | None, int | None],
-        policy: str,
-        refused: bool,
-    ) -> None:
+    def pushed(self, task: Known | None, new: Pushed, policy: str, refused: bool) -> None:
         """Do in the model what a push did; `task` is the one that its key had."""
         ident, data, key, due_ns = new
         leased = task is not None and task.state == "inflight"
