@@ -298,7 +298,9 @@ def _unlink_if_older(path: str, before_s: float) -> bool:
         if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
             return False
         os.unlink(path)
-    except FileNotFoundError:
+    except OSError as error:
+        if error.errno not in _MISSING_ERRNOS:
+            raise
         return False  # RACE: another process retried or removed it
     return True
 
@@ -1375,9 +1377,12 @@ class _Files:
         if not self.is_durable:
             return
         with contextlib.suppress(FileNotFoundError):  # RACE: another process moved it on
-            if self._is_regular(path):
-                _sync_path(self.root + path, _READ_FLAGS)
+            self.sync_file(path)
         self.commit_dir(os.path.dirname(path))
+
+    def sync_file(self, path: str) -> None:
+        if self._is_regular(path):
+            _sync_path(self.root + path, _READ_FLAGS)
 
     def commit_dir(self, directory: str) -> None:
         if self.is_durable:
@@ -4952,6 +4957,7 @@ class _SharedFiles(_Files):
     lstat = _afresh(_Files.lstat)
     text = _afresh(_Files.text)
     _read_once = _afresh(_Files.read)
+    sync_file = _afresh(_Files.sync_file)
 
     @_afresh
     def _listdir(self, directory: str) -> list[str]:

@@ -3465,6 +3465,16 @@ class Healed(QueueCase):
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
 
+    def test_what_another_host_took_just_then_is_no_error(self) -> None:
+        """done() with sync has ended the task; and there is nothing left to purge."""
+        q = self.queue(sync_after_write=True)
+        task = leased(q)
+        with hooked(at_call("open", f"done/{task.id}", raising(errno.ESTALE))):
+            q.done(task)
+        for event in ("lstat", "unlink"):
+            with hooked(at_call(event, f"done/{task.id}", raising(errno.ESTALE))):
+                self.assertEqual(q.purge(0), 0)
+
     def test_a_failed_task_that_can_not_be_read_is_not_retried(self) -> None:
         """Its key may have another task."""
         q = self.queue()
@@ -4360,6 +4370,12 @@ class Crash(PlainLives):
 
 
 class Faults(PlainLives):
+    def test_a_file_system_that_can_not_be_told_is_not_taken_for_local(self) -> None:
+        if through_seam("C library")() is None:
+            self.skipTest("needs statfs(2)")
+        with hooked(at_call("statfs", None, raising(errno.EIO))):
+            self.assertRaises(OSError, self.queue)
+
     def test_an_error_of_any_system_call_surfaces_and_loses_nothing(self) -> None:
         self.check_all(self.errors)
 
