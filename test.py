@@ -2671,6 +2671,20 @@ class Keyed(QueueCase):
 
         return hook
 
+    def test_ctrl_c_as_a_first_attempt_begins_leaves_no_lease(self) -> None:
+        """A person has brought back a task that was delivered before; a payload is behind it."""
+        q, other = self.queue(), self.queue("n2")
+        q.push(b"old", key="k")
+        q.release(self.pop(q))
+        task = self.pop(q)
+        q.push(b"new", key="k")
+        os.rename(self.file(task.path), self.file("pending", os.path.basename(task.path)))
+        ctrl_c = hooked(at_call("move", "~1~", interrupt), after=True)
+        with ctrl_c, self.assertRaises(KeyboardInterrupt):
+            other.pop()
+        task = self.pop(other)
+        self.assertEqual((task.data, task.attempts), (b"new", 1))
+
     def test_a_claim_that_is_undone_does_not_deliver_an_outdated_payload_later(self) -> None:
         """A payload came behind the lease before its task was read, and the claim was undone: its
         file was not there, no descriptor was left, Ctrl-C. The next claim delivers the newer."""

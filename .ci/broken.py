@@ -1210,6 +1210,9 @@ a claim whose reply was lost is a delivery | LostReply
 a finished task that a healed replica brings back is not delivered | Healed
 -            is_done = bool(lease) and self._files.drop_done(lease)
 +            is_done = False
+Ctrl-C as a lease gets the name of a first attempt leaves it known | Keyed
+-                if self._files.exists(first):
++                if not first:
 a sync of what another host took is no error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)

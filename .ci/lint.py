@@ -36,8 +36,8 @@ LIMITS = {
     "lines of code": 4233,
     "lines of docstrings": 924,
     "lines of its largest class": 613,
-    "lines of test.py": 10_192,
-    "lines of .ci/": 8129,
+    "lines of test.py": 10208,
+    "lines of .ci/": 8132,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
