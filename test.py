@@ -601,6 +601,14 @@ class QueueCase(unittest.TestCase):
     def fail_with(self, code: int) -> None:
         raise OSError(code, os.strerror(code))
 
+    def can_exchange(self) -> bool:
+        """Whether two names can be: here those of two empty directories."""
+        try:
+            through_seam("exchange")(self.file("done"), self.file("failed"))
+        except OSError:
+            return False
+        return True
+
     def boot(self) -> str:
         """Return <boot>, by which leases of this kernel are known: there is one clock-<boot>."""
         names = [name for name in os.listdir(self.path) if name.startswith("clock-")]
@@ -2190,7 +2198,10 @@ class LeftBehind(QueueCase):
 class KeyedTable(QueueCase):
     """Two ways to push a key, whatever state its task is in, and however a delivery then ends."""
 
-    STATES = ("waits", "is scheduled", "is due", "is leased", "is leased with one behind")
+    STATES = (
+        *("waits", "is back", "is scheduled", "is due"),
+        *("is leased", "is leased with one behind"),
+    )
     PUSHES = ("buffer", "update", "reject", "schedule")
     ENDS: tuple[tuple[str, Callable[[FemtoQueue, FemtoTask, Clock], object]], ...] = (
         ("ended by done", lambda q, task, clock: q.done(task)),
@@ -2218,7 +2229,9 @@ class KeyedTable(QueueCase):
             return
         q.push(b"0", key=key)
         if state != "waits":
-            q.take(key)
+            task = self.take(q, key)
+            if state == "is back":
+                q.release(task, front=True)
         if state == "is leased with one behind":
             q.push(b"1", key=key)
 
@@ -2277,6 +2290,31 @@ class KeyedTable(QueueCase):
                 has_ended = how.startswith("ended") and not behind
                 self.assertEqual(delivered, [] if has_ended else [newest])
                 self.assertFalse(reader.contains(key))
+
+    def test_a_push_that_raises_leaves_all_as_it_was(self) -> None:
+        """Payloads, attempts and times, whichever call fails; a sync, too, but for what was renamed
+        over the old record."""
+        clock, _ = self.clock(), self.queue()
+        can_exchange = self.can_exchange()
+        for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
+            is_synced = can_exchange or (state == "is leased" and way != "update")
+            for step in Step.each(raising(errno.EIO)):
+                self.path = self.new_dir(self.memory)
+                with self.queue(sync_after_write=is_synced) as q:
+                    self.bring(q, "k", state, clock)
+                    before = self.seen(q)
+                    with self.subTest(state=state, way=way, call=step.number):
+                        try:
+                            with hooked(step):
+                                self.push(q, "k", way, b"new", clock)
+                        except OSError:
+                            self.assertEqual(self.seen(q), before, step.at)
+
+    def seen(self, q: FemtoQueue) -> list[object]:
+        """Return the task of the key, its place, and what is behind it."""
+        task = q.peek(key="k")
+        behind = [name[-29:] for name in self.names("keys") if len(name) > 8]
+        return [task, task and task.path, *map(q.peek, behind)]
 
     def test_a_person_who_takes_a_task_as_it_is_given_back_makes_no_second_one(self) -> None:
         """`mv inflight-X/*ID pending/` with a newer payload behind it: the shell looks, and moves,
@@ -2430,14 +2468,6 @@ class Keyed(QueueCase):
     def nothing_in_keys(self) -> None:
         self.assertEqual(self.names("keys"), [])
 
-    def can_exchange(self) -> bool:
-        """Whether names can be; if not, see KeyedByRename."""
-        try:
-            through_seam("exchange")(self.file("done"), self.file("failed"))  # both are empty
-        except OSError:
-            return False
-        return True
-
     def one_behind(self, q: FemtoQueue) -> FemtoTask:
         """Lease a task, and push a newer payload behind it."""
         task = leased(q, b"1", "k")
@@ -2566,44 +2596,6 @@ class Keyed(QueueCase):
                 step(name, args)
 
         return hook
-
-    def test_a_push_that_raises_leaves_all_as_it_was(self) -> None:
-        """Payloads, attempts and times, whichever call fails; a sync, too, but for what was renamed
-        over the old record."""
-        self.queue()
-        states, can_exchange = ("waits", "is scheduled", "leased", "leased+1"), self.can_exchange()
-        for state, way in itertools.product(states, ("buffer", "update", "schedule")):
-            for step in Step.each(raising(errno.EIO)):
-                self.path = self.new_dir(self.memory)
-                is_synced = can_exchange or (state == "leased" and way != "update")
-                q = self.queue(sync_after_write=is_synced)
-                self.bring(q, state)
-                before = self.seen(q)
-                with self.subTest(state=state, way=way, call=step.number):
-                    try:
-                        with hooked(step):
-                            if way == "schedule":
-                                q.schedule(b"new", 4e15 + 1, key="k")
-                            else:
-                                q.push(b"new", key="k", if_in_flight=way)
-                    except OSError:
-                        self.assertEqual(self.seen(q), before, step.at)
-
-    def bring(self, q: FemtoQueue, state: str) -> None:
-        if state == "is scheduled":
-            q.schedule(b"old", 4e15, key="k")
-            return
-        task = leased(q, b"old", "k")
-        if state == "waits":
-            q.release(task, front=True)
-        if state == "leased+1":
-            q.push(b"behind", key="k")
-
-    def seen(self, q: FemtoQueue) -> list[object]:
-        """Return the task of the key, its place, and what is behind it."""
-        task = q.peek(key="k")
-        behind = [name[-29:] for name in self.names("keys") if len(name) > 8]
-        return [task, task and task.path, *map(q.peek, behind)]
 
     def test_a_rejected_push_changes_nothing_and_says_which_task_it_was(self) -> None:
         q = self.queue()
