@@ -2551,16 +2551,22 @@ class Keyed(StepCase):
 
     def test_a_person_who_moves_a_task_whose_payload_is_replaced_makes_no_second(self) -> None:
         """`mv inflight-X/*ID pending/ID`, or of one that was released, `mv pending/*ID pending/ID`,
-        before each call."""
-        count = itertools.count(1)
+        before each call. Where names can't be exchanged, nothing can be done about one between a
+        look at the file and the rename over it."""
+
+        def outside_the_window(name: str, args: tuple[Any, ...]) -> bool:
+            return name != "move" or "/inflight-" not in args[1]
+
+        q, count = self.queue(), itertools.count(1)
+        counts = None if self.can_exchange() else outside_the_window
         for is_leased in (False, True):
-            for step in Meanwhile.each():
-                q, key = self.queue(), f"{is_leased} {step.number}"
+            for step in Meanwhile.each(counts=counts):
+                key = f"{is_leased} {step.number}"
                 task = leased(q, b"old", key)
                 if not is_leased:
                     q.release(task, front=True)
                 step.happen = functools.partial(self.move_by_hand, task.id)
-                with hooked(self.outside_the_window(step)):
+                with hooked(step):
                     q.push(b"new", key=key, if_in_flight="update")
                 with contextlib.suppress(LeaseLost):
                     q.release(task)
@@ -2574,17 +2580,6 @@ class Keyed(StepCase):
             for name in self.names(directory):
                 if name.endswith(f"~{ident}"):
                     os.rename(self.file(directory, name), self.file("pending", ident))
-
-    def outside_the_window(self, step: Step) -> Callable[[str, tuple[Any, ...]], None]:
-        """Where names can't be exchanged, nothing can be done about a person who moves the file
-        between a look at it and the rename over it."""
-
-        def hook(name: str, args: tuple[Any, ...]) -> None:
-            over_a_lease = name == "move" and "/inflight-" in args[1]
-            if not (over_a_lease and step.left == 0):
-                step(name, args)
-
-        return hook
 
     def test_a_rejected_push_changes_nothing_and_says_which_task_it_was(self) -> None:
         q = self.queue()
@@ -2797,31 +2792,25 @@ class Keyed(StepCase):
 
     # Dead letters, and what people move
 
-    def test_retry_does_not_put_an_old_payload_beside_a_newer_one(self) -> None:
-        """Nor over it; and the reason of the failure stays."""
-        q = self.queue()
-        ident = q.push(b"1", key="k")
-        q.fail(self.pop(q), "why")
-        q.push(b"2", key="k")
-        with self.assertRaisesRegex(KeyInFlight, "'k'"):
-            q.retry(ident)
-        self.assertEqual((q.retry_failed(), self.names("failed")), (0, [ident, f"{ident}.error"]))
-        self.assertEqual(self.drain(q), [b"2"])
-        q.retry(ident)
-        self.assertEqual(q.push(b"3", key="k"), ident)
-        self.assertEqual(self.drain(q), [b"3"])
-        self.nothing_in_keys()
-
-    def test_a_dead_letter_put_back_by_hand_beside_a_newer_lease_is_set_aside(self) -> None:
-        """What keys/ said before does not count, though it may still stand in the file."""
+    def test_a_dead_letter_does_not_come_back_beside_a_newer_task(self) -> None:
+        """Nor over it: by retry(), which leaves its reason, or by hand, though what keys/ said
+        before may still stand in the file."""
         q = self.queue("a-node-with-a-name-that-is-longer-than-pending")
         old = self.one_behind(q)
+        failed = [old.id, f"{old.id}.error"]
         q.fail(old, "why")
+        with self.assertRaisesRegex(KeyInFlight, "'k'"):
+            q.retry(old.id)
+        self.assertEqual((q.retry_failed(), self.names("failed")), (0, failed))
         newer = self.pop(q)
         os.rename(self.file("failed", old.id), self.file("pending", old.id))
         self.assertIsNone(q.pop())
-        self.assertEqual((newer.data, self.names("failed")), (b"2", [old.id, f"{old.id}.error"]))
+        self.assertEqual((newer.data, self.names("failed")), (b"2", failed))
         q.done(newer)
+        q.retry(old.id)
+        self.assertEqual(q.push(b"3", key="k"), old.id)
+        self.assertEqual(self.drain(q), [b"3"])
+        self.nothing_in_keys()
 
     def test_a_retry_by_hand_beside_a_newer_task_of_the_key_is_set_aside(self) -> None:
         """`mv failed/ID pending/` knows nothing of keys; pop() does. Alone, it is delivered."""
