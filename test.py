@@ -2702,6 +2702,15 @@ class Keyed(StepCase):
         self.assertEqual(self.drain(q), [b"2"])
         self.nothing_in_keys()
 
+    def test_a_leased_task_that_a_person_removed_lets_in_the_one_behind_it(self) -> None:
+        """At once: who would have ended it sees that it is gone."""
+        q, clock = self.queue(), self.clock()
+        task = self.one_behind(q)
+        os.unlink(self.file(task.path))
+        self.assertRaises(LeaseLost, q.done, task)
+        clock.advance(0.5)
+        self.assertEqual(self.drain(q), [b"2"])
+
     def test_a_payload_behind_one_whose_worker_died_at_its_end_comes_at_once(self) -> None:
         """Not at the next round of housekeeping: a dead worker is a reason to look."""
         q, victim, clock = self.queue(), self.queue("victim"), self.clock()
