@@ -8628,14 +8628,66 @@ $ femtoqueue push jobs x > ids
 $ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
 $ kill $(cat pids)
 $ states -> done 3
+# work --drain that ends sooner says so by its status
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --time-limit 0s -- true -> [1]
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue work jobs -q --drain --idle-timeout 0s -- true -> [1]
+$ femtoqueue release jobs --all -> released 1
+$ femtoqueue work jobs -q --drain --time-limit 1h -- true
+$ states -> done 1
+# a command that takes too long is killed, with all its group
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms -- sh -c \
+ 'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
+$ gone pids
+$ cat jobs/failed/$x.error -> killed after ...
+# a parent that ignores its children does not make a failure a success
+$ femtoqueue push jobs x -> <x>
+$ trap '' CHLD; exec femtoqueue work jobs -q --drain --max-attempts 1 -- false -> ! ... [1]
+$ states -> failed 1
 """
+
+
+class Command(subprocess.Popen[bytes]):
+    """A process of femtoqueue, whose streams are pipes."""
+
+    stdout: Any
+    stderr: Any
+
+    def begun(self, count: int) -> list[str]:
+        """Return the first lines of that many commands."""
+        return [self.stdout.readline().decode().strip() for _ in range(count)]
+
+    def stop(self, number: int, second: int | None = None) -> None:
+        """Signal it, and, when it has heard of that, by a second signal, once more."""
+        self.send_signal(number)
+        heard = self.stderr.readline(), self.stderr.readline()
+        demand(b"finishing what runs" in heard[1], f"it said {heard}")
+        if second is not None:
+            time.sleep(2 * constant("one signal"))  # what comes too soon is no second one
+            self.send_signal(second)
+            self.communicate(timeout=120)
+
+
+def until_gone(*pids: int | str) -> None:
+    """Wait until processes have ended, though perhaps nobody has waited for them."""
+
+    def is_gone(pid: int | str) -> bool:
+        with (
+            contextlib.suppress(ProcessLookupError, FileNotFoundError),
+            open(f"/proc/{pid}/stat", encoding="ascii") as file,
+        ):
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+        return True
+
+    until(lambda: all(map(is_gone, pids)))
 
 
 class CommandLine(QueueCase):
     """Each command through main(). In this process, unless the test is about processes: those run
     what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
 
-    usual_s = ("one signal", constant("one signal")), ("grace", constant("grace"))
     program: str
 
     @classmethod
@@ -8654,47 +8706,32 @@ class CommandLine(QueueCase):
         self.addCleanup(os.chdir, os.getcwd())
         os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
-
-    def environment(self, env: dict[str, str] | None) -> dict[str, str]:
         ours = {name: it for name, it in os.environ.items() if name != "FEMTOQUEUE_DIR"}
-        return {**ours, "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
+        path = f"{os.path.dirname(self.program)}:{os.environ['PATH']}"
+        self.env = {**ours, "PATH": path, "COLUMNS": "80", "PYTHONDONTWRITEBYTECODE": "1"}
 
-    def start(self, *words: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-S", "-W", "error", *self.program_as_hastened()]
-        cwd = os.path.dirname(self.path)
-        env = self.environment(env)
+    def start(self, *words: str) -> Command:
+        """Run a command in a process of its own, which waits for as long as we would."""
+        waits = {CONSTANTS[it]: constant(it) for it in ("one signal", "grace")}
+        code = f"import sys; sys.path[0] = {os.path.dirname(self.program)!r}; import femtoqueue; "
+        code += f"vars(femtoqueue).update({waits}); sys.exit(femtoqueue.main())"
+        command = [sys.executable, "-S", "-W", "error", "-c", code, *words]
         pipe = subprocess.PIPE
-        process = subprocess.Popen(
-            [*command, *words], env=env, cwd=cwd, stdin=pipe, stdout=pipe, stderr=pipe
-        )
+        process = Command(command, env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         return process
 
-    def program_as_hastened(self) -> list[str]:
-        """Return what Python is to run: the program, with the waits that this test has hastened."""
-        hastened = {it: constant(it) for it, usual_s in self.usual_s if constant(it) != usual_s}
-        if not hastened:
-            return [self.program]
-        code = f"import sys; sys.path[0] = {os.path.dirname(self.program)!r}; import femtoqueue; "
-        for name, seconds in hastened.items():
-            code += f"femtoqueue.{CONSTANTS[name]} = {seconds}; "
-        return ["-c", f"{code}sys.exit(femtoqueue.main())"]
-
-    def run_alone(self, *words: str, input: bytes = b"", **settings: Any) -> tuple[int, str, str]:
-        """Run a command in a process of its own."""
-        with self.start(*words, **settings) as process:
-            out, err = process.communicate(input, 120)
-        return process.returncode, out.decode(), err.decode()
-
     def run_it(self, *words: str) -> tuple[int, str, str]:
-        """Run a command in this process; what handles signals, alone."""
-        if words[:1] == ("work",):
-            return self.run_alone(*words)
+        """Run a command in this process; what may start others, alone."""
+        if words[:1] == ("work",) and "--" in words:
+            with self.start(*words) as process:
+                said = [it.decode() for it in process.communicate(timeout=120)]
+            return process.returncode, said[0], said[1]
         outputs = io.BytesIO(), io.BytesIO()
         out, err = (io.TextIOWrapper(it, "utf-8", write_through=True) for it in outputs)
         with (
-            mock.patch.dict(os.environ, {**self.environment(None), "COLUMNS": "80"}, clear=True),
+            mock.patch.dict(os.environ, self.env, clear=True),
             mock.patch.multiple(sys, stdin=io.TextIOWrapper(io.BytesIO()), stdout=out, stderr=err),
             mock.patch.object(LOG, "disabled", False),
             warnings.catch_warnings(),
@@ -8757,13 +8794,16 @@ class CommandLine(QueueCase):
             return ", ".join(f"{state} {count}" for state, count in states) or "none"
         if words[0] == "payloads":
             return ", ".join(repr(it.data)[2:-1] for it in self.queue().tasks(words[1]))
+        if words[0] == "gone":
+            with open(words[1], encoding="ascii") as file:
+                until_gone(*file.read().split())
+            return ""
         if re.match(r"femtoqueue (?!work )[^|;&<>$]*$", command):
             status, out, err = self.run_it(*words[1:])
         else:
-            path = f"{os.path.dirname(self.program)}:{os.environ['PATH']}"
             done = subprocess.run(
                 ["sh", "-c", command],
-                env=self.environment({"PATH": path}),
+                env=self.env,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 encoding="utf-8",
@@ -8779,10 +8819,8 @@ class CommandLine(QueueCase):
 
     def test_push_with_sync_syncs(self) -> None:
         for words in ((), ("--sync",)):
-            events = set[str]()
-            with hooked(lambda name, args, events=events: events.add(name)):  # type: ignore[misc]
-                self.ok("push", "jobs", "x", *words)
-            self.assertEqual("fsync" in events, bool(words))
+            synced = calls_of("fsync", functools.partial(self.ok, "push", "jobs", "x", *words))
+            self.assertEqual(bool(synced), bool(words))
 
     # What is typed, TASK being a task's id, and a part of what is said.
     WRONG_USES = (
@@ -8846,8 +8884,6 @@ class CommandLine(QueueCase):
         for line, text in self.WRONG_USES:
             self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa"), text)
         self.assertFalse(os.path.exists(self.path))
-
-    def test_wrong_use_of_a_queue_is_one_line_that_says_what_to_type(self) -> None:
         task = self.queue().push(b"x")
         self.put("file", b"", "")
         for line, text in self.WRONG_USES_OF_A_QUEUE:
@@ -8856,13 +8892,8 @@ class CommandLine(QueueCase):
 
     def check_wrong(self, line: str, text: str) -> None:
         status, out, err = self.run_it(*line.split())
-        self.assertEqual((status, out), (2, ""), line)
-        self.assertEqual(len(err.splitlines()), 1, err)
+        self.assertEqual((status, out, err.count("\n")), (2, "", 1), f"{line}\n{err}")
         self.assertIn(text, err)
-
-    def commands(self) -> list[str]:
-        """Return the commands that the overview lists."""
-        return re.findall(r"(?m)^    ([a-z]+) ", self.ok("--help"))
 
     def test_errors_and_help_name_what_a_person_who_copied_the_file_can_type(self) -> None:
         copied = os.path.join(HERE, "femtoqueue.py")
@@ -8875,33 +8906,30 @@ class CommandLine(QueueCase):
 
     def test_help_fits_a_terminal_of_80_columns_and_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
-        self.assertEqual(len(self.commands()), 17)
-        for words in ([], *([name] for name in self.commands())):
-            lines = self.ok(*words, "--help").splitlines()
-            self.assertTrue(len(lines) <= 24 or words in ([], ["work"]), words)
-            for line in lines:
-                self.assertLessEqual(len(line), 80, line)
-        for name in self.commands():
-            text = self.ok(name, "--help")
+        names = re.findall(r"(?m)^    ([a-z]+) ", overview)
+        self.assertEqual(len(names), 17)
+        texts = {name: self.ok(name, "--help") for name in names}
+        for name, text in texts.items():
+            self.assertTrue(text.count("\n") <= 24 or name == "work", name)
             self.assertRegex(text, f"Example: .*femtoqueue {name} jobs")
-            summary = text.split("\n\n")[1]
-            self.assertIn(f"\n    {name:9} {summary}\n", overview)
+            self.assertIn(f"\n    {name:9} {text.split(chr(10) * 2)[1]}\n", overview)
+        for line in "\n".join([overview, *texts.values()]).split("\n"):
+            self.assertLessEqual(len(line), 80, line)
         self.assertEqual(self.ok("--version"), f"femtoqueue {femtoqueue.__version__}\n")
 
     def test_release_gives_back_what_is_renewed_as_it_looks(self) -> None:
-        q, renewed = self.queue(detached=True), list[str]()
+        q = self.queue(detached=True)
         q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
 
-        def renew(name: str, args: tuple[Any, ...]) -> None:
-            if name == "move" and not renewed:
-                *_, last = self.names("inflight-n1")
-                renewed.append(f"{int(last[:20]) + 10**9:020}{last[20:]}")
-                os.rename(self.file("inflight-n1", last), self.file("inflight-n1", renewed[0]))
+        def renew() -> None:
+            *_, last = self.names("inflight-n1")
+            renewed = f"{int(last[:20]) + 10**9:020}{last[20:]}"
+            os.rename(self.file("inflight-n1", last), self.file("inflight-n1", renewed))
 
-        with hooked(renew):
+        with hooked(at_call("move", None, renew, times=1)):
             self.assertEqual(self.ok("release", "jobs", "--all"), "released 2\n")
-        self.assertEqual((len(renewed), self.states()), (1, {"pending": 2}))
+        self.assertEqual(self.states(), {"pending": 2})
 
     def test_top_estimates_the_time_left_by_the_rate_of_all_workers(self) -> None:
         """By what ends, or, where that is not kept, by how what waits shrinks; else not at all."""
@@ -8924,99 +8952,87 @@ class CommandLine(QueueCase):
             self.assertRegex(rates[2], ", (19|20)s left ")
             self.drain(q)
 
+    def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
+        self.queue().push(b"x")
+        with mock.patch("builtins.print", side_effect=KeyboardInterrupt):
+            self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
+        self.assertEqual(self.pop(self.queue()).attempts, 1)
+
     # work
 
-    def work(self, *words: str, **settings: Any) -> tuple[int, str, str]:
-        return self.run_alone("work", "jobs", "-q", *words, **settings)
+    def working(self, script: str, *words: str) -> Command:
+        """Work by a shell's script, in a process of its own."""
+        return self.start("work", "jobs", "-q", *words, "--", "sh", "-c", script)
+
+    def let_go_on(self, process: Command, count: int = 1) -> tuple[bytes, bytes]:
+        """Let as many commands go on that read the fifo; return what the process then says."""
+        with open("fifo", "wb", buffering=0) as fifo:
+            fifo.write(b"\n" * count)
+            return process.communicate(timeout=120)
+
+    def end_all(self, *states: tuple[str, int]) -> None:
+        """Check the states, and that no try was counted of what waits; end that."""
+        self.assertEqual(self.states(), dict(states))
+        q = self.queue()
+        for task in iter(q.pop, None):
+            self.assertEqual(task.attempts, 1)
+            q.done(task)
+        for name in self.names("done"):
+            os.unlink(self.file("done", name))
 
     def test_work_where_there_is_no_fork_says_what_to_use(self) -> None:
         err = io.StringIO()
         with (
             mock.patch.object(femtoqueue, "os", fake_os("fork")),
             contextlib.redirect_stderr(err),
-            self.assertRaises(SystemExit) as caught,
+            self.assertRaisesRegex(SystemExit, "2"),
         ):
             femtoqueue.main(["work", self.path, "--", sys.executable])
-        self.assertEqual(caught.exception.code, 2)
         self.assertIn("use FemtoQueue.work()", err.getvalue())
         self.assertFalse(os.path.exists(self.path))
 
-    def test_work_kills_a_command_that_takes_too_long_with_all_its_group(self) -> None:
-        ident = self.queue().push(b"x")
-        words = ("--drain", "--max-attempts", "1", "--task-timeout", "100ms")
-        script = "sleep 1000 & echo $! $$; wait"
-        status, out, _ = self.work(*words, "--", "sh", "-c", script)
-        self.assertEqual(status, 1)
-        for pid in out.split():
-            self.wait_until_gone(int(pid))
-        with open(self.file("failed", f"{ident}.error"), encoding="utf-8") as file:
-            self.assertIn("killed after", file.read())
-
-    def wait_until_gone(self, pid: int) -> None:
-        for _ in range(30_000):
-            try:
-                os.kill(pid, 0)
-                with open(f"/proc/{pid}/stat", encoding="ascii") as file:
-                    if file.read().rpartition(")")[2].split()[0] == "Z":
-                        return
-            except (ProcessLookupError, FileNotFoundError):
-                return
-            time.sleep(0.001)
-        self.fail(f"{pid} runs on")
-
-    def begun(self, process: subprocess.Popen[bytes], count: int) -> list[bytes]:
-        assert process.stdout is not None
-        return [process.stdout.readline().strip() for _ in range(count)]
-
     def test_sigterm_during_work_on_four_loses_nothing_and_leaves_nothing_in_flight(self) -> None:
-        q = self.queue()
-        q.push_many(b"%d" % number for number in range(20))
+        self.queue().push_many(b"%d" % number for number in range(20))
+        os.mkfifo("fifo")
         script = "read x; echo $x; read y < fifo; echo end $x"
-        os.mkfifo(os.path.join(os.path.dirname(self.path), "fifo"))
-        words = ("work", "jobs", "-q", "-j", "4", "--timeout", "1s", "--", "sh", "-c", script)
-        with self.start(*words) as process:
-            begun = self.begun(process, 4)
-            process.send_signal(signal.SIGTERM)
-            assert process.stderr is not None
-            self.assertEqual(process.stderr.readline(), b"\n")  # it has heard, and takes no more
-            self.assertIn(b"finishing what runs", process.stderr.readline())
-            with open(os.path.join(os.path.dirname(self.path), "fifo"), "wb", buffering=0) as fifo:
-                fifo.write(b"\n" * 4)
-                out, _ = process.communicate(timeout=120)
+        with self.working(script, "-j", "4", "--timeout", "1s") as process:
+            begun = process.begun(4)
+            process.stop(signal.SIGTERM)
+            out, _ = self.let_go_on(process, 4)
         self.assertEqual(process.returncode, 0)
-        self.assertEqual(sorted(out.splitlines()), sorted(b"end " + name for name in begun))
-        self.assertEqual(self.states(), {"done": 4, "pending": 16})
+        self.assertEqual(sorted(out.decode().splitlines()), sorted(f"end {it}" for it in begun))
+        self.end_all(("done", 4), ("pending", 16))
 
-    def test_the_second_signal_goes_to_the_commands_group_and_gives_back(self) -> None:
+    def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
+        """It goes to each command's group. Not when a shell has ended is its task given back, but
+        when its program has; and what ended well is done."""
         self.hasten("one signal", 0.05)
-        q = self.queue()
-        for jobs in (1, 3):
-            q.push_many([b"x"] * jobs)
-            script = "sleep 1000 & echo $!; wait"
-            words = ("-q", "-j", str(jobs), "--", "sh", "-c", script)
-            with self.start("work", "jobs", *words) as process:
-                pids = self.begun(process, jobs)
-                assert process.stderr is not None
-                process.send_signal(signal.SIGINT)
-                self.assertEqual(process.stderr.readline(), b"\n")
-                self.assertIn(b"finishing what runs", process.stderr.readline())
-                time.sleep(2 * constant("one signal"))  # what comes too soon is no second one
-                process.send_signal(signal.SIGTERM)
-                process.communicate(timeout=120)
+        self.hasten("grace", 1)
+        see = "while sleep 0.01; do ls jobs/pending >> seen; done"
+        script = f"""read x; case $x in
+            group) sleep 1000 & echo $!; wait ;;
+            hangs) trap '' TERM; echo $$; {see} ;;
+            program) sh -c "trap '' TERM; echo \\$\\$; {see}" & wait ;;
+            well) trap 'exit 0' TERM; echo $$; while sleep 0.01; do :; done ;;
+        esac"""
+        for names in ("group", "group group group", "hangs program well"):
+            self.queue().push_many(map(str.encode, names.split()))
+            count, well = len(names.split()), names.count("well")
+            with self.working(script, "-j", str(count)) as process:
+                pids = process.begun(count)
+                process.stop(signal.SIGINT, signal.SIGTERM)
             self.assertEqual(process.returncode, 128 + signal.SIGTERM)
-            for pid in pids:
-                self.wait_until_gone(int(pid))
-            tasks = [self.pop(q) for _ in range(jobs)]
-            self.assertEqual({task.attempts for task in tasks}, {1})
-            for task in tasks:
-                q.done(task)
+            until_gone(*pids)
+            ended = [("done", well)] if well else []
+            self.end_all(*ended, ("pending", count - well))
+        self.assertEqual(os.path.getsize("seen"), 0)
 
     def test_a_try_that_a_stop_ended_is_no_failure(self) -> None:
         """A scheduler signals the worker and CMD, in either order. A CMD that does not die of it
         has then heard of the stop; one that ends well has done its task."""
         dies = "echo $$; exec sleep 1000"
         exits = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
-        orders = [  # what CMD does, which signal, who hears it first, and what becomes of the task
+        orders = (  # what CMD does, which signal, who hears it first, and what becomes of the task
             (dies, signal.SIGTERM, "worker", "pending"),
             (dies, signal.SIGTERM, "CMD", "pending"),
             (dies, signal.SIGUSR1, "worker", "pending"),
@@ -9026,212 +9042,103 @@ class CommandLine(QueueCase):
             (exits % 1, signal.SIGTERM, "worker", "pending"),
             (exits % 1, signal.SIGTERM, "CMD", "pending"),
             (exits % 0, signal.SIGTERM, "worker", "done"),
-        ]
+        )
         self.hasten("one signal", 60)  # CMD's end is slow to be seen, and so is a worker's signal
-        for jobs, order in zip((1, 2) * 9, orders, strict=False):
-            with self.subTest(order):
-                self.stop_in_order(jobs, *order)
-
-    def stop_in_order(
-        self, jobs: int, script: str, number: signal.Signals, first: str, state: str
-    ) -> None:
-        q = self.queue()
-        before = self.states()[state]
-        q.push_many([b"x"] * jobs)
-        words = ("-q", "-j", str(jobs), "--max-attempts", "1", "--", "sh", "-c", script)
-        with self.start("work", "jobs", *words) as process:
-            pids = [int(pid) for pid in self.begun(process, jobs)]
-            assert process.stderr is not None
-            if first == "worker":
-                process.send_signal(number)
-                self.assertEqual(process.stderr.readline(), b"\n")  # it has heard
-            for pid in pids:
-                os.kill(pid, number)
-            if first == "CMD":
-                for pid in pids:
-                    self.wait_until_gone(pid)
-                process.send_signal(number)
-            process.communicate(timeout=120)
-        self.assertEqual(process.returncode, 0)
-        self.assertEqual(self.states()[state] - before, jobs)
-        if state == "pending":  # uncounted
-            tasks = [self.pop(q) for _ in range(jobs)]
-            self.assertEqual([task.attempts for task in tasks], [1] * jobs)
-            for task in tasks:
-                q.done(task)
+        for jobs, (script, number, first, state) in zip((1, 2) * 9, orders, strict=False):
+            with self.subTest(script, number=number, first=first):
+                self.queue().push_many([b"x"] * jobs)
+                with self.working(script, "-j", str(jobs), "--max-attempts", "1") as process:
+                    pids = [int(pid) for pid in process.begun(jobs)]
+                    if first == "worker":
+                        process.stop(number)
+                    for pid in pids:
+                        os.kill(pid, number)
+                    if first == "CMD":
+                        until_gone(*pids)
+                        process.send_signal(number)
+                    process.communicate(timeout=120)
+                self.assertEqual(process.returncode, 0)
+                self.end_all((state, jobs))
 
     def test_a_command_that_a_signal_ends_alone_has_failed(self) -> None:
         self.hasten("one signal", 0.05)
+        q = self.queue()
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self.queue().push(b"x")
-            words = ("--drain", "--max-attempts", "1", "--time-limit", "20s", "--", "sh", "-c")
-            self.assertEqual(self.work(*words, f"kill -{number:d} $$")[0], 1)
-            *_, task = self.queue().tasks("failed")
-            self.assertIn(f"killed by signal {number:d}", task.error or "")
+            ident, words = q.push(b"x"), ("--drain", "--max-attempts=1", "--time-limit=20s")
+            with self.working(f"kill -{number:d} $$", *words) as process:
+                process.communicate(timeout=120)
+            self.assertEqual(process.returncode, 1)
+            self.assertIn(f"killed by signal {number:d}", reason_of(q, ident))
 
     def test_a_program_that_outlives_its_shell_in_a_stop_still_has_its_task(self) -> None:
         """As it saves its state. At its end it sees nothing that waits for another worker."""
         self.hasten("one signal", 60)  # a stop is slow to be heard
         self.queue().push(b"x")
-        directory = os.path.dirname(self.path)
-        os.mkfifo(os.path.join(directory, "fifo"))
+        os.mkfifo("fifo")
         saves = "trap '' TERM; echo saves; read x < fifo; ls jobs/pending > seen"
         shell = f'sh -c "{saves}" & echo $$; wait'
-        words = ("work", "jobs", "-q", "--max-attempts", "1", "--", "sh", "-c", shell)
-        with self.start(*words) as process:
-            (pid,) = {*self.begun(process, 2)} - {b"saves"}
+        with self.working(shell, "--max-attempts", "1") as process:
+            (pid,) = {*process.begun(2)} - {"saves"}
             process.send_signal(signal.SIGTERM)
             os.kill(int(pid), signal.SIGTERM)
-            self.wait_until_gone(int(pid))
-            with self.assertRaises(subprocess.TimeoutExpired):
-                process.wait(0.5)
-            with open(os.path.join(directory, "fifo"), "wb", buffering=0) as fifo:
-                fifo.write(b"\n")
-            process.communicate(timeout=120)
-        with open(os.path.join(directory, "seen"), encoding="ascii") as file:
-            self.assertEqual((process.returncode, file.read()), (0, ""))
-        self.assertEqual(self.pop(self.queue()).attempts, 1)
+            until_gone(pid)
+            self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.5)
+            self.let_go_on(process)
+        self.assertEqual((process.returncode, os.path.getsize("seen")), (0, 0))
+        self.end_all(("pending", 1))
 
-    def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
-        """And not when its shell has; but what ended well is done."""
-        self.hasten("one signal", 0.05)
-        self.hasten("grace", 1)
-        self.queue().push_many([b"hangs", b"program", b"well"])
-        see = "while sleep 0.01; do ls jobs/pending >> seen; done"
-        script = f"""read x; case $x in
-            hangs) trap '' TERM; echo $x; {see} ;;
-            program) sh -c "trap '' TERM; echo $x; {see}" & wait ;;
-            well) trap 'exit 0' TERM; echo $x; while sleep 0.01; do :; done ;;
-        esac"""
-        with self.start("work", "jobs", "-q", "-j", "3", "--", "sh", "-c", script) as process:
-            self.begun(process, 3)
-            assert process.stderr is not None
-            process.send_signal(signal.SIGTERM)
-            self.assertEqual(process.stderr.readline(), b"\n")
-            time.sleep(2 * constant("one signal"))  # what comes too soon is no second one
-            process.send_signal(signal.SIGTERM)
-            process.communicate(timeout=120)
-        self.assertEqual(process.returncode, 128 + signal.SIGTERM)
-        with open(os.path.join(os.path.dirname(self.path), "seen"), encoding="ascii") as file:
-            self.assertEqual(file.read(), "")
-        self.assertEqual(self.states(), {"done": 1, "pending": 2})
-        self.assertEqual([task.attempts for task in iter(self.queue().pop, None)], [1, 1])
-
-    @unittest.skipUnless(os.path.exists("/proc/self/task"), "needs /proc")
-    def test_a_signal_to_all_processes_of_a_job_does_not_end_the_watchdog(self) -> None:
-        self.queue().push_many([b"1", b"2"])
-        for number in (signal.SIGUSR1, signal.SIGTERM):
-            process, command, watchdog = self.watched()
-            os.kill(watchdog, number)
-            process.kill()
-            self.wait_until_gone(command)
-            process.communicate()
-
-    @unittest.skipUnless(os.path.exists("/proc/self/task"), "needs /proc")
+    @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
     def test_a_worker_whose_watchdog_is_killed_finishes_what_runs_and_leaves(self) -> None:
-        self.queue().push_many([b"1", b"2"])
-        os.mkfifo(os.path.join(os.path.dirname(self.path), "fifo"))
-        process, _, watchdog = self.watched()
-        os.kill(watchdog, signal.SIGKILL)
-        self.wait_until_gone(watchdog)
-        with open(os.path.join(os.path.dirname(self.path), "fifo"), "wb", buffering=0) as fifo:
-            fifo.write(b"\n")
-        _, err = process.communicate(timeout=120)
+        """A signal to all processes of a job does not end the watchdog."""
+        self.queue().push_many([b"x"] * 4)
+        os.mkfifo("fifo")
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL):
+            with self.working("echo $$; read x < fifo", "--max-attempts", "1") as process:
+                (command,) = map(int, process.begun(1))
+                with open(f"/proc/{process.pid}/task/{process.pid}/children", "rb") as file:
+                    (watchdog,) = {*map(int, file.read().split())} - {command}
+                os.kill(watchdog, number)
+                if number != signal.SIGKILL:
+                    process.kill()
+                    until_gone(command)
+                    continue
+                until_gone(watchdog)
+                _, err = self.let_go_on(process)
         self.assertEqual(process.returncode, 2)
         self.assertIn(b"watchdog", err)
-        self.assertEqual(self.states(), {"done": 1, "pending": 1})
-
-    def watched(self) -> tuple[subprocess.Popen[bytes], int, int]:
-        """Start a worker, whose command reads a fifo; return that, and the watchdog's number."""
-        script = "echo $$; if [ -e fifo ]; then read x < fifo; else sleep 1000; fi"
-        words = ("work", "jobs", "-q", "--max-attempts", "1", "--", "sh", "-c", script)
-        process = self.start(*words)
-        (command,) = map(int, self.begun(process, 1))
-        (watchdog,) = self.children_of(process.pid) - {command}
-        return process, command, watchdog
-
-    def children_of(self, pid: int) -> set[int]:
-        """Return the processes whose parent that is."""
-        found = set()
-        for name in filter(str.isdigit, os.listdir("/proc")):
-            with contextlib.suppress(OSError), open(f"/proc/{name}/stat", encoding="ascii") as file:
-                if int(file.read().rpartition(")")[2].split()[1]) == pid:
-                    found.add(int(name))
-        return found
-
-    def test_drain_that_ends_sooner_says_so_by_its_status(self) -> None:
-        self.queue().push(b"x")
-        for limit in ("--time-limit", "--idle-timeout"):
-            held = self.pop(q := self.queue()) if limit == "--idle-timeout" else None
-            self.assertEqual(self.work("--drain", limit, "0s", "--", "true")[0], 1)
-            if held:
-                q.release(held)
-        self.assertEqual(self.work("--drain", "--time-limit", "1h", "--", "true")[0], 0)
-
-    def test_a_parent_that_ignores_its_children_does_not_make_a_failure_a_success(self) -> None:
-        self.queue().push(b"x")
-        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-        try:
-            process = self.start("work", "jobs", "-q", "--drain", "--max-attempts=1", "--", "false")
-        finally:
-            signal.signal(signal.SIGCHLD, before)
-        with process:
-            process.communicate(timeout=120)
-        self.assertEqual((process.returncode, self.states()), (1, {"failed": 1}))
+        self.end_all(("done", 1), ("failed", 2), ("pending", 1))
 
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """The first finds standard error full, the second a command's line that is stuck."""
         self.hasten("one signal", 0.1)
         self.queue().push(b"x")
-        script = "echo begun > begun; yes"
-        with self.start("work", "jobs", "-q", "--", "sh", "-c", script) as process:
-            begun = os.path.join(os.path.dirname(self.path), "begun")
-            while not os.path.exists(begun) or not os.path.getsize(begun):
-                time.sleep(0.01)
-            assert process.stderr is not None
+        with self.working("echo begun > begun; yes") as process:
+            until(lambda: os.path.exists("begun") and os.path.getsize("begun") > 0)
             process.send_signal(signal.SIGTERM)
             select.select([process.stderr], [], [], 120)  # heard
             time.sleep(2 * constant("one signal"))
             process.send_signal(signal.SIGTERM)
             process.wait(120)
         self.assertEqual(process.returncode, 128 + signal.SIGTERM)
-        self.assertEqual(self.drain(self.queue()), [b"x"])
+        self.end_all(("pending", 1))
 
-    def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
-        self.queue().push(b"x")
-        with mock.patch("builtins.print", side_effect=KeyboardInterrupt):
-            self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
-        self.assertEqual(self.pop(self.queue()).attempts, 1)
-
-    def test_the_commands_of_a_killed_worker_are_killed(self) -> None:
-        """Its task is another's at once."""
-        self.queue().push(b"x")
-        with self.start("work", "jobs", "-q", "--", "sh", "-c", "echo $$; sleep 1000") as process:
-            [pid] = self.begun(process, 1)
-            process.kill()
-            self.wait_until_gone(int(pid))
-        self.assertEqual(self.drain(self.queue(None)), [b"x"])
-
-    def test_a_worker_killed_while_it_starts_commands_leaves_none(self) -> None:
+    def test_a_killed_worker_leaves_no_command_and_its_tasks_are_anothers_at_once(self) -> None:
         """Whatever it had told the watchdog by then: each command tells of itself first."""
         self.queue().push_many([b"x"] * 30)
         for begun in (1, 5, 20):
-            words = ("work", "jobs", "-q", "-j", "30", "--", "sh", "-c", "echo $$; exec sleep 1000")
-            with self.start(*words) as process:
-                pids = self.begun(process, begun)
+            words = ("-j", "30", "--max-attempts", "9", "--timeout", "1000s")
+            with self.working("echo $$; exec sleep 1000", *words) as process:
+                pids = process.begun(begun)
                 process.kill()
-                assert process.stdout is not None
-                pids += process.stdout.read().split()  # until nobody has it any more
-            for pid in pids:
-                self.wait_until_gone(int(pid))
+                pids += process.stdout.read().decode().split()  # until nobody has it any more
+            until_gone(*pids)
         self.assertEqual(len(self.drain(self.queue(None))), 30)
 
     def test_a_reader_that_leaves_fails_no_task(self) -> None:
         """As with `| head -1`: what it had not read is told of by the next worker."""
         self.queue().push_many([b"x"] * 5)
         with self.start("work", "jobs", "--max-attempts", "1", "--", "echo", "{}") as process:
-            self.begun(process, 1)
-            assert process.stdout is not None
+            process.begun(1)
             process.stdout.close()
             process.wait(120)
         self.assertEqual(process.returncode, 2)
@@ -9241,31 +9148,14 @@ class CommandLine(QueueCase):
 
     def test_lines_of_two_commands_are_not_mixed(self) -> None:
         """Though each writes them in pieces; one command at a time is passed on byte by byte."""
-        self.queue().push_many([b"a", b"b", b"c", b"d"])
         script = 'for i in 1 2 3 4 5; do printf "$0"; sleep 0.01; printf "$0\\n"; done; printf end'
         for jobs, end in (("2", "end\n"), ("1", "end")):
-            status, out, _ = self.work("--drain", "-j", jobs, "--", "sh", "-c", script, "{}")
-            self.assertEqual(status, 0)
-            self.assertEqual(Counter(re.findall(r"..\n", out))["aa\n"], 5)
-            self.assertEqual(out.count(end), 4)
+            self.queue().push_many([b"a", b"b", b"c", b"d"])
+            words = ("work", "jobs", "-q", "--drain", "-j", jobs, "--", "sh", "-c", script, "{}")
+            out = self.ok(*words)
+            self.assertEqual((out.count("aa\n"), out.count(end)), (5, 4))
             self.assertEqual({*out.replace("end", "").split()}, {"aa", "bb", "cc", "dd"})
-            for name in self.names("done"):
-                os.rename(self.file("done", name), self.file("pending", name))
-
-    def test_a_killed_work_is_taken_over_at_once(self) -> None:
-        self.hasten("base interval", 0.05)
-        q = self.queue(timeout_stale_ms=None)
-        ident = q.push(b"x")
-        script = "echo begun $$; exec sleep 1000"
-        words = ("-q", "--timeout", "1000s", "--", "sh", "-c", script)
-        with self.start("work", "jobs", *words) as process:
-            [line] = self.begun(process, 1)
-            process.kill()
-            task = q.pop(60)
-            assert task is not None
-            self.assertEqual((task.id, task.attempts), (ident, 2))
-            self.wait_until_gone(int(line.split()[1]))
-        q.done(task)
+            self.end_all(("done", 4))
 
 
 class Screen:
