@@ -8501,7 +8501,8 @@ $ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000a
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
 $ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
 # ls lists what is alive and failed, and the rest when asked
-$ femtoqueue push jobs held done failed waiting > ids; femtoqueue push jobs later --delay 1h >> ids
+$ femtoqueue push jobs held done failed waiting -> ...
+$ femtoqueue push jobs later --delay 1h -> ...
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue done jobs $(femtoqueue pop jobs)
 $ femtoqueue fail jobs $(femtoqueue pop jobs)
@@ -8551,15 +8552,17 @@ $ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on d
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
 # work runs a command for each task, its payload as standard input, and passes its lines on
-$ femtoqueue push jobs 1 2 > ids; femtoqueue push jobs keyed --key k:1 >> ids
-$ head -c 100000 /dev/zero | femtoqueue push jobs >> ids
+$ femtoqueue push jobs 1 2 -> ...
+$ femtoqueue push jobs keyed --key k:1 -> ...
+$ head -c 100000 /dev/zero | femtoqueue push jobs -> ...
 $ femtoqueue work jobs -q -j 2 --drain -- sh -c \
  'wc -c; echo "$FEMTOQUEUE_KEY $FEMTOQUEUE_ATTEMPT" >&2; printf end' > out 2> err
 $ sort out -> 1 1 100000 5 end end end end
 $ sort err -> 1 1 1 k:1 1
 $ states -> done 4
 # {} in an argument is the payload, bytes as they are; standard input has them too
-$ printf ' $HOME {} \377\n' | femtoqueue push jobs > ids; femtoqueue push jobs '' >> ids
+$ printf ' $HOME {} \377\n' | femtoqueue push jobs -> ...
+$ femtoqueue push jobs '' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c 'printf "<%s|%s|%s>" "$@"; cat' {} {} 'a{}b{}' c
 < $HOME {} \xff
 |a $HOME {} \xff
@@ -8614,17 +8617,17 @@ $ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - -
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- sh -c no-such-command -> ! ... [1]
 $ states -> failed 1
 # work ends when it is idle, and when its time is over, though another worker has a task
-$ femtoqueue push jobs theirs 1 2 > ids
+$ femtoqueue push jobs theirs 1 2 -> ...
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue work jobs -q --time-limit 0s -- true
 $ states -> inflight-cli 1, pending 2
 $ femtoqueue work jobs -q --idle-timeout 0s -j 2 -- true
 $ states -> done 2, inflight-cli 1
 # what a command leaves running does not hold up work, though it has the pipes, or writes on
-$ femtoqueue push jobs x y > ids
+$ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
 $ kill $(cat pids)
-$ femtoqueue push jobs x > ids
+$ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
 $ kill $(cat pids)
 $ states -> done 3
@@ -8787,7 +8790,12 @@ class CommandLine(QueueCase):
 
     def said(self, command: str) -> str:
         """Return what a command says, and its status. One of femtoqueue that needs no shell runs in
-        this process."""
+        this process, and so does one whose output is a part of a command."""
+        if command.startswith("FEMTOQUEUE_DIR=jobs "):
+            with mock.patch.dict(self.env, FEMTOQUEUE_DIR="jobs"):
+                return self.said(command.partition(" ")[2])
+        part = r"\$\((femtoqueue [^()]*)\)"
+        command = re.sub(part, lambda it: self.ok(*shlex.split(it[1])[1:]).strip(), command)
         words = shlex.split(command)
         if words[0] == "states":
             states = sorted(self.states().items())
@@ -9007,7 +9015,7 @@ class CommandLine(QueueCase):
         """It goes to each command's group. Not when a shell has ended is its task given back, but
         when its program has; and what ended well is done."""
         self.hasten("one signal", 0.05)
-        self.hasten("grace", 1)
+        self.hasten("grace", 0.3)
         see = "while sleep 0.01; do ls jobs/pending >> seen; done"
         script = f"""read x; case $x in
             group) sleep 1000 & echo $!; wait ;;
@@ -9082,7 +9090,7 @@ class CommandLine(QueueCase):
             process.send_signal(signal.SIGTERM)
             os.kill(int(pid), signal.SIGTERM)
             until_gone(pid)
-            self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.5)
+            self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
             self.let_go_on(process)
         self.assertEqual((process.returncode, os.path.getsize("seen")), (0, 0))
         self.end_all(("pending", 1))
@@ -9111,6 +9119,7 @@ class CommandLine(QueueCase):
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """The first finds standard error full, the second a command's line that is stuck."""
         self.hasten("one signal", 0.1)
+        self.hasten("grace", 0.3)
         self.queue().push(b"x")
         with self.working("echo begun > begun; yes") as process:
             until(lambda: os.path.exists("begun") and os.path.getsize("begun") > 0)
