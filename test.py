@@ -6440,14 +6440,6 @@ class Tickets(TicketCase):
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
         self.assertFalse(other.is_head(theirs))
 
-    def test_a_holder_touches_its_ticket(self) -> None:
-        line = self.line(stale_timeout=0.02)
-        with line.turn() as ticket:
-            path = self.file("line", *self.members())
-            os.utime(path, (0, 0))
-            until(lambda: os.stat(path).st_mtime > 0)
-            self.assertTrue(line.is_head(ticket))
-
     def test_the_directory_is_removed_when_nobody_is_there_and_only_then(self) -> None:
         line = self.line()
         _, member = line.register()
@@ -7112,15 +7104,39 @@ class Waiting(QueueCase):
         self.assertFalse(any(it.is_alive() for it in threads))
         self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
 
-    def test_a_task_that_comes_due_wakes_who_waits(self) -> None:
-        """Also one that was scheduled by another while it waited, before all others."""
+    def test_what_another_does_wakes_who_waits(self) -> None:
+        """A task that comes due, though it was scheduled meanwhile, before all others; resume(),
+        and twice is no error; of a key, a first task, and one that its holder gives back."""
         self.hasten("base interval", 0.05)
-        q, other = self.queue(), self.queue("n2")
-        other.schedule(b"later", (time.time() + 3600) * 1e6)
-        task = self.woken(
-            lambda: q.pop(60), lambda: other.schedule(b"soon", (time.time() + 0.05) * 1e6)
-        )
-        self.assertEqual(task.data, b"soon")
+        rows: list[tuple[Callable[[Any], Any], Any, Callable[[Any, Any], Any]]] = [
+            (
+                lambda other: other.schedule(b"later", 4e15),
+                FemtoQueue.pop,
+                lambda other, _: other.schedule(b"x", (time.time() + 0.05) * 1e6),
+            ),
+            (
+                lambda other: (other.push(b"x"), other.pause()),
+                FemtoQueue.pop,
+                lambda other, _: (other.resume(), other.resume()),
+            ),
+            (
+                lambda other: other.push(b"other", key="other"),
+                lambda q, timeout: q.take("mine", timeout),
+                lambda other, _: other.push(b"x", key="mine"),
+            ),
+            (
+                lambda other: leased(other, b"x", "mine"),
+                lambda q, timeout: q.take("mine", timeout),
+                lambda other, held: other.release(held),
+            ),
+        ]
+        for before, wait, happens in rows:
+            self.path = self.new_dir(self.memory)
+            q, other = self.queue(), self.queue("n2")
+            it = before(other)
+            self.assertIsNone(wait(q, 0.01))
+            happens_now = functools.partial(happens, other, it)
+            self.assertEqual(self.woken(functools.partial(wait, q, 60), happens_now).data, b"x")
 
     def test_a_lease_that_runs_out_wakes_who_waits(self) -> None:
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=50)
@@ -7143,28 +7159,6 @@ class Waiting(QueueCase):
         ident, child = q.push(b"x"), self.child(hold)
         self.assertEqual(child.line(), ident)
         self.assertEqual(self.woken(lambda: q.pop(60), child.kill).id, ident)
-
-    def test_who_waits_while_paused_is_woken_by_resume(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        q.push(b"x")
-        other.pause()
-        self.assertEqual((q.paused, q.pop(0.01)), (True, None))
-        task = self.woken(lambda: q.pop(60), other.resume)
-        self.assertEqual((task.data, q.paused), (b"x", False))
-        other.resume()  # twice is no error
-
-    def test_take_waits_for_its_key_and_leaves_others(self) -> None:
-        """For a first task, and for one that its holder gives back."""
-        q, other = self.queue(), self.queue("n2")
-        q.push(b"other", key="other")
-        take = functools.partial(q.take, "mine", 60)
-        task = self.woken(take, lambda: other.push(b"first", key="mine"))
-        q.release(task)
-        held = other.take("mine")
-        assert held is not None
-        self.assertIsNone(q.take("mine", 0.01))
-        again = self.woken(take, lambda: other.release(held))
-        self.assertEqual((task.data, again.data), (b"first", b"first"))
 
     def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
         q = self.queue()
@@ -9707,11 +9701,11 @@ class Meeting(QueueCase):
 
         q, children = self.queue(), list[Child]()
 
-        def live(child: Child) -> None:
+        def work(child: Child) -> None:
             child.say("forked")
             child.wait_for_go()
 
-        fork = threading.Thread(target=lambda: children.append(self.child(live)))
+        fork = threading.Thread(target=lambda: children.append(self.child(work)))
 
         def opened() -> None:
             fork.start()
@@ -9944,38 +9938,24 @@ class Gate(QueueCase):
     def test_who_waited_for_a_lock_file_that_was_removed_takes_the_new_one(self) -> None:
         import fcntl
 
-        path, waits, registered = self.file("line", "last"), threading.Event(), threading.Event()
-        flock = fcntl.flock
-        line = TicketQueue(os.path.dirname(path))
+        line = TicketQueue(self.file("line"))
         line.register()
+        thread = threading.Thread(target=line.register, daemon=True)
 
-        def locked() -> int:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-            flock(fd, fcntl.LOCK_EX)
+        def lock() -> int:
+            fd = os.open(self.file("line", "last"), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
             return fd
 
-        def told(fd: int, how: int) -> None:
-            try:
-                flock(fd, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                waits.set()
-                flock(fd, how)
-
-        def register() -> None:
-            line.register()
-            registered.set()
-
-        old_fd, thread = locked(), threading.Thread(target=register)
-        with mock.patch("fcntl.flock", told):
-            thread.start()
-            self.assertTrue(waits.wait(PATIENCE_S))
-            os.unlink(path)
-            new_fd = locked()
-            os.close(old_fd)
-            was_early = registered.wait(0.2)
-            os.close(new_fd)
-            thread.join(PATIENCE_S)
-        self.assertEqual((was_early, registered.is_set()), (False, True))
+        old_fd = lock()
+        thread.start()
+        wait_until_it_stands(thread)
+        os.unlink(self.file("line", "last"))
+        new_fd = lock()
+        for fd, is_waiting in ((old_fd, True), (new_fd, False)):
+            os.close(fd)
+            thread.join(0.2 if is_waiting else PATIENCE_S)
+            self.assertEqual(thread.is_alive(), is_waiting)
 
 
 # Classes side by side
