@@ -6372,24 +6372,18 @@ class Tickets(TicketCase):
                 line.turn().__enter__()
             self.assertTrue(line.is_head(ticket))
 
-    @FORK
     def test_who_died_is_passed_over_at_once(self) -> None:
         """While waiting, and at the head; no stale_timeout is needed."""
-
-        def work(child: Child) -> None:
-            line = self.line()
-            child.say(str(line.register()[0]))
-            child.wait_for_go()
-
-        line, children = self.line(), list[Child]()
-        for number in (1, 3):
-            children.append(self.child(work))
-            self.assertEqual((children[-1].line(), line.register()[0]), (str(number), number + 1))
-        self.assertFalse(line.is_head(2))
-        for child in children:
-            child.end()
-        self.assertTrue(line.is_head(2))
-        self.assertEqual((line.cleanup_stale(), line.is_head(4)), (1, False))
+        lines = [self.line() for _ in range(4)]
+        members = [line.register()[1] for line in lines]
+        self.assertFalse(lines[1].is_head(2))
+        nowhere = os.open(os.devnull, os.O_RDONLY)
+        self.addCleanup(os.close, nowhere)
+        for at in (0, 2):  # no descriptor leads to its ticket any more, as when it was killed
+            (fd,) = descriptors_of(self.file("line", members[at]))
+            os.dup2(nowhere, fd, inheritable=False)
+        self.assertTrue(lines[1].is_head(2))
+        self.assertEqual((lines[1].cleanup_stale(), lines[3].is_head(4)), (1, False))
 
     @FORK
     def test_a_forked_child_holds_none_of_its_parents_tickets(self) -> None:
@@ -7145,20 +7139,12 @@ class Waiting(QueueCase):
         self.assertEqual((second.id, second.attempts), (first.id, 2))
         self.assertRaises(LeaseLost, other.done, first)
 
-    @FORK
     def test_the_death_of_a_worker_wakes_who_waits(self) -> None:
         """Its lease lasts for as long as it lives, so nothing else does."""
         self.hasten("base interval", 0.05)
-
-        def hold(child: Child) -> None:
-            q = FemtoQueue(self.path, timeout_stale_ms=None)
-            child.say(_taken(q).id)
-            child.wait_for_go()
-
-        q = self.queue()
-        ident, child = q.push(b"x"), self.child(hold)
-        self.assertEqual(child.line(), ident)
-        self.assertEqual(self.woken(lambda: q.pop(60), child.kill).id, ident)
+        q, other = self.queue(), self.queue("n2", timeout_stale_ms=None)
+        task = _pushed_and_taken(other)
+        self.assertEqual(self.woken(lambda: q.pop(60), lambda: dies(other)).id, task.id)
 
     def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
         q = self.queue()
@@ -7166,21 +7152,18 @@ class Waiting(QueueCase):
         self.assertEqual((q.pop(0.05), q.take("key", 0.05), [*q.drain(0.05)]), (None, None, []))
         self.assertGreaterEqual(time.monotonic() - started_s, 0.1)
 
-    @FORK
     def test_ctrl_c_gets_through_to_who_waits(self) -> None:
-        def wait(child: Child) -> None:
-            q = FemtoQueue(self.path)
-            q.pop(0.001)
-            try:
-                child.say("waits")
-                q.pop(None)
-            except KeyboardInterrupt:
-                child.say("interrupted")
+        q, waiter = self.queue(), threading.get_ident()
+        with sleepers(self.polling) as asleep:
 
-        child = self.child(wait)
-        child.line()
-        os.kill(child.pid, signal.SIGINT)
-        self.assertEqual(child.finish(), (["interrupted"], 0))
+            def press() -> None:
+                until(lambda: waiter in asleep)
+                os.kill(os.getpid(), signal.SIGINT)
+
+            thread = threading.Thread(target=press)
+            thread.start()
+            self.assertRaises(KeyboardInterrupt, q.pop, None)
+            thread.join()
 
     def test_a_listing_of_what_is_scheduled_is_paid_for_before_the_next(self) -> None:
         """Each push of others to scheduled/ would cost every pop() a listing of it."""
