@@ -8663,18 +8663,26 @@ class CommandLine(QueueCase):
     """Each command through main(). In this process, unless the test is about processes: those run
     what the compiler makes of femtoqueue.py, in a directory that holds nothing else."""
 
-    program: str
+    bin: str  # a directory that holds femtoqueue.pyc, and the command
 
     @classmethod
     def setUpClass(cls) -> None:
-        directory = tempfile.mkdtemp(prefix="femtoqueue-test-")
-        cls.addClassCleanup(shutil.rmtree, directory, ignore_errors=True)
-        cls.program = os.path.join(directory, "femtoqueue.pyc")
-        py_compile.compile(os.path.join(HERE, "femtoqueue.py"), cls.program, doraise=True)
-        command = os.path.join(directory, "femtoqueue")
+        cls.bin = tempfile.mkdtemp(prefix="femtoqueue-test-")
+        cls.addClassCleanup(shutil.rmtree, cls.bin, ignore_errors=True)
+        source, compiled = (os.path.join(it, "femtoqueue.py") for it in (HERE, cls.bin))
+        py_compile.compile(source, f"{compiled}c", doraise=True)
+        command = os.path.join(cls.bin, "femtoqueue")
         with open(command, "w", encoding="utf-8") as file:
-            file.write(f'#!/bin/sh\nexec {sys.executable} -S -W error {cls.program} "$@"\n')
+            file.write(f'#!/bin/sh\nexec {shlex.join(cls.python({"one signal": 0.05}))} "$@"\n')
         os.chmod(command, 0o755)
+
+    @classmethod
+    def python(cls, waits: dict[str, float]) -> list[str]:
+        """Return the words that run femtoqueue.pyc, with some of CONSTANTS."""
+        constants = {CONSTANTS[name]: seconds for name, seconds in waits.items()}
+        code = f"import sys; sys.path[0] = {cls.bin!r}; import femtoqueue; "
+        code += f"vars(femtoqueue).update({constants}); sys.exit(femtoqueue.main())"
+        return [sys.executable, "-S", "-W", "error", "-c", code]
 
     def setUp(self) -> None:
         super().setUp()
@@ -8682,17 +8690,14 @@ class CommandLine(QueueCase):
         os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
         ours = {name: it for name, it in os.environ.items() if name != "FEMTOQUEUE_DIR"}
-        path = f"{os.path.dirname(self.program)}:{os.environ['PATH']}"
-        self.env = {**ours, "PATH": path, "COLUMNS": "80", "PYTHONDONTWRITEBYTECODE": "1"}
+        ours |= {"PATH": f"{self.bin}:{ours['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
+        self.env = {**ours, "COLUMNS": "80"}
 
     def start(self, *words: str) -> Command:
         """Run a command in a process of its own, which waits for as long as we would."""
-        waits = {CONSTANTS[it]: constant(it) for it in ("one signal", "grace")}
-        code = f"import sys; sys.path[0] = {os.path.dirname(self.program)!r}; import femtoqueue; "
-        code += f"vars(femtoqueue).update({waits}); sys.exit(femtoqueue.main())"
-        command = [sys.executable, "-S", "-W", "error", "-c", code, *words]
+        python = self.python({it: constant(it) for it in ("one signal", "grace")})
         pipe = subprocess.PIPE
-        process = Command(command, env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = Command([*python, *words], env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         return process
