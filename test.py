@@ -6354,6 +6354,17 @@ class Tickets(TicketCase):
         del other  # and with the object, its tickets
         self.assertTrue(line.is_empty())
 
+    def test_a_ticket_appears_locked(self) -> None:
+        """Or whoever looks just then takes it for that of a dead process."""
+        line, other, swept = self.line(), self.line(), list[int]()
+
+        def look() -> None:
+            swept.append(other.cleanup_stale())
+
+        with hooked(at_call("move", "/.", look, times=1), after=True):
+            ticket, _ = line.register()
+        self.assertEqual((swept, line.is_head(ticket)), ([0], True))
+
     def test_turn_times_out_and_leaves_the_line(self) -> None:
         line = self.line()
         with line.turn(timeout=1) as ticket:
@@ -8124,10 +8135,14 @@ class Work(QueueCase):
             self.assertEqual(worker.work(handle, idle_timeout_s=0).done, 0)
 
     def test_a_handler_of_signals_is_what_it_was_before(self) -> None:
-        numbers = signal.SIGINT, signal.SIGTERM
+        """And what is ignored, as by nohup, is ignored meanwhile, too."""
+        q, numbers = self.queue(), (signal.SIGINT, signal.SIGTERM)
+        q.push_many([b"x", b"x"])
+        self.addCleanup(signal.signal, signal.SIGINT, signal.signal(signal.SIGINT, signal.SIG_IGN))
         before = [signal.getsignal(number) for number in numbers]
-        self.queue().work(self.fail, drain=True)
-        self.assertEqual([signal.getsignal(number) for number in numbers], before)
+        counts = q.work(lambda _: os.kill(os.getpid(), signal.SIGINT), drain=True)
+        after = [signal.getsignal(number) for number in numbers]
+        self.assertEqual((counts.done, after), (2, before))
 
     def test_after_its_time_limit_a_worker_finishes_what_runs_and_takes_no_more(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -9014,7 +9029,8 @@ class CommandLine(QueueCase):
         os.mkfifo("fifo")
         for jobs, (script, number, first, state) in zip((2, 1) * 5, orders, strict=True):
             with self.subTest(script, number=number, first=first):
-                self.queue().push_many([b"x"] * (jobs + 2))
+                more = 2 if first == "worker" else 0
+                self.queue().push_many([b"x"] * (jobs + more))
                 with self.working(script, "-j", str(jobs), "--max-attempts", "1") as process:
                     pids = [int(pid) for pid in process.begun(jobs)]
                     if first == "worker":
@@ -9024,9 +9040,11 @@ class CommandLine(QueueCase):
                     if first == "CMD":
                         until_gone(*pids)
                         process.send_signal(number)
-                    self.let_go_on(process, jobs) if script == waits else process.communicate()
+                    if script == waits:
+                        self.let_go_on(process, jobs)
+                    process.wait(120)
                 self.assertEqual(process.returncode, 0)
-                self.end_all({"pending": 2} | {state: jobs + 2 * (state == "pending")})
+                self.end_all(Counter({state: jobs}) + Counter(pending=more))
 
     def test_a_command_that_a_signal_ends_alone_has_failed(self) -> None:
         self.hasten("one signal", 0.05)
