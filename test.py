@@ -9717,8 +9717,7 @@ class Meeting(QueueCase):
         """Its lock is free for a moment now and then."""
         import fcntl
 
-        self.hasten("renewal", 0.1)
-        q, tries, flock = self.queue(timeout_stale_ms=3000), itertools.count(), fcntl.flock
+        q, tries, flock = self.queue(timeout_stale_ms=1500), itertools.count(), fcntl.flock
         q.push(b"x", key="k")
         task = self.pop(q)
         assert task.until is not None
