@@ -8613,7 +8613,7 @@ $ femtoqueue work jobs -q --drain --time-limit 1h -- true
 $ states -> done 1
 # a command that takes too long is killed, with all its group
 $ femtoqueue push jobs x -> <x>
-$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms -- sh -c \
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-limit 5s -- sh -c \
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ cat jobs/failed/$x.error -> killed after ...
@@ -8636,10 +8636,12 @@ $ femtoqueue push jobs a b -> ...
 $ femtoqueue work jobs -q --drain -- sh pieces {} && echo -> aa aa endbb bb end
 # a command that a signal ends alone has failed
 $ femtoqueue push jobs x -> <x>
-$ femtoqueue work jobs -q --max-attempts 1 --drain -- sh -c 'kill -TERM $$' -> ! ... [1]
+$ femtoqueue work jobs -q --max-attempts 1 --drain --time-limit 5s -- sh -c \
+ 'kill -TERM $$' -> ! ... [1]
 $ cat jobs/failed/$x.error -> killed by signal 15
 $ femtoqueue retry jobs $x
-$ femtoqueue work jobs -q --max-attempts 1 --drain -- sh -c 'kill -KILL $$' -> ! ... [1]
+$ femtoqueue work jobs -q --max-attempts 1 --drain --time-limit 5s -- sh -c \
+ 'kill -KILL $$' -> ! ... [1]
 $ cat jobs/failed/$x.error -> killed by signal 9
 """
 
@@ -8814,7 +8816,7 @@ class CommandLine(QueueCase):
                 encoding="utf-8",
                 errors="backslashreplace",
                 check=False,
-                timeout=120,
+                timeout=PATIENCE_S,
             )
             status, out, err = done.returncode, done.stdout, done.stderr
         lines = [*out.removesuffix("\n").split("\n")] if out else []
