@@ -8617,10 +8617,6 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-l
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ cat jobs/failed/$x.error -> killed after ...
-# a parent that ignores its children does not make a failure a success
-$ femtoqueue push jobs x -> <x>
-$ trap '' CHLD; exec femtoqueue work jobs -q --drain --max-attempts 1 -- false -> ! ... [1]
-$ states -> failed 1
 # a reader of work that leaves fails no task: what it had not read, the next worker tells of
 $ femtoqueue push jobs 1 2 3 4 5 6 7 8 9 -> ...
 $ { femtoqueue work jobs --max-attempts 1 -- echo {}; echo $? > status; } | head -n 1 -> 1 ! ...
@@ -8634,15 +8630,6 @@ $ femtoqueue work jobs -q --drain -j 2 -- sh pieces {} > out
 $ sort out | uniq -c -> 2 aa 2 bb 2 cc 2 dd 4 end
 $ femtoqueue push jobs a b -> ...
 $ femtoqueue work jobs -q --drain -- sh pieces {} && echo -> aa aa endbb bb end
-# a command that a signal ends alone has failed
-$ femtoqueue push jobs x -> <x>
-$ femtoqueue work jobs -q --max-attempts 1 --drain --time-limit 5s -- sh -c \
- 'kill -TERM $$' -> ! ... [1]
-$ cat jobs/failed/$x.error -> killed by signal 15
-$ femtoqueue retry jobs $x
-$ femtoqueue work jobs -q --max-attempts 1 --drain --time-limit 5s -- sh -c \
- 'kill -KILL $$' -> ! ... [1]
-$ cat jobs/failed/$x.error -> killed by signal 9
 """
 
 
@@ -9052,6 +9039,27 @@ class CommandLine(QueueCase):
                     process.wait(120)
                 self.assertEqual(process.returncode, 0)
                 self.end_all(Counter({state: jobs}) + Counter(pending=more))
+
+    def test_a_command_that_a_signal_ends_alone_has_failed(self) -> None:
+        self.hasten("one signal", 0.05)
+        q = self.queue()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            ident, words = q.push(b"x"), ("--drain", "--max-attempts=1", "--time-limit=20s")
+            with self.working(f"kill -{number:d} $$", *words) as process:
+                process.communicate(timeout=120)
+            self.assertEqual(process.returncode, 1)
+            self.assertIn(f"killed by signal {number:d}", reason_of(q, ident))
+
+    def test_a_parent_that_ignores_its_children_does_not_make_a_failure_a_success(self) -> None:
+        self.queue().push(b"x")
+        before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        try:
+            process = self.working("exit 1", "--drain", "--max-attempts", "1")
+        finally:
+            signal.signal(signal.SIGCHLD, before)
+        with process:
+            process.communicate(timeout=120)
+        self.assertEqual((process.returncode, self.states()), (1, {"failed": 1}))
 
     def test_a_program_that_outlives_its_shell_in_a_stop_still_has_its_task(self) -> None:
         """As it saves its state. At its end it sees nothing that waits for another worker."""
