@@ -8423,7 +8423,8 @@ $ femtoqueue push jobs later --delay 1h -> <later>
 $ femtoqueue pop jobs --id $second -> ...~<second>
 $ femtoqueue pop jobs --id $later -> ...~<later>
 $ femtoqueue pop jobs --id $second -> [1]
-$ femtoqueue pop jobs --wait 60s --key k --payload & femtoqueue push jobs mine --key k > id; wait
+$ femtoqueue pop jobs --wait 60s --node w --key k --payload & until [ -e jobs/inflight-w ]; do :; \
+ done; femtoqueue push jobs mine --key k > id; wait
 mine
 ! ...
 $ payloads pending -> first
