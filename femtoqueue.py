@@ -3406,8 +3406,7 @@ class _KeyedTasks(_KeyStates):
                 return None
             if not states[name][1]:
                 return data
-            is_taken = waiting.startswith("scheduled/")
-            return self._take_along(states, name, held, None if is_taken else waiting)
+            return self._take_along(states, name, held, waiting)
 
     def _must_hold(self, lease: str) -> None:
         self._files.lstat(lease)
@@ -3428,21 +3427,18 @@ class _KeyedTasks(_KeyStates):
         states[name] = lease, newer
         return ""
 
-    def _take_along(
-        self, states: _States, name: str, held: _Lease, waited: str | None
-    ) -> bytes | None:
+    def _take_along(self, states: _States, name: str, held: _Lease, waiting: str) -> bytes | None:
         """Put the payload behind a leased task into its place, as of a first attempt, and return
-        it. None: it is for later, and so is the task now. waited: where it did; None in scheduled/:
-        take(id=...) took it from there, and does not mind.
+        it. None: it is for later, and so is the task now; take(id=...) takes it again.
 
         If a person moves the task meanwhile, the payload stays behind. CRASH: before that rename,
         nothing is done, or the old payload is at the new time; after it, find_task() sees that
         payload of the state is not there.
         """
         lease, newer = states[name]
-        due_ns = _later(newer) if waited else None
-        if waited and due_ns is not None:
-            target = self._files.move(lease, _reset_path(waited, due_ns))
+        due_ns = _later(newer)
+        if due_ns is not None:
+            target = self._files.move(lease, _reset_path(waiting, due_ns))
             states[name] = target, newer
             self._files.move_over(f"keys/{newer}", target, must_exist=True)
             states[name] = target, ""
@@ -3652,10 +3648,13 @@ class _Keys(_KeyedTasks):
             else:
                 self._files.move_over(aside, f"keys/{newer}")
                 self._files.commit(f"keys/{newer}")
-        except BaseException:
+        except BaseException:  # a push that raised changed nothing
             states[name] = path, before
-            if not before:  # a push that raised left nothing behind
+            if not before:
                 self._files.remove(f"keys/{newer}")
+            elif before != newer:
+                with contextlib.suppress(OSError):
+                    self._files.move(f"keys/{newer}", f"keys/{before}")
             raise
         return ident
 

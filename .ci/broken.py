@@ -1023,8 +1023,12 @@ a claim takes the newer payload behind a task along | Keyed
 -        return _id_of(path) == ident and not newer
 +        return _id_of(path) == ident
 a payload that is for later is not delivered now, whoever put its task back | Keyed
--        due_ns = _later(newer) if waited else None
-+        due_ns = None
+-        due_ns = _later(newer)
+-        if due_ns is not None:
++        if due_ns := None:
+a schedule() that raised leaves the time of what was behind the lease | KeyedTable
+-                    self._files.move(f"keys/{newer}", f"keys/{before}")
++                    pass
 a payload that is behind a task is a first attempt | Keyed
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
@@ -1139,7 +1143,7 @@ a claim that could be neither read nor undone is no delivery | Meeting
 a file that can't be claimed keeps no other waiting | Meeting
 -                    backlog.names = names
 +                    pass
-a claim that is lost leaves another's of the same task alone | Meeting
+a claim that is lost leaves another's of the same task alone | Meeting hangs
 -        self.unread[lease] = self.closes
 +        self.unread[ident] = self.closes
 a task that can't be ended ends work() | Work

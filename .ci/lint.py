@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_333,
-    "lines": 6295,
+    "tokens of code": 37_336,
+    "lines": 6294,
     "lines of code": 4233,
-    "lines of docstrings": 924,
+    "lines of docstrings": 923,
     "lines of its largest class": 613,
     "lines of test.py": 10208,
-    "lines of .ci/": 8132,
+    "lines of .ci/": 8136,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
