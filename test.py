@@ -28,6 +28,7 @@ import functools
 import gc
 import io
 import itertools
+import linecache
 import logging
 import os
 import pickle
@@ -365,7 +366,8 @@ def interrupt() -> NoReturn:
 @contextlib.contextmanager
 def interrupted_at_line(number: int) -> Iterator[None]:
     """Let Ctrl-C come before the n-th line of femtoqueue that the block runs."""
-    left = itertools.count(number, -1)
+    left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
+    last: dict[int, int] = {}  # line of a frame, by its id()
 
     def trace(frame: types.FrameType, event: str, arg: object) -> Any:
         if frame.f_code.co_filename != femtoqueue.__file__:
@@ -373,7 +375,11 @@ def interrupted_at_line(number: int) -> Iterator[None]:
         caller = frame.f_back
         if "__del__" in (frame.f_code.co_name, caller.f_code.co_name if caller else ""):
             return None  # what a finalizer raises is printed, and ends nothing
-        if event == "line" and next(left) == 0:
+        line, before = frame.f_lineno, last.get(id(frame), 0)
+        last[id(frame)] = 0 if event == "call" else line
+        # A block of `with` ends there; no signal comes before __exit__() is called.
+        is_end = event == "line" and line < before and source[line - 1].lstrip().startswith("with ")
+        if event == "line" and not is_end and next(left) == 0:
             sys.settrace(None)
             raise KeyboardInterrupt
         return trace

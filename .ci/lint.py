@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 4233,
     "lines of docstrings": 923,
     "lines of its largest class": 613,
-    "lines of test.py": 10208,
+    "lines of test.py": 9431,
     "lines of .ci/": 8136,
 }
 DOORS = {  # names of annexes that a room above them may use
