@@ -332,8 +332,8 @@ class Events:
         return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
 
     def lost_locks(self, ident: str) -> bool:
-        """Whether the last payload of a task was pushed after a host was cut off, and before all
-        was well: the server takes the locks of such a host away, which knows nothing of it."""
+        """Whether a task may have been pushed after a host was cut off, and before all was well:
+        the server takes the locks of such a host away, which knows nothing of it."""
         ends = ((cut, min(h for h in [*self.heals, float("inf")] if h > cut)) for cut in self.cuts)
         times = [(it.began_s, min(it.ended_s, self.gone_s(it.actor))) for it in self.pushes(ident)]
         return any(
@@ -341,13 +341,13 @@ class Events:
         )
 
     def pushes(self, ident: str) -> list[Push]:
-        """Return the last push of a task that returned; if none did, those that it may be from:
-        of a key with its hash, and interrupted."""
-        if ident in self.pushed:
-            return [self.tried[self.pushed[ident]]]
-        own = (it for it in self.tried.values() if it.ended_s == float("inf") and it.key != "-")
+        """Return the pushes that a task is from, or may be: those that returned its id, the first
+        and those that replaced its payload, and of a key with its hash those that did not return.
+        """
         tag_of = functools.lru_cache(lambda key: femtoqueue._key_tag(femtoqueue._encode_key(key)))
-        return [it for it in own if tag_of(it.key) == ident[-8:]]
+        lost = [it for it in self.tried.values() if it.ended_s == float("inf") and it.key != "-"]
+        known = [it for it in self.tried.values() if it.ident == ident]
+        return known + [it for it in lost if tag_of(it.key) == ident[-8:]]
 
     def tell(self, ident: str) -> None:
         """Print what was noted of a task, and all faults."""
@@ -636,7 +636,8 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
     doubles = set()
     for line in reasons:
         ident = line.removeprefix("./")[:29]
-        is_excused = events.may_have_come_back(ident) or events.lost_locks(ident)
+        both = ident, line[-29:]  # of two tasks of a key, either may be the one too many
+        is_excused = any(events.may_have_come_back(it) or events.lost_locks(it) for it in both)
         if "has a task already" in line and is_excused:
             say(f"a dead letter, for it came back, or a host had lost its locks: {line}")
             doubles.add(ident)
