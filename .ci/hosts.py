@@ -678,7 +678,7 @@ class Stage:
             left = self.cluster.to_heal()
             if not left or any("/inflight-" not in line for line in left):
                 say(self.cluster.gluster("volume", "heal", "queue", "info", "split-brain"))
-                raise Violation(f"not healed within {HEAL_S:.0f} s: {left}") from None
+                raise Unable(f"GlusterFS did not heal within {HEAL_S:.0f} s: {left}") from None
             # Gluster leaves a worker's directory that was removed where two bricks were cut off.
             say("a lease directory stays on one brick, unhealed")
         self.lost = self.cluster.lost_bricks()

@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 923,
     "lines of its largest class": 613,
     "lines of test.py": 9431,
-    "lines of .ci/": 8137,
+    "lines of .ci/": 8140,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),

@@ -46,12 +46,14 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 
 @contextlib.contextmanager
 def ends(seed: int | None = None) -> Iterator[None]:
-    """Let what goes wrong in the block end the program, with a line that says it."""
+    """Let what goes wrong in the block end the program, with a line that says it: with status 1 if
+    a promise is broken, 3 if this machine can't show it."""
     name = os.path.basename(sys.argv[0]).removesuffix(".py")
     try:
         yield
     except Unable as error:
-        raise SystemExit(f"{name}: NOT PROVED: {error}") from None
+        print(f"{name}: NOT PROVED: {error}", file=sys.stderr)
+        raise SystemExit(3) from None
     except Violation as error:
         of_seed = "" if seed is None else f", seed {seed}"
         raise SystemExit(f"{name}: FAILED{of_seed}: {error}") from None
