@@ -3580,10 +3580,14 @@ class _Keys(_KeyedTasks):
             header = _header(payload, name)
             with self._files.replacement(self._clock.new_id(), header, payload) as aside:
                 if not is_leased:
-                    return self._replace(states, name, aside, due_ns)
-                if if_in_flight == "update" and not newer:
-                    return self._put_over(aside, path) or ""
-                return self._put_behind(states, name, aside, due_ns)
+                    ident = self._replace(states, name, aside, due_ns)
+                elif if_in_flight == "update" and not newer:
+                    ident = self._put_over(aside, path) or ""
+                else:
+                    ident = self._put_behind(states, name, aside, due_ns)
+                if not ident:
+                    self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
+                return ident
 
     def _push_first(
         self, states: _States, name: str, payload: bytes | memoryview, due_ns: int | None
@@ -3609,17 +3613,15 @@ class _Keys(_KeyedTasks):
         names can't be exchanged, None if must_swap is set; else a person who moves the task in the
         same instant makes two of one."""
         is_there = self._files.swap(aside, path)
-        if is_there is None and must_swap:
-            return None
         if is_there is None:
+            if must_swap:
+                return None
             with contextlib.suppress(FileNotFoundError):
                 self._files.move_over(aside, path, must_exist=True)
                 is_there = True
-        if not is_there:
-            self._files.remove(aside)
-            return ""
-        self._commit_swapped(aside, path)
-        return _id_of(path)
+        if is_there:
+            self._commit_swapped(aside, path)
+        return _id_of(path) if is_there else ""
 
     def _commit_swapped(self, aside: str, path: str) -> None:
         """Sync a record that was exchanged with the old one, which is at `aside`; if that fails,
@@ -3679,8 +3681,6 @@ class _Keys(_KeyedTasks):
             ident = ""
         if ident:
             self._worker.note(target)
-        else:
-            self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
         return ident
 
     def _replace_at(

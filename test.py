@@ -4364,22 +4364,6 @@ class KeyedInterruptedByRename(KeyedInterrupted):
         self.patched(without_exchange())
 
 
-class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted):
-    """The same where other hosts may write."""
-
-    counts = staticmethod(may_change)
-    fs_type = NFS
-
-    def test_what_another_host_has_replaced_is_looked_for_again(self) -> None:
-        self.patched(on_file_system(FUSE))
-        self.check_all(self.led_astray, sync_after_write=False)
-
-    def test_what_a_server_has_done_and_denies_has_been_done(self) -> None:
-        self.patched(without_exchange())  # as there
-        for keep_done in (True, False):
-            self.check_all(self.lost_replies, keep_done=keep_done)
-
-
 class InterruptedOnSharedFileSystem(PlainLives):
     counts = staticmethod(may_change)
     fs_type = NFS
@@ -4399,6 +4383,10 @@ class InterruptedOnSharedFileSystem(PlainLives):
         self.patched(without_exchange())  # as there
         for keep_done in (True, False):
             self.check_all(self.lost_replies, keep_done=keep_done)
+
+
+class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted, InterruptedOnSharedFileSystem):
+    """The same where other hosts may write."""
 
 
 # Random lives against a model in memory

@@ -1033,8 +1033,8 @@ a payload that is behind a task is a first attempt | Keyed
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
 of two payloads behind a leased task the newer one stays | KeyedTable
--                if if_in_flight == "update" and not newer:
-+                if if_in_flight == "update":
+-                elif if_in_flight == "update" and not newer:
++                elif if_in_flight == "update":
 a push of a key saves its state before the task | Keyed hangs
 -            self._save(tag, states, self._files.is_durable)
 -            self._files.publish(ident, payload, path, key=name)

@@ -1040,12 +1040,12 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     args = arguments()
-    if shutil.which("strace") is None:
-        raise SystemExit("faults: NOT PROVED: strace is missing (apt-get install strace)")
     say(f"seed {args.seed}")
     femtoqueue._log().addHandler(logging.NullHandler())
     femtoqueue._log().propagate = False
     with ends(args.seed), workshop(args.dir):
+        if shutil.which("strace") is None:
+            raise Unable("strace is missing (apt-get install strace)")
         if args.self_check:
             queues = caught_by("faults").items()
             must_catch(queues, lambda name, shows: catch(name, shows, args.jobs))

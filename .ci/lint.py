@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_336,
+    "tokens of code": 37_334,
     "lines": 6294,
     "lines of code": 4233,
     "lines of docstrings": 923,
     "lines of its largest class": 613,
-    "lines of test.py": 9431,
+    "lines of test.py": 9419,
     "lines of .ci/": 8140,
 }
 DOORS = {  # names of annexes that a room above them may use

@@ -16,6 +16,7 @@ from typing import Any
 
 # Who imports this module finds femtoqueue.
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+PROGRAM = os.path.basename(sys.argv[0]).removesuffix(".py")
 
 
 class Unable(Exception):
@@ -28,7 +29,7 @@ class Violation(Exception):
 
 def say(text: str) -> None:
     """Print a line of the report at once."""
-    print(f"{os.path.basename(sys.argv[0]).removesuffix('.py')}: {text}", flush=True)
+    print(f"{PROGRAM}: {text}", flush=True)
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:
@@ -48,15 +49,14 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
 def ends(seed: int | None = None) -> Iterator[None]:
     """Let what goes wrong in the block end the program, with a line that says it: with status 1 if
     a promise is broken, 3 if this machine can't show it."""
-    name = os.path.basename(sys.argv[0]).removesuffix(".py")
     try:
         yield
     except Unable as error:
-        print(f"{name}: NOT PROVED: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: NOT PROVED: {error}", file=sys.stderr)
         raise SystemExit(3) from None
     except Violation as error:
         of_seed = "" if seed is None else f", seed {seed}"
-        raise SystemExit(f"{name}: FAILED{of_seed}: {error}") from None
+        raise SystemExit(f"{PROGRAM}: FAILED{of_seed}: {error}") from None
 
 
 def must_catch(
