@@ -201,10 +201,14 @@ def _libc() -> Any:
     return None
 
 
+def _os_error(code: int, path: str) -> OSError:
+    return OSError(code, os.strerror(code), path)
+
+
 def _libc_error(path: str) -> OSError:
     import ctypes
 
-    return OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
+    return _os_error(ctypes.get_errno(), path)
 
 
 def _fs_type(path: str) -> int:
@@ -239,7 +243,7 @@ def _exchange(first: str, second: str) -> None:
     there is no such call, EINVAL where the file system has none, else as rename() does."""
     renameat2 = getattr(_libc(), "renameat2", None)
     if renameat2 is None:
-        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), second)
+        raise _os_error(errno.ENOSYS, second)
     places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
     if renameat2(*places, _RENAME_EXCHANGE):
         raise _libc_error(second)
@@ -468,7 +472,6 @@ def _node_of(path: str) -> str:
 
 
 def _id_of(path: str) -> str:
-    """Return the id of a task, with which each of its names ends."""
     return path[-_ID_LENGTH:]
 
 
@@ -1009,7 +1012,6 @@ class _FileLock:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
 
     def is_at_path(self) -> bool:
-        """Whether the path still leads to what was opened."""
         try:
             return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
         except OSError as error:
@@ -1356,7 +1358,7 @@ class _Files:
             with contextlib.suppress(FileNotFoundError):
                 os.replace(self.root + source, self.root + target)
                 return
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.root + source)
+        raise _os_error(errno.ENOENT, self.root + source)
 
     def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
         """Rename a file that only we move. must_exist: FileNotFoundError unless target is there."""
@@ -1573,7 +1575,6 @@ class _Backlog:
             now_s = time.monotonic()
 
     def _list(self, now_s: float) -> None:
-        """List pending/, in one piece or in many."""
         if self.seen < _FEW and now_s - self._listed_s < 1:  # it can't be huge by now
             names = os.listdir(self._pending)
             self.names, self.seen = sorted(filter(_is_waiting, names), reverse=True), len(names)
@@ -1655,8 +1656,7 @@ class _LeaseDir:
             lock, tries = self._files.open_dir(self.directory), tries + 1
             if lock is None:
                 if tries > _MAX_REPLACED:
-                    code = _MISSING_ERRNOS[-1]
-                    raise OSError(code, os.strerror(code), self.path)
+                    raise _os_error(_MISSING_ERRNOS[-1], self.path)
                 continue  # RACE: an observer saw no worker in it, and removed it
             to_close: _FileLock | None = lock
             try:
@@ -2626,7 +2626,6 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        """Create what belongs to one process."""
         node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
         self.__dict__["node_id"] = node_id  # past __setattr__: it is another in a child
         self._worker = _Worker(self, self._files, self._clock, node_id)
@@ -3157,7 +3156,6 @@ class FemtoQueue:
             worker.__dict__.clear()  # it is in a cycle with its parts; what they hold goes now
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, for pickle."""
         settings = {name: getattr(self, name) for name in _SETTINGS}
         data_dir = os.path.dirname(self._files.root)
         return {**settings, "data_dir": data_dir, "node_id": self._given_node_id}
@@ -3189,7 +3187,6 @@ class _States(dict[str, "tuple[str, str]"]):
 
 
 def _parse_key_states(content: bytes, tag: str) -> _States:
-    """Return what the contents of keys/<hash> say of each key."""
     states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
     for match in map(_parse_key_state, text.splitlines()):
         # One that leads to a task of no key, or of another hash, would have it overwritten.
@@ -3221,9 +3218,8 @@ class _KeyStates:
         """Hold the lock of the keys of one hash, and save what the block changes of their states.
         Raises BlockingIOError if the lock is not free and wait is False.
 
-        The lock is locks/<last two digits of the hash>, which is never removed: who waited for the
-        lock of a removed file would have to see that. A nested call, also that of a signal handler,
-        takes the same lock, and shares the states.
+        The lock's file is never removed: who waits for it would have to see that. A nested call,
+        also that of a signal handler, takes the same lock, and shares the states.
         """
         name = tag[-2:]
         outer = self._held.locks.get(name)
@@ -3260,7 +3256,6 @@ class _KeyStates:
     def lock_of(
         self, ident: str, wait: bool = True
     ) -> contextlib.AbstractContextManager[_States | None]:
-        """Hold the lock of a task's key, if it has one; see lock()."""
         return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else contextlib.nullcontext()
 
     def _load(self, tag: str) -> _States:
@@ -4218,11 +4213,8 @@ _AFTER_FAILURE = {
 class _WorkerPool:
     """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
     If concurrency is 1, the calling thread does, unless in_threads is set. is_stopped: asked
-    between two tasks.
-
-    Invariant: a task is in _running from before its handler is called until its delivery is
-    counted, by the thread that removes it. _changed is held where _running or counts change.
-    """
+    between two tasks. Invariant: a task is in _running from before its handler is called until its
+    delivery is counted, by the thread that removes it. _changed is held where these change."""
 
     in_threads = False
 
@@ -4829,7 +4821,7 @@ class TicketQueue:
 #       phantom   A name that is yet to be healed is listed for minutes and leads to nothing
 #                 (GlusterFS).
 #       healed    A name that was renamed during a network cut may come back as a second link to the
-#                 file (GlusterFS).
+#                 file, or with the record that was replaced meanwhile (GlusterFS).
 #       replies   A rename that was carried out may raise ENOENT: a server that rebooted before it
 #                 answered is asked again (NFS; perhaps others, but not GlusterFS). On GlusterFS a
 #                 replica may show as carried out a rename that failed.
@@ -4916,7 +4908,7 @@ def _afresh(look: _Method) -> _Method:
                 if error.errno not in _MISSING_ERRNOS:
                     raise
                 path = error.filename
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        raise _os_error(errno.ENOENT, path)
 
     return call  # type: ignore[return-value]
 
@@ -5134,8 +5126,10 @@ class _SharedKeys(_Keys):
                 continue
             if name := self._key_at(entry):
                 path, newer = states.get(name, ("", ""))
-                is_newer = entry.directory == "keys"
-                states[name] = (path, entry.name) if is_newer else (entry.path, newer)
+                if entry.directory == "keys":
+                    states[name] = path, entry.name
+                elif entry.id >= _id_of(path):  # an older one has come back (healed)
+                    states[name] = entry.path, newer
         states.saved = states.text()
         return states
 
@@ -5168,15 +5162,16 @@ class _SharedKeys(_Keys):
     def _must_hold(self, lease: str) -> None:
         directory, name = os.path.split(lease)
         if name not in self._files.names(directory):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), lease)
+            raise _os_error(errno.ENOENT, lease)
 
     def _is_alone(self, name: str, ident: str) -> bool:
         return False
 
     def _other_task(self, states: _States, name: str, lease: str) -> str:
-        """Do as on a local file system. Of two that were claimed at once, each lists the other."""
+        """Do as on a local file system, but an older task is none (healed). Of two that were
+        claimed at once, each lists the other."""
         path, newer = self._load(_key_tag(name), but=lease).get(name, ("", ""))
-        if path and _id_of(path) != _id_of(lease):
+        if _id_of(path) > _id_of(lease):
             return _id_of(path)
         states[name] = lease, newer
         return ""
@@ -5286,8 +5281,6 @@ def _argument(*names: str, **settings: Any) -> _Declaration:
 
 
 def _either(*declarations: _Declaration) -> _Declaration:
-    """Declare options that exclude each other."""
-
     def declare(parser: Any) -> None:
         group = parser.add_mutually_exclusive_group()
         for add in declarations:

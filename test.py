@@ -3037,6 +3037,28 @@ class Healed(QueueCase):
         self.assertEqual((q.pop(), q.pop()), (None, None))
         self.assertEqual(self.states(), {"done": 1})
 
+    def test_a_replaced_record_that_is_brought_back_does_not_stand_for_its_key(self) -> None:
+        """Its task ended with a newer payload, which is another file: nothing shows that it has
+        ended. A younger task of the key keeps what is pushed behind it, and is delivered."""
+        for name in ("pending/{id}", "{path}"):
+            self.path = self.new_dir(self.memory)
+            q, other, clock = self.queue(), self.queue("n2"), self.clock()
+            ended = leased(other, b"1", "k")
+            ident = q.push(b"2", key="k")
+            other.done(ended)
+            self.put(name.format(id=ended.id, path=ended.path), record(b"1", b"k"), "")
+            with self.subTest(name):
+                self.assertEqual(q.push(b"3", key="k"), ident)
+                task = q.take("k")
+                assert task is not None
+                self.assertEqual((task.id, task.data), (ident, b"3"))
+                q.push(b"4", key="k")
+                q.done(task)
+                self.assertEqual((self.names("keys"), q.stats().buffered), ([], 0))
+                clock.advance(60)
+                self.assertEqual([it.data for it in iter(q.pop, None)], [b"4"])
+                self.assertEqual(self.names("failed"), [ended.id, f"{ended.id}.error"])
+
     def test_a_retried_task_whose_dead_letter_is_brought_back_is_delivered(self) -> None:
         """Of its two names nothing tells which is the older one."""
         q = self.queue()

@@ -1042,6 +1042,12 @@ a push of a key saves its state before the task | Keyed hangs
 a second task of a key, put there by hand, is a dead letter | Keyed
 -            if other := self._other_task(states, name, held.path):
 +            if other := "":
+a record that a healed replica brings back does not stand for its key | Healed
+-                elif entry.id >= _id_of(path):  # an older one has come back (healed)
++                else:
+a task is no dead letter beside an older one that came back | Healed
+-        if _id_of(path) > _id_of(lease):
++        if path and _id_of(path) != _id_of(lease):
 retry() of a task whose key has another raises | Keyed
 -        if path:
 -            raise KeyInFlight(key, _id_of(path))

@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_334,
-    "lines": 6294,
-    "lines of code": 4233,
-    "lines of docstrings": 923,
-    "lines of its largest class": 613,
-    "lines of test.py": 9419,
-    "lines of .ci/": 8140,
+    "tokens of code": 37_311,
+    "lines": 6287,
+    "lines of code": 4236,
+    "lines of docstrings": 912,
+    "lines of its largest class": 611,
+    "lines of test.py": 9441,
+    "lines of .ci/": 8148,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
