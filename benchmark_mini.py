@@ -1,6 +1,6 @@
 """How fast femtoqueue is, side by side with its floor: the same work as bare os calls.
 
-    python benchmark_mini.py [--dir DIR] [--runs N] [--large] [--other FILE] [--json | --chart]
+    python benchmark_mini.py [--dir DIR] [--runs N] [--large] [--other FILE] [--json FILE | --chart]
 
 A ratio is the floor's time over that of the queue (or of SQLite, or of another file with the
 interface of femtoqueue 0.4), measured in the same run, one after the other, on the same file
@@ -709,7 +709,7 @@ def parse_args() -> argparse.Namespace:
         "--other", metavar="FILE", help="another femtoqueue.py, of 0.4 or later, to time as well"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print JSON, every run's figures")
+    form.add_argument("--json", metavar="FILE", help="write every run's figures to FILE, too")
     form.add_argument(
         "--chart", action="store_true", help="only tasks per second, as a mermaid chart"
     )
@@ -737,7 +737,7 @@ def main() -> None:
     args = parse_args()
     base = os.path.abspath(args.dir or os.getcwd())
     about = machine(base)
-    if not (args.json or args.chart):
+    if not args.chart:
         print("  ".join(f"{name}: {value}" for name, value in about.items()))
     names = {"queue": "femtoqueue", "sqlite3": "SQLite"}
     if args.other:
@@ -750,8 +750,9 @@ def main() -> None:
     except Failed as error:
         raise SystemExit(f"benchmark_mini.py: {error}") from None
     if args.json:
-        print(json.dumps({"machine": about, "results": results.rows}, indent=2))
-    elif args.chart:
+        with open(args.json, "w", encoding="utf-8") as file:
+            json.dump({"machine": about, "results": results.rows}, file, indent=2)
+    if args.chart:
         results.show_chart(names)
     else:
         results.show()

@@ -786,7 +786,7 @@ def check_storm(stage: Stage) -> None:
     say(f"{verdict.check_leases(events)} were leased twice, because healing brought a name back")
     say(f"{verdict.check_fence(events)} that had ended came back once more, after healing")
     seen = {number: lasting(stage.files(number, stage.queue)) for number in HOSTS}
-    verdict.raise_any(storm_faults(stage, events, seen[1], map(str, HOSTS)))
+    verdict.raise_any(events, storm_faults(stage, events, seen[1], map(str, HOSTS)))
     verdict.check_places(events, seen[1])
     if not seen[1] == seen[2] == seen[3]:
         raise Violation(f"the mounts differ: {seen[1] ^ seen[2] | seen[1] ^ seen[3]}")
@@ -815,7 +815,7 @@ def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
     found["dead letters of no fail()"] += verdict.wrong_dead_letters(events, left, stage.reasons())
     found["errors"] += verdict.raised(events)
     say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
-    verdict.raise_any(found)
+    verdict.raise_any(events, found)
     verdict.check_leases(events)
     verdict.check_fence(events)
     verdict.check_calm(events)
@@ -856,7 +856,7 @@ def tickets(stage: Stage, seconds: float = KEYS_S) -> None:
     order = sorted(events.turns, key=lambda it: it.got_s)
     pairs = [two for two in itertools.pairwise(order) if two[1].ticket <= two[0].ticket]
     found = verdict.turn_faults(events, map(str, HOSTS))
-    verdict.raise_any({**found, "turns out of order": [str(two) for two in pairs]})
+    verdict.raise_any(events, {**found, "turns out of order": [str(two) for two in pairs]})
     verdict.check_calm(events)
     longest_s = max(it.got_s - it.began_s for it in events.turns)
     say(f"{len(events.turns)} turns of six members in order, after at most {longest_s:.1f} s")

@@ -766,7 +766,7 @@ def check_storm(stage: Stage) -> None:
             raise Violation(f"host {number} does not see what the server has: {files ^ there}")
     found = hosts.storm_faults(stage, events, there, map(str, CLIENTS))
     found["answers that were not so"] += not_so(events, there)
-    verdict.raise_any(found)
+    verdict.raise_any(events, found)
     verdict.check_places(events, there)
     verdict.check_calm(events)
 

@@ -350,9 +350,10 @@ class Events:
         return known + [it for it in lost if tag_of(it.key) == ident[-8:]]
 
     def tell(self, ident: str) -> None:
-        """Print what was noted of a task, and all faults."""
+        """Print what was noted of a task, or of all that have its key, and all faults."""
+        told = ident[-8:] if femtoqueue._is_keyed(ident) else ident
         for line in self.lines:
-            if ident in line or line.split()[2] in ("fault", "healed"):
+            if told in line or line.split()[2] in ("fault", "healed", "killed"):
                 say(f"  {line}")
 
     def is_calm(self, began_s: float, ended_s: float) -> bool:
@@ -717,10 +718,12 @@ def turn_faults(events: Events, hosts: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def raise_any(found: dict[str, list[str]]) -> None:
-    """Print how often each promise was broken, and raise Violation if one was."""
+def raise_any(events: Events, found: dict[str, list[str]]) -> None:
+    """Print how often each promise was broken, and of what, and raise Violation if one was."""
     faults = {what: texts for what, texts in found.items() if texts}
     for what, texts in faults.items():
+        for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", texts[0])[:1]:
+            events.tell(ident)
         say(f"{len(texts)} {what}; the first: {texts[0]}")
     if faults:
         raise Violation(", ".join(f"{len(texts)} {what}" for what, texts in faults.items()))
