@@ -5600,7 +5600,7 @@ def _work_command(options: Any) -> int:
         if is_new:
             console.write(f"femtoqueue: {options.dir} was not there: a new queue\n")
         status = _run_pool(q, _CommandHandler(q, watchdog, console, options), console, options)
-    if status > 128:  # a thread may be stuck in a write, and the interpreter would wait for it
+    if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
         os._exit(status)
     return status
 

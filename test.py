@@ -5717,7 +5717,7 @@ class Tickets(TicketCase):
         self.assertEqual((line.is_head(0), line.is_empty()), (False, True))
         self.assertEqual((other.register()[0], line.is_empty()), (4, False))
         del other  # and with the object, its tickets
-        self.assertTrue(line.is_empty())
+        self.assertEqual(self.names("line"), ["last"])
 
     def test_a_ticket_appears_locked(self) -> None:
         """Or whoever looks just then takes it for that of a dead process."""
@@ -8466,19 +8466,25 @@ class CommandLine(QueueCase):
         self.end_all({"done": 1, "failed": 2, "pending": 1})
 
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
-        """The first finds standard error full, the second a command's line that is stuck."""
+        """They find output that is stuck; and if it is standard error, a log line that is, too."""
         self.hasten("one signal", 0.1)
         self.hasten("grace", 0.3)
-        self.queue().push(b"x")
-        with self.working("echo begun > begun; yes") as process:
-            until(lambda: os.path.exists("begun") and os.path.getsize("begun") > 0)
-            process.send_signal(signal.SIGTERM)
-            select.select([process.stderr], [], [], 120)  # heard
-            time.sleep(2 * constant("one signal"))
-            process.send_signal(signal.SIGTERM)
-            process.wait(120)
-        self.assertEqual(process.returncode, 128 + signal.SIGTERM)
-        self.end_all({"pending": 1})
+        for failed, (output, to) in enumerate((("stdout", ""), ("stderr", ">&2")), 1):
+            self.queue().push_many([b"fails", b"writes"])
+            script = f"read x; if test $x = fails; then sleep 0.2; exit 1; fi; yes {to}"
+            words = ("-j", "2", "--max-attempts", "1")
+            with self.subTest(output), self.working(script, *words) as process:
+                select.select([getattr(process, output)], [], [], 120)
+                time.sleep(0.4)  # it is full
+                process.send_signal(signal.SIGTERM)
+                time.sleep(2 * constant("one signal"))
+                for _ in range(6):  # two may be heard as one
+                    process.send_signal(signal.SIGTERM)
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        process.wait(20)
+                        break
+                self.assertEqual(process.returncode, 128 + signal.SIGTERM)
+            self.end_all({"pending": 1, "failed": failed})
 
     def test_a_killed_worker_leaves_no_command_and_its_tasks_are_anothers_at_once(self) -> None:
         """Whatever it had told the watchdog by then: each command tells of itself first."""

@@ -1118,6 +1118,12 @@ a command that ends well after the second signal has done its task | CommandLine
 +            raise SystemExit  # abort() ended it
 +        if status == 0:
 +            return True
+a first signal ends work though standard error is full | CommandLine hangs
+-            if select.select([], [2], [], 0)[1]:
++            if select.select([], [], [], 0):
+a second signal ends work though a log line is stuck | CommandLine hangs
+-    if status > 128:
++    if status > 256:
 a signal to all processes of a job does not end the watchdog | CommandLine
 -    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 +    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())

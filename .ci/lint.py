@@ -36,8 +36,8 @@ LIMITS = {
     "lines of code": 4236,
     "lines of docstrings": 912,
     "lines of its largest class": 611,
-    "lines of test.py": 9441,
-    "lines of .ci/": 8148,
+    "lines of test.py": 9447,
+    "lines of .ci/": 8158,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),

@@ -435,21 +435,17 @@ b  [t.data for t in q.tasks("done")]  => [b"x"]
 """,
     "replace": r"""
 a  q.push(b"1", key="k") and None
-cut rename (\S+) \d+~0~\w+~\1
+cut rename (\S+) (?!\1)0\d{19}-\w+
 a  q.push(b"2", key="k") and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
 """,
-    "replacing record": r"""
+    "take along": r"""
 a  q.push(b"1", key="k") and None
-cut rename (0\d{19}-\w+) \d+~0~\w+~(?!\1)\S+
 a  q.push(b"2", key="k") and None
-b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
-""",
-    "replaced and back": r"""
-a  q.push(b"1", key="k") and None
-cut rename \d+~0~\w+~(\S+) \1
-a  q.push(b"2", key="k") and None
-b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
+cut rename (0\d{19}-\w+) \d+~1~\w+~(?!\1)\S+
+a  (t := q.pop()) and t.data  => b"2"
+a  q.done(t)
+b  [t.data for state in STATES for t in q.tasks(state)]  => [b"2"]
 """,
     "removal": r"""
 a  q = FemtoQueue(q.data_dir, None, 600_000, keep_done=False)
@@ -517,7 +513,7 @@ b  [q.done(t) or t.data for t in q.drain()]  => [b"x"]
     "behind a key": r"""
 a  q.push(b"1", key="k") and None
 a  (t := q.pop()) and t.data  => b"1"
-cut rename (\S+) \1
+cut rename (\S+) (?!\1)0\d{19}-\w+
 a  q.push(b"2", key="k") and None
 a  q.done(t)
 b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
@@ -527,6 +523,14 @@ a  q.push(b"1", key="k") and None
 a  (t := q.pop()) and t.data  => b"1"
 a  q.push(b"2", key="k") and None
 cut rename \d+~1~\w+~(\S+) \1
+a  q.done(t)
+b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
+""",
+    "promotion": r"""
+a  q.push(b"1", key="k") and None
+a  (t := q.pop()) and t.data  => b"1"
+a  q.push(b"2", key="k") and None
+cut rename (\S+) \1
 a  q.done(t)
 b  [q.done(t) or t.data for t in q.drain()]  => [b"2"]
 """,
