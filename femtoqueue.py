@@ -40,8 +40,8 @@ Each move is one system call, and takes effect when that call returns:
     fail       _Transitions.end_failed        inflight-<node>/  failed/<id>; its .error  rename
     release    _Transitions.requeue           inflight-<node>/  pending/ or scheduled/   rename
     extend     _Transitions.set_deadline      inflight-<node>/  the same, a new deadline rename
-    reclaim    _Transitions.reclaim           an ended lease    pending/, its old place  rename
-    quarantine _Transitions.quarantine        inflight, pending failed/<id>; its .error  rename
+    reclaim    _Transitions.reclaim           an ended lease    pending/, as pushed      rename
+    quarantine _Transitions.quarantine        inflight, waiting failed/<id>; its .error  rename
     retry      _Transitions.requeue_failed    failed/<id>       pending/<now>~0~<id>     rename
     purge      FemtoQueue.purge, _purge_done  done/, failed/    nowhere                  unlink
     replace    _Keys.put, _Files.swap         creating/<id>     a waiting, leased record renameat2
@@ -369,6 +369,7 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #    front has 20 digits, the id at the end 29 characters.
 # ==================================================================================================
 
+# A new state goes in here and into _FORMS; then into _OUTCOMES and Stats (3), purge() (12).
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # Where the record of a task may be, in the order in which tasks move: a look in this order misses
@@ -601,7 +602,8 @@ class FemtoQueueError(Exception):
 class LeaseLost(FemtoQueueError):
     """The task is no longer leased by this delivery; nothing was changed. `id` is the task's.
     `expired` is True when the lease's deadline has passed (another worker may have the task now),
-    False when it ended otherwise: finished before, moved by hand, or given up with close()."""
+    False when it ended otherwise: finished before, moved by hand, or given up with close(). A lease
+    that is late, and was not taken back yet, is not lost."""
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
@@ -993,11 +995,9 @@ class _FileLock:
             _open_lock_fds.add(self.fd)
 
     def acquire_shared(self) -> bool | None:
-        """Wait while another process has the exclusive lock; None: there are no locks here."""
         return _flock(self.fd, fcntl.LOCK_SH)
 
     def try_exclusive(self) -> bool | None:
-        """Take the exclusive lock if it is free; None: there are no locks here."""
         return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def acquire_exclusive(self, wait: bool = True) -> None:
@@ -1063,8 +1063,12 @@ if hasattr(os, "register_at_fork"):
 # ==================================================================================================
 # 6. Files: the steps on files of data_dir, and the one place where durability is decided.
 #    Invariant: a file appears whole under its name, or not at all; after power loss the checksum
-#    shows a torn one. commit() decides durability: if the queue is durable, it syncs the file, then
-#    its directory. publish() and push_many() do so for new tasks, _KeyStates for those of keys.
+#    shows a torn one. If the queue is durable, a call returns when these have reached the disk:
+#      a new task    rename, file, directory: of a torn one nobody was told (publish, push_many)
+#      a move        rename; then commit(): file, directory
+#      in the place  file, rename; then commit(): no whole record gives way to a torn one
+#      done, unkept  file, directory, unlink, directory: it is not in its older place again
+#      a key's state file, directory; then the task (_KeyStates)
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
@@ -1115,8 +1119,8 @@ class _Files:
     caveat = ""  # what check() is to say of the file system
     parts: Any
 
-    # A new file is synced after its rename. Not where an open file can't be renamed.
-    syncs_in_place = os.name == "posix"
+    # A new file is synced after its rename; before it where an open file can't be renamed.
+    syncs_after_rename = os.name == "posix"
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
         self.root = os.path.join(os.path.abspath(data_dir), "")
@@ -1281,8 +1285,8 @@ class _Files:
         sync_dir: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside> and rename it to `path`: the task exists from then on.
-        It is synced after that (one journal commit instead of two), the file first: the checksum
-        tells what a power cut tore before we returned."""
+        It is synced after that: one journal commit instead of two. sync, sync_dir: both, or none
+        if it is for the queue to say."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload, key)
         source, target = f"{self.root}creating/{aside}", self.root + path
@@ -1292,13 +1296,13 @@ class _Files:
         try:
             try:
                 _write_record(fd, header, payload)
-                if sync and self.syncs_in_place:
+                if sync and self.syncs_after_rename:
                     self.move_over(f"creating/{aside}", path)
                 if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
-            if not (sync and self.syncs_in_place):
+            if not (sync and self.syncs_after_rename):
                 self.move_over(f"creating/{aside}", path)
             if sync_dir:
                 _sync_dir(os.path.dirname(target))
@@ -1613,9 +1617,12 @@ class _Backlog:
 
 
 class _LeaseDir:
-    """Opened by the first listing, and again when it was removed or given up. A claim holds the
-    worker's lock, so that close() in another thread does not close the descriptor meanwhile.
-    `closes` counts the calls of that."""
+    """Opened by the first listing, and again when it was removed or given up.
+
+    close() in another thread: a claim holds the worker's lock, so that its descriptor stays open.
+    What is claimed, and being read, is in `unread`: whoever takes it out, the reader or the
+    reclaim, has the delivery, which is not counted if that was the reclaim. `closes` counts the
+    calls, for waits, which compare it after each look."""
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock = worker.files, worker.clock
@@ -1625,8 +1632,7 @@ class _LeaseDir:
         self._root, self.path = self._files.root, self._files.root + self.directory
         # Names of leases in it that no living worker holds; False: no caller has got that delivery.
         self.orphans: dict[str, bool] = {}
-        # By the leases of tasks that were claimed and are being read: what `closes` was then.
-        self.unread: dict[str, int] = {}
+        self.unread: dict[str, bool] = {}  # by lease
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
         self._held: _FileLock | None = None
@@ -1726,7 +1732,7 @@ class _LeaseDir:
         name = f"0{deadline_ns}~{attempts}~{boot}~{ident}"
         lease = f"{self.directory}/{name}"
         held = self._held
-        self.unread[lease] = self.closes
+        self.unread[lease] = True
         try:
             if held is None:
                 raise FileNotFoundError  # RACE: closed by another thread
@@ -1737,7 +1743,6 @@ class _LeaseDir:
                 return lease
         except BaseException as error:
             if getattr(error, "errno", None) not in _MISSING_ERRNOS:
-                self.unread.pop(lease, None)
                 self.undo_claim(lease, source)  # Ctrl-C may come when it is done
                 raise
             self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
@@ -1751,12 +1756,18 @@ class _LeaseDir:
         """Whether a claim that raised FileNotFoundError was carried out all the same."""
         return False
 
+    def take_unread(self, ident: str) -> bool:
+        """Take a task that is being read from its reader; False if there is none."""
+        leases = [lease for lease in [*self.unread] if _id_of(lease) == ident]
+        return sum(self.unread.pop(lease, False) for lease in leases) > 0
+
     def undo_claim(self, lease: str, source: str) -> None:
         """Undo a claim that was interrupted ("": there was none), or whose file is not at its path:
         a person took it out, or moved the whole directory away, where it must not be lost."""
         with self._lock:
             self._backlog.clear()
             self.is_suspect = True
+            self.unread.pop(lease, None)
             name = lease.partition("/")[2]
             try:
                 if lease and (held := self._held) is not None:
@@ -1833,7 +1844,7 @@ class _Transitions:
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
-            self.house.due.sooner((_stamp_of(path) - time.time_ns()) / 1e9)
+            self.house.enqueuing.sooner((_stamp_of(path) - time.time_ns()) / 1e9)
 
     def move_task(self, source: str, target: str, wait: bool = True) -> str:
         """Move a task to another state; "": remove it. Return where it went. wait: as in lock()."""
@@ -1841,14 +1852,15 @@ class _Transitions:
             return self.keys.move_keyed(source, target, wait)
         return self.files.move(source, target)
 
-    def _back_path(self, path: str, attempts: int) -> str:
+    def back_path(self, path: str, attempts: int) -> str:
         return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
 
     # From in flight, by the holder of the lease
 
-    def end_lease(self, lease: _Lease, target: str) -> str:
-        """Rename the task of a delivery from its lease to `target` ("": remove it), by its holder;
-        return the path that it got. Raises LeaseLost if the lease is gone."""
+    def move_leased(self, lease: _Lease, target: str) -> str:
+        """Rename the file of a leased task, by its holder: to where it ends or waits, to a new
+        deadline, or to "" (remove it). Return the path that it got. That the lease is there is the
+        fence: else LeaseLost."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -1880,23 +1892,23 @@ class _Transitions:
         """Move a leased task to done/, or remove it."""
         lease = _lease_of(task)
         if self.keep_done:
-            gone_to = self.end_lease(lease, f"done/{lease.path[-_ID_LENGTH:]}")
+            gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}")
             if self.files.is_durable:
                 self.files.commit(gone_to)
             return
         # Sync the lease first: after power loss the task must not be in pending/ again.
         with contextlib.suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
             self.files.commit(lease.path)
-        self.end_lease(lease, "")
+        self.move_leased(lease, "")
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
         lease = _lease_of(task)
         ident = _id_of(lease.path)
-        self._dead_letter(ident, error, lambda: self.end_lease(lease, f"failed/{ident}"))
+        self._dead_letter(ident, error, lambda: self.move_leased(lease, f"failed/{ident}"))
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        gone_to = self.end_lease(_lease_of(task), target)
+        gone_to = self.move_leased(_lease_of(task), target)
         self.note(gone_to)
         self.files.commit(gone_to)
 
@@ -1912,12 +1924,12 @@ class _Transitions:
                 length_ns = max(length_ns, lease.length_ns)
             renewed, path = False, _with_stamp(lease.path, self.clock.now_ns() + length_ns)
             try:
-                self.end_lease(lease, path)
+                self.move_leased(lease, path)
                 renewed = True
             finally:  # also when Ctrl-C came between the rename and here
                 if renewed or os.path.lexists(self.files.root + path):
                     lease.path = path
-            self.house.ends.sooner(length_ns / 1e9)
+            self.house.reclaiming.sooner(length_ns / 1e9)
 
     def left_ns(self, task: FemtoTask) -> int:
         return _stamp_of(task.path) - self.clock.now_ns()
@@ -1934,14 +1946,14 @@ class _Transitions:
         counted: whether its attempts count this delivery."""
         with self.lock:
             self.lease_dir.orphans[lease.partition("/")[2]] = counted
-            self.house.ends.sooner(0)
+            self.house.reclaiming.sooner(0)
 
     def reclaim(self, entry: _Entry) -> None:
-        """End a lease that is over, orphaned or of a dead worker: the task returns to its place."""
-        # RACE: close() in another thread than the one that reads it: nobody got this delivery.
+        """End a lease that is over, orphaned or of a dead worker: the task returns to the place of
+        its push."""
         is_own, orphans = entry.directory == self.lease_dir.directory, self.lease_dir.orphans
         is_uncounted = is_own and (
-            not orphans.get(entry.name, True) or entry.id in map(_id_of, [*self.lease_dir.unread])
+            not orphans.get(entry.name, True) or self.lease_dir.take_unread(entry.id)
         )
         attempts = max(0, (entry.attempts or 0) - is_uncounted)
         try:
@@ -1991,7 +2003,7 @@ class _Transitions:
         reason can't be written, without one. If that fails too, move it to the back of pending/: it
         must not block other tasks, whose work may free disk space."""
         ident, first_error = _id_of(source), None
-        back = self._back_path(source, _attempts_of(source))
+        back = self.back_path(source, _attempts_of(source))
         is_taken = self.files.exists(f"failed/{ident}")  # by hand: it stays, and so does its reason
         target = back.replace("pending", "failed") if is_taken else f"failed/{ident}"
         for text in (reason, None):
@@ -2018,7 +2030,7 @@ class _Transitions:
 
     def requeue_failed(self, source: str) -> bool:
         """Put a failed task at the back, its attempts at 0; False if it is not there any more."""
-        ident, target = _id_of(source), self._back_path(source, 0)
+        ident, target = _id_of(source), self.back_path(source, 0)
         try:
             with self.keys.lock_of(ident) as held:
                 if held is not None:
@@ -2038,7 +2050,7 @@ class _Transitions:
     def enqueue_scheduled(self, source: str, wait: bool = True) -> str:
         """Move one task that is due to the back of pending/; return its path there. It is synced:
         on btrfs, a later push's sync of pending/ alone left it in scheduled/ as well."""
-        path = self.move_task(source, self._back_path(source, _attempts_of(source)), wait)
+        path = self.move_task(source, self.back_path(source, _attempts_of(source)), wait)
         self.files.commit(path)
         return path
 
@@ -2084,7 +2096,7 @@ class _Worker(_Transitions):
                     if waiting:
                         lease = self.lease_dir.claim(waiting, length_ns)
                 if lease:
-                    task = self._read_claimed(waiting, lease, length_ns)
+                    task = self._deliver(waiting, lease, length_ns)
             except BaseException as error:
                 if not isinstance(error, Exception):  # Ctrl-C
                     self.lease_dir.undo_claim(lease, waiting)
@@ -2157,7 +2169,7 @@ class _Worker(_Transitions):
             with self.lock:
                 lease = self.lease_dir.claim(waiting, length_ns)
             if lease:
-                return self._read_claimed(waiting, lease, length_ns)
+                return self._deliver(waiting, lease, length_ns)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C
                 self.lease_dir.undo_claim(lease, waiting)
@@ -2170,9 +2182,10 @@ class _Worker(_Transitions):
         renamed = _reset_path(waiting, None) if _may_be_renamed(waiting) else waiting
         return self._lease_waiting(renamed, length_ns) if renamed != waiting else None
 
-    def _read_claimed(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
-        """Read a claimed task. None: it is gone (undo the claim), a dead letter now, or given back
-        by close()."""
+    def _deliver(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
+        """Read a claimed task, unless it has had its attempts (_Processing looks at that, too).
+        None: it is gone (undo the claim), a dead letter now, or taken back. CRASH: it is in flight,
+        and counted, until a reclaim()."""
         ident, checkpoint = lease[-_ID_LENGTH:], None
         before = _attempts_of(waiting) if "~" in waiting else 0
         held = _Lease(lease, length_ns)
@@ -2190,10 +2203,9 @@ class _Worker(_Transitions):
             if "~" in waiting:  # it may have been delivered before
                 checkpoint = _read_checkpoint(self, ident, data)
             held.has_checkpoint = checkpoint is not None
-            attempts = before + 1 if held.path is lease else 1
+            attempts = before + 1 if held.path is lease else 1  # a newer payload: anew
             task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
-            closes = self.lease_dir.unread.pop(lease, None)
-            if closes == self.lease_dir.closes:
+            if self.lease_dir.unread.pop(lease, False):
                 return task
         except CorruptTask as error:
             self.quarantine(held.path, error.reason)
@@ -2207,8 +2219,8 @@ class _Worker(_Transitions):
             raise
         finally:
             self.lease_dir.unread.pop(lease, None)
-        with contextlib.suppress(LeaseLost):  # RACE: close() in another thread gave it back, or
-            self.requeue_uncounted(task)  # could not: its key was busy, its node_id is shared
+        with contextlib.suppress(LeaseLost):  # RACE: close() in another thread took it back, or
+            self.requeue_uncounted(task)  # could not: its key was busy
         return None
 
     def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
@@ -2217,7 +2229,7 @@ class _Worker(_Transitions):
         target = waiting
         is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
         if isinstance(error, Exception) and not is_transient and waiting.startswith("pending/"):
-            target = self._back_path(lease, _attempts_of(waiting))
+            target = self.back_path(lease, _attempts_of(waiting))
         with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
             # CRASH: before it, a lease like any
             try:
@@ -2229,7 +2241,8 @@ class _Worker(_Transitions):
 
 # ==================================================================================================
 # 11. Housekeeping: the periodic jobs of pop(): list pending/, enqueue due tasks, reclaim leases of
-#     late and dead workers, repair keys, purge done/, remove stale files.
+#     late and dead workers, repair keys, purge done/, remove stale files. Only pop(), take() and
+#     what waits through them run jobs: where nobody does, nothing is taken back.
 #     Invariant: an OSError of a job never stops deliveries; pop() raises it when no task waits.
 # ==================================================================================================
 
@@ -2291,12 +2304,12 @@ class _Housekeeper:
         self.wake_s = 0.0  # when a job is to run next
         self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
         ends_every_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
-        self.due = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
-        self.ends = _Job(self, self.reclaim_ended, ends_every_s)
+        self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
+        self.reclaiming = _Job(self, self.reclaim_ended, ends_every_s)
         self.repairing = _Job(self, self._keys.repair, _REPAIR_INTERVAL_S)
         self._sweeping = _Job(self, self.remove_stale_files, _REPAIR_INTERVAL_S)
         self._purging = _Job(self, self._purge_done, _BASE_INTERVAL_S)
-        self._jobs = [self.due, self.ends, self.repairing, self._sweeping]
+        self._jobs = [self.enqueuing, self.reclaiming, self.repairing, self._sweeping]
         if not isinstance(worker.keep_done, bool):
             self._jobs.append(self._purging)
 
@@ -2327,10 +2340,10 @@ class _Housekeeper:
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            may_look = self.due not in jobs and time.monotonic() >= self.due.rested_s
+            may_look = self.enqueuing not in jobs and time.monotonic() >= self.enqueuing.rested_s
             # Whether a task came to scheduled/, or left it, since it was listed.
             if may_look and self._scheduled_mtime_ns() != self._due_seen_ns:
-                jobs.append(self.due)
+                jobs.append(self.enqueuing)
             for job in jobs:
                 job.run()
                 if job.error is not None:
@@ -2380,7 +2393,7 @@ class _Housekeeper:
         first_error = _FirstError()
         for entry in self._files.entries("scheduled"):
             if entry.stamp_ns > now_ns:
-                self.due.sooner((entry.stamp_ns - now_ns) / 1e9)
+                self.enqueuing.sooner((entry.stamp_ns - now_ns) / 1e9)
                 break
             with first_error:
                 try:
@@ -2389,7 +2402,7 @@ class _Housekeeper:
                     continue  # RACE: another worker moved it
                 except BlockingIOError:
                     # RACE: another process is at work on its key; soon
-                    self.due.sooner(_LOOK_INTERVAL_S)
+                    self.enqueuing.sooner(_LOOK_INTERVAL_S)
         first_error.raise_if_any()
 
     def reclaim_ended(self) -> None:
@@ -2422,7 +2435,7 @@ class _Housekeeper:
                 with first_error:
                     self._worker.reclaim(entry)
         if running:
-            self.ends.sooner((running[0] - now_ns) / 1e9)
+            self.reclaiming.sooner((running[0] - now_ns) / 1e9)
         has_ours = any(entry.boot == self._clock.boot for entry in leases)
         if not is_own and (has_ours or not running):
             self._reclaim_dead_worker(directory, has_ours)
@@ -2513,8 +2526,7 @@ class _Housekeeper:
 
 # ==================================================================================================
 # 12. FemtoQueue: the public face. Its methods stand in the order of a task's life.
-#     Invariant: _lock is held while the backlog is changed, while pop() runs jobs, and while a task
-#     moves into our lease directory or out of it; not while a caller's payload is read or written.
+#     Invariant: it checks its arguments before anything is changed. Locks: see room 10.
 # ==================================================================================================
 
 
@@ -2878,7 +2890,7 @@ class FemtoQueue:
         elif front:
             target = _front_path(task.id, attempts)
         else:
-            target = f"pending/{_task_name(self._clock.next_order(), attempts, task.id)}"
+            target = self._worker.back_path(task.id, attempts)
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
@@ -3024,8 +3036,8 @@ class FemtoQueue:
         common file system sets on rename(); wall clock)."""
         _not_negative("older_than_s", older_than_s)
         wanted = {states} if isinstance(states, str) else set(states)
-        if not wanted <= {"done", "failed"}:
-            raise ValueError(f"states must be of 'done' and 'failed', not {wanted!r}")
+        if not wanted <= {*_ENDED}:
+            raise ValueError(f"states must be of {' and '.join(map(repr, _ENDED))}, not {wanted!r}")
         root, before_s = self._files.root, time.time() - older_than_s
         entries = self._files.find(*sorted(wanted))
         count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
@@ -3169,9 +3181,7 @@ class FemtoQueue:
 #     Invariant: keys/<hash> has a line for each key, "<key> <path> <newer payload, or ->", then an
 #     empty line; what follows is of an older, longer text. One write() makes a change. It is a
 #     hint, which room 14 checks and corrects. A key without a line has no task, except after power
-#     loss: then repair() finds what is in keys/.
-#     Order of locks: that of a key first, then the worker's. With the worker's lock held, a key's
-#     lock is only tried (wait=False).
+#     loss: then repair() finds what is in keys/. Order of locks: see room 10.
 # ==================================================================================================
 
 
@@ -3245,7 +3255,6 @@ class _KeyStates:
                     lock.close()
 
     def _open_lock(self, name: str) -> _FileLock:
-        """Open a file in locks/; make the directory for the first key."""
         try:
             return self._files.open_lock(f"locks/{name}")
         except FileNotFoundError:
@@ -3364,7 +3373,6 @@ class _KeyedTasks(_KeyStates):
         return self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, key: str | None) -> str:
-        """Return where the task of a key is, "" if it has none."""
         name = _encode_key(key)
         if not self.may_have_task(name):
             return ""
@@ -3397,7 +3405,7 @@ class _KeyedTasks(_KeyStates):
         with self.lock(_tag_of(ident)) as states:
             self._must_hold(held.path)
             if other := self._other_task(states, name, held.path):
-                self._worker.quarantine(held.path, str(KeyInFlight(key, other)))
+                self._give_way(key, held.path, other)
                 return None
             if not states[name][1]:
                 return data
@@ -3412,15 +3420,19 @@ class _KeyedTasks(_KeyStates):
         return _id_of(path) == ident and not newer
 
     def _other_task(self, states: _States, name: str, lease: str) -> str:
-        """Return the id of the key's task if that is not the one just leased, else ""."""
+        """Return where the key's task is if that is not the one just leased, else ""."""
         path, newer = states.get(name, ("", ""))
         if _id_of(path) == _id_of(lease):
             states[name] = lease, newer
         path, newer = self.find_task(states, name)
         if path and _id_of(path) != _id_of(lease):
-            return _id_of(path)
+            return path
         states[name] = lease, newer
         return ""
+
+    def _give_way(self, key: str, lease: str, other: str) -> None:
+        """Do not deliver a task that was just leased, for its key has another."""
+        self._worker.quarantine(lease, str(KeyInFlight(key, _id_of(other))))
 
     def _take_along(self, states: _States, name: str, held: _Lease, waiting: str) -> bytes | None:
         """Put the payload behind a leased task into its place, as of a first attempt, and return
@@ -3633,7 +3645,8 @@ class _Keys(_KeyedTasks):
         """Put a payload behind the task of a key, or into the place of the one behind it; return
         its id. CRASH: find_task() knows it by its id, under its old name too."""
         path, before = states[name]
-        ident = _id_of(before) or _new_name(self._clock.next_order(), _key_tag(name))
+        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
+        ident = _id_of(before) or _new_name(order, _key_tag(name))
         newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
         states[name] = path, newer
         try:
@@ -3810,7 +3823,7 @@ class _Waits:
         self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
     ) -> _Found | None:
         """Look until something is found, the time has come, or the queue is closed: None.
-        has_events=False: other workers may bring it about without an event here."""
+        has_events=False: it comes without an event (the queue is empty, for drain() and join())."""
         closes = self._lease_dir.closes
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
@@ -3826,7 +3839,8 @@ class _Waits:
         closes: int,
         has_events: bool,
     ) -> _Found | None:
-        """Look, and sleep, by turns."""
+        """Look, and sleep, by turns. A sleep ends with an event, close(), the time, or the next job
+        (a due time, the end of a lease); where events are missed, after 1 ms, 2 ms and so on."""
         pauses_s = _backoff_s(self._longest_poll_s)
         while True:
             found = self._look(look, closes)
@@ -4811,22 +4825,25 @@ class TicketQueue:
 
 # ==================================================================================================
 # 20. Other file systems: those that other hosts write to, and systems without flock. The door is
-#     _open_files(), which chooses the classes of an object once; no other room asks. What is true
-#     on NFS and GlusterFS:
+#     _open_files(), which chooses the classes of an object once. What is true on NFS and GlusterFS:
 #       stale     What another host changed may be seen as it was: names and contents for 30 s
 #                 (NFS), contents for a second (GlusterFS). The server answers listings and renames,
-#                 and what is read after a listing.
+#                 and what is read after a listing. So keys are listed, and have no states in files.
 #       replaced  After a listing, a name may lead to the file that was replaced: ESTALE or ENOENT
-#                 from open(), read() or close(); then the name is looked up (GlusterFS).
+#                 from open(), read() or close(); then the name is looked up (GlusterFS): _afresh().
 #       phantom   A name that is yet to be healed is listed for minutes and leads to nothing
-#                 (GlusterFS).
+#                 (GlusterFS): read_listed().
 #       healed    A name that was renamed during a network cut may come back as a second link to the
-#                 file, or with the record that was replaced meanwhile (GlusterFS).
+#                 file, or with the record that was replaced meanwhile (GlusterFS): drop_done(); and
+#                 of a key the youngest task counts, as far as the clocks of hosts agree.
 #       replies   A rename that was carried out may raise ENOENT: a server that rebooted before it
-#                 answered is asked again (NFS; perhaps others, but not GlusterFS). On GlusterFS a
-#                 replica may show as carried out a rename that failed.
+#                 answered is asked again (NFS; perhaps others, but not GlusterFS): _found_moved(),
+#                 _was_claimed(). On GlusterFS a replica may show as done a rename that failed.
 #       flock     A waiting flock() asks the server only after 1, 2, 4 … seconds (NFS). If the
-#                 network is cut meanwhile, it keeps the bricks busy for ever (GlusterFS).
+#                 network is cut meanwhile, it keeps the bricks busy for ever (GlusterFS): it is
+#                 polled.
+#     Elsewhere: what can't be exchanged or watched (_replace_at(), _Watcher), and the leases of
+#     other hosts (deadline_is_final(), _renewed_recently()), are dealt with where they are met.
 # ==================================================================================================
 
 _GLUSTERFS_TYPE = 0x65735546  # of all that is mounted through FUSE
@@ -4930,7 +4947,7 @@ class _SharedFiles(_Files):
     """`phantoms`: the paths of those that were met. `clock`: the queue's, set by its lease
     directory; tickets have none."""
 
-    syncs_in_place = False  # before, another host would read a torn file
+    syncs_after_rename = False  # until then, another host could read a torn file
     clock: _QueueClock
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
@@ -5084,7 +5101,6 @@ class _SharedLeaseDir(_LeaseDir):
         try:
             is_done = bool(lease) and self._files.drop_done(lease)
         except BaseException:
-            self.unread.pop(lease, None)
             self.undo_claim(lease, source)
             raise
         if is_done:
@@ -5127,9 +5143,10 @@ class _SharedKeys(_Keys):
             if name := self._key_at(entry):
                 path, newer = states.get(name, ("", ""))
                 if entry.directory == "keys":
-                    states[name] = path, entry.name
+                    states[name] = path, max(newer, entry.name, key=_id_of)
                 elif entry.id >= _id_of(path):  # an older one has come back (healed)
-                    states[name] = entry.path, newer
+                    # So has what is older than the task, and not behind it.
+                    states[name] = entry.path, newer if _id_of(newer) > entry.id else ""
         states.saved = states.text()
         return states
 
@@ -5168,13 +5185,30 @@ class _SharedKeys(_Keys):
         return False
 
     def _other_task(self, states: _States, name: str, lease: str) -> str:
-        """Do as on a local file system, but an older task is none (healed). Of two that were
-        claimed at once, each lists the other."""
+        """Do as on a local file system; but an older task that does not run is a dead letter
+        instead (healed). Of two that were claimed at once, each lists the other."""
         path, newer = self._load(_key_tag(name), but=lease).get(name, ("", ""))
-        if _id_of(path) > _id_of(lease):
-            return _id_of(path)
-        states[name] = lease, newer
+        if path and _id_of(path) != _id_of(lease):
+            if _id_of(path) > _id_of(lease) or self._left_ns(path) > 0:
+                return path
+            super()._give_way(_decode_key(name), path, lease)
+        states[name] = lease, newer if _id_of(newer) > _id_of(lease) else ""
         return ""
+
+    def _left_ns(self, path: str) -> int:
+        """Return for how long a lease runs; 0 or less: not any more, or it is none."""
+        is_lease = _state_of(path) == "inflight"
+        return _stamp_of(path) - self._clock.now_ns() if is_lease else 0
+
+    def _give_way(self, key: str, lease: str, other: str) -> None:
+        """Wait for an older task that runs, or whose lease came back (healed); uncounted."""
+        ident = _id_of(lease)
+        if _id_of(other) > ident:
+            super()._give_way(key, lease, other)
+            return
+        due_ns = time.time_ns() + min(self._left_ns(other), int(_STALE_S * 1e9))
+        target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
+        self._worker.note(self._files.move(lease, target))
 
 
 class _SharedNumbers(_Numbers):
@@ -5337,7 +5371,6 @@ def _make_parsers() -> tuple[Any, dict[str, Any]]:
 
 
 def _invalid(text: str, wanted: str) -> Exception:
-    """Return the exception by which argparse rejects an argument."""
     import argparse
 
     return argparse.ArgumentTypeError(f"invalid {text!r}; {wanted}")
@@ -6205,7 +6238,6 @@ def _top_command(options: Any) -> None:
 
 
 def _top_lines(q: FemtoQueue, path: str, stats: Stats, rates: str) -> Iterator[str]:
-    """Yield figures, workers and leases."""
     yield f"{path}   {time.strftime('%H:%M:%S')}{'   PAUSED' if q.paused else ''}"
     yield "   ".join(f"{name} {getattr(stats, name)}" for name in (*STATES, "buffered"))
     yield f"{rates}   oldest {_time_text(stats.oldest_pending_age_s)}"

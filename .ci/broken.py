@@ -999,7 +999,7 @@ a retried task has no reason any more | Lifecycle
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
 +                os.stat(f"{self.files.root}failed")
 retry() puts a task at the back | Lifecycle
--        ident, target = _id_of(source), self._back_path(source, 0)
+-        ident, target = _id_of(source), self.back_path(source, 0)
 +        ident, target = _id_of(source), _front_path(_id_of(source), 0)
 a checkpoint goes with its task | Checkpoints
 -        if lease.has_checkpoint and _is_end(target):
@@ -1046,8 +1046,20 @@ a record that a healed replica brings back does not stand for its key | Healed
 -                elif entry.id >= _id_of(path):  # an older one has come back (healed)
 +                else:
 a task is no dead letter beside an older one that came back | Healed
--        if _id_of(path) > _id_of(lease):
-+        if path and _id_of(path) != _id_of(lease):
+-            if _id_of(path) > _id_of(lease) or self._left_ns(path) > 0:
++            if path:
+a younger task of a key waits while an older one runs | KeyedOnSharedFileSystem
+-            if _id_of(path) > _id_of(lease) or self._left_ns(path) > 0:
++            if _id_of(path) > _id_of(lease):
+what a healed replica brings back in keys/ does not follow a younger task | Healed
+-                    states[name] = entry.path, newer if _id_of(newer) > entry.id else ""
++                    states[name] = entry.path, newer
+what a healed replica brings back in keys/ is not taken along | Healed
+-        states[name] = lease, newer if _id_of(newer) > _id_of(lease) else ""
++        states[name] = lease, newer
+what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
+-        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
++        order = self._clock.next_order()
 retry() of a task whose key has another raises | Keyed
 -        if path:
 -            raise KeyInFlight(key, _id_of(path))
@@ -1156,8 +1168,8 @@ a file that can't be claimed keeps no other waiting | Meeting
 -                    backlog.names = names
 +                    pass
 a claim that is lost leaves another's of the same task alone | Meeting hangs
--        self.unread[lease] = self.closes
-+        self.unread[ident] = self.closes
+-        self.unread[lease] = True
++        self.unread[ident] = True
 a task that can't be ended ends work() | Work
 -                self._error = self._error or error
 -                if has_begun:

@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_311,
-    "lines": 6287,
-    "lines of code": 4236,
-    "lines of docstrings": 912,
+    "tokens of code": 37_586,
+    "lines": 6319,
+    "lines of code": 4253,
+    "lines of docstrings": 918,
     "lines of its largest class": 611,
-    "lines of test.py": 9447,
-    "lines of .ci/": 8158,
+    "lines of test.py": 9517,
+    "lines of .ci/": 8170,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
