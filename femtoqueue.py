@@ -378,7 +378,8 @@ _PLACES = ("keys", "scheduled", "pending", "inflight", *_ENDED)
 # Of tasks that have not ended. A claim needs no lock, nor does its undoing: in this order a task
 # that does one of them meanwhile is not missed; one that does both is.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
-_STATE_DIRS = ("creating", "pending", "scheduled", *_ENDED)  # that a queue makes at once
+_WAITING_DIRS = ("pending", "scheduled")
+_STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # that a queue makes at once
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
@@ -3381,7 +3382,7 @@ class _KeyedTasks(_KeyStates):
 
     def newest_of(self, entry: _Entry) -> str:
         """Return the path of the payload that a task's next delivery carries; it may go now."""
-        if _is_keyed(entry.id) and entry.directory in ("pending", "scheduled"):
+        if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             for path, newer in self._load(_tag_of(entry.id)).values():
                 if newer and _id_of(path) == entry.id:
                     return f"keys/{newer}"
@@ -3474,10 +3475,10 @@ class _KeyedTasks(_KeyStates):
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
             newer = self._name_behind(states[name][1]) if name else ""
-            if newer and _state_of(target) in ("pending", "scheduled"):
+            if newer and _state_of(target) in _WAITING_DIRS:
                 target = _reset_path(target, _later(newer))
             try:
-                self._files.move(source, target)
+                target = self._files.move(source, target)
                 if name and not _is_end(target):
                     states[name] = target, newer
                 elif name and newer and (path := self._promote(newer)):
@@ -3493,7 +3494,7 @@ class _KeyedTasks(_KeyStates):
         """Make a task of a payload in keys/, as its key has none. "": a person removed it."""
         path = f"{'pending' if _due_of(newer) is None else 'scheduled'}/{newer}"
         try:
-            self._files.move(f"keys/{newer}", path)
+            path = self._files.move(f"keys/{newer}", path)
         except FileNotFoundError:
             return ""
         self._worker.note(path)
@@ -3677,7 +3678,7 @@ class _Keys(_KeyedTasks):
         target = _reset_path(path, due_ns)
         try:
             if target != path:
-                self._files.move(path, target)
+                target = self._files.move(path, target)
             states[name] = target, newer
             try:
                 ident = self._replace_at(states, name, aside, due_ns, target != path)
@@ -4516,7 +4517,7 @@ class _Inspector:
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
                     continue  # a dead letter for just that
-                mend = self._repair and entry.directory in ("pending", "scheduled")
+                mend = self._repair and entry.directory in _WAITING_DIRS
                 if mend:
                     self._worker.quarantine(entry.path, error.reason)
                 yield Finding("corrupt", entry.path, error.reason, mend)
@@ -5047,9 +5048,19 @@ class _SharedFiles(_Files):
     # Moving
 
     def move(self, source: str, target: str) -> str:
+        target = self._free_path(target)
         with self._found_moved(source, target):
             return super().move(source, target)
         return target
+
+    def _free_path(self, path: str) -> str:
+        """Return the path of a keyed task that is to wait, with more attempts if another record is
+        there (healed): it may be the newer one, and may be lost."""
+        is_at_risk = self._heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
+        while is_at_risk and self.exists(path):
+            name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
+            path = f"{_state_of(path)}/{name}"
+        return path
 
     def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
         with self._found_moved(source, target):

@@ -3107,6 +3107,20 @@ class Healed(QueueCase):
             self.assertEqual(self.names("keys"), [behind])
             os.unlink(ghost)
 
+    def test_a_lease_that_is_brought_back_does_not_end_over_its_task(self) -> None:
+        """With as many attempts it gets the name that the task has; both are delivered."""
+        q, other, clock = self.queue(), self.queue("n2"), self.clock()
+        old = leased(other, b"1", "k")
+        q.push(b"2", key="k")
+        other.release(old, front=True)
+        newer = self.pop(q)
+        self.assertEqual((newer.id, newer.data), (old.id, b"2"))
+        q.release(newer, front=True)
+        self.put(old.path, record(b"1", b"k"), "")
+        clock.advance(60)
+        taken = [task.data for task in (q.pop(), q.pop()) if task]
+        self.assertEqual(sorted(taken), [b"1", b"2"])
+
     def test_a_retried_task_whose_dead_letter_is_brought_back_is_delivered(self) -> None:
         """Of its two names nothing tells which is the older one."""
         q = self.queue()

@@ -1057,6 +1057,10 @@ what a healed replica brings back in keys/ does not follow a younger task | Heal
 what a healed replica brings back in keys/ is not taken along | Healed
 -        states[name] = lease, newer if _id_of(newer) > _id_of(lease) else ""
 +        states[name] = lease, newer
+a lease that a healed replica brings back does not end over its task | Healed
+-        target = self._free_path(target)
+-        with self._found_moved(source, target):
++        with self._found_moved(source, target):
 what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
 -        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
 +        order = self._clock.next_order()
@@ -1107,7 +1111,7 @@ work() runs no more than `concurrency` handlers | Work
 -        for _ in range(self._concurrency):
 +        for _ in range(self._concurrency + 1):
 check(repair=True) leaves what is in flight alone | Checking
--                mend = self._repair and entry.directory in ("pending", "scheduled")
+-                mend = self._repair and entry.directory in _WAITING_DIRS
 +                mend = self._repair and bool(entry.directory)
 a new queue is its user's alone | Gate
 -    _make_dir(os.path.abspath(data_dir), 0o700, is_durable)

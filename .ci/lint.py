@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_586,
-    "lines": 6319,
-    "lines of code": 4253,
-    "lines of docstrings": 918,
+    "tokens of code": 37_662,
+    "lines": 6330,
+    "lines of code": 4261,
+    "lines of docstrings": 920,
     "lines of its largest class": 611,
-    "lines of test.py": 9517,
-    "lines of .ci/": 8170,
+    "lines of test.py": 9531,
+    "lines of .ci/": 8174,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
