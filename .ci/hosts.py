@@ -58,7 +58,7 @@ a name that one call made is found by the next call of any host, or within a sec
 it where this volume is mounted below, and run --only calm, keys and then storms.
 
 --only runs one phase (with --self-check: the broken queues that it must catch), --storms N only
-storms of one key, in each of which a brick is killed and revived. --measure prints only tasks per
+storms of one key, in each of which a brick is killed and revived. --measure prints tasks per
 second, there and in a local directory, and their ratio to those of bare calls of the operating
 system in the same place. --self-check shows that the proof can fail: a claim by copy and unlink, a
 done() without a fence, a push that does not mind an error, a queue that is none, a key lock whose
@@ -953,10 +953,10 @@ def main() -> None:
                 storms(hosts, work, args.seed + number, ["brick"], phase=f"-{number}")
             if args.storms:
                 return
-            if not args.measure:
-                prove(hosts, work, args.seed, phases)
-            if not args.only:
+            if args.measure:
                 measure(hosts, work)
+            else:
+                prove(hosts, work, args.seed, phases)
 
 
 if __name__ == "__main__":
