@@ -3681,7 +3681,9 @@ class _Keys(_KeyedTasks):
                 target = self._files.move(path, target)
             states[name] = target, newer
             try:
-                ident = self._replace_at(states, name, aside, due_ns, target != path)
+                if target != path:  # else btrfs, after power loss, has the old name, too
+                    self._files.commit(target)
+                ident = self._replace_at(states, name, aside, due_ns)
             except OSError:
                 with contextlib.suppress(OSError):  # a push that raised changed nothing
                     states[name] = self._files.move(target, path), newer
@@ -3692,9 +3694,7 @@ class _Keys(_KeyedTasks):
             self._worker.note(target)
         return ident
 
-    def _replace_at(
-        self, states: _States, name: str, aside: str, due_ns: int | None, has_moved: bool
-    ) -> str:
+    def _replace_at(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
         """Replace a waiting task's payload where it is; return its id, "" if it is gone. CRASH: the
         old one, or the new one, is a leftover in creating/.
 
@@ -3707,8 +3707,6 @@ class _Keys(_KeyedTasks):
         ident = None if newer else self._put_over(aside, path, _state_of(path) == "pending")
         if ident is not None:
             return ident
-        if has_moved:
-            self._files.commit(path)
         self._put_behind(states, name, aside, due_ns)
         return _id_of(path)
 

@@ -1713,6 +1713,11 @@ def _given_back(q: FemtoQueue) -> FemtoTask:
     return task
 
 
+def _push_on_what_came_back(q: FemtoQueue, key: str) -> Callable[[], object]:
+    q.release(_leased(q, key))
+    return functools.partial(q.push, b"y", key=key)
+
+
 def _ready_push(q: FemtoQueue, key: str, is_leased: bool = False, **settings: Any) -> Any:
     """Push a task of a key, twice: the second time, what the key needs is there."""
     for _ in range(2):
@@ -1788,6 +1793,12 @@ STEPS = {
         lambda q: _ready_push(q, "k"),
         "open lock open fstat read close stat open write close move unlink lock close",
         "file move file directory unlink",
+    ),
+    "replace what came back": Row(
+        lambda q: _push_on_what_came_back(q, "k"),
+        "open lock open fstat read close stat open write close move move unlink open write close"
+        " lock close",
+        "file move file directory move file directory unlink",
     ),
     "buffer": Row(
         lambda q: _ready_push(q, "k", is_leased=True),

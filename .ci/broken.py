@@ -1061,6 +1061,9 @@ a lease that a healed replica brings back does not end over its task | Healed
 -        target = self._free_path(target)
 -        with self._found_moved(source, target):
 +        with self._found_moved(source, target):
+a task that came back is on disk in its new place before its payload is replaced | Durability
+-                    self._files.commit(target)
++                    pass
 what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
 -        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
 +        order = self._clock.next_order()

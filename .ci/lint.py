@@ -36,8 +36,8 @@ LIMITS = {
     "lines of code": 4261,
     "lines of docstrings": 920,
     "lines of its largest class": 611,
-    "lines of test.py": 9531,
-    "lines of .ci/": 8174,
+    "lines of test.py": 9542,
+    "lines of .ci/": 8177,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
