@@ -87,7 +87,7 @@ of which the others name at one door only.
      3. Errors and values   what the interface raises, returns and checks
      4. Records             the header line and the payload
      5. File locks          flock, and fork
-     6. Files               the steps on files; durability is decided here
+     6. Files               the steps on files, and the order in which they are synced
      7. Queue clock         orders and deadlines
      8. Backlog             the batch of names in pending/
      9. Lease directory     claiming into it, and the lock that shows life
@@ -1062,7 +1062,7 @@ if hasattr(os, "register_at_fork"):
 
 
 # ==================================================================================================
-# 6. Files: the steps on files of data_dir, and the one place where durability is decided.
+# 6. Files: the steps on files of data_dir, and the order in which they are synced.
 #    Invariant: a file appears whole under its name, or not at all; after power loss the checksum
 #    shows a torn one. If the queue is durable, a call returns when these have reached the disk:
 #      a new task    rename, file, directory: of a torn one nobody was told (publish, push_many)
@@ -1932,13 +1932,13 @@ class _Transitions:
                     lease.path = path
             self.house.reclaiming.sooner(length_ns / 1e9)
 
-    def left_ns(self, task: FemtoTask) -> int:
-        return _stamp_of(task.path) - self.clock.now_ns()
+    def left_ns(self, lease: str) -> int:
+        return _stamp_of(lease) - self.clock.now_ns()
 
     def renew(self, task: FemtoTask, wait: bool = True) -> None:
         """Extend a lease by its own length, but never to less than is left. wait: as in lock()."""
         with self.keys.lock_of(task.id, wait), self.lock:
-            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task)))
+            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task.path)))
 
     # From in flight, by others
 
@@ -4127,7 +4127,7 @@ class _LeaseRenewer:
     def _renew(self, task: FemtoTask) -> bool:
         """Renew a lease, unless the next round will do. False: to be tried again soon."""
         lease = _lease_of(task)
-        next_left_ns = self._worker.left_ns(task) - self._pause_s * 1e9
+        next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if next_left_ns >= lease.length_ns * (1 - _RENEWAL):
             return True
         if lease.outcome or not lease.is_renewed:
@@ -4167,7 +4167,7 @@ class _Processing:
     def __enter__(self) -> FemtoTask:
         """Check or renew the lease, and have it renewed. Raises LeaseLost."""
         task = self.task
-        if self._worker.left_ns(task) < self._lease.length_ns * 2 / 3:
+        if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
         elif not self._worker.files.exists(task.path):
             raise self._worker.lease_lost(self._lease)
@@ -5130,6 +5130,11 @@ class _SharedLeaseDir(_LeaseDir):
             return False
 
 
+def _younger(newer: str, path: str) -> str:
+    """Return a payload in keys/ if it is behind the task at `path`; "": it came back (healed)."""
+    return newer if _id_of(newer) > _id_of(path) else ""
+
+
 class _SharedKeys(_Keys):
     """Finds keyed tasks by listings, under the locks of their keys: there are no files of states
     (stale). A phantom has no key."""
@@ -5154,8 +5159,7 @@ class _SharedKeys(_Keys):
                 if entry.directory == "keys":
                     states[name] = path, max(newer, entry.name, key=_id_of)
                 elif entry.id >= _id_of(path):  # an older one has come back (healed)
-                    # So has what is older than the task, and not behind it.
-                    states[name] = entry.path, newer if _id_of(newer) > entry.id else ""
+                    states[name] = entry.path, _younger(newer, entry.path)
         states.saved = states.text()
         return states
 
@@ -5198,16 +5202,12 @@ class _SharedKeys(_Keys):
         instead (healed). Of two that were claimed at once, each lists the other."""
         path, newer = self._load(_key_tag(name), but=lease).get(name, ("", ""))
         if path and _id_of(path) != _id_of(lease):
-            if _id_of(path) > _id_of(lease) or self._left_ns(path) > 0:
+            runs = _state_of(path) == "inflight" and self._worker.left_ns(path) > 0
+            if runs or _id_of(path) > _id_of(lease):
                 return path
             super()._give_way(_decode_key(name), path, lease)
-        states[name] = lease, newer if _id_of(newer) > _id_of(lease) else ""
+        states[name] = lease, _younger(newer, lease)
         return ""
-
-    def _left_ns(self, path: str) -> int:
-        """Return for how long a lease runs; 0 or less: not any more, or it is none."""
-        is_lease = _state_of(path) == "inflight"
-        return _stamp_of(path) - self._clock.now_ns() if is_lease else 0
 
     def _give_way(self, key: str, lease: str, other: str) -> None:
         """Wait for an older task that runs, or whose lease came back (healed); uncounted."""
@@ -5215,7 +5215,7 @@ class _SharedKeys(_Keys):
         if _id_of(other) > ident:
             super()._give_way(key, lease, other)
             return
-        due_ns = time.time_ns() + min(self._left_ns(other), int(_STALE_S * 1e9))
+        due_ns = time.time_ns() + min(self._worker.left_ns(other), int(_STALE_S * 1e9))
         target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
         self._worker.note(self._files.move(lease, target))
 

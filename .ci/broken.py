@@ -1008,7 +1008,7 @@ a checkpoint belongs to one payload | Checkpoints
 -    if saved.startswith(of_data):
 +    if saved:
 a renewal never shortens a lease | Gate
--            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task)))
+-            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task.path)))
 +            self.set_deadline(task, _lease_of(task).length_ns)
 the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(wait)
@@ -1046,16 +1046,16 @@ a record that a healed replica brings back does not stand for its key | Healed
 -                elif entry.id >= _id_of(path):  # an older one has come back (healed)
 +                else:
 a task is no dead letter beside an older one that came back | Healed
--            if _id_of(path) > _id_of(lease) or self._left_ns(path) > 0:
+-            if runs or _id_of(path) > _id_of(lease):
 +            if path:
 a younger task of a key waits while an older one runs | KeyedOnSharedFileSystem
--            if _id_of(path) > _id_of(lease) or self._left_ns(path) > 0:
+-            if runs or _id_of(path) > _id_of(lease):
 +            if _id_of(path) > _id_of(lease):
 what a healed replica brings back in keys/ does not follow a younger task | Healed
--                    states[name] = entry.path, newer if _id_of(newer) > entry.id else ""
+-                    states[name] = entry.path, _younger(newer, entry.path)
 +                    states[name] = entry.path, newer
 what a healed replica brings back in keys/ is not taken along | Healed
--        states[name] = lease, newer if _id_of(newer) > _id_of(lease) else ""
+-        states[name] = lease, _younger(newer, lease)
 +        states[name] = lease, newer
 a lease that a healed replica brings back does not end over its task | Healed
 -        target = self._free_path(target)

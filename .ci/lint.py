@@ -31,9 +31,9 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_662,
-    "lines": 6330,
-    "lines of code": 4261,
+    "tokens of code": 37_654,
+    "lines": 6328,
+    "lines of code": 4259,
     "lines of docstrings": 920,
     "lines of its largest class": 611,
     "lines of test.py": 9542,
