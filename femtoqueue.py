@@ -369,7 +369,7 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #    front has 20 digits, the id at the end 29 characters.
 # ==================================================================================================
 
-# A new state goes in here and into _FORMS; then into _OUTCOMES and Stats (3), purge() (12).
+# A new state goes in here and into _FORMS; then into Stats (3), _Transitions (10), purge() (12).
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # Where the record of a task may be, in the order in which tasks move: a look in this order misses
@@ -586,14 +586,6 @@ def _decode_key(name: str) -> str:
 
 _MAX_NUMBER = 10**302  # of any argument
 _IF_IN_FLIGHT = ("buffer", "update", "reject")
-# How a delivery ended, as a field of WorkCounts, by the state that its task went to.
-_OUTCOMES = {
-    "done": "done",
-    "": "done",
-    "failed": "failed",
-    "pending": "released",
-    "scheduled": "released",
-}
 
 
 class FemtoQueueError(Exception):
@@ -652,11 +644,11 @@ class _Lease:
     `has_checkpoint`: it may have one.
     """
 
-    __slots__ = ("has_checkpoint", "is_renewed", "length_ns", "outcome", "path")
+    is_renewed = has_checkpoint = False
+    outcome = ""
 
     def __init__(self, path: str, length_ns: int = 0) -> None:
         self.path, self.length_ns = path, length_ns
-        self.is_renewed, self.outcome, self.has_checkpoint = False, "", False
 
 
 _NO_LEASE = _Lease("")
@@ -688,16 +680,13 @@ class FemtoTask:
         data: bytes,
         attempts: int | None = 0,
         key: str | None = None,
-        checkpoint: bytes | None = None,
         _lease: _Lease = _NO_LEASE,
         _anchor_ns: int = 0,
-        *,
-        error: str | None = None,
-        size_bytes: int | None = -1,
     ) -> None:
         self.id, self.data, self.attempts, self.key = id, data, attempts, key
-        self.checkpoint, self.error = checkpoint, error
-        self.size_bytes = len(data) if size_bytes == -1 else size_bytes
+        self.checkpoint: bytes | None = None
+        self.error: str | None = None
+        self.size_bytes: int | None = len(data)
         self._lease, self._anchor_ns = _lease, _anchor_ns
 
     def _compared(self) -> tuple[object, ...]:
@@ -1725,8 +1714,7 @@ class _LeaseDir:
         """Rename a waiting task into the directory that we hold locked; return the lease's path, ""
         if another worker was first, or if the directory is not open (any more). Call it with the
         worker's lock held."""
-        attempts = _attempts_of(source) if "~" in source else 0
-        attempts = min(attempts + 1, _MAX_ATTEMPTS)
+        attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._detached else self._clock.boot
         deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + length_ns
         ident = source[-_ID_LENGTH:]
@@ -1858,10 +1846,10 @@ class _Transitions:
 
     # From in flight, by the holder of the lease
 
-    def move_leased(self, lease: _Lease, target: str) -> str:
+    def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
         """Rename the file of a leased task, by its holder: to where it ends or waits, to a new
         deadline, or to "" (remove it). Return the path that it got. That the lease is there is the
-        fence: else LeaseLost."""
+        fence: else LeaseLost. outcome: of the delivery, a field of WorkCounts; "": it goes on."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -1875,7 +1863,7 @@ class _Transitions:
                 # A directory that is gone is disk trouble.
                 os.stat(self.files.root + (directory if directory in _STATE_DIRS else ""))
                 raise self.lease_lost(lease) from None
-            lease.outcome = _OUTCOMES.get(target.partition("/")[0], "")
+            lease.outcome = outcome
         if lease.has_checkpoint and _is_end(target):
             self.files.remove(f"checkpoints/{ident}")
         return gone_to
@@ -1893,23 +1881,24 @@ class _Transitions:
         """Move a leased task to done/, or remove it."""
         lease = _lease_of(task)
         if self.keep_done:
-            gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}")
+            self.house.finished += 1
+            gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             if self.files.is_durable:
                 self.files.commit(gone_to)
             return
         # Sync the lease first: after power loss the task must not be in pending/ again.
         with contextlib.suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
             self.files.commit(lease.path)
-        self.move_leased(lease, "")
+        self.move_leased(lease, "", "done")
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
         lease = _lease_of(task)
-        ident = _id_of(lease.path)
-        self._dead_letter(ident, error, lambda: self.move_leased(lease, f"failed/{ident}"))
+        target = f"failed/{_id_of(lease.path)}"
+        self._dead_letter(target, error, lambda: self.move_leased(lease, target, "failed"))
 
     def requeue(self, task: FemtoTask, target: str) -> None:
-        gone_to = self.move_leased(_lease_of(task), target)
+        gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note(gone_to)
         self.files.commit(gone_to)
 
@@ -1982,12 +1971,12 @@ class _Transitions:
     # To failed/, and back
 
     def _dead_letter(
-        self, ident: str, error: str | BaseException | None, move: Callable[[], object]
+        self, target: str, error: str | BaseException | None, move: Callable[[], object]
     ) -> None:
         """Move a task to failed/ with its reason. The rename comes first, and checks the lease: a
         worker that lost it never writes a reason for another delivery. CRASH: after the rename, the
         task is in failed/ without a reason."""
-        reason_path = f"failed/{ident}.error"
+        reason_path = f"{target}.error"
         if error is None:
             move()
             _unlink_if_exists(self.files.root + reason_path)  # of a failure retried by hand
@@ -1997,7 +1986,7 @@ class _Transitions:
             with self.files.replacement(aside, text, b"") as path:
                 move()
                 self.files.move_over(path, reason_path)
-        self.files.commit(f"failed/{ident}")
+        self.files.commit(target)
 
     def quarantine(self, source: str, reason: str) -> None:
         """Make a dead letter of a task that can't be delivered, and say so in the log: if its
@@ -2012,7 +2001,7 @@ class _Transitions:
                 if is_taken:
                     self.move_task(source, target)
                 else:
-                    self._dead_letter(ident, text, lambda: self.move_task(source, target))
+                    self._dead_letter(target, text, lambda: self.move_task(source, target))
                 break
             except OSError as error:
                 is_gone = isinstance(error, FileNotFoundError) and not self.files.exists(source)
@@ -2187,7 +2176,7 @@ class _Worker(_Transitions):
         """Read a claimed task, unless it has had its attempts (_Processing looks at that, too).
         None: it is gone (undo the claim), a dead letter now, or taken back. CRASH: it is in flight,
         and counted, until a reclaim()."""
-        ident, checkpoint = lease[-_ID_LENGTH:], None
+        ident = lease[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
         held = _Lease(lease, length_ns)
         try:
@@ -2201,13 +2190,11 @@ class _Worker(_Transitions):
                 if newest is None:
                     return None
                 data = newest
-            if "~" in waiting:  # it may have been delivered before
-                checkpoint = _read_checkpoint(self, ident, data)
-            held.has_checkpoint = checkpoint is not None
             attempts = before + 1 if held.path is lease else 1  # a newer payload: anew
-            task = FemtoTask(ident, data, attempts, key, checkpoint, held, self.clock.anchor_ns)
-            if self.lease_dir.unread.pop(lease, False):
-                return task
+            task = FemtoTask(ident, data, attempts, key, held, self.clock.anchor_ns)
+            if "~" in waiting:  # it may have been delivered before
+                task.checkpoint = _read_checkpoint(self, ident, data)
+                held.has_checkpoint = task.checkpoint is not None
         except CorruptTask as error:
             self.quarantine(held.path, error.reason)
             return None
@@ -2219,7 +2206,9 @@ class _Worker(_Transitions):
             self._return_unreadable(held.path, place, error)
             raise
         finally:
-            self.lease_dir.unread.pop(lease, None)
+            was_unread = self.lease_dir.unread.pop(lease, False)
+        if was_unread:
+            return task
         with contextlib.suppress(LeaseLost):  # RACE: close() in another thread took it back, or
             self.requeue_uncounted(task)  # could not: its key was busy
         return None
@@ -2548,16 +2537,14 @@ def _read_task(
     try:
         if data:
             payload, key = files.read(record, entry.id)
-            size_bytes: int | None = len(payload)
         else:
             payload = b""
             key, size_bytes = files.head(record)
     except FileNotFoundError:
         return None  # RACE: it moved on
-    place = _Lease(entry.path)
-    task = FemtoTask(
-        *(entry.id, payload, attempts, key, None, place, anchor_ns), size_bytes=size_bytes
-    )
+    task = FemtoTask(entry.id, payload, attempts, key, _Lease(entry.path), anchor_ns)
+    if not data:
+        task.size_bytes = size_bytes
     if entry.directory == "failed":
         with contextlib.suppress(PermissionError):  # another user's: the task is shown all the same
             task.error = files.reason_of(entry.id)
@@ -2863,9 +2850,7 @@ class FemtoQueue:
     def done(self, task: FemtoTask) -> None:
         """Finish the task: it moves to done/, or is deleted with keep_done=False. Raises LeaseLost
         if the task is not this delivery's any more."""
-        worker = self._worker
-        worker.house.finished += 1
-        worker.finish(task)
+        self._worker.finish(task)
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
         """Make the task a dead letter in failed/, where retry() finds it. error is the reason, kept
@@ -2919,9 +2904,9 @@ class FemtoQueue:
                 held = _Lease(entry.path, length_ns)
                 anchor_ns = self._clock.anchor_ns
                 held.has_checkpoint = True  # it may have one, which has to go with it
-                return FemtoTask(
-                    *(entry.id, b"", entry.attempts, None, b"", held, anchor_ns), size_bytes=None
-                )
+                task = FemtoTask(entry.id, b"", entry.attempts, None, held, anchor_ns)
+                task.checkpoint, task.size_bytes = b"", None
+                return task
         raise LeaseLost(_id_of(name), True, "it is not in flight by that name (any more)")
 
     # Working

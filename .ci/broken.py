@@ -977,7 +977,7 @@ max_attempts is a limit | Lifecycle
 -            if self.max_attempts is not None and before >= self.max_attempts:
 +            if self.max_attempts is not None and before > self.max_attempts:
 attempts are counted | Lifecycle
--        attempts = min(attempts + 1, _MAX_ATTEMPTS)
+-        attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
 -        except CorruptTask as error:

@@ -31,11 +31,11 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_654,
-    "lines": 6328,
-    "lines of code": 4259,
+    "tokens of code": 37_554,
+    "lines": 6313,
+    "lines of code": 4245,
     "lines of docstrings": 920,
-    "lines of its largest class": 611,
+    "lines of its largest class": 609,
     "lines of test.py": 9542,
     "lines of .ci/": 8177,
 }
