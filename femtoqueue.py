@@ -174,8 +174,6 @@ _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
 
-_PIPE_BYTES = 4096  # a pipe holds that much without a reader
-
 
 def _utc(ns: int) -> datetime:
     from datetime import datetime, timedelta, timezone
@@ -317,7 +315,7 @@ def _remove_empty_dir(path: str) -> None:
             raise
 
 
-def _sync_path(path: str, flags: int = os.O_RDONLY) -> None:
+def _sync_path(path: str, flags: int) -> None:
     fd = os.open(path, flags)
     try:
         os.fsync(fd)
@@ -359,7 +357,7 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
     pause_s = 0.001
     while True:
         yield min(pause_s, longest_s)
-        pause_s = min(2 * pause_s, longest_s)
+        pause_s *= 2
 
 
 # ==================================================================================================
@@ -993,9 +991,7 @@ class _FileLock:
     def acquire_exclusive(self, wait: bool = True) -> None:
         """Take the exclusive lock. Raises BlockingIOError if it is not free and wait is False,
         OSError where there is no flock."""
-        locked = self.try_exclusive()
-        if locked is False and wait:
-            locked = _flock(self.fd, fcntl.LOCK_EX)
+        locked = _flock(self.fd, fcntl.LOCK_EX) if wait else self.try_exclusive()
         if locked is False:
             raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
         if locked is None:
@@ -1467,10 +1463,6 @@ class _QueueClock:
     def next_order(self) -> int:
         return _order_of(self.new_id())
 
-    def leave_boot(self) -> None:
-        """Date leases by a boot that no observer shares: without locks none can tell who lives."""
-        self.boot = os.urandom(4).hex()
-
     def _open(self) -> tuple[str, int]:
         """Return this boot's tag and its clock's anchor; set the anchor if we are the first."""
         boot_id = _read_boot_id()
@@ -1634,13 +1626,10 @@ class _LeaseDir:
     def is_open(self) -> bool:
         return self._held is not None
 
-    def is_held(self) -> bool:
-        return self._held is not None and self._held.is_at_path()
-
     def ensure_open(self) -> list[_Entry]:
         """Open and lock it if it is not held; return the leases that an earlier process left."""
         with self._lock:
-            orphans = [] if self.is_held() else self._open()
+            orphans = [] if self._held and self._held.is_at_path() else self._open()
             self.is_suspect = False
             return orphans
 
@@ -1673,7 +1662,8 @@ class _LeaseDir:
         have removed that, and a namesake made it anew: then its leases run."""
         # Waits while an observer looks in: it must not be taken for a second worker.
         if lock.acquire_shared() is None:
-            self._clock.leave_boot()
+            # Without locks none can tell who lives: leases are of a boot that no observer shares.
+            self._clock.boot = os.urandom(4).hex()
             return []
         orphans: list[_Entry] = []
         # Only the first time: later, another thread may have claimed into it just now.
@@ -1870,7 +1860,7 @@ class _Transitions:
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
         """Return the error that says how long ago a lease ended, or why else."""
-        late_ns = self.clock.now_ns() - _stamp_of(lease.path)
+        late_ns = -self.left_ns(lease.path)
         if late_ns >= 0:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
@@ -2052,8 +2042,7 @@ class _Worker(_Transitions):
         self.files, self.clock, self.lock = files, clock, threading.RLock()
         self.node_id, self.detached = node_id, queue.detached
         self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
-        self.timeout_stale_ms, self.poll_interval_s = queue.timeout_stale_ms, queue.poll_interval_s
-        self.length_ns = queue._length_ns
+        self.length_ns, self.poll_interval_s = queue._length_ns, queue.poll_interval_s
         self.backlog = _Backlog(self)
         lease_dir_class, keys_class, _ = files.parts
         self.lease_dir: _LeaseDir = lease_dir_class(self)
@@ -2110,7 +2099,7 @@ class _Worker(_Transitions):
         the batch is gone. Return the task if it was only renamed."""
         if losses % _LOSSES == 0:
             self.open_lease_dir()
-        task = self._claim_renamed(waiting, length_ns) if "~" in waiting else None
+        task = self._claim_renamed(waiting, length_ns)
         self.backlog.drop_taken()
         return task
 
