@@ -122,6 +122,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from urllib.parse import quote, unquote
 
 try:
     import fcntl
@@ -386,7 +387,6 @@ _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whateve
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
 _MAX_KEY_BYTES = 200
-_KEY_CHARACTERS = frozenset("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-._~:/@")
 _ID_LENGTH = 29
 
 _NS = "0[0-8][0-9]{18}"
@@ -566,14 +566,11 @@ def _encode_key(key: object) -> str:
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
-    if _KEY_CHARACTERS.issuperset(key):
-        return raw.decode()  # not the key itself: that may be an Enum, whose text is another
-    return "".join(chr(byte) if chr(byte) in _KEY_CHARACTERS else f"%{byte:02X}" for byte in raw)
+    return quote(raw, "~:/@")  # not the key itself: that may be an Enum, whose text is another
 
 
 def _decode_key(name: str) -> str:
-    raw = re.sub(rb"%([0-9A-F]{2})", lambda match: bytes([int(match[1], 16)]), name.encode())
-    return raw.decode("utf-8", "replace")
+    return unquote(name)
 
 
 # ==================================================================================================
