@@ -166,7 +166,6 @@ _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EROFS, errno.EACCES, errno.EPER
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed what our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
-_NOT_EMPTY_ERRNOS = (errno.ENOTEMPTY, errno.EEXIST)  # POSIX leaves the choice to the file system
 _NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP)
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -267,19 +266,19 @@ def _boot_tag(boot_id: str, directory: str) -> str:
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
     """mkdir -p; with sync, what was made reaches the disk with its parent."""
+    parent = os.path.dirname(path)
     try:
         os.mkdir(path, mode)
     except FileExistsError:
         return
     except FileNotFoundError:
-        parent = os.path.dirname(path)
         if parent == path or os.path.lexists(parent):  # a dangling link: mkdir can not help
             raise
         _make_dir(parent, 0o777, sync)
         _make_dir(path, mode, sync)
         return
     if sync:
-        _sync_dir(os.path.dirname(path))
+        _sync_dir(parent)
 
 
 def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
@@ -312,7 +311,8 @@ def _remove_empty_dir(path: str) -> None:
     try:
         os.rmdir(path)
     except OSError as error:
-        if error.errno not in (*_NOT_EMPTY_ERRNOS, errno.ENOENT, errno.ENOTDIR):
+        # EEXIST: not empty, as ENOTEMPTY; POSIX leaves the choice to the file system.
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
             raise
 
 
@@ -569,8 +569,7 @@ def _encode_key(key: object) -> str:
     return quote(raw, "~:/@")  # not the key itself: that may be an Enum, whose text is another
 
 
-def _decode_key(name: str) -> str:
-    return unquote(name)
+_decode_key = unquote
 
 
 # ==================================================================================================
@@ -1265,34 +1264,33 @@ class _Files:
         *,
         key: str = "",
         sync: bool | None = None,
-        sync_dir: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside> and rename it to `path`: the task exists from then on.
-        It is synced after that: one journal commit instead of two. sync, sync_dir: both, or none
-        if it is for the queue to say."""
+        It is synced after that: one journal commit instead of two. sync: of one of a batch, whose
+        directory is synced later, whether to sync the file; None: it is for the queue to say."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload, key)
-        source, target = f"{self.root}creating/{aside}", self.root + path
+        source, sync_dir = f"creating/{aside}", False
         if sync is None:
             sync = sync_dir = self.is_durable
-        fd = os.open(source, _CREATE_FLAGS, 0o666)
+        fd = os.open(self.root + source, _CREATE_FLAGS, 0o666)
         try:
             try:
                 _write_record(fd, header, payload)
                 if sync and self.syncs_after_rename:
-                    self.move_over(f"creating/{aside}", path)
+                    self.move_over(source, path)
                 if sync:
                     os.fsync(fd)
             finally:
                 os.close(fd)
             if not (sync and self.syncs_after_rename):
-                self.move_over(f"creating/{aside}", path)
+                self.move_over(source, path)
             if sync_dir:
-                _sync_dir(os.path.dirname(target))
+                self.commit_dir(os.path.dirname(path))
         except BaseException:
             # Not acknowledged, so not there; a consumer that was quicker keeps what it has.
-            for leftover in (source, target):
-                _unlink_if_exists(leftover, or_fail=False)
+            for leftover in (source, path):
+                self.remove(leftover)
             raise
 
     @contextlib.contextmanager
@@ -1623,65 +1621,59 @@ class _LeaseDir:
     def is_open(self) -> bool:
         return self._held is not None
 
-    def ensure_open(self) -> list[_Entry]:
-        """Open and lock it if it is not held; return the leases that an earlier process left."""
-        with self._lock:
-            orphans = [] if self._held and self._held.is_at_path() else self._open()
-            self.is_suspect = False
-            return orphans
+    def ensure_open(self) -> bool:
+        """Open and lock it unless it is held; note the leases that an earlier process left. Return
+        whether it was opened. Call it with the worker's lock held."""
+        is_new = self._held is None or not self._held.is_at_path()
+        if is_new:
+            self._open()
+        self.is_suspect = False
+        return is_new
 
-    def _open(self) -> list[_Entry]:
+    def _open(self) -> None:
         self._backlog.clear()  # nothing is claimed until it is open, also when we raise
-        tries = 0
-        while True:
+        for _ in range(_MAX_REPLACED):
             self._make()
-            lock, tries = self._files.open_dir(self.directory), tries + 1
+            to_close = lock = self._files.open_dir(self.directory)
             if lock is None:
-                if tries > _MAX_REPLACED:
-                    raise _os_error(_MISSING_ERRNOS[-1], self.path)
                 continue  # RACE: an observer saw no worker in it, and removed it
-            to_close: _FileLock | None = lock
             try:
-                orphans = self._lock_shared(lock)
+                self._lock_shared(lock)
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if lock.is_at_path():
                     # The old one goes last: it may come back, with what we hold in it.
                     self._held, to_close = lock, self._held
                     self._first_open = False
-                    return orphans
+                    return
             finally:
                 if to_close is not None:
                     to_close.close()
+        raise _os_error(_MISSING_ERRNOS[-1], self.path)
 
-    def _lock_shared(self, lock: _FileLock) -> list[_Entry]:
-        """Take the shared lock; return what a former holder left, if it is dead. RACE: with the
+    def _lock_shared(self, lock: _FileLock) -> None:
+        """Take the shared lock; note what a former holder left, if it is dead. RACE: with the
         exclusive lock no namesake is at work in the directory that we opened; but an observer may
         have removed that, and a namesake made it anew: then its leases run."""
         # Waits while an observer looks in: it must not be taken for a second worker.
         if lock.acquire_shared() is None:
             # Without locks none can tell who lives: leases are of a boot that no observer shares.
             self._clock.boot = os.urandom(4).hex()
-            return []
-        orphans: list[_Entry] = []
+            return
         # Only the first time: later, another thread may have claimed into it just now.
         if self._first_open and lock.try_exclusive() and lock.is_at_path():
             with contextlib.suppress(OSError):  # the next look at leases raises it
-                orphans = [it for it in self._files.entries(self.directory) if it.boot != _DETACHED]
-                # Also if Ctrl-C ends their reclaim: the next look at leases goes on.
-                self.orphans.update((entry.name, True) for entry in orphans)
+                leases = self._files.entries(self.directory)
+                self.orphans.update((it.name, True) for it in leases if it.boot != _DETACHED)
         lock.acquire_shared()
-        return orphans
 
     def _make(self) -> None:
         """Make the directory; on a full disk of the spare one: only who can start can drain it."""
         try:
             os.mkdir(self.path)
         except FileExistsError:
-            return
+            pass
         except OSError as error:
-            if error.errno not in _OUT_OF_SPACE_ERRNOS:
-                raise
-            if not self._take_spare():
+            if error.errno not in _OUT_OF_SPACE_ERRNOS or not self._take_spare():
                 raise
 
     def _take_spare(self) -> bool:
@@ -1748,16 +1740,13 @@ class _LeaseDir:
             try:
                 if lease and (held := self._held) is not None:
                     os.rename(held.prefix + name, self._root + source, src_dir_fd=held.fd)
-            except OSError as error:
+            except FileNotFoundError:
                 # Else it had not been claimed yet, or a person has it. Or pending/ was replaced.
-                if not isinstance(error, FileNotFoundError) or self._files.exists(lease):
+                if self._files.exists(lease):
                     self.orphans[name] = False
-                if not isinstance(error, FileNotFoundError):
-                    raise
-
-    def deadline_is_final(self, entry: _Entry) -> bool:
-        """Whether our clock alone decides if a lease is over: taken on this boot, or detached."""
-        return entry.boot in (self._clock.boot, _DETACHED)
+            except OSError:
+                self.orphans[name] = False
+                raise
 
     # Closing
 
@@ -1979,29 +1968,26 @@ class _Transitions:
         """Make a dead letter of a task that can't be delivered, and say so in the log: if its
         reason can't be written, without one. If that fails too, move it to the back of pending/: it
         must not block other tasks, whose work may free disk space."""
-        ident, first_error = _id_of(source), None
+        ident, errors = _id_of(source), _FirstError()
         back = self.back_path(source, _attempts_of(source))
         is_taken = self.files.exists(f"failed/{ident}")  # by hand: it stays, and so does its reason
         target = back.replace("pending", "failed") if is_taken else f"failed/{ident}"
+        move = functools.partial(self.move_task, source, target)
         for text in (reason, None):
-            try:
-                if is_taken:
-                    self.move_task(source, target)
-                else:
-                    self._dead_letter(target, text, lambda: self.move_task(source, target))
-                break
-            except OSError as error:
-                is_gone = isinstance(error, FileNotFoundError) and not self.files.exists(source)
-                if is_gone and first_error is None:
-                    return  # RACE: another worker took it, or quarantined it first
-                if is_gone:
-                    break  # it has moved: what failed was its reason
-                first_error = first_error or error
-                if text is None:
-                    with contextlib.suppress(FileNotFoundError):
-                        # RACE: another worker took it. Or it has moved, and the sync failed.
-                        self.move_task(source, back)
-                    raise first_error from None
+            with errors:
+                try:
+                    self._dead_letter(target, None if is_taken else text, move)
+                except FileNotFoundError:
+                    if self.files.exists(source):
+                        raise
+                    if text is not None:
+                        return  # RACE: another worker took it, or quarantined it first
+                break  # if it is gone, it has moved: what failed was its reason
+        else:
+            with contextlib.suppress(FileNotFoundError):
+                # RACE: another worker took it. Or it has moved, and the sync failed.
+                self.move_task(source, back)
+            errors.raise_if_any()
         self.files.remove(f"checkpoints/{ident}")
         _log().error("task %s is in failed/: %s", ident, reason)
 
@@ -2050,9 +2036,9 @@ class _Worker(_Transitions):
 
     def open_lease_dir(self) -> None:
         """Open our lease directory unless it is open, and reclaim what a former holder left."""
-        for entry in self.lease_dir.ensure_open():
-            with contextlib.suppress(OSError):  # the next look at leases tries again, and raises
-                self.reclaim(entry)
+        with self.lock:
+            if self.lease_dir.ensure_open() and self.lease_dir.orphans:
+                self.house.reclaiming.run()
 
     # From pending/ to in flight
 
@@ -2402,12 +2388,10 @@ class _Housekeeper:
             orphans.pop(name, None)
         running = []
         for entry in leases:
-            is_final = entry.name in orphans
-            if entry.stamp_ns > now_ns and not is_final:
+            is_orphan = entry.name in orphans
+            if entry.stamp_ns > now_ns and not is_orphan:
                 running.append(entry.stamp_ns)
-                continue
-            is_final = is_final or self._lease_dir.deadline_is_final(entry)
-            if is_final or not self._renewed_recently(entry):
+            elif is_orphan or not self._renewed_recently(entry):
                 with first_error:
                     self._worker.reclaim(entry)
         if running:
@@ -2420,9 +2404,10 @@ class _Housekeeper:
         """Whether another host's lease was taken or renewed less than our own lease length ago,
         though its deadline has passed by our clock: queue clocks of hosts drift apart (a suspend,
         an NTP step after the boot). Wall clocks agree, and rename() sets st_ctime. One in the
-        future tells nothing: the deadline counts."""
+        future tells nothing: the deadline counts. So it does of a lease that was taken on this
+        boot, or is detached."""
         length_ns = self._worker.length_ns
-        if length_ns < _FOREVER_NS:
+        if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
             with contextlib.suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
                 renewed_ns = self._files.lstat(entry.path).st_ctime_ns
                 return 0 <= time.time_ns() - renewed_ns < length_ns
@@ -2433,7 +2418,6 @@ class _Housekeeper:
         where flock on a directory is a mount's own affair (FUSE), another host's idle worker looks
         dead, and would make its directory again each second: so one without leases of this boot is
         removed only when it is a minute old."""
-        path = self._files.root + directory
         lock = self._files.open_dir(directory)
         if lock is None:
             return
@@ -2443,7 +2427,8 @@ class _Housekeeper:
                 self._keys.needs_repair = True  # it may have died before it promoted a payload
                 self.repairing.sooner(0)
                 if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
-                    _remove_empty_dir(path)  # not with another boot's leases, foreign files
+                    # Not with another boot's leases, foreign files.
+                    _remove_empty_dir(self._files.root + directory)
         finally:
             lock.close()
 
@@ -2665,7 +2650,7 @@ class FemtoQueue:
             try:
                 for data in iterable:
                     ident = self._clock.new_id()
-                    self._files.publish(ident, data, f"pending/{ident}", sync=each, sync_dir=False)
+                    self._files.publish(ident, data, f"pending/{ident}", sync=each)
                     ids.append(ident)
             finally:
                 sync()
@@ -4813,7 +4798,7 @@ class TicketQueue:
 #                 network is cut meanwhile, it keeps the bricks busy for ever (GlusterFS): it is
 #                 polled.
 #     Elsewhere: what can't be exchanged or watched (_replace_at(), _Watcher), and the leases of
-#     other hosts (deadline_is_final(), _renewed_recently()), are dealt with where they are met.
+#     other hosts (_renewed_recently()), are dealt with where they are met.
 # ==================================================================================================
 
 _GLUSTERFS_TYPE = 0x65735546  # of all that is mounted through FUSE

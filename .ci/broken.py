@@ -763,9 +763,9 @@ def parse_faults(text: str) -> Iterator[Fault]:
 FAULTS = r"""
 a directory of the queue's own is made durable with its parent | Gate
 -    if sync:
--        _sync_dir(os.path.dirname(path))
+-        _sync_dir(parent)
 +    if sync and not path:
-+        _sync_dir(os.path.dirname(path))
++        _sync_dir(parent)
 what can't be looked at is not taken for missing | Faults
 -            os.lstat(self.root + path)
 -        except (FileNotFoundError, NotADirectoryError):
@@ -860,9 +860,7 @@ sync_after_write: the bytes of a push are synced | Durability
 +            finally:
 sync_after_write: the name of a push is synced | Durability
 -            if sync_dir:
--                _sync_dir
 +            if sync_dir and not source:
-+                _sync_dir
 sync_after_write: the file of a finished task is synced | Durability
 -            _sync_path(self.root + path, _READ_FLAGS)
 +            pass
@@ -873,10 +871,10 @@ a file that takes the place of another is synced before | Durability
 -        _write_new(self.root + path, header, payload, self.is_durable)
 +        _write_new(self.root + path, header, payload)
 a push that raises leaves nothing in creating/ | Faults
--            for leftover in (source, target):
-+            for leftover in (target,):
+-            for leftover in (source, path):
++            for leftover in (path,):
 a push that raises leaves no task | Faults
--            for leftover in (source, target):
+-            for leftover in (source, path):
 +            for leftover in (source,):
 a batch whose sync failed is taken back | Durability
 -            if not is_synced:
@@ -886,7 +884,9 @@ keep_done=False: the lease is synced before it goes | Durability
 +            self.files.exists(lease.path)
 a move goes on when pending/ is replaced meanwhile | Shrinking
 -        for _ in range(_MAX_REPLACED):
+-            if not target
 +        for _ in range(0):
++            if not target
 a pending/ that is replaced keeps its mode | Shrinking
 -            os.chmod(fresh, stat.S_IMODE(old.st_mode))
 +            os.stat(fresh)
@@ -923,16 +923,15 @@ who comes back under its node_id takes back what it had | Liveness
 -        if self._first_open and lock.try_exclusive() and lock.is_at_path():
 +        if self._first_open and not lock.try_exclusive():
 a detached lease outlives a restart of its node_id | CommandLine
-- if it.boot != _DETACHED]
-+]
+- for it in leases if it.boot != _DETACHED)
++ for it in leases)
 a claim that is interrupted is undone | Faults
 -                self.undo_claim(lease, source)  # Ctrl-C may come when it is done
 -                raise
 +                raise
 a worker can start on a full disk | Faults
--            if not self._take_spare():
--                raise
-+            raise
+-            if error.errno not in _OUT_OF_SPACE_ERRNOS or not self._take_spare():
++            if error.errno:
 close() gives back what it had | Liveness
 -            if is_alone and lock.is_at_path():
 -                end_leases()
@@ -945,17 +944,17 @@ a dead worker's lease of another boot ends by its deadline | Liveness
 -            if entry.boot != _DETACHED and boot in (None, entry.boot):
 +            if entry.boot != _DETACHED:
 a lease of another host that was just renewed is not taken | Healed
--            if is_final or not self._renewed_recently(entry):
-+            if entry:
+-            elif is_orphan or not self._renewed_recently(entry):
++            elif entry:
 the empty directory of another host's worker stays for a minute | Liveness
 - < _IDLE_NS:
 + < 0:
 a lease ends at its deadline | Leases
--            if entry.stamp_ns > now_ns and not is_final:
-+            if entry.stamp_ns > now_ns - 10**10 and not is_final:
+-            if entry.stamp_ns > now_ns and not is_orphan:
++            if entry.stamp_ns > now_ns - 10**10 and not is_orphan:
 a lease lasts until its deadline | Leases
--            if entry.stamp_ns > now_ns and not is_final:
-+            if entry.stamp_ns > now_ns + 10**10 and not is_final:
+-            if entry.stamp_ns > now_ns and not is_orphan:
++            if entry.stamp_ns > now_ns + 10**10 and not is_orphan:
 nothing is delivered before its time | Lifecycle
 -            if entry.stamp_ns > now_ns:
 +            if entry.stamp_ns > now_ns + 10**9:
