@@ -3772,42 +3772,30 @@ class _Waits:
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()  # held as the thread that serves them starts and ends
         self._is_serving, self._linger_s = False, 0.0  # until when it waits for the next one
-        self._server: _Watcher | None = None  # of that thread
 
     def wait_for(
         self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
     ) -> _Found | None:
-        """Look until something is found, the time has come, or the queue is closed: None.
-        has_events=False: it comes without an event (the queue is empty, for drain() and join())."""
-        closes = self._lease_dir.closes
+        """Look until something is found, the time has come, or the queue is closed: None. A sleep
+        between two looks ends with an event, close(), the time, or the next job (a due time, the
+        end of a lease); where events are missed, after 1 ms, 2 ms and so on. has_events=False: it
+        comes without an event (the queue is empty, for drain() and join())."""
+        closes, pauses_s = self._lease_dir.closes, _backoff_s(self._longest_poll_s)
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
             return found
         with self._watcher() as watcher:
-            return self._wait(watcher, look, end_s, closes, has_events)
-
-    def _wait(
-        self,
-        watcher: _Watcher,
-        look: Callable[[], _Found | None],
-        end_s: float,
-        closes: int,
-        has_events: bool,
-    ) -> _Found | None:
-        """Look, and sleep, by turns. A sleep ends with an event, close(), the time, or the next job
-        (a due time, the end of a lease); where events are missed, after 1 ms, 2 ms and so on."""
-        pauses_s = _backoff_s(self._longest_poll_s)
-        while True:
-            found = self._look(look, closes)
-            left_s = end_s - time.monotonic()
-            if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
-                return found
-            rest_s, pause_s = self._house.rest_s(), next(pauses_s)
-            if rest_s <= 0:  # a job failed, or another thread runs it
-                rest_s = pause_s
-            elif not (watcher.sees_all and has_events):
-                rest_s = min(rest_s, pause_s)
-            watcher.sleep(min(left_s, rest_s))
+            while True:
+                found = self._look(look, closes)
+                left_s = end_s - time.monotonic()
+                if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
+                    return found
+                rest_s, pause_s = self._house.rest_s(), next(pauses_s)
+                if rest_s <= 0:  # a job failed, or another thread runs it
+                    rest_s = pause_s
+                elif not (watcher.sees_all and has_events):
+                    rest_s = min(rest_s, pause_s)
+                watcher.sleep(min(left_s, rest_s))
 
     def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
         """Look once, for a wait that began when the queue had been closed `closes` times."""
@@ -3849,12 +3837,15 @@ class _Waits:
 
     def end_all(self, error: BaseException | None = None) -> None:
         """End all waits, as close() has been counted; or those of coroutines, with an error."""
-        for watcher in [*self._watchers]:
-            watcher.wake()
+        self._wake()
         for ref in self._requests.valuerefs():
             request = ref()
             if request is not None:
                 self._answer(request, None, error)
+
+    def _wake(self) -> None:
+        for watcher in [*self._watchers]:
+            watcher.wake()
 
     # Coroutines
 
@@ -3884,12 +3875,7 @@ class _Waits:
     def _end(self, request: _Request) -> None:
         """Have a last look for a coroutine whose time is over."""
         request.is_over = True
-        self._wake_server()
-
-    def _wake_server(self) -> None:
-        server = self._server
-        if server is not None:  # else it is yet to look
-            server.wake()
+        self._wake()
 
     def _start(self, request: _Request) -> None:
         """Have the thread look for a coroutine from now on."""
@@ -3897,33 +3883,31 @@ class _Waits:
             self._requests[id(request)] = request
             self._linger_s = time.monotonic() + _LINGER_S
             if self._is_serving:
-                self._wake_server()
-                return
-            self._is_serving = True
-            try:
+                self._wake()  # unless it is yet to look
+            else:
                 threading.Thread(target=self._serve, daemon=True).start()
-            except BaseException:
-                self._is_serving = False
-                raise
+                self._is_serving = True
 
     def _serve(self) -> None:
         """Look for the coroutines until none has waited for a while: the thread."""
-        watcher: _Watcher | None = None
         try:
-            with self._watcher() as watcher:
-                self._server = watcher
-                while self._server is watcher:  # RACE: else another thread has begun
-                    closes = self._lease_dir.closes
-                    self._wait(watcher, self._look_for_all, float("inf"), closes, True)
+            while True:
+                self.wait_for(self._look_for_all, float("inf"))  # close() ends it, too
+                with self._lock:  # RACE: a coroutine may come just now
+                    if self._nobody_waits():
+                        self._is_serving = False
+                        return
         except BaseException as error:
             with self._lock:
-                if self._server is watcher:
-                    self._is_serving, self._server = False, None
+                self._is_serving = False
             self.end_all(error)
+
+    def _nobody_waits(self) -> bool:
+        return not self._requests and time.monotonic() >= self._linger_s
 
     def _look_for_all(self) -> bool | None:
         """Look for the first coroutine of each line, and for each whose time is over. Return True
-        if none has waited for a while: it ends the thread."""
+        if none has waited for a while."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
@@ -3933,11 +3917,7 @@ class _Waits:
             is_due = request.is_over or request.line not in empty_lines
             if is_due and not self._look_for(request):
                 empty_lines.add(request.line)
-        with self._lock:
-            if self._requests or time.monotonic() < self._linger_s:
-                return None
-            self._is_serving, self._server = False, None
-            return True
+        return self._nobody_waits() or None
 
     def _look_for(self, request: _Request) -> bool:
         """Look once for a coroutine; answer it if something was found, or if its time is over.

@@ -1072,8 +1072,8 @@ retry() of a task whose key has another raises | Keyed
 +        if path:
 +            return
 close() ends a wait in another thread | Waiting hangs
--            if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
-+            if found is not None or left_s <= 0:
+-                if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
++                if found is not None or left_s <= 0:
 a wait hears of a pending/ that was replaced | Hearing hangs
 -        return events.startswith(self._pushed) and len(events) == 16 + name_bytes
 +        return events.startswith(self._pushed)
