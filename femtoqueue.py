@@ -3395,31 +3395,26 @@ class _KeyedTasks(_KeyStates):
         """Put the payload behind a leased task into its place, as of a first attempt, and return
         it. None: it is for later, and so is the task now; take(id=...) takes it again.
 
-        If a person moves the task meanwhile, the payload stays behind. CRASH: before that rename,
-        nothing is done, or the old payload is at the new time; after it, find_task() sees that
-        payload of the state is not there.
+        If a person moves the task meanwhile, the payload stays behind. CRASH: between the renames,
+        the old payload is at the new time, or begun anew, with the newer one behind it; after them,
+        find_task() sees that the payload of the state is not there.
         """
         lease, newer = states[name]
         due_ns = _later(newer)
-        if due_ns is not None:
-            target = self._files.move(lease, _reset_path(waiting, due_ns))
-            states[name] = target, newer
-            self._files.move_over(f"keys/{newer}", target, must_exist=True)
-            states[name] = target, ""
-            self._worker.note(target)
-            return None
-        self._files.move_over(f"keys/{newer}", lease, must_exist=True)
-        states[name] = lease, ""
-        data, _ = self._files.read(lease, _id_of(lease))
-        first = _first_lease(lease)
-        if first != lease:  # an undone claim, or a person, brought it back with its attempts
+        target = _first_lease(lease) if due_ns is None else _reset_path(waiting, due_ns)
+        if target != lease:  # of a lease: an undone claim, or a person, brought it back
             try:
-                self._files.move(lease, first)
+                self._files.move(lease, target)
             finally:  # also when Ctrl-C came between the rename and here
-                if self._files.exists(first):
-                    held.path = first
-            states[name] = first, ""
-        return data
+                if due_ns is None and self._files.exists(target):
+                    held.path = target
+            states[name] = target, newer
+        self._files.move_over(f"keys/{newer}", target, must_exist=True)
+        states[name] = target, ""
+        if due_ns is None:
+            return self._files.read(target, _id_of(target))[0]
+        self._worker.note(target)
+        return None
 
     # Moving
 
@@ -3506,11 +3501,12 @@ class _KeyedTasks(_KeyStates):
             return  # promoted just now, or a person removed it
         except CorruptTask:
             key = None  # pop() will quarantine it
-        path, known = states.get(_encode_key(key), ("", "")) if key else ("", "")
-        if not path and (path := self._promote(newer)) and key:
-            states[_encode_key(key)] = path, ""
-        elif key and path and not known:
-            states[_encode_key(key)] = path, newer
+        name = _encode_key(key) if key else ""
+        path, known = states.get(name, ("", ""))
+        if not path:
+            path, newer = self._promote(newer), ""
+        if name and path and not known:
+            states[name] = path, newer
 
     def idle(self) -> list[str]:
         """Return the paths in keys/, states and newer payloads, of keys that have no task."""
@@ -3543,15 +3539,16 @@ class _Keys(_KeyedTasks):
                 raise KeyInFlight(_decode_key(name), _id_of(path))
             header = _header(payload, name)
             with self._files.replacement(self._clock.new_id(), header, payload) as aside:
-                if not is_leased:
-                    ident = self._replace(states, name, aside, due_ns)
-                elif if_in_flight == "update" and not newer:
-                    ident = self._put_over(aside, path) or ""
-                else:
-                    ident = self._put_behind(states, name, aside, due_ns)
-                if not ident:
-                    self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
-                return ident
+                with contextlib.suppress(FileNotFoundError):
+                    if not is_leased:
+                        self._replace(states, name, aside, due_ns)
+                    elif if_in_flight == "update" and not newer:
+                        self._put_over(aside, path)
+                    else:
+                        return self._put_behind(states, name, aside, due_ns)
+                    return _id_of(path)
+                self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
+                return ""
 
     def _push_first(
         self, states: _States, name: str, payload: bytes | memoryview, due_ns: int | None
@@ -3572,20 +3569,17 @@ class _Keys(_KeyedTasks):
         self._worker.note(path)
         return ident
 
-    def _put_over(self, aside: str, path: str, must_swap: bool = False) -> str | None:
-        """Put a payload into the place of one; return the task's id, "" if it is not there. Where
-        names can't be exchanged, None if must_swap is set; else a person who moves the task in the
-        same instant makes two of one."""
-        is_there = self._files.swap(aside, path)
-        if is_there is None:
+    def _put_over(self, aside: str, path: str, must_swap: bool = False) -> bool:
+        """Put a payload into the place of one. Raises FileNotFoundError if that is gone. Where
+        names can't be exchanged, return False if must_swap is set; else a person who moves the task
+        in the same instant makes two of one."""
+        if not self._files.swap(aside, path):
             if must_swap:
-                return None
-            with contextlib.suppress(FileNotFoundError):
-                self._files.move_over(aside, path, must_exist=True)
-                is_there = True
-        if is_there:
-            self._commit_swapped(aside, path)
-        return _id_of(path) if is_there else ""
+                self._files.lstat(path)  # FileNotFoundError
+                return False
+            self._files.move_over(aside, path, must_exist=True)
+        self._commit_swapped(aside, path)
+        return True
 
     def _commit_swapped(self, aside: str, path: str) -> None:
         """Sync a record that was exchanged with the old one, which is at `aside`; if that fails,
@@ -3606,65 +3600,52 @@ class _Keys(_KeyedTasks):
         ident = _id_of(before) or _new_name(order, _key_tag(name))
         newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
         states[name] = path, newer
+        target = f"keys/{newer}"
         try:
             self._save(_key_tag(name), states, self._files.is_durable)
             if before not in ("", newer):  # CRASH: after it, the old payload at the new time
-                self._files.move(f"keys/{before}", f"keys/{newer}")
-            if before and self._files.swap(aside, f"keys/{newer}"):
-                self._commit_swapped(aside, f"keys/{newer}")
+                self._files.move(f"keys/{before}", target)
+            if before and self._files.swap(aside, target):
+                self._commit_swapped(aside, target)
             else:
-                self._files.move_over(aside, f"keys/{newer}")
-                self._files.commit(f"keys/{newer}")
+                self._files.move_over(aside, target)
+                self._files.commit(target)
         except BaseException:  # a push that raised changed nothing
             states[name] = path, before
             if not before:
-                self._files.remove(f"keys/{newer}")
+                self._files.remove(target)
             elif before != newer:
                 with contextlib.suppress(OSError):
-                    self._files.move(f"keys/{newer}", f"keys/{before}")
+                    self._files.move(target, f"keys/{before}")
             raise
         return ident
 
-    def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Replace the payload of a task that waits, as a first attempt; return its id, "" if
-        another was quicker. It keeps its place, or gets the new time. CRASH: after the rename, the
-        old payload at the new time, or begun anew. The other order could deliver the new payload
-        before its time."""
-        path, newer = states[name]
-        target = _reset_path(path, due_ns)
-        try:
-            if target != path:
-                target = self._files.move(path, target)
-            states[name] = target, newer
-            try:
-                if target != path:  # else btrfs, after power loss, has the old name, too
-                    self._files.commit(target)
-                ident = self._replace_at(states, name, aside, due_ns)
-            except OSError:
-                with contextlib.suppress(OSError):  # a push that raised changed nothing
-                    states[name] = self._files.move(target, path), newer
-                raise
-        except FileNotFoundError:
-            ident = ""
-        if ident:
-            self._worker.note(target)
-        return ident
-
-    def _replace_at(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Replace a waiting task's payload where it is; return its id, "" if it is gone. CRASH: the
-        old one, or the new one, is a leftover in creating/.
+    def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> None:
+        """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
+        the new time. Raises FileNotFoundError if another was quicker. CRASH: after the rename, the
+        old payload at the new time, or begun anew; the other order could deliver the new payload
+        before its time. After the exchange, the old one is a leftover in creating/.
 
         Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
         reads the state after its rename. Before our save it delivers the old payload, and the new
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
-        # No pop() takes it from scheduled/.
-        ident = None if newer else self._put_over(aside, path, _state_of(path) == "pending")
-        if ident is not None:
-            return ident
-        self._put_behind(states, name, aside, due_ns)
-        return _id_of(path)
+        target = _reset_path(path, due_ns)
+        if target != path:
+            target = self._files.move(path, target)
+        states[name] = target, newer
+        try:
+            if target != path:  # else btrfs, after power loss, has the old name, too
+                self._files.commit(target)
+            # No pop() takes it from scheduled/.
+            if newer or not self._put_over(aside, target, _state_of(target) == "pending"):
+                self._put_behind(states, name, aside, due_ns)
+        except OSError:
+            with contextlib.suppress(OSError):  # a push that raised changed nothing
+                states[name] = self._files.move(target, path), newer
+            raise
+        self._worker.note(target)
 
 
 # ==================================================================================================
@@ -4777,7 +4758,7 @@ class TicketQueue:
 #       flock     A waiting flock() asks the server only after 1, 2, 4 … seconds (NFS). If the
 #                 network is cut meanwhile, it keeps the bricks busy for ever (GlusterFS): it is
 #                 polled.
-#     Elsewhere: what can't be exchanged or watched (_replace_at(), _Watcher), and the leases of
+#     Elsewhere: what can't be exchanged or watched (_put_over(), _Watcher), and the leases of
 #     other hosts (_renewed_recently()), are dealt with where they are met.
 # ==================================================================================================
 

@@ -1023,17 +1023,16 @@ a claim takes the newer payload behind a task along | Keyed
 +        return _id_of(path) == ident
 a payload that is for later is not delivered now, whoever put its task back | Keyed
 -        due_ns = _later(newer)
--        if due_ns is not None:
-+        if due_ns := None:
++        due_ns = None
 a schedule() that raised leaves the time of what was behind the lease | KeyedTable
--                    self._files.move(f"keys/{newer}", f"keys/{before}")
+-                    self._files.move(target, f"keys/{before}")
 +                    pass
 a payload that is behind a task is a first attempt | Keyed
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
 of two payloads behind a leased task the newer one stays | KeyedTable
--                elif if_in_flight == "update" and not newer:
-+                elif if_in_flight == "update":
+-                    elif if_in_flight == "update" and not newer:
++                    elif if_in_flight == "update":
 a push of a key saves its state before the task | Keyed hangs
 -            self._save(tag, states, self._files.is_durable)
 -            self._files.publish(ident, payload, path, key=name)
@@ -1061,8 +1060,8 @@ a lease that a healed replica brings back does not end over its task | Healed
 -        with self._found_moved(source, target):
 +        with self._found_moved(source, target):
 a task that came back is on disk in its new place before its payload is replaced | Durability
--                    self._files.commit(target)
-+                    pass
+-            if target != path:  # else btrfs
++            if not path:  # else btrfs
 what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
 -        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
 +        order = self._clock.next_order()
@@ -1245,8 +1244,8 @@ a finished task that a healed replica brings back is not delivered | Healed
 -            is_done = bool(lease) and self._files.drop_done(lease)
 +            is_done = False
 Ctrl-C as a lease gets the name of a first attempt leaves it known | Keyed
--                if self._files.exists(first):
-+                if not first:
+-                if due_ns is None and self._files.exists(target):
++                if not target:
 a sync of what another host took is no error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
