@@ -4004,18 +4004,13 @@ class _LeaseRenewer:
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
-            self._blocks[id(block.task)], lease.is_renewed = block, True
             runs = not self.stop.is_set() and pause_s >= self._pause_s
-            if lease.length_ns >= _FOREVER_NS or runs:
-                return
-            self.stop.set()
-            self.stop, self._pause_s = threading.Event(), pause_s
-            try:
-                threading.Thread(target=self._run, args=(self.stop, pause_s), daemon=True).start()
-            except BaseException:
+            if lease.length_ns < _FOREVER_NS and not runs:
+                stop = threading.Event()
+                threading.Thread(target=self._run, args=(stop, pause_s), daemon=True).start()
                 self.stop.set()
-                self.remove(block.task)
-                raise
+                self.stop, self._pause_s = stop, pause_s
+            self._blocks[id(block.task)], lease.is_renewed = block, True
 
     def remove(self, task: FemtoTask) -> None:
         with self._lock:
@@ -4045,10 +4040,9 @@ class _LeaseRenewer:
         """Renew a lease, unless the next round will do. False: to be tried again soon."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
-        if next_left_ns >= lease.length_ns * (1 - _RENEWAL):
+        has_ended = lease.outcome or not lease.is_renewed
+        if has_ended or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
             return True
-        if lease.outcome or not lease.is_renewed:
-            return True  # its block has ended meanwhile
         end_s = time.monotonic() + self._pause_s / 10
         while True:
             try:
@@ -4074,8 +4068,7 @@ class _Processing:
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
-        self._worker, self._renewer = worker, worker.renewer
-        self._lease, self._pid = _lease_of(task), os.getpid()
+        self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     @property
     def outcome(self) -> str:
@@ -4088,7 +4081,7 @@ class _Processing:
             self._worker.renew(task)
         elif not self._worker.files.exists(task.path):
             raise self._worker.lease_lost(self._lease)
-        self._renewer.add(self)
+        self._worker.renewer.add(self)
         return task
 
     def __exit__(
@@ -4107,7 +4100,7 @@ class _Processing:
             self.abandon()  # another worker may deliver it again
             raise
         finally:
-            self._renewer.remove(task)
+            self._worker.renewer.remove(task)
 
     def _end(self, error: BaseException | None) -> None:
         queue, task, attempts = self._queue, self.task, _attempts_of(self.task.path)
@@ -4171,7 +4164,6 @@ class _WorkerPool:
         self._running: dict[int, FemtoTask] = {}  # by their id()
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
-        self._threads = 0  # that have not ended
         self.is_drained = self._is_idle = False
         self._is_interruptible = False  # a handler runs that signals interrupt
         self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
@@ -4181,8 +4173,9 @@ class _WorkerPool:
         a pop() or of a task's end, unless a signal came before what ran had finished."""
         with self._signals_handled():
             if self._is_threaded:
-                self._start_threads()
-                self._wait_for_threads()
+                for thread in self._start_threads():
+                    while thread.is_alive() and len(self.signals) < 2:
+                        thread.join(_BASE_INTERVAL_S)
             else:
                 self._work()
             if len(self.signals) > 1:
@@ -4193,25 +4186,19 @@ class _WorkerPool:
                 raise self._error
         return WorkCounts(**self.counts)
 
-    def _start_threads(self) -> None:
+    def _start_threads(self) -> list[threading.Thread]:
+        threads: list[threading.Thread] = []
         for _ in range(self._concurrency):
             # A daemon: a handler that does not return must not keep the process alive.
             thread = threading.Thread(target=self._work, daemon=True)
-            with self._changed:
-                self._threads += 1
             try:
                 thread.start()
             except RuntimeError:
-                with self._changed:
-                    self._threads -= 1
-                if not self._threads:  # else the running ones are enough
+                if not threads:  # else the running ones are enough
                     raise
-                return
-
-    def _wait_for_threads(self) -> None:
-        with self._changed:
-            while self._threads > 0 and len(self.signals) < 2:
-                self._changed.wait(_BASE_INTERVAL_S)
+                break
+            threads.append(thread)
+        return threads
 
     def _work(self) -> None:
         """Take tasks, and handle them, until the pool is stopped or the queue is drained."""
@@ -4223,10 +4210,6 @@ class _WorkerPool:
                     self._process(task)
         except BaseException as error:
             self._error = self._error or error
-        finally:
-            with self._changed:
-                self._threads -= 1
-                self._changed.notify_all()
 
     def _is_stopping(self) -> bool:
         is_over = self.signals or self.is_drained or self._is_idle or self._error is not None
@@ -4276,11 +4259,14 @@ class _WorkerPool:
                 else:
                     self._give_back(task)
         finally:
-            with self._changed:
-                self._idle_end_s = _end_s(self._idle_timeout_s)
-                if self._running.pop(id(task), None) is not None:  # else _abort() has counted it
-                    self.counts[processing.outcome or "lost"] += 1
-                self._changed.notify_all()
+            self._count(task, processing.outcome or "lost")
+
+    def _count(self, task: FemtoTask, outcome: str) -> None:
+        with self._changed:
+            self._idle_end_s = _end_s(self._idle_timeout_s)
+            if self._running.pop(id(task), None) is not None:  # else _abort(), or its thread, has
+                self.counts[outcome] += 1
+            self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
         """Call the handler. In the thread that gets signals, the second one interrupts it."""
@@ -4294,9 +4280,7 @@ class _WorkerPool:
         """Give back what runs in other threads; what ran in this one has been given back."""
         for task in [*self._running.values()]:
             if self._give_back(task):
-                with self._changed:
-                    if self._running.pop(id(task), None) is not None:
-                        self.counts["released"] += 1
+                self._count(task, "released")
 
     def _give_back(self, task: FemtoTask) -> bool:
         """Return a task to the front, uncounted; False if it has just ended, or can't be moved."""

@@ -1090,8 +1090,8 @@ processing() makes a dead letter of the last attempt | Processing
 - and attempts >= queue.max_attempts:
 + and attempts > queue.max_attempts:
 processing() renews the lease | Processing
--        if next_left_ns >= lease.length_ns * (1 - _RENEWAL):
-+        if next_left_ns:
+-        if has_ended or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
++        if has_ended or next_left_ns:
 a child that is forked in processing() does not end the task | Processing
 -        if os.getpid() != self._pid:
 -            return  # a child
