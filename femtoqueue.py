@@ -2497,22 +2497,15 @@ _SETTINGS = frozenset(
 )
 
 
-def _read_task(
-    files: _Files, entry: _Entry, record: str, anchor_ns: int, data: bool = True
-) -> FemtoTask | None:
-    """Return the task of an entry, without a lease; None if it is not there. record: the path of
-    its payload. data=False: by the first line of that alone."""
-    attempts = entry.attempts
+def _read_task(files: _Files, entry: _Entry, record: str, anchor_ns: int, data: bool) -> FemtoTask:
+    """Return the task of an entry, without a lease. record: the path of its payload."""
+    payload, attempts = b"", entry.attempts
     if attempts is None and not _is_end(entry.path):
         attempts = 0
-    try:
-        if data:
-            payload, key = files.read(record, entry.id)
-        else:
-            payload = b""
-            key, size_bytes = files.head(record)
-    except FileNotFoundError:
-        return None  # RACE: it moved on
+    if data:
+        payload, key = files.read(record, entry.id)
+    else:
+        key, size_bytes = files.head(record)
     task = FemtoTask(entry.id, payload, attempts, key, _Lease(entry.path), anchor_ns)
     if not data:
         task.size_bytes = size_bytes
@@ -2525,19 +2518,18 @@ def _read_task(
 class FemtoQueue:
     """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
-    node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). A worker that
-    comes back under its old node_id takes back at once what it held. Living objects that share one
-    don't steal from each other, but what one of them held when it was killed waits for its
-    deadline, or until the last of them ends.
+    node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). One that comes
+    back under its old node_id takes back at once what it held. Living objects that share one don't
+    steal from each other; what one held when it was killed waits for its deadline, or until the
+    last of them ends.
     timeout_stale_ms: the lease (visibility timeout) that pop() takes, in milliseconds. None: as
     long as the holder lives; after a reboot, and where there is no flock, only a restart of its
     node_id or release by hand brings such a task back.
     sync_after_write: True makes what returned survive power loss (push, push_many, schedule, done,
     fail, release, retry); False survives the death of processes.
-    max_attempts: a task that was delivered so often without done() or fail() goes to failed/. None:
-    no limit.
-    keep_done: False deletes what is done. A number: pop() deletes it after that many seconds, some
-    at a time.
+    max_attempts: what was delivered so often without done() or fail() goes to failed/. None: no
+    limit.
+    keep_done: False deletes what is done; a number: pop() does, after that many seconds, in slices.
     retry_delay_s: seconds that processing() and work() wait before a second delivery; twice as long
     before each further one, up to an hour, and up to half of it less, by chance.
     poll_interval_s: the longest pause, in seconds, between two looks of a wait, where inotify does
@@ -2713,8 +2705,7 @@ class FemtoQueue:
 
         timeout: seconds to wait for one; None: for ever. inotify ends the wait, or else a look
         every poll_interval_s; so does a task that comes due, a lease that ends and, within half a
-        second, a worker that died. Signals get through at once. close() in another thread ends it:
-        None.
+        second, a worker that died. Signals get through at once. close() in another thread: None.
         lease_ms: this delivery's own lease in milliseconds, for extend() and processing() too;
         None: timeout_stale_ms.
 
@@ -2733,9 +2724,8 @@ class FemtoQueue:
     async def pop_async(
         self, timeout: float | None = None, *, lease_ms: float | None = None
     ) -> FemtoTask | None:
-        """Do as pop() does, without blocking the event loop. First come, first served. Cancelling
-        it leaves no task leased: one that it had just got is back at its place, and that delivery
-        is not counted."""
+        """Do as pop() does, without blocking the event loop; first come, first served. Cancelling
+        it leaves no task leased: one that it just got is back at its place, uncounted."""
         length_ns = self._length_of(lease_ms)
         return await self._worker.waits.wait_for_async(
             lambda: self._worker.take_oldest(length_ns), _end_s(timeout), ""
@@ -2863,22 +2853,19 @@ class FemtoQueue:
         data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any more). A
         detached one is renewed by what is left of it if this object's leases have no end."""
         directory, _, name = lease.rpartition("/")
-        entries = self._files.find("inflight")
-        if _parse_node_dir(directory) and self._files.exists(lease):  # then no listing is needed
-            known = _parse(directory, name)
-            entries = iter([known] if known else [])
-        for entry in entries:
-            if name in (entry.name, entry.id):
-                length_ns = self._length_ns
-                if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
-                    length_ns = max(entry.stamp_ns - self._clock.now_ns(), 10**9)
-                held = _Lease(entry.path, length_ns)
-                anchor_ns = self._clock.anchor_ns
-                held.has_checkpoint = True  # it may have one, which has to go with it
-                task = FemtoTask(entry.id, b"", entry.attempts, None, held, anchor_ns)
-                task.checkpoint, task.size_bytes = b"", None
-                return task
-        raise LeaseLost(_id_of(name), True, "it is not in flight by that name (any more)")
+        is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
+        entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
+        entry = next((it for it in entries if it and name in (it.name, it.id)), None)
+        if entry is None:
+            raise LeaseLost(_id_of(name), True, "it is not in flight by that name (any more)")
+        length_ns = self._length_ns
+        if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
+            length_ns = max(self._worker.left_ns(entry.path), 10**9)
+        held = _Lease(entry.path, length_ns)
+        held.has_checkpoint = True  # it may have one, which has to go with it
+        task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
+        task.checkpoint, task.size_bytes = b"", None
+        return task
 
     # Working
 
@@ -2970,9 +2957,8 @@ class FemtoQueue:
     # Dead letters and upkeep
 
     def retry(self, id: str) -> None:
-        """Put a failed task at the back of the queue, its attempts at 0 again. Raises TaskNotFound
-        if it is not in failed/, KeyInFlight if its key has another task by now, ValueError for an
-        invalid id."""
+        """Put a failed task at the back of the queue, its attempts at 0. Raises TaskNotFound if it
+        is not in failed/, KeyInFlight if its key has another by now, ValueError for no valid id."""
         _check_id(id)
         entry = self._files.find_id(id, "failed")
         if entry is None or not self._worker.requeue_failed(entry.path):
@@ -3072,12 +3058,13 @@ class FemtoQueue:
         return (task.key for task in self._read_all(keyed, True) if task.key is not None)
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
-        """Return a task, with the newest payload if it waits; None: it moved on."""
-        anchor_ns, newest = self._clock.anchor_ns, self._worker.keys.newest_of(entry)
-        task = _read_task(self._files, entry, newest, anchor_ns, data)
-        if task is None and newest != entry.path:  # RACE: it was taken along just now
-            task = _read_task(self._files, entry, entry.path, anchor_ns, data)
-        return task
+        """Return a task, with the newest payload if it waits; None: it moved on. data=False: by the
+        first line of that alone."""
+        newest = self._worker.keys.newest_of(entry)
+        for record in dict.fromkeys((newest, entry.path)):  # RACE: it may be taken along just now
+            with contextlib.suppress(FileNotFoundError):
+                return _read_task(self._files, entry, record, self._clock.anchor_ns, data)
+        return None
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
         """Yield the tasks of entries; those that moved on, or can't be read, are left out."""
@@ -3207,7 +3194,6 @@ class _KeyStates:
                     self._save(tag, states)
         finally:
             if outer is None:
-                self._held.states.pop(lock, None)
                 with contextlib.suppress(OSError):  # what was done under the lock is done
                     lock.close()
 
@@ -3455,17 +3441,22 @@ class _KeyedTasks(_KeyStates):
     def reserve(self, states: _States, source: str, target: str) -> None:
         """Make sure that the key of a failed task has no other, and say that it will be there.
         Raises KeyInFlight if it has, FileNotFoundError if the task is gone."""
-        try:
-            _, key = self._files.read(source, _id_of(source))
-        except CorruptTask:
-            return  # it has no key, and pop() will quarantine it
-        if key is None:
+        name = self._key_in(source)
+        if not name:
             return
-        path, _ = self.find_task(states, _encode_key(key))
+        path, _ = self.find_task(states, name)
         if path:
-            raise KeyInFlight(key, _id_of(path))
-        states[_encode_key(key)] = target, ""
+            raise KeyInFlight(_decode_key(name), _id_of(path))
+        states[name] = target, ""
         self._save(_tag_of(source), states, self._files.is_durable)
+
+    def _key_in(self, path: str) -> str:
+        """Return the encoded key of a record; "": it has none, or pop() will quarantine it."""
+        try:
+            _, key = self._files.read(path, _id_of(path))
+        except CorruptTask:
+            return ""
+        return "" if key is None else _encode_key(key)
 
     # Repair
 
@@ -3496,12 +3487,9 @@ class _KeyedTasks(_KeyStates):
         if any(newer == known for _, known in states.values()):
             return
         try:
-            _, key = self._files.read(f"keys/{newer}", _id_of(newer))
+            name = self._key_in(f"keys/{newer}")
         except FileNotFoundError:
             return  # promoted just now, or a person removed it
-        except CorruptTask:
-            key = None  # pop() will quarantine it
-        name = _encode_key(key) if key else ""
         path, known = states.get(name, ("", ""))
         if not path:
             path, newer = self._promote(newer), ""
@@ -4524,8 +4512,9 @@ class TicketQueue:
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
         self._held: dict[str, _HeldTicket] = {}  # by member
+        self._stale_s = float("inf")
         if stale_timeout is not None:
-            _positive("stale_timeout", stale_timeout)
+            self._stale_s = _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
         self._files = _open_files(os.fspath(queue_dir), is_durable=False)
@@ -4675,10 +4664,6 @@ class TicketQueue:
             return False
         held.touched_s = began_s
         return True
-
-    @property
-    def _stale_s(self) -> float:
-        return float("inf") if self.stale_timeout is None else self.stale_timeout
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[_FileLock]:

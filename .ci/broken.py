@@ -1067,7 +1067,7 @@ what is pushed behind a task is younger, whatever the clocks say | KeyedOnShared
 +        order = self._clock.next_order()
 retry() of a task whose key has another raises | Keyed
 -        if path:
--            raise KeyInFlight(key, _id_of(path))
+-            raise KeyInFlight(_decode_key(name), _id_of(path))
 +        if path:
 +            return
 close() ends a wait in another thread | Waiting hangs
