@@ -5544,7 +5544,7 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
         idle_timeout_s=options.idle_timeout,
         time_limit_s=options.time_limit,
     )
-    is_over, started_s = threading.Event(), time.monotonic()
+    is_over = threading.Event()
     reporter = threading.Thread(target=_report, args=(q, pool, console, is_over), daemon=True)
     if not options.quiet:
         reporter.start()
@@ -5554,49 +5554,38 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
         console.write(f"femtoqueue: {error}\n")
         return 2
     finally:
-        is_over.set()
         # After two signals, a thread that is stuck in a write may hold the console.
         if reporter.is_alive() and len(pool.signals) < 2:
+            is_over.set()
             reporter.join()
-            counts = ", ".join(f"{name} {count}" for name, count in pool.counts.items())
-            took = _time_text(time.monotonic() - started_s)
-            console.progress = b""
-            console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
     if len(pool.signals) > 1:
         return 128 + pool.signals[-1]
     return 1 if options.drain and (pool.counts["failed"] or not pool.is_drained) else 0
 
 
 def _report(q: FemtoQueue, pool: _WorkerPool, console: _Console, is_over: threading.Event) -> None:
-    """Show counts, rate and time left: each 0.5 s on a terminal, else 10 s (20 times its cost)."""
-    samples: deque[tuple[float, int]] = deque(maxlen=20)  # when, and how many we had ended
-    looks: deque[_Look] = deque(maxlen=20)
-    cost_s, waiting = 0.0, 0
+    """Show counts, rate and time left: each 0.5 s on a terminal, else 10 s (20 times its cost).
+    In the end, say what was done."""
+    cost_s, began_s = 0.0, time.monotonic()
+    # When, how many tasks had ended here and in the whole queue, and how many waited.
+    looks: deque[tuple[float, int, int, int]] = deque(maxlen=20)
     while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
-        done, failed, started_s = pool.counts["done"], pool.counts["failed"], time.monotonic()
-        samples.append((started_s, done + failed))
+        look_s, done, failed = time.monotonic(), pool.counts["done"], pool.counts["failed"]
         with contextlib.suppress(OSError):  # pop() meets it, too
             names = {it: os.listdir(os.path.join(q.data_dir, it)) for it in _STATE_DIRS}
             waiting = len(names["pending"]) + len(names["scheduled"])
             ended = sum(not name.endswith(".error") for it in _ENDED for name in names[it])
-            looks.append((started_s, ended, waiting))
-        cost_s = time.monotonic() - started_s
-        (first_s, before), (last_s, now) = samples[0], samples[-1]
-        rate = (now - before) / (last_s - first_s) if last_s > first_s else 0.0
-        left = _time_left(looks)
-        console.show(f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}")
-
-
-_Look = tuple[float, int, int]  # when, how many tasks had ended, and how many waited
-
-
-def _time_left(looks: deque[_Look]) -> str:
-    """Return how long what waits will take at the rate of the whole queue, "" if it has none."""
-    if not looks:
-        return ""
-    (first_s, ended, waited), (last_s, ended_now, waiting) = looks[0], looks[-1]
-    gone = max(ended_now - ended, waited - waiting)  # what has ended may be kept, or not
-    return f", {_time_text(waiting * (last_s - first_s) / gone)} left" if gone > 0 else ""
+            looks.append((look_s, done + failed, ended, waiting))
+            seconds, ours, gone, more = (b - a for a, b in zip(looks[0], looks[-1], strict=True))
+            gone = max(gone, -more)  # what has ended may be kept, or not
+            left = f", {_time_text(waiting * seconds / gone)} left" if gone > 0 else ""
+            rate = ours / (seconds or 1)
+            console.show(f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}")
+        cost_s = time.monotonic() - look_s
+    counts = ", ".join(f"{name} {count}" for name, count in pool.counts.items())
+    console.progress = b""
+    took = _time_text(time.monotonic() - began_s)
+    console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
 
 
 class _Console:
@@ -6100,7 +6089,7 @@ def _stat_command(options: Any) -> int:
     _number("-n", "--count", help="exit after N looks (default: no limit)"),
 )
 def _top_command(options: Any) -> None:
-    """Show the queue live: counts, rates, workers and their leases.
+    """Show the queue live: counts, workers and their leases.
 
     Ctrl-C ends it. On a terminal it clears the screen for each look.
 
@@ -6109,33 +6098,23 @@ def _top_command(options: Any) -> None:
     import shutil
 
     is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
-    before, q = None, _open_queue(options)
-    looks: deque[_Look] = deque(maxlen=20)
+    q = _open_queue(options)
     for number in itertools.count(1):
-        stats = q.stats()
-        ended = stats.done + stats.failed
-        total = ended + stats.pending + stats.scheduled + stats.inflight + stats.buffered
-        now = time.monotonic(), total, ended
-        seconds, came, went = (b - a for a, b in zip(before or now, now, strict=True))
-        rates = (max(0, it) / (seconds or 1) for it in (came, went))
-        before = now
-        looks.append((now[0], ended, stats.pending + stats.scheduled))
-        speed = "in {:.1f}/s   out {:.1f}/s".format(*rates) + _time_left(looks)
-        lines = [*_top_lines(q, options.dir, stats, speed)]
-        text = "\n".join(lines) + "\n"
+        look_s, lines = time.monotonic(), [*_top_lines(q, options.dir)]
         if is_terminal:  # no line is wrapped, or scrolls another one away
             columns, rows = shutil.get_terminal_size()
-            text = "\x1b[H\x1b[2J" + "\n".join(line[:columns] for line in lines[: rows - 1])
-        print(text, flush=True)
+            lines = [line[:columns] for line in lines[: rows - 1]]
+        print("\x1b[H\x1b[2J" * is_terminal + "\n".join(lines), flush=True)
         if number == options.count:
             return
-        time.sleep(max(options.interval, 20 * (time.monotonic() - now[0])))
+        time.sleep(max(options.interval, 20 * (time.monotonic() - look_s)))
 
 
-def _top_lines(q: FemtoQueue, path: str, stats: Stats, rates: str) -> Iterator[str]:
+def _top_lines(q: FemtoQueue, path: str) -> Iterator[str]:
+    stats = q.stats()
     yield f"{path}   {time.strftime('%H:%M:%S')}{'   PAUSED' if q.paused else ''}"
     yield "   ".join(f"{name} {getattr(stats, name)}" for name in (*STATES, "buffered"))
-    yield f"{rates}   oldest {_time_text(stats.oldest_pending_age_s)}"
+    yield f"oldest {_time_text(stats.oldest_pending_age_s)}"
     yield ""
     yield f"{'NODE':32} {'IS':8} {'IN FLIGHT':>9} {'EXPIRED':>8}"
     for node in stats.nodes:

@@ -8386,27 +8386,6 @@ class CommandLine(QueueCase):
             self.assertEqual(self.ok("release", "jobs", "--all"), "released 2\n")
         self.assertEqual(self.states(), {"pending": 2})
 
-    def test_top_estimates_the_time_left_by_the_rate_of_all_workers(self) -> None:
-        """By what ends, or, where that is not kept, by how what waits shrinks; else not at all."""
-        for keep_done in (True, False):
-            q, clock = self.queue(keep_done=keep_done), self.clock()
-            clock.stand_still()
-            q.push_many([b"x"] * 8)
-
-            def work(seconds: float, q: FemtoQueue = q, clock: Clock = clock) -> None:
-                clock.advance(10)
-                q.done(self.pop(q))
-                q.done(self.pop(q))
-
-            clock.__dict__.update(sleep=work, strftime=time.strftime)
-            lines = self.ok("top", "jobs", "-n", "3").splitlines()
-            rates = [line for line in lines if line.startswith("in ")]
-            self.assertEqual(len(rates), 3)
-            self.assertNotIn("left", rates[0])
-            self.assertRegex(rates[1], ", (29|30)s left ")  # of floats, a little less is cut off
-            self.assertRegex(rates[2], ", (19|20)s left ")
-            self.drain(q)
-
     def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
         self.queue().push(b"x")
         with mock.patch("builtins.print", side_effect=KeyboardInterrupt):
@@ -8826,6 +8805,20 @@ class Terminal(QueueCase):
         self.assertEqual(self.end(), 0)
         self.assertRegex(str(self.screen), r"^begun\nbegun\nfemtoqueue: done 2 in \d+s$")
         self.assert_restored()
+
+    def test_work_estimates_the_time_left_by_the_rate_of_all_workers(self) -> None:
+        """By what ends, or, where that is not kept, by how what waits shrinks; else not at all."""
+        for words in ((), ("--keep-done", "0s")):
+            self.path = self.new_dir(self.memory)
+            self.queue().push_many([b"x"] * 4)
+            self.work(*words)
+            self.assertNotIn("left", self.see("waiting 5")[-1])
+            self.let_one_go_on()
+            line = self.see("done 1, failed 0, waiting 4, ")[-1]
+            found = re.search(r"4, (\d+\.\d)/s, (\d+)s left", line)
+            assert found is not None, line
+            rate, left_s = map(float, found.groups())
+            self.assertIn(left_s, range(int(4 / (rate + 0.06)), 1 + int(4 / (rate - 0.06))))
 
     def test_the_progress_of_work_fits_into_a_narrow_window(self) -> None:
         """Else it could not be drawn over; though standard output is no terminal."""
