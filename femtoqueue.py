@@ -112,6 +112,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import operator
 import os
 import re
 import stat
@@ -5191,6 +5192,7 @@ def _write_error(text: str) -> None:
 
 _Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
 _Declaration = Callable[[Any], object]  # adds to a parser
+_argument = functools.partial(operator.methodcaller, "add_argument")
 _COMMANDS: dict[str, tuple[_Run, tuple[_Declaration, ...], str | None]] = {}
 
 
@@ -5203,10 +5205,6 @@ def _command(*declarations: _Declaration, usage: str | None = None) -> Callable[
         return run
 
     return declare
-
-
-def _argument(*names: str, **settings: Any) -> _Declaration:
-    return lambda parser: parser.add_argument(*names, **settings)
 
 
 def _either(*declarations: _Declaration) -> _Declaration:
@@ -5527,25 +5525,20 @@ def _work_command(options: Any) -> int:
     with FemtoQueue(options.dir, **settings) as q:
         if is_new:
             console.write(f"femtoqueue: {options.dir} was not there: a new queue\n")
-        status = _run_pool(q, _CommandHandler(q, watchdog, console, options), console, options)
+        status = _run_pool(_CommandPool(q, watchdog, console, options), console, options)
     if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
         os._exit(status)
     return status
 
 
-def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, options: Any) -> int:
+def _run_pool(pool: _CommandPool, console: _Console, options: Any) -> int:
     """Handle tasks until told to stop, report what was done, and return the exit status."""
     import signal
 
     # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    pool = _CommandPool(
-        *(q, handler, options.jobs, options.drain),
-        idle_timeout_s=options.idle_timeout,
-        time_limit_s=options.time_limit,
-    )
     is_over = threading.Event()
-    reporter = threading.Thread(target=_report, args=(q, pool, console, is_over), daemon=True)
+    reporter = threading.Thread(target=pool.report, args=(is_over,), daemon=True)
     if not options.quiet:
         reporter.start()
     try:
@@ -5561,31 +5554,6 @@ def _run_pool(q: FemtoQueue, handler: _CommandHandler, console: _Console, option
     if len(pool.signals) > 1:
         return 128 + pool.signals[-1]
     return 1 if options.drain and (pool.counts["failed"] or not pool.is_drained) else 0
-
-
-def _report(q: FemtoQueue, pool: _WorkerPool, console: _Console, is_over: threading.Event) -> None:
-    """Show counts, rate and time left: each 0.5 s on a terminal, else 10 s (20 times its cost).
-    In the end, say what was done."""
-    cost_s, began_s = 0.0, time.monotonic()
-    # When, how many tasks had ended here and in the whole queue, and how many waited.
-    looks: deque[tuple[float, int, int, int]] = deque(maxlen=20)
-    while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
-        look_s, done, failed = time.monotonic(), pool.counts["done"], pool.counts["failed"]
-        with contextlib.suppress(OSError):  # pop() meets it, too
-            names = {it: os.listdir(os.path.join(q.data_dir, it)) for it in _STATE_DIRS}
-            waiting = len(names["pending"]) + len(names["scheduled"])
-            ended = sum(not name.endswith(".error") for it in _ENDED for name in names[it])
-            looks.append((look_s, done + failed, ended, waiting))
-            seconds, ours, gone, more = (b - a for a, b in zip(looks[0], looks[-1], strict=True))
-            gone = max(gone, -more)  # what has ended may be kept, or not
-            left = f", {_time_text(waiting * seconds / gone)} left" if gone > 0 else ""
-            rate = ours / (seconds or 1)
-            console.show(f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}")
-        cost_s = time.monotonic() - look_s
-    counts = ", ".join(f"{name} {count}" for name, count in pool.counts.items())
-    console.progress = b""
-    took = _time_text(time.monotonic() - began_s)
-    console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
 
 
 class _Console:
@@ -5636,19 +5604,28 @@ class _Console:
                 os.write(2, b"\r\x1b[K" + progress)
 
 
-class _CommandHandler:
-    """The handler of `work`: runs CMD for a task. Raises _CommandFailed unless that ends with
-    status 0, and SystemExit if it can't be run: that is no fault of the task's. Invariant: a
-    process that may run is in _running."""
+class _CommandPool(_WorkerPool):
+    """The pool of `work`: its handler runs CMD for a task. At the second signal commands are ended;
+    threads give the tasks back. Invariant: a process that may run is in _processes."""
+
+    in_threads = True  # a signal must not come between a command's start and its report
 
     def __init__(self, queue: FemtoQueue, watchdog: int, console: _Console, options: Any) -> None:
-        self._queue, self._watchdog = queue, watchdog
-        self._console, self._options = console, options
-        self._running: set[Any] = set()
-        self._is_stopped, self._is_killed = threading.Event(), threading.Event()
-        self._is_aborted = False
+        limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
+        super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
+        self._watchdog, self._console, self._options = watchdog, console, options
+        self._processes: set[Any] = set()
+        self._is_told = threading.Event()  # that the first signal came
 
-    def __call__(self, task: FemtoTask) -> None:
+    def _stop_signals(self) -> tuple[int, ...]:
+        import signal
+
+        stops = signal.SIGHUP, signal.SIGINT, signal.SIGTERM  # HUP: the terminal is gone
+        return (*stops, signal.SIGUSR1, signal.SIGUSR2)  # schedulers send these as a warning
+
+    def _run_command(self, task: FemtoTask) -> None:
+        """Run CMD for a task. Raises _CommandFailed unless that ends with status 0, and SystemExit
+        if it can't be run: that is no fault of the task's."""
         import tempfile
 
         fds, output_dir = [1, 2], self._options.output_dir  # where its output goes
@@ -5661,26 +5638,50 @@ class _CommandHandler:
                     paths = [os.path.join(output_dir, f"{task.id}.{it}") for it in ("out", "err")]
                     fds = [files.enter_context(open(it, "ab")).fileno() for it in paths]
                 process = files.enter_context(self._start(task, payload.fileno()))
-                if not self._run(process, fds, task.attempts == self._options.max_attempts):
-                    self._queue.release(task, front=True, counted=False)
+                self._follow(task, process, fds)
         except OSError as error:  # no descriptors, memory or room; nobody reads what it wrote
             raise SystemExit(_error_text(error)) from error
 
-    def stop(self) -> None:
+    def report(self, is_over: threading.Event) -> None:
+        """Show counts, rate and time left: each 0.5 s on a terminal, else 10 s (20 times its cost).
+        In the end, say what was done."""
+        console, path, cost_s, began_s = self._console, self._queue.data_dir, 0.0, time.monotonic()
+        # When, how many tasks had ended here and in the whole queue, and how many waited.
+        looks: deque[tuple[float, int, int, int]] = deque(maxlen=20)
+        while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
+            look_s, done, failed = time.monotonic(), self.counts["done"], self.counts["failed"]
+            with contextlib.suppress(OSError):  # pop() meets it, too
+                names = {it: os.listdir(f"{path}/{it}") for it in _STATE_DIRS}
+                waiting = len(names["pending"]) + len(names["scheduled"])
+                ended = sum(not name.endswith(".error") for it in _ENDED for name in names[it])
+                looks.append((look_s, done + failed, ended, waiting))
+                seconds, ours, gone, more = map(operator.sub, looks[-1], looks[0])
+                gone = max(gone, -more)  # what has ended may be kept, or not
+                left = f", {_time_text(waiting * seconds / gone)} left" if gone > 0 else ""
+                rate = f"{ours / (seconds or 1):.1f}/s"
+                console.show(f"done {done}, failed {failed}, waiting {waiting}, {rate}{left}")
+            cost_s = time.monotonic() - look_s
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+        took = _time_text(time.monotonic() - began_s)
+        console.progress = b""
+        console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
+
+    def _tell_stop(self) -> None:
         """Tell of the first signal, in its handler, unless that would block. Not by the console:
         its lock may be held by the very line that the signal interrupted."""
         import select
 
-        self._is_stopped.set()
+        self._is_told.set()
         with contextlib.suppress(OSError, ValueError):
             if select.select([], [2], [], 0)[1]:
                 os.write(2, b"\nfemtoqueue: finishing what runs; a second signal ends it\n")
 
-    def abort(self, number: int) -> None:
-        """Pass a signal to all commands that run, and wait until they have ended."""
-        self._is_aborted = True
-        self._terminate([*self._running], number)
-        self._is_killed.set()
+    def _abort(self) -> None:
+        """Pass the second signal to all commands that run, and wait until they have ended."""
+        self._terminate([*self._processes], self.signals[-1])
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, 1.0)
+        super()._abort()
 
     def _start(self, task: FemtoTask, payload: int) -> Any:
         """Start CMD in a process group of its own: Ctrl-C at the terminal is for the worker only,
@@ -5706,53 +5707,56 @@ class _CommandHandler:
             self._queue.fail(task, text)  # now: another try would end so, too
             raise _CommandFailed(text) from None
 
-    def _run(self, process: Any, fds: list[int], is_last_try: bool) -> bool:
-        """Return True if a process exits with status 0, False if it fails as this worker is told
-        to stop; else raise _CommandFailed."""
+    def _follow(self, task: FemtoTask, process: Any, fds: list[int]) -> None:
+        """Wait until the process of a task ends; see _run_command(). If it fails as this worker is
+        told to stop, the task is given back."""
         import subprocess
 
         timeout_s = self._options.task_timeout
         end_s, is_guarded = _end_s(timeout_s), True
-        self._running.add(process)
+        self._processes.add(process)
         try:
-            if self._is_aborted:  # RACE: abort() did not see this process
+            if len(self.signals) > 1:  # RACE: _abort() may not have seen this process
                 raise SystemExit
             tail = self._relay(process, fds, end_s)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout_s and max(0, end_s - time.monotonic()))
             status = process.returncode
-            is_stopped = bool(status) and self._is_stop(status, is_last_try)
+            is_stopped = bool(status) and self._is_stop(status, task)
             # CMD may be a shell whose program still saves its state: not twice at once.
-            while is_stopped and self._is_alive(process) and not self._is_killed.wait(0.05):
+            while is_stopped and self._is_alive(process):
+                time.sleep(0.05)
                 self._relay(process, fds, time.monotonic() + 0.1)
         finally:
             if process.returncode is None:
                 self._terminate([process])
-            self._running.discard(process)
+            self._processes.discard(process)
             try:
                 os.write(self._watchdog, b"-%d\n" % process.pid)
             except BrokenPipeError:
                 is_guarded = False
         if status == 0:
-            return True
-        if self._is_aborted:
-            raise SystemExit  # abort() ended it
+            return
+        if len(self.signals) > 1:
+            raise SystemExit  # _abort() ended it
         if not is_guarded:
             raise SystemExit("the watchdog of this worker was killed")
         if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
         if is_stopped:
-            return False
+            self._queue.release(task, front=True, counted=False)
+            return
         what = f"killed after {_time_text(timeout_s)}"
         if status is not None:
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
-    def _is_stop(self, status: int, is_last_try: bool) -> bool:
+    def _is_stop(self, status: int, task: FemtoTask) -> bool:
         """Whether a process failed as this worker is told to stop."""
         # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
-        may_be_stop = (-status if status < 0 else status - 128) in _stop_signals()
-        return self._is_stopped.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
+        may_be_stop = (-status if status < 0 else status - 128) in self._stop_signals()
+        is_last_try = task.attempts == self._options.max_attempts
+        return self._is_told.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
 
     def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
         """Relay what a process writes until it has ended, or until end_s; return the end of its
@@ -5798,33 +5802,6 @@ class _CommandHandler:
             with contextlib.suppress(ChildProcessError):  # it has others, if we are not init
                 os.waitpid(-process.pid, os.WNOHANG)
         return _signal_group(process.pid, 0)
-
-
-class _CommandPool(_WorkerPool):
-    """The pool of `work`: at the second signal commands are ended; threads give the tasks back."""
-
-    _handler: _CommandHandler
-    in_threads = True  # a signal must not come between a command's start and its report
-
-    def _stop_signals(self) -> tuple[int, ...]:
-        return _stop_signals()
-
-    def _tell_stop(self) -> None:
-        self._handler.stop()
-
-    def _abort(self) -> None:
-        self._handler.abort(self.signals[-1])
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, 1.0)
-        super()._abort()
-
-
-def _stop_signals() -> tuple[int, ...]:
-    """Return the signals that stop `work`; schedulers send the last ones as a warning."""
-    import signal
-
-    stops = signal.SIGHUP, signal.SIGINT, signal.SIGTERM  # HUP: the terminal is gone
-    return (*stops, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def _signal_group(group: int, number: int) -> bool:

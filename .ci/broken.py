@@ -1121,20 +1121,20 @@ a setting is not changed in silence | Gate
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a try that a stop ended is no failure | CommandLine
--        return self._is_stopped.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
-+        return self._is_stopped.wait(0)
+-        return self._is_told.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
++        return self._is_told.wait(0)
 a program that outlives its shell in a stop has its task until then | CommandLine
--            while is_stopped and self._is_alive(process) and not self._is_killed.wait(0.05):
-+            while is_stopped and self._is_stopped.wait(60) is None:
+-            while is_stopped and self._is_alive(process):
++            while is_stopped and self._is_told.wait(60) is None:
 a command that ends well after the second signal has done its task | CommandLine
 -        if status == 0:
--            return True
--        if self._is_aborted:
--            raise SystemExit  # abort() ended it
-+        if self._is_aborted:
-+            raise SystemExit  # abort() ended it
+-            return
+-        if len(self.signals) > 1:
+-            raise SystemExit  # _abort() ended it
++        if len(self.signals) > 1:
++            raise SystemExit  # _abort() ended it
 +        if status == 0:
-+            return True
++            return
 a first signal ends work though standard error is full | CommandLine hangs
 -            if select.select([], [2], [], 0)[1]:
 +            if select.select([], [], [], 0):
@@ -1183,8 +1183,8 @@ a task that can't be ended ends work() | Work
 -(task.path, task.id, task.id)
 +(task.path, task.path, task.path)
 a command that a signal ends alone has failed | CommandLine
--        return self._is_stopped.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
-+        return may_be_stop or self._is_stopped.is_set()
+-        return self._is_told.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
++        return may_be_stop or self._is_told.is_set()
 an idle worker that runs a task is not idle | Work
 -                if not self._running and time.monotonic() >= self._idle_end_s:
 +                if time.monotonic() >= self._idle_end_s:
