@@ -5193,15 +5193,14 @@ def _write_error(text: str) -> None:
 _Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
 _Declaration = Callable[[Any], object]  # adds to a parser
 _argument = functools.partial(operator.methodcaller, "add_argument")
-_COMMANDS: dict[str, tuple[_Run, tuple[_Declaration, ...], str | None]] = {}
+_COMMANDS: dict[str, tuple[_Run, tuple[_Declaration, ...]]] = {}
 
 
-def _command(*declarations: _Declaration, usage: str | None = None) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR.
-    usage: what the help says of these in its first line, where all of them are too many."""
+def _command(*declarations: _Declaration) -> Callable[[_Run], _Run]:
+    """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR."""
 
     def declare(run: _Run) -> _Run:
-        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, declarations, usage
+        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, declarations
         return run
 
     return declare
@@ -5240,24 +5239,20 @@ def _make_parsers() -> tuple[Any, dict[str, Any]]:
     if os.path.basename(sys.argv[0]) == "femtoqueue.py":  # copied, not installed
         program = f"{os.path.basename(sys.executable) or 'python'} -m femtoqueue"
     summary = "A durable task queue in a directory, DIR. COMMAND --help says more."
-    notes = (
-        "If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds."
-    )
+    words = "If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds"
     status = "Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."
-    parser = Parser(prog=program, description=summary, epilog=f"{notes} {status}")
+    parser = Parser(prog=program, description=summary, epilog=f"{words}. {status}")
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     default_dir = os.environ.get("FEMTOQUEUE_DIR")
     note = f"No word is DIR: FEMTOQUEUE_DIR is {default_dir}" if default_dir else None
-    for name, (run, declarations, usage) in _COMMANDS.items():
+    for name, (run, declarations) in _COMMANDS.items():
         text = re.sub("(?m)^    ", "", run.__doc__ or "").replace("femtoqueue ", f"{program} ")
         command = commands.add_parser(name, help=text.split("\n")[0], description=text, epilog=note)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
-        if usage is not None:
-            command.usage = f"{command.prog} {'' if default_dir else 'DIR '}{usage}"
         for add in declarations:
             add(command)
     return parser, commands.choices
@@ -5292,6 +5287,7 @@ def _id_argument(text: str) -> str:
     return text
 
 
+_HOW = "if that is leased: buffer (default), update or reject"
 _TIMES = "2026-12-01T08:00, or 2026-12-01T08:00+01:00"
 _flag = functools.partial(_argument, action="store_true")
 _piece = functools.partial(_argument, action="store_const", dest="end")
@@ -5387,23 +5383,14 @@ def _fields(row: dict[str, Any]) -> str:
         _argument("--at", type=_timestamp, metavar="WHEN", help=f"wait until {_TIMES}"),
     ),
     _argument("--key", help="replace the payload of this key's task, if one waits"),
-    _argument(
-        "--if-in-flight",
-        choices=_IF_IN_FLIGHT,
-        default="buffer",
-        metavar="HOW",
-        help="if that is leased: buffer, update or reject",
-    ),
+    _argument("--if-in-flight", choices=_IF_IN_FLIGHT, default="buffer", metavar="HOW", help=_HOW),
     _SYNC,
-    usage="[OPTIONS] [PAYLOAD ...]",
 )
 def _push_command(options: Any) -> None:
     """Add tasks, and print their ids.
 
-    Put a PAYLOAD that begins with - after --. Without any, standard input is a
-    task, or each of its pieces (--lines, --null). If the task of a key is leased, a
-    new payload comes after it (buffer, the default), or in a redelivery (update),
-    or is an error (reject).
+    Put a PAYLOAD that begins with - after --; without any, standard input is one.
+    If the task of KEY is leased, it comes after that, or in a redelivery (update).
 
     Example: femtoqueue push jobs 'resize 42.png'
     """
@@ -5438,15 +5425,14 @@ def _push_command(options: Any) -> None:
 
 def _read_pieces(stream: Any, end: bytes) -> Iterator[bytes]:
     """Yield the pieces of a stream, each as soon as the byte that ends it is there."""
-    parts: list[bytes] = []
+    rest = bytearray()
     while chunk := stream.read1(1 << 16):
-        first, *more = chunk.split(end)
-        parts.append(first)
-        for piece in more:
-            yield b"".join(parts)
-            parts = [piece]
-    if any(parts):
-        yield b"".join(parts)
+        rest += chunk
+        if end in chunk:
+            *pieces, rest = rest.split(end)
+            yield from map(bytes, pieces)
+    if rest:
+        yield bytes(rest)
 
 
 # Command line: work
@@ -5854,15 +5840,13 @@ def _start_watchdog() -> int:
         _argument("--key", help="lease the task of this key, out of turn"),
         _argument("--id", type=_id_argument, help="lease this task, due or not"),
     ),
-    usage="[OPTIONS]",
 )
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
-    The path ends with the id. The lease outlives this process: it lasts until
-    done, fail or release, or for --timeout. These commands take the path, which
-    stands for this delivery only, or the id. With --payload, the payload is
-    printed, and the path goes to standard error. Status 1: there is no task.
+    The lease lasts until done, fail or release, or for --timeout. These take the
+    path, which stands for this delivery only, or the id, its end. With --payload,
+    the path goes to standard error. Status 1: there is no task.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
@@ -5896,10 +5880,9 @@ def _cancel_command(options: Any) -> int:
     """
 
     def cancel(q: FemtoQueue, name: str) -> None:
-        ident = _id_of(name)
-        task = q.take(id=ident)
+        task = q.take(id=_id_of(name))
         if task is None:
-            raise TaskNotFound(f"task {ident} is not waiting, or the queue is paused")
+            raise TaskNotFound(f"task {_id_of(name)} is not waiting, or the queue is paused")
         q.done(task)
 
     return _for_each_id(options, cancel, keep_done=False)
@@ -6028,18 +6011,11 @@ def _show_command(options: Any) -> None:
 
 @_command(
     _flag("--json", help="print a JSON object"),
-    _time_span(
-        "--max-age", default=float("inf"), help="exit with 1 if the oldest pending task is older"
-    ),
-    _number(
-        "--max-pending", default=float("inf"), help="exit with 1 if more than N tasks are pending"
-    ),
+    _time_span("--max-age", default=float("inf"), help="status 1 if a pending task is older"),
+    _number("--max-pending", default=float("inf"), help="status 1 if more tasks are pending"),
 )
 def _stat_command(options: Any) -> int:
     """Count the tasks in each state; for monitors, too.
-
-    Status 1: more than --max-pending tasks wait, or the oldest waits for longer
-    than --max-age.
 
     Example: femtoqueue stat jobs --max-age 10m
     """

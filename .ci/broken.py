@@ -1284,9 +1284,9 @@ a lease that `pop` can't print is given back | CommandLine
 -        status = status if finding.repaired else 1
 +        status = status if finding.text else 1
 the last piece of --null needs no zero byte | CommandLine
--    if any(parts):
--        yield b"".join(parts)
-+    parts.clear()
+-    if rest:
+-        yield bytes(rest)
++    rest.clear()
 """
 
 
