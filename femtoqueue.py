@@ -5463,27 +5463,24 @@ _START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    {} in an ARG of CMD is replaced by the payload. Give it to `sh -c` as an
-    argument of its own: within the script, the payload would be run as code. A
-    payload that cannot be an argument (it has a zero byte, or is too long) is a
-    dead letter at once. The environment of CMD has FEMTOQUEUE_ID,
-    FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
+    {} in an argument of CMD is replaced by the payload. Give it to `sh -c` as an
+    argument of its own: within the script, it would be run as code. A payload that
+    can't be an argument (a zero byte, or too long) is a dead letter at once. The
+    environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
 
-    If CMD exits with 0, the task is done. Else it is tried again later; in the
-    end it is a dead letter, with the end of CMD's standard error as the reason.
-    Output is passed on as it comes; with -j 2 or more, and above a progress line,
-    by whole lines.
+    If CMD exits with 0, the task is done. Else it is tried again later, and in the
+    end a dead letter, whose reason is the end of CMD's standard error. Output comes
+    by whole lines with -j 2 or more and above a progress line, else at once.
 
-    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are
-    finished. A second one: it is passed to their process groups, which are killed
-    5 s later, and their tasks are given back. A scheduler may signal the commands,
-    too: what fails then, or dies of such a signal, is given back to the front, and
-    is no failed try; but SIGKILL counts. So a task that takes longer than a job may
-    would come first in the next one: let --task-timeout be less than that.
+    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are finished.
+    A second one goes to their process groups, which are killed 5 s later; tasks are
+    given back. A scheduler may signal the commands, too: what fails then, or dies
+    of such a signal, is given back to the front as no failed try; but SIGKILL
+    counts. Let --task-timeout be less than a job may take: else its task comes
+    first in the next one.
 
-    If this worker is killed, its commands are killed, too. But a lease that is
-    lost (after a stop for longer than --timeout, or by `release`) does not end CMD.
-
+    If this worker is killed, its commands are, too. A lost lease (by a stop longer
+    than --timeout, or by `release`) does not end CMD.
     Status 1: with --drain, a task failed for good, or work is left.
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
@@ -5510,7 +5507,7 @@ def _work_command(options: Any) -> int:
     watchdog = _start_watchdog()  # before there is a thread
     with FemtoQueue(options.dir, **settings) as q:
         if is_new:
-            console.write(f"femtoqueue: {options.dir} was not there: a new queue\n")
+            _write_error(f"{options.dir} was not there: a new queue")
         status = _run_pool(_CommandPool(q, watchdog, console, options), console, options)
     if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
         os._exit(status)
@@ -5548,7 +5545,7 @@ class _Console:
 
     def __init__(self, options: Any) -> None:
         self._lock = threading.Lock()
-        self.progress = b""
+        self.progress = ""
         is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
         self.is_terminal = is_terminal and not options.quiet
         self._is_by_lines = self.is_terminal or options.jobs > 1
@@ -5571,23 +5568,22 @@ class _Console:
 
     def show(self, text: str) -> None:
         """Show a progress line until the next one; where there is no terminal, write it."""
-        if self.is_terminal:
-            with contextlib.suppress(OSError):  # the terminal is gone
-                self.progress = text[: os.get_terminal_size(2).columns - 1].encode()
+        self.progress = text
         self.write("" if self.is_terminal else f"femtoqueue: {text}\n")
 
     def _write(self, data: bytes, fd: int) -> None:
         with self._lock:
-            self._draw(b"")
+            self._draw("")
             while data:
                 data = data[os.write(fd, data) :]
             self._draw(self.progress)
 
-    def _draw(self, progress: bytes) -> None:
+    def _draw(self, progress: str) -> None:
         """Replace the progress line on the screen. Call it with _lock held."""
         if self.is_terminal:
             with contextlib.suppress(OSError):  # the terminal is gone
-                os.write(2, b"\r\x1b[K" + progress)
+                width = os.get_terminal_size(2).columns - 1
+                os.write(2, f"\r\x1b[K{progress[:width]}".encode())
 
 
 class _CommandPool(_WorkerPool):
@@ -5649,7 +5645,7 @@ class _CommandPool(_WorkerPool):
             cost_s = time.monotonic() - look_s
         counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
         took = _time_text(time.monotonic() - began_s)
-        console.progress = b""
+        console.progress = ""
         console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
 
     def _tell_stop(self) -> None:
@@ -5674,11 +5670,9 @@ class _CommandPool(_WorkerPool):
         which finishes what runs."""
         import subprocess
 
-        program, *arguments = self._options.after_dashes
-        has_payload = any("{}" in it for it in arguments)
-        if has_payload:
-            arguments = [os.fsencode(it).replace(b"{}", task.data) for it in arguments]
-        command = ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", program, *arguments]
+        program, *given = self._options.after_dashes
+        words = [os.fsencode(it).replace(b"{}", task.data) for it in given]
+        command = ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", program, *words]
         env = {"FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
         env["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00")
         settings: dict[str, Any] = {"env": {**os.environ, **env}, "pass_fds": [payload]}
@@ -5687,6 +5681,7 @@ class _CommandPool(_WorkerPool):
         try:
             return subprocess.Popen(command, **settings)
         except (OSError, ValueError) as error:  # ValueError: a zero byte
+            has_payload = "{}" in " ".join(given)
             if not has_payload or getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
                 raise
             text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
@@ -5926,13 +5921,11 @@ def _release_command(options: Any) -> int:
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
+    if bool(options.ids) == (options.all or options.node is not None):
+        options.error("give IDs, --all or --node")
     to = {"front": options.front, "delay_s": options.delay}
     if options.ids:
-        if options.all or options.node is not None:
-            options.error("--all and --node go without IDs")
         return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
-    if not options.all and options.node is None:
-        options.error("give IDs, --all or --node")
     with _open_queue(options) as q:
         tasks = q.tasks("inflight", data=False)
         wanted = [it for it in tasks if options.node in (None, it.node)]
