@@ -5673,11 +5673,10 @@ class _CommandPool(_WorkerPool):
         program, *given = self._options.after_dashes
         words = [os.fsencode(it).replace(b"{}", task.data) for it in given]
         command = ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", program, *words]
-        env = {"FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
         env["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00")
-        settings: dict[str, Any] = {"env": {**os.environ, **env}, "pass_fds": [payload]}
-        settings |= dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-        settings |= {"stdin": self._watchdog, "start_new_session": True}
+        settings: dict[str, Any] = {"env": env, "pass_fds": [payload], "start_new_session": True}
+        settings |= {"stdin": self._watchdog, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         try:
             return subprocess.Popen(command, **settings)
         except (OSError, ValueError) as error:  # ValueError: a zero byte
@@ -5915,9 +5914,8 @@ def _fail_command(options: Any) -> int:
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
 
-    They go to the back of the queue, to its front, or wait for a delay first. A
-    worker that holds such a task loses its lease, and can change nothing any more.
-    With --all or --node, a line says how many they were.
+    A worker that holds such a task loses its lease, and can change nothing any
+    more. With --all or --node, a line says how many they were.
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
@@ -6126,8 +6124,6 @@ def _retry_command(options: Any) -> int:
 )
 def _purge_command(options: Any) -> None:
     """Delete tasks that were done long ago, and print how many.
-
-    With --failed, tasks that failed long ago, too.
 
     Example: femtoqueue purge jobs --older-than 7d
     """

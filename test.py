@@ -8332,6 +8332,8 @@ class CommandLine(QueueCase):
         for text, *lines in self.WRONG_USES:
             for line in lines:
                 self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa"), text)
+        with mock.patch.object(femtoqueue, "os", fake_os("fork")):
+            self.check_wrong("work jobs -- true", "use FemtoQueue.work()")
         self.assertFalse(os.path.exists(self.path))
         self.queue().push(b"x")
         self.put("file", b"", "")
@@ -8407,11 +8409,6 @@ class CommandLine(QueueCase):
             q.done(task)
         for name in self.names("done"):
             os.unlink(self.file("done", name))
-
-    def test_work_where_there_is_no_fork_says_what_to_use(self) -> None:
-        with mock.patch.object(femtoqueue, "os", fake_os("fork")):
-            self.check_wrong("work jobs -- true", "use FemtoQueue.work()")
-        self.assertFalse(os.path.exists(self.path))
 
     def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
         """It goes to each command's group. Not when a shell has ended is its task given back, but
