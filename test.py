@@ -391,16 +391,6 @@ def interrupted_at_line(number: int) -> Iterator[None]:
         sys.settrace(None)
 
 
-def failing(event: str, ending: str, code: int) -> Callable[[str, tuple[Any, ...]], None]:
-    """Return a hook by which a system call fails for all paths that end so."""
-
-    def hook(name: str, args: tuple[Any, ...]) -> None:
-        if name == event and args[0].endswith(ending):
-            raise OSError(code, os.strerror(code))
-
-    return hook
-
-
 # What a name is, and what a record: told here by other code than femtoqueue's.
 
 HEX = "0123456789abcdef"
@@ -604,9 +594,6 @@ class QueueCase(unittest.TestCase):
         """Let femtoqueue wait for that long, not for as long as its constant says."""
         self.patched(with_constant(name, value))
 
-    def fail_with(self, code: int) -> None:
-        raise OSError(code, os.strerror(code))
-
     def can_exchange(self) -> bool:
         """Whether two names can be: here those of two empty directories."""
         try:
@@ -693,13 +680,13 @@ def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**
     return hook
 
 
+def fail_with(code: int) -> NoReturn:
+    raise OSError(code, os.strerror(code))
+
+
 def raising(code: int) -> Callable[[], NoReturn]:
     """Return a function that raises the OSError of an errno."""
-
-    def fail() -> NoReturn:
-        raise OSError(code, os.strerror(code))
-
-    return fail
+    return functools.partial(fail_with, code)
 
 
 def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
@@ -721,6 +708,21 @@ def reason_of(q: FemtoQueue, ident: str) -> str:
         return file.read()
 
 
+def _taken(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
+    task = q.pop(timeout)
+    assert task is not None
+    return task
+
+
+def leased(
+    q: FemtoQueue, data: bytes = b"x", key: str | None = None, *, count: int = 1
+) -> FemtoTask:
+    """Push as many tasks, and lease the first."""
+    for _ in range(count):
+        q.push(data, key=key)
+    return _taken(q)
+
+
 # Wrong arguments: a call, of a queue that has leased a task; what it raises, and what that says;
 # and what is wrong. In what it says, {it} is what is wrong; for None, the task.
 Refusal = tuple[Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]]
@@ -732,7 +734,9 @@ NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
 NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-00000000"}
 NO_RELEASE = {"front": True, "delay_s": 1}, {"delay_s": -1}, {"delay_s": NAN}
-FIXED = "sync_after_write", "max_attempts", "keep_done", "timeout_stale_ms"
+FIXED = "sync_after_write", "max_attempts", "keep_done", "timeout_stale_ms", "node_id"
+NO_SECONDS: tuple[Any, ...] = ("1", True, [])
+NO_TIMEOUTS = -1, NAN, INFINITE
 REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(it), TypeError, "bytes-like", NO_BYTES),
@@ -769,6 +773,25 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: FemtoQueue(q.data_dir, keep_done=it), TypeError, "keep_done", ("1d",)),
     (lambda q, task, it: FemtoQueue(q.data_dir, keep_done=it), ValueError, "keep_done", NO_AGES),
     (lambda q, task, it: setattr(q, it, 1), AttributeError, "{it}", FIXED),
+    (lambda q, task, it: q.pop(it), TypeError, "timeout must be", NO_SECONDS),
+    (lambda q, task, it: q.pop(it), ValueError, "timeout must be", NO_TIMEOUTS),
+    (lambda q, task, it: q.drain(it), TypeError, "timeout must be", NO_SECONDS),
+    (lambda q, task, it: q.drain(it), ValueError, "timeout must be", NO_TIMEOUTS),
+    (lambda q, task, it: q.take("key", it), TypeError, "timeout must be", NO_SECONDS),
+    (lambda q, task, it: q.take("key", it), ValueError, "timeout must be", NO_TIMEOUTS),
+    (lambda q, task, it: q.work(it), TypeError, "handler", (7,)),
+    (lambda q, task, it: q.work(print, concurrency=it), ValueError, "concurrency", (0, 1.5)),
+    (lambda q, task, it: q.work(print, stop=it), TypeError, "stop", (True,)),
+    (lambda q, task, it: q.work(print, idle_timeout_s=it), ValueError, "idle_timeout_s", (-1,)),
+    (lambda q, task, it: q.work(print, time_limit_s=it), ValueError, "time_limit_s", (NAN,)),
+    (lambda q, task, it: q.work(print, time_limit_s=it), TypeError, "time_limit_s", ("1",)),
+    (lambda q, task, it: FemtoQueue(q.data_dir, retry_delay_s=it), ValueError, "retry_d", (-1,)),
+    (lambda q, task, it: FemtoQueue(q.data_dir, poll_interval_s=it), ValueError, "poll_i", (-1,)),
+    (lambda q, task, it: q.processing(it), TypeError, "", (b"x",)),
+    (lambda q, task, it: q.checkpoint(task, it), TypeError, "", ("text",)),
+    (lambda q, task, it: TicketQueue(q.data_dir, it), ValueError, "stale_timeout", (0,)),
+    (lambda q, task, it: TicketQueue(q.data_dir, it), TypeError, "stale_timeout", ("1",)),
+    (lambda q, task, it: TicketQueue(q.data_dir).turn(it).__enter__(), TypeError, "", ("1",)),
 )
 
 
@@ -801,7 +824,7 @@ class Lifecycle(QueueCase):
 
     def test_wrong_arguments_are_refused_and_change_nothing(self) -> None:
         q = self.queue()
-        task = _pushed_and_taken(q)
+        task = leased(q)
         for call, error, text, those in REFUSALS:
             for it in those:
                 said = text.format(it=task if it is None else it)
@@ -866,7 +889,7 @@ class Lifecycle(QueueCase):
 
     def test_a_time_for_which_there_are_no_names_is_the_last_of_them(self) -> None:
         q = self.queue()
-        task = _pushed_and_taken(q)
+        task = leased(q)
         q.extend(task, 1e300)
         q.release(task, delay_s=1e300)
         self.assertEqual((q.pop(), len(self.names("scheduled"))), (None, 1))
@@ -981,7 +1004,7 @@ class Lifecycle(QueueCase):
     def test_what_is_done_is_not_kept_if_that_is_not_wanted(self) -> None:
         for keep_done in (False, 0):
             q = self.queue(keep_done=keep_done)
-            q.done(_pushed_and_taken(q))
+            q.done(leased(q))
             self.assertEqual(self.states(), {})
 
     def test_what_is_done_is_kept_for_as_many_seconds_as_wanted(self) -> None:
@@ -989,11 +1012,11 @@ class Lifecycle(QueueCase):
         q, clock = self.queue(keep_done=60), self.clock()
         with with_constant("purge slice", 2):
             for _ in range(10):
-                q.done(_pushed_and_taken(q))
+                q.done(leased(q))
             self.put("notes.txt", b"", "done")
             self.foreign = ("notes.txt",)
             clock.advance(30)
-            q.done(_pushed_and_taken(q))
+            q.done(leased(q))
             os.utime(self.file("done"))
             self.assertEqual(len(self.names("done")), 12)
             clock.advance(61)
@@ -1226,7 +1249,7 @@ class Leases(QueueCase):
             second.done,
         ]
         for holder in (first, second):
-            late = _pushed_and_taken(first)
+            late = leased(first)
             clock.advance(31)
             mine = self.pop(holder)
             before = self.names(os.path.dirname(mine.path)), self.states()
@@ -1259,7 +1282,7 @@ class Leases(QueueCase):
     def test_progress_is_kept_when_another_process_saves_it(self) -> None:
         """The payload that it belongs to is read, which attach() did not."""
         q, other = self.queue(), self.queue("n2")
-        q.checkpoint(_pushed_and_taken(q), b"1")
+        q.checkpoint(leased(q), b"1")
         attached = other.attach(self.names("inflight-n1")[0])
         other.checkpoint(attached, b"2")
         other.release(attached)
@@ -1274,7 +1297,7 @@ class Leases(QueueCase):
         a queue renews it whose own leases have none."""
         q, clock = self.queue(detached=True), self.clock()
         endless = self.queue("n2", timeout_stale_ms=None)
-        endless.extend(endless.attach(_pushed_and_taken(q).id))
+        endless.extend(endless.attach(leased(q).id))
         q.close()
         for node_id in ("n1", "other"):
             with self.queue(node_id) as other:
@@ -1343,7 +1366,7 @@ class Liveness(QueueCase):
             self.path = self.new_dir(self.memory)
             with on_boot("the boot before"):
                 q = self.queue("a")
-                _pushed_and_taken(q)
+                leased(q)
                 dies(q)  # with the kernel: nobody holds the lock
             other = self.queue("b")
             self.assertIsNone(other.pop())
@@ -1442,7 +1465,7 @@ class Liveness(QueueCase):
         import fcntl
 
         q, again = self.queue(), self.queue()
-        _pushed_and_taken(q)
+        leased(q)
         dies(q)
         observer = os.open(lease_dir(q), os.O_RDONLY)
         self.addCleanup(os.close, observer)
@@ -1618,7 +1641,7 @@ class PlaceLost(QueueCase):
             into_it = name == "move" and not args[1].startswith("/")
             is_gone = not os.path.exists(place) or gone in descriptors_of(place)
             if is_gone and (into_it or (name == "fstat" and args[0] == gone)):
-                self.fail_with(errno.ESTALE)
+                fail_with(errno.ESTALE)
 
         with hooked(stale):
             self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
@@ -1664,7 +1687,7 @@ class PlaceLost(QueueCase):
 
     def test_extend_says_that_the_lease_is_lost(self) -> None:
         q = self.queue()
-        task = _pushed_and_taken(q)
+        task = leased(q)
         shutil.rmtree(lease_dir(q))
         self.assertRaises(LeaseLost, q.extend, task)
 
@@ -1694,27 +1717,20 @@ class Row(NamedTuple):
     settings: dict[str, Any] = {}  # noqa: RUF012
 
 
-def _leased(q: FemtoQueue, key: str | None = None, count: int = 1) -> FemtoTask:
-    """Push as many tasks, and lease the first."""
-    for _ in range(count):
-        q.push(b"x", key=key)
-    return _taken(q)
-
-
 def _failed(q: FemtoQueue) -> FemtoTask:
-    task = _leased(q)
+    task = leased(q)
     q.fail(task)
     return task
 
 
 def _given_back(q: FemtoQueue) -> FemtoTask:
-    task = _leased(q)
+    task = leased(q)
     q.release(task)
     return task
 
 
 def _push_on_what_came_back(q: FemtoQueue, key: str) -> Callable[[], object]:
-    q.release(_leased(q, key))
+    q.release(leased(q, key=key))
     return functools.partial(q.push, b"y", key=key)
 
 
@@ -1737,7 +1753,7 @@ STEPS = {
     "pop of an empty queue": Row(lambda q: q.pop, "list stat", ""),
     "pop": Row(lambda q: (q.push(b"x"), q.pop)[1], "list move open read close", "move"),
     "pop of the next one": Row(
-        lambda q: (_leased(q, count=2), q.pop)[1], "move open read close", "move"
+        lambda q: (leased(q, count=2), q.pop)[1], "move open read close", "move"
     ),
     "pop of one that comes due": Row(
         lambda q: (q.schedule(b"x", 1), q.pop)[1],
@@ -1747,18 +1763,18 @@ STEPS = {
     "pop of one that came back": Row(
         lambda q: (_given_back(q), q.pop)[1], "list move open read close stat", "move"
     ),
-    "done": Row(lambda q: functools.partial(q.done, _leased(q)), "move", "move file directory"),
+    "done": Row(lambda q: functools.partial(q.done, leased(q)), "move", "move file directory"),
     "done, not kept": Row(
-        lambda q: functools.partial(q.done, _leased(q)),
+        lambda q: functools.partial(q.done, leased(q)),
         "unlink",
         "file directory unlink directory",
         {"keep_done": False},
     ),
     "fail": Row(
-        lambda q: functools.partial(q.fail, _leased(q)), "move unlink", "move unlink file directory"
+        lambda q: functools.partial(q.fail, leased(q)), "move unlink", "move unlink file directory"
     ),
     "fail, with a reason": Row(
-        lambda q: functools.partial(q.fail, _leased(q), "why"),
+        lambda q: functools.partial(q.fail, leased(q), "why"),
         "open write close move move",
         "file move move file directory",
     ),
@@ -1768,14 +1784,14 @@ STEPS = {
         "unlink move file directory",
     ),
     "release": Row(
-        lambda q: functools.partial(q.release, _leased(q)), "move", "move file directory"
+        lambda q: functools.partial(q.release, leased(q)), "move", "move file directory"
     ),
     "release, later": Row(
-        lambda q: functools.partial(q.release, _leased(q), delay_s=9), "move", "move file directory"
+        lambda q: functools.partial(q.release, leased(q), delay_s=9), "move", "move file directory"
     ),
-    "extend": Row(lambda q: functools.partial(q.extend, _leased(q), 60_000), "move", "move"),
+    "extend": Row(lambda q: functools.partial(q.extend, leased(q), 60_000), "move", "move"),
     "checkpoint": Row(
-        lambda q: functools.partial(q.checkpoint, _leased(q), b"1"),
+        lambda q: functools.partial(q.checkpoint, leased(q), b"1"),
         "open write close stat mkdir move move",
         "file directory move move directory",
     ),
@@ -1785,7 +1801,7 @@ STEPS = {
         "move",
     ),
     "keyed done": Row(
-        lambda q: functools.partial(q.done, _leased(q, "k")),
+        lambda q: functools.partial(q.done, leased(q, key="k")),
         "open lock open fstat read close lock move unlink lock close",
         "move unlink file directory",
     ),
@@ -1864,12 +1880,6 @@ class Cost(StepCase):
             self.assertEqual(" ".join(it for it in calls if it != "stat"), STEPS[name].calls, name)
 
 
-def leased(q: FemtoQueue, data: bytes = b"1", key: str | None = None) -> FemtoTask:
-    """Push a task, and lease it."""
-    q.push(data, key=key)
-    return _taken(q)
-
-
 def on(event: str, part: str) -> Callable[[str, tuple[Any, ...]], bool]:
     """Return whether a call is that one, on a path with that part in it."""
     return lambda name, args: name == event and part in "".join(map(str, args[:2]))
@@ -1892,7 +1902,7 @@ class LostReply(QueueCase):
 
         def lose() -> None:
             then()
-            self.fail_with(errno.ENOENT)
+            fail_with(errno.ENOENT)
 
         step = Meanwhile(0, lose, on(event, ""))
         with hooked(step, after=True):
@@ -2095,7 +2105,7 @@ class Sharing(QueueCase):
                 q.extend(task)
 
         for _ in range(200):
-            task = _pushed_and_taken(q)
+            task = leased(q)
             renewal = threading.Thread(target=renew, args=(task,))
             renewal.start()
             q.done(task)
@@ -2104,7 +2114,7 @@ class Sharing(QueueCase):
 
     def test_a_pickled_queue_is_made_anew_from_its_settings(self) -> None:
         q = self.queue(None, timeout_stale_ms=None, max_attempts=3)
-        task = _pushed_and_taken(q)
+        task = leased(q)
         with pickle.loads(pickle.dumps(q)) as copy:
             self.assertNotEqual(copy.node_id, q.node_id)
             self.assertEqual((copy.timeout_stale_ms, copy.max_attempts), (None, 3))
@@ -2360,7 +2370,7 @@ class KeyedTable(QueueCase):
             if len(changes) >= dies_at:
                 if name == "close":
                     os.close(args[0])
-                self.fail_with(errno.EIO)
+                fail_with(errno.EIO)
             changes.append(may_change(name, args))
 
         with mock.patch.object(femtoqueue, "time", clock):
@@ -2625,7 +2635,7 @@ class Keyed(StepCase):
                 self.names("pending")
             ):
                 taken.append(_taken(other))
-                self.fail_with(errno.EIO)
+                fail_with(errno.EIO)
 
         if not os.path.isdir("/proc/self/fd"):
             self.skipTest("needs /proc to see which file is synced")
@@ -2652,7 +2662,7 @@ class Keyed(StepCase):
         """Of keys/ and locks/, one may be there without the other."""
         for part in ("/keys", "/locks"):
             q = self.queue()
-            full = hooked(failing("mkdir", part, errno.ENOSPC))
+            full = hooked(at_call("mkdir", part, raising(errno.ENOSPC)))
             with full, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC)):
                 q.push(b"x", key="k")
             q.push(b"1", key="k")
@@ -3147,7 +3157,7 @@ class Healed(QueueCase):
 
     def cut(self, *args: Any) -> Any:
         """Fail as when the network is cut."""
-        self.fail_with(errno.ENOTCONN)
+        fail_with(errno.ENOTCONN)
 
     def test_a_failed_statfs_is_an_error_and_no_local_file_system(self) -> None:
         """The lock of another host's would not be seen. A wait that it ends leaves nothing."""
@@ -3294,7 +3304,7 @@ class Healed(QueueCase):
 
         def hang() -> None:
             clock.advance(constant("stale"))
-            self.fail_with(errno.ENOENT)
+            fail_with(errno.ENOENT)
 
         self.patched(mock.patch.object(clock, "sleep", clock.advance, create=True))
         with hooked(at_call("open", ident, hang, times=8)):
@@ -3530,7 +3540,7 @@ class Durability(StepCase):
 
     def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
         q = self.queue(sync_after_write=True)
-        find = seam("syncfs", lambda _: lambda _: self.fail_with(errno.EIO))
+        find = seam("syncfs", lambda _: lambda _: fail_with(errno.EIO))
         with find, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
             q.push_many([b"1", b"2"])
         self.assertEqual(self.states(), {})
@@ -3677,12 +3687,6 @@ Say = Callable[[str], None]
 Living = Callable[[Hook, Say], object]
 # When a life ended, who goes on with its queue, and what it had said.
 Ending = tuple[str, FemtoQueue, list[str]]
-
-
-def _taken(q: FemtoQueue) -> FemtoTask:
-    task = q.pop()
-    assert task is not None
-    return task
 
 
 class Life:
@@ -4026,7 +4030,7 @@ class Interrupted(QueueCase):
         return codes[turn % len(codes)]
 
     def fail_in_turn(self, step: Step, turn: int) -> None:
-        self.fail_with(self.code_of(step, turn))
+        fail_with(self.code_of(step, turn))
 
     def errors(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """The object works on. What raised is taken back, and leaves nothing in creating/."""
@@ -4197,7 +4201,7 @@ class Faults(PlainLives):
 
         def full(name: str, args: tuple[Any, ...]) -> None:
             if name == "mkdir" and not os.path.exists(args[0]):
-                self.fail_with(errno.ENOSPC)
+                fail_with(errno.ENOSPC)
 
         with hooked(full):
             self.assertEqual(self.drain(self.queue("n2")), [b"1", b"2"])
@@ -4287,7 +4291,7 @@ class Faults(PlainLives):
 
             def refuse(name: str, args: tuple[Any, ...], where: str = refused) -> None:
                 if name in ("open", "move") and where in "".join(map(str, args)):
-                    self.fail_with(errno.ENOSPC)
+                    fail_with(errno.ENOSPC)
 
             got: list[FemtoTask | None] = []
             for number in range(4):
@@ -4307,7 +4311,7 @@ class Faults(PlainLives):
         def take_and_fill() -> None:
             for lease in self.names("inflight-n1"):
                 os.rename(self.file("inflight-n1", lease), aside)
-            self.fail_with(errno.ENOSPC)
+            fail_with(errno.ENOSPC)
 
         full = hooked(at_call("move", f"/failed/{ident}", take_and_fill))
         with full, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC)):
@@ -4415,9 +4419,9 @@ class Faults(PlainLives):
         q = self.queue()
         q.push(b"x", key="k")
         for call in (lambda: q.take("k"), lambda: q.peek(key="k"), lambda: q.contains("k")):
-            with hooked(failing("lstat", self.names("keys")[0], errno.EIO)):
+            with hooked(at_call("lstat", self.names("keys")[0], raising(errno.EIO))):
                 self.assertRaises(OSError, call)
-        with hooked(failing("lstat", "/PAUSED", errno.EIO)):
+        with hooked(at_call("lstat", "/PAUSED", raising(errno.EIO))):
             self.assertRaises(OSError, self.queue("n2").pop)
         self.assertEqual(self.states(), {"pending": 1})
 
@@ -6553,7 +6557,7 @@ class Waiting(QueueCase):
             q.push_many([b"end"] * 6)
 
         def take() -> None:
-            while (task := _popped(q)).data != b"end":
+            while (task := _taken(q, 60)).data != b"end":
                 q.done(task)
                 got.append(int(task.data))
 
@@ -6603,8 +6607,8 @@ class Waiting(QueueCase):
 
     def test_a_lease_that_runs_out_wakes_who_waits(self) -> None:
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=50)
-        first = _pushed_and_taken(other)
-        second = _popped(q)
+        first = leased(other)
+        second = _taken(q, 60)
         self.assertEqual((second.id, second.attempts), (first.id, 2))
         self.assertRaises(LeaseLost, other.done, first)
 
@@ -6612,7 +6616,7 @@ class Waiting(QueueCase):
         """Its lease lasts for as long as it lives, so nothing else does."""
         self.hasten("base interval", 0.05)
         q, other = self.queue(), self.queue("n2", timeout_stale_ms=None)
-        task = _pushed_and_taken(other)
+        task = leased(other)
         self.assertEqual(self.woken(lambda: q.pop(60), lambda: dies(other)).id, task.id)
 
     def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
@@ -6732,7 +6736,7 @@ class Waiting(QueueCase):
     def test_drain_waits_for_what_others_may_give_back_and_ends_as_they_are_done(self) -> None:
         """A loop over pop() would have ended."""
         q, other = self.queue(), self.queue("n2")
-        held, tasks = _pushed_and_taken(other), q.drain()
+        held, tasks = leased(other), q.drain()
         task = self.woken(lambda: next(tasks), lambda: other.release(held, delay_s=0.05))
         q.done(task)
         other.push(b"y", key="key")
@@ -6768,7 +6772,7 @@ class Hearing(QueueCase):
             return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
 
         with hooked_poll(sleep):
-            return _popped(q).data
+            return _taken(q, 60).data
 
     def replace(self, directory: str, fresh: str = "fresh", old: str | None = "old") -> None:
         """Put an empty directory in the place of one of the queue's, as a person does; old: None,
@@ -6836,7 +6840,7 @@ class Hearing(QueueCase):
             return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
 
         with hooked_poll(sleep):
-            self.assertEqual(_popped(q).data, b"x")
+            self.assertEqual(_taken(q, 60).data, b"x")
 
     def test_where_nothing_or_not_everything_is_heard_it_polls(self) -> None:
         """On a file system of several hosts, without inotify, and with no instance of it left."""
@@ -7050,7 +7054,7 @@ class Coroutines(QueueCase):
             tasks = await asyncio.gather(*(q.pop_async(60) for _ in range(5)))
             got.extend(task.data for task in tasks if task)
 
-        works = [lambda: asyncio.run(wait())] * 2 + [lambda: got.append(_popped(q).data)]
+        works = [lambda: asyncio.run(wait())] * 2 + [lambda: got.append(_taken(q, 60).data)]
         threads = [threading.Thread(target=it, daemon=True) for it in works]
         for thread in threads:
             thread.start()
@@ -7058,12 +7062,6 @@ class Coroutines(QueueCase):
         for thread in threads:
             thread.join(60)
         self.assertEqual(sorted(got, key=int), [b"%d" % number for number in range(11)])
-
-
-def _popped(q: FemtoQueue) -> FemtoTask:
-    task = q.pop(60)
-    assert task is not None
-    return task
 
 
 class PollingCoroutines(Coroutines):
@@ -7101,7 +7099,7 @@ class Processing(QueueCase):
             (asyncio.CancelledError(), 1, "pending"),
         ):
             q, raised = self.queue(max_attempts=max_attempts), None
-            task = _pushed_and_taken(q)
+            task = leased(q)
             q.push(b"next")
             try:
                 with q.processing(task) as given:
@@ -7127,7 +7125,7 @@ class Processing(QueueCase):
             (FemtoQueue.release, "pending"),
         ):
             q = self.queue(state)
-            with q.processing(_pushed_and_taken(q)) as task:
+            with q.processing(leased(q)) as task:
                 end(q, task)
             self.assertEqual(self.check_invariants()[task.id], state)
 
@@ -7173,21 +7171,21 @@ class Processing(QueueCase):
 
     def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
         q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
-        with q.processing(_pushed_and_taken(q)):
+        with q.processing(leased(q)):
             self.assertIsNone(other.pop(1))
         self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
         """A lease without an end needs none."""
         q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
-        with endless.processing(_pushed_and_taken(endless)):
+        with endless.processing(leased(endless)):
             self.assertEqual(self.new_threads(), set())
-        first, second = _pushed_and_taken(q), _pushed_and_taken(q)
+        first, second = leased(q), leased(q)
         with q.processing(first), q.processing(second):
             self.assertEqual(len(self.new_threads()), 1)
             self.until_renewed(first, second)
         until(lambda: not self.new_threads())
-        with q.processing(_pushed_and_taken(q)) as task:
+        with q.processing(leased(q)) as task:
             self.until_renewed(task)
 
     def test_an_object_that_is_dropped_leaves_its_place_at_once_and_no_thread(self) -> None:
@@ -7195,7 +7193,7 @@ class Processing(QueueCase):
         holder = self.queue("n2")
         for is_attached in (False, True):
             q = FemtoQueue(self.path, "gone", timeout_stale_ms=3_600_000)
-            task = _pushed_and_taken(holder if is_attached else q)
+            task = leased(holder if is_attached else q)
             with q.processing(q.attach(task.path) if is_attached else task):
                 pass
             del q, task
@@ -7206,7 +7204,7 @@ class Processing(QueueCase):
     def test_renewal_never_shortens_a_lease(self) -> None:
         """Nor does an extension in the block: it is as long as the renewal takes."""
         q = self.renewing_queue()
-        task, other, short = (_pushed_and_taken(q) for _ in range(3))
+        task, other, short = (leased(q) for _ in range(3))
         q.extend(task, 3_600_000)
         with q.processing(task), q.processing(other), q.processing(short):
             for _ in range(2):  # rounds of the thread
@@ -7238,9 +7236,9 @@ class Processing(QueueCase):
         LOG.addHandler(handler)
         self.addCleanup(LOG.removeHandler, handler)
         troubles = itertools.cycle([None, SystemExit])
-        with q.processing(_pushed_and_taken(q)) as task:
+        with q.processing(leased(q)) as task:
             with (
-                hooked(failing("move", task.id, errno.EIO)),
+                hooked(at_call("move", task.id, raising(errno.EIO))),
                 mock.patch.object(handler, "handle", side_effect=troubles) as handle,
             ):
                 until(lambda: handle.call_count > 3)
@@ -7252,7 +7250,7 @@ class Processing(QueueCase):
         self.hasten("renewal", 0.01)
         q = self.queue()
         q.push(b"keyed", key="k")
-        keyed, other = self.pop(q), _pushed_and_taken(q)
+        keyed, other = self.pop(q), leased(q)
         before, pauses_s, wait = keyed.path, list[float](), threading.Event.wait
 
         def note(event: threading.Event, timeout: float | None = None) -> bool:
@@ -7274,7 +7272,7 @@ class Processing(QueueCase):
         """A thread that can't be started is an error, and the next one is. Ctrl-C may come before
         the block is entered, or after, and before the `with` has noted it."""
         q = self.renewing_queue()
-        task, start = _pushed_and_taken(q), threading.Thread.start
+        task, start = leased(q), threading.Thread.start
 
         def interrupted(thread: threading.Thread) -> None:
             start(thread)
@@ -7298,7 +7296,7 @@ class Processing(QueueCase):
 
     def test_a_block_does_not_begin_without_a_lease(self) -> None:
         q = self.queue()
-        task = _pushed_and_taken(q)
+        task = leased(q)
         q.release(task)
         for it in (task, FemtoTask("0" * 20, b"")):
             with self.assertRaises(LeaseLost), q.processing(it):
@@ -7308,7 +7306,7 @@ class Processing(QueueCase):
         """With what the block raised as its cause."""
         for cause in (None, ValueError("the cause")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
-            task = _pushed_and_taken(q)
+            task = leased(q)
             with self.assertRaises(LeaseLost) as caught, q.processing(task):
                 clock.advance(31)
                 newer = self.pop(other)
@@ -7323,7 +7321,7 @@ class Processing(QueueCase):
     @FORK
     def test_a_child_that_leaves_the_block_does_not_end_the_task(self) -> None:
         q = self.queue()
-        block = q.processing(_pushed_and_taken(q))
+        block = q.processing(leased(q))
         with block:
             child = self.child(lambda _: block.__exit__(SystemExit, SystemExit(), None))
             self.assertEqual(child.finish()[1], 0)
@@ -7332,23 +7330,18 @@ class Processing(QueueCase):
     def test_a_task_whose_end_can_not_be_written_is_delivered_again(self) -> None:
         """Also by a worker whose leases last for as long as it lives."""
         q = self.queue(timeout_stale_ms=None)
-        task = _pushed_and_taken(q)
-        broken = hooked(failing("move", f"/{task.path}", errno.EIO))
+        task = leased(q)
+        broken = hooked(at_call("move", f"/{task.path}", raising(errno.EIO)))
         with broken, self.assertRaises(OSError), q.processing(task):
             pass
         self.assertEqual(self.pop(q).id, task.id)
-
-
-def _pushed_and_taken(q: FemtoQueue) -> FemtoTask:
-    q.push(b"x")
-    return _taken(q)
 
 
 class Checkpoints(QueueCase):
     def test_the_next_delivery_finds_what_was_saved_last(self) -> None:
         """After release(), a retry, the end of a lease and a death; done() ends it."""
         q, late, dead, clock = self.queue(), self.queue("n2"), self.queue("n3"), self.clock()
-        task = _pushed_and_taken(q)
+        task = leased(q)
         self.assertIsNone(task.checkpoint)
         q.checkpoint(task, b"page 1")
         q.checkpoint(task, bytearray(b"page 2"))
@@ -7379,7 +7372,7 @@ class Checkpoints(QueueCase):
             (FemtoQueue.release, {"max_attempts": 1}),
         ):
             q = self.queue(end.__name__, **settings)
-            task = _pushed_and_taken(q)
+            task = leased(q)
             q.checkpoint(task, b"far")
             end(q, task)
             self.assertEqual((q.pop(), self.names("checkpoints")), (None, []))
@@ -7388,7 +7381,7 @@ class Checkpoints(QueueCase):
 
     def test_it_renews_the_lease_and_refuses_who_lost_it(self) -> None:
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
-        task = _pushed_and_taken(q)
+        task = leased(q)
         clock.advance(20)
         q.checkpoint(task, b"early")
         clock.advance(20)
@@ -7425,7 +7418,7 @@ class Checkpoints(QueueCase):
 
     def test_what_can_not_be_saved_leaves_the_former_and_what_is_torn_is_none(self) -> None:
         q = self.queue()
-        task = _pushed_and_taken(q)
+        task = leased(q)
         q.checkpoint(task, b"former")
         with hooked(at_call("move", f"checkpoints/{task.id}", raising(errno.EIO))):
             self.assertRaises(OSError, q.checkpoint, task, b"newer")
@@ -7440,7 +7433,7 @@ class Checkpoints(QueueCase):
     def test_one_without_its_task_goes_after_an_hour(self) -> None:
         """Its task was ended by hand. One whose task waits stays for as long."""
         q, clock = self.queue(), self.clock()
-        gone, kept = _pushed_and_taken(q), _pushed_and_taken(q)
+        gone, kept = leased(q), leased(q)
         for task in (gone, kept):
             q.checkpoint(task, b"x")
             q.release(task)
@@ -7482,7 +7475,7 @@ class Work(QueueCase):
         for concurrency in (1, 3):
             q, other = self.queue(), self.queue("n2", timeout_stale_ms=100)
             q.schedule(b"later", (time.time() + 0.1) * 1e6)
-            _pushed_and_taken(other)
+            leased(other)
             counts = q.work(lambda _: None, concurrency=concurrency, drain=True)
             self.assertEqual(counts.done, 2)
 
@@ -7533,7 +7526,7 @@ class Work(QueueCase):
             def fail(name: str, args: tuple[Any, ...], broken: threading.Event = broken) -> None:
                 if name == "list" and args[0].endswith("pending") and not self.names("pending"):
                     broken.set()
-                    self.fail_with(errno.ENOSPC)
+                    fail_with(errno.ENOSPC)
 
             def handle(_: object, event: Any = broken, is_signal: bool = is_signal) -> None:
                 event.wait(60)
@@ -7627,42 +7620,6 @@ class Work(QueueCase):
 
         self.queue().push(b"x")
         self.assertEqual(self.child(work).finish(), ([str(int(signal.SIGTERM))], 0))
-
-    # Of pop() and others, too: what is wrong for each of a kind.
-    NO_SECONDS: tuple[Any, ...] = ("1", True, [])
-    NO_TIMEOUTS = -1, NAN, INFINITE
-    WRONG: tuple[Refusal, ...] = (
-        (lambda q, _, it: q.pop(it), TypeError, "timeout must be", NO_SECONDS),
-        (lambda q, _, it: q.pop(it), ValueError, "timeout must be", NO_TIMEOUTS),
-        (lambda q, _, it: q.drain(it), TypeError, "timeout must be", NO_SECONDS),
-        (lambda q, _, it: q.drain(it), ValueError, "timeout must be", NO_TIMEOUTS),
-        (lambda q, _, it: q.take("key", it), TypeError, "timeout must be", NO_SECONDS),
-        (lambda q, _, it: q.take("key", it), ValueError, "timeout must be", NO_TIMEOUTS),
-        (lambda q, _, it: q.work(it), TypeError, "handler", (7,)),
-        (lambda q, _, it: q.work(print, concurrency=it), ValueError, "concurrency", (0, 1.5)),
-        (lambda q, _, it: q.work(print, stop=it), TypeError, "stop", (True,)),
-        (lambda q, _, it: q.work(print, idle_timeout_s=it), ValueError, "idle_timeout_s", (-1,)),
-        (lambda q, _, it: q.work(print, time_limit_s=it), ValueError, "time_limit_s", (NAN,)),
-        (lambda q, _, it: q.work(print, time_limit_s=it), TypeError, "time_limit_s", ("1",)),
-        (lambda q, _, it: FemtoQueue(q.data_dir, retry_delay_s=it), ValueError, "retry_d", (-1,)),
-        (lambda q, _, it: FemtoQueue(q.data_dir, poll_interval_s=it), ValueError, "poll_i", (-1,)),
-        (lambda q, task, it: q.processing(it), TypeError, "", (b"x",)),
-        (lambda q, task, it: q.checkpoint(task, it), TypeError, "", ("text",)),
-        (lambda q, _, it: TicketQueue(q.data_dir, it), ValueError, "stale_timeout", (0,)),
-        (lambda q, _, it: TicketQueue(q.data_dir, it), TypeError, "stale_timeout", ("1",)),
-        (lambda q, _, it: TicketQueue(q.data_dir).turn(it).__enter__(), TypeError, "", ("1",)),
-    )
-
-    def test_arguments_that_are_none_are_errors(self) -> None:
-        q = self.queue()
-        q.push_many([b"x", b"x"])
-        q.push(b"x", key="key")
-        task = self.pop(q)
-        for call, error, text, those in self.WRONG:
-            for it in those:
-                with self.subTest(text, it=it), self.assertRaisesRegex(error, text):
-                    call(q, task, it)
-        self.assertEqual(self.states(), {"pending": 2, "inflight-n1": 1})
 
     def working(self, concurrency: int) -> Child:
         """A process that says which tasks it has begun and, when told to go on, finished; and that
@@ -7784,7 +7741,7 @@ class Checking(QueueCase):
         """Neither by repair nor by pop()."""
         q = self.queue()
         for mend in (lambda: q.check(repair=True), q.pop):
-            task = _pushed_and_taken(q)
+            task = leased(q)
             q.fail(task, "why")
             self.put(task.id, b"torn")
             mend()
@@ -7797,7 +7754,7 @@ class Checking(QueueCase):
     def test_what_can_not_be_read_is_told_and_the_rest_is_looked_at(self) -> None:
         q = self.queue()
         self.put(f"{1:020d}-0000aaaa", b"torn")
-        with hooked(failing("list", "/failed", errno.EACCES)):
+        with hooked(at_call("list", "/failed", raising(errno.EACCES))):
             kinds = {it.kind for it in q.check()}
         self.assertEqual(kinds, {"unreadable", "corrupt"})
         q.pop()
@@ -8725,7 +8682,7 @@ class Terminal(QueueCase):
 
     def test_top_in_a_small_window_shows_what_fits(self) -> None:
         """To the last column, and in another size when it changes."""
-        task = _pushed_and_taken(self.queue())
+        task = leased(self.queue())
         self.top(size=(7, 20))
         lines = self.see("NODE")
         self.assertEqual((lines[1], len(lines)), ("pending 0   schedule", 6))
@@ -9232,7 +9189,7 @@ class Meeting(QueueCase):
 
         def no_descriptors(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and ("/inflight-n1/" in args[0] or "/locks/" in args[0]):
-                self.fail_with(errno.EMFILE)
+                fail_with(errno.EMFILE)
 
         with hooked(no_descriptors):
             self.assertRaises(OSError, q.pop)
@@ -9318,16 +9275,6 @@ class Gate(QueueCase):
         self.assertNotEqual(FemtoTask("1", b"x", 1), FemtoTask("1", b"x", 2))
         self.assertEqual(FemtoTask("1", b"x", 1), FemtoTask("1", b"x", 1))
 
-    def test_a_setting_that_is_assigned_is_refused_or_takes_effect(self) -> None:
-        q = self.queue()
-        with contextlib.suppress(AttributeError):
-            q.max_attempts = 1
-        q.release(_pushed_and_taken(q))
-        self.assertEqual(q.pop() is None, q.max_attempts == 1)
-        with contextlib.suppress(AttributeError):
-            q.node_id = "another"
-        self.assertIn(f"inflight-{q.node_id}", os.listdir(self.path))
-
     def test_an_error_of_flock_is_not_taken_for_a_system_without_locks(self) -> None:
         q, broken = self.queue(), hooked(at_call("lock", None, raising(errno.EIO)))
         q.push(b"x")
@@ -9336,7 +9283,7 @@ class Gate(QueueCase):
 
     def test_a_checkpoint_does_not_shorten_the_lease(self) -> None:
         q = self.queue()
-        task = _pushed_and_taken(q)
+        task = leased(q)
         q.extend(task, 3_600_000)
         q.checkpoint(task, b"half")
         assert task.until is not None
