@@ -842,6 +842,7 @@ class Lifecycle(QueueCase):
         task = self.pop(q)
         seen, copy = q.peek(ident), FemtoTask(ident, b"x", 1)
         self.assertEqual(({task, seen, copy}, task == ident), ({task}, False))
+        self.assertNotEqual(task, FemtoTask(ident, b"x", 2))
         self.assertEqual(repr(task), f"FemtoTask(id='{ident}', data=b'x', attempts=1, key=None)")
         self.assertAlmostEqual(task.created.timestamp(), time.time(), delta=60)
         self.assertEqual(str(task.created.tzinfo), "UTC")
@@ -988,9 +989,10 @@ class Lifecycle(QueueCase):
         self.assertEqual(found, [(b"0", 1), (b"2", 1), (b"1", 1), (b"3", 1)])
 
     def test_purge_deletes_what_was_finished_long_enough_ago(self) -> None:
-        """And reasons whose task is gone."""
+        """Not what was pushed then; and reasons whose task is gone."""
         q, clock = self.queue(), self.clock()
         ids = q.push_many([b"done", b"failed", b"gone", b"waiting"])
+        os.utime(self.file("pending", ids[0]), (1, 1))
         q.done(self.pop(q))
         for _ in range(2):
             q.fail(self.pop(q), "why")
@@ -4241,13 +4243,18 @@ class Faults(PlainLives):
             self.assertEqual((task.id, task.attempts), (ident, 1))
 
     def test_a_keyed_task_that_can_be_neither_read_nor_given_back_is_put_back_later(self) -> None:
-        """No descriptors are left: reading takes one, and so does the lock of its key."""
-        q = self.queue(timeout_stale_ms=None)
-        q.push(b"x", key="k")
-        with hooked(at_call("open", key_tag("k")[-2:], raising(errno.EMFILE))):
-            self.assertRaises(OSError, q.pop)
-        self.assertEqual(self.states(), {"inflight-n1": 1})
-        self.assertEqual(self.pop(q).attempts, 1)
+        """Uncounted. No descriptors are left: reading takes one, and so does the key's lock."""
+        clock = self.clock()
+        for timeout_ms in (None, 30_000):
+            self.new_path(0)
+            q = self.queue(timeout_stale_ms=timeout_ms, max_attempts=1)
+            q.push(b"x", key="k")
+            self.assertIsNone(self.queue("n2").take("other"))
+            with hooked(at_call("open", key_tag("k")[-2:], raising(errno.EMFILE))):
+                self.assertRaises(OSError, q.pop)
+            self.assertEqual(self.states(), {"inflight-n1": 1})
+            clock.advance(1)
+            self.assertEqual(self.pop(q).attempts, 1)
 
     def test_one_place_with_an_error_does_not_keep_the_others_waiting(self) -> None:
         """A lease directory that can't be listed, a due task that can't be moved. The error
@@ -4347,11 +4354,14 @@ class Faults(PlainLives):
                 os.rmdir(clock)
                 self.queue("n3")
 
-    def test_the_clock_can_be_read_by_all_whatever_the_umask(self) -> None:
-        before = os.umask(0o077)
-        self.addCleanup(os.umask, before)
-        self.queue()
-        self.assertEqual(stat.S_IMODE(os.stat(self.file(f"clock-{self.boot()}")).st_mode), 0o644)
+    def test_a_new_queue_is_its_users_alone_but_its_clock_whatever_the_umask(self) -> None:
+        for umask in (0o022, 0o077):
+            self.addCleanup(os.umask, os.umask(umask))
+            self.path = os.path.join(self.base, f"{umask}")
+            self.queue()
+            paths = ".", f"clock-{self.boot()}"
+            modes = [stat.S_IMODE(os.stat(self.file(it)).st_mode) for it in paths]
+            self.assertEqual(modes, [0o700, 0o644])
 
     def test_a_removed_directory_surfaces_and_is_not_made_again_in_secret(self) -> None:
         q, clock, away = self.queue(), self.clock(), f"{self.path}.away"
@@ -4415,14 +4425,23 @@ class Faults(PlainLives):
         self.assertFalse(os.path.exists(jobs))
 
     def test_an_error_is_not_taken_for_a_no(self) -> None:
-        """Neither for a key's lock nor for PAUSED."""
+        """Neither for a key's state nor for PAUSED, nor of flock() for a system without locks."""
         q = self.queue()
         q.push(b"x", key="k")
-        for call in (lambda: q.take("k"), lambda: q.peek(key="k"), lambda: q.contains("k")):
-            with hooked(at_call("lstat", self.names("keys")[0], raising(errno.EIO))):
-                self.assertRaises(OSError, call)
-        with hooked(at_call("lstat", "/PAUSED", raising(errno.EIO))):
-            self.assertRaises(OSError, self.queue("n2").pop)
+        broken, state = raising(errno.EIO), self.names("keys")[0]
+        calls: tuple[tuple[str, Any, Callable[[], object]], ...] = (
+            ("lstat", state, lambda: q.take("k")),
+            ("lstat", state, lambda: q.peek(key="k")),
+            ("lstat", state, lambda: q.contains("k")),
+            ("lstat", "/PAUSED", self.queue("n2").pop),
+            ("lock", None, self.queue("n3").pop),
+        )
+        for event, of, call in calls:
+            with (
+                hooked(at_call(event, of, broken)),
+                self.assertRaisesRegex(OSError, r"\[Errno 5\]"),
+            ):
+                call()
         self.assertEqual(self.states(), {"pending": 1})
 
 
@@ -5332,12 +5351,13 @@ class Lies(QueueCase):
         self.assertEqual(self.drain(q), [b"good"])
         self.assertEqual(self.states(), {"failed": 5, "done": 1})
 
-    def test_a_record_of_another_key_hangs_nobody(self) -> None:
+    def test_a_record_of_another_key_is_a_dead_letter_and_hangs_nobody(self) -> None:
         q = self.queue()
         first, second = q.push(b"1", key="a"), q.push(b"2", key="b")
         shutil.copy(self.file("pending", second), self.file("pending", first))
         self.assertIsNone(q.take("a"))
         self.assertEqual(self.drain(q), [b"2"])
+        self.assertEqual(self.check_invariants(), {first: "failed", second: "done"})
 
 
 class Corruption(QueueCase):
@@ -5405,6 +5425,8 @@ class ForeignFiles(QueueCase):
         "9" * 20 + "-0000aaaa",
         "0" * 20 + "~1~" + "0" * 20 + "-xxxxxxxx",
         "0" * 20 + "~1234567~" + "0" * 20 + "-0000aaaa",
+        *("0" * 19 + "-0000aaaa", "0" * 19 + "~1~" + "0" * 20 + "-0000aaaa"),
+        *("0" * 21 + "-0000aaaa", "0" * 21 + "~1~" + "0" * 20 + "-0000aaaa"),
         "\u0660" * 20 + "-0000aaaa",  # digits of another alphabet
         "zzz",
         "-rf",
@@ -7379,16 +7401,19 @@ class Checkpoints(QueueCase):
         q.retry_failed()
         self.assertIsNone(self.pop(q).checkpoint)
 
-    def test_it_renews_the_lease_and_refuses_who_lost_it(self) -> None:
+    def test_it_renews_the_lease_shortens_none_and_refuses_who_lost_it(self) -> None:
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
-        task = leased(q)
+        task, longer = leased(q), leased(q)
+        q.extend(longer, 3_600_000)
         clock.advance(20)
-        q.checkpoint(task, b"early")
+        for each in (task, longer):
+            q.checkpoint(each, b"early")
         clock.advance(20)
         self.assertIsNone(other.pop())
         clock.advance(20)
         newer = self.pop(other)
         other.checkpoint(newer, b"newer")
+        self.assertIsNone(other.pop())
         self.assertRaises(LeaseLost, q.checkpoint, task, b"late")
         other.release(newer)
         self.assertEqual(self.pop(other).checkpoint, b"newer")
@@ -9182,20 +9207,6 @@ class Meeting(QueueCase):
         self.assertEqual(task and task.data, b"x")
         self.assertLess(max(pauses_ms[:3]), 50)
 
-    def test_what_can_be_neither_read_nor_moved_back_was_not_delivered(self) -> None:
-        q, clock = self.queue(max_attempts=1), self.clock()
-        q.push(b"x", key="k")
-        self.assertIsNone(self.queue("n2").take("other"))
-
-        def no_descriptors(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and ("/inflight-n1/" in args[0] or "/locks/" in args[0]):
-                fail_with(errno.EMFILE)
-
-        with hooked(no_descriptors):
-            self.assertRaises(OSError, q.pop)
-        clock.advance(1)
-        self.assertEqual(self.pop(q).attempts, 1)
-
     def test_ctrl_c_as_the_task_is_made_leaves_no_lease(self) -> None:
         q = self.queue()
         ident = q.push(b"x")
@@ -9243,51 +9254,6 @@ class Gate(QueueCase):
             with mock.patch.multiple(os, write=short, writev=short):
                 q.push(b"y" * size)
             self.assertEqual(self.drain(q), [b"y" * size])
-
-    def test_a_new_queue_is_its_users_alone(self) -> None:
-        FemtoQueue(self.file("jobs")).close()
-        self.assertEqual(stat.S_IMODE(os.stat(self.file("jobs")).st_mode), 0o700)
-
-    def test_purge_counts_from_the_end_of_a_task_not_from_its_push(self) -> None:
-        q = self.queue()
-        ident = q.push(b"x")
-        os.utime(self.file("pending", ident), (1, 1))
-        q.done(self.pop(q))
-        self.assertEqual((q.purge(60), self.names("done")), (0, [ident]))
-
-    def test_names_of_19_and_21_digits_are_foreign(self) -> None:
-        """Of an id, and of what stands before it."""
-        q, ident = self.queue(), f"{1:020d}-00000000"
-        for number in ("0" + "1" * 18, "0" + "1" * 20):
-            self.foreign += f"{number}~1~{ident}", f"{number}-00000000"
-        for name in self.foreign:
-            self.put(name, b"FQ1 00000000 0\n")
-        self.assertEqual((q.pop(), self.names("pending")), (None, sorted(self.foreign)))
-
-    def test_a_record_whose_key_is_not_that_of_its_id_is_a_dead_letter(self) -> None:
-        q = self.queue()
-        other = self.file("pending", q.push(b"x", key="b"))
-        ident = q.push(b"x", key="a")
-        os.replace(other, self.file("pending", ident))
-        self.assertEqual((q.pop(), self.check_invariants()), (None, {ident: "failed"}))
-
-    def test_tasks_of_two_deliveries_are_not_equal(self) -> None:
-        self.assertNotEqual(FemtoTask("1", b"x", 1), FemtoTask("1", b"x", 2))
-        self.assertEqual(FemtoTask("1", b"x", 1), FemtoTask("1", b"x", 1))
-
-    def test_an_error_of_flock_is_not_taken_for_a_system_without_locks(self) -> None:
-        q, broken = self.queue(), hooked(at_call("lock", None, raising(errno.EIO)))
-        q.push(b"x")
-        with broken, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\]"):
-            q.pop()
-
-    def test_a_checkpoint_does_not_shorten_the_lease(self) -> None:
-        q = self.queue()
-        task = leased(q)
-        q.extend(task, 3_600_000)
-        q.checkpoint(task, b"half")
-        assert task.until is not None
-        self.assertGreater(task.until.timestamp() - time.time(), 3590)
 
     def test_two_signals_at_once_are_one(self) -> None:
         """As timeout(1) sends them, to a process and to its group."""

@@ -771,7 +771,7 @@ what can't be looked at is not taken for missing | Faults
 -        except (FileNotFoundError, NotADirectoryError):
 +            os.lstat(self.root + path)
 +        except OSError:
-purge() counts age from the move, not from the push | Gate
+purge() counts age from the move, not from the push | Lifecycle
 -        if status.st_ctime > before_s or
 +        if status.st_mtime > before_s or
 an error in one directory does not keep the others waiting | Faults
@@ -782,7 +782,7 @@ an error in one directory does not keep the others waiting | Faults
 the id tells that a task has a key | Keyed
 -binascii.crc32(name.encode()) | 1 << 31:08x
 +binascii.crc32(name.encode()) & ~(1 << 31):08x
-a name whose number has other than 20 digits is foreign | Gate
+a name whose number has other than 20 digits is foreign | ForeignFiles
 -_NS = "0[0-8][0-9]{18}"
 +_NS = "0[0-8][0-9]{17,18}"
 a name with another tag than 8 hex digits is foreign | ForeignFiles
@@ -806,7 +806,7 @@ a NaN is refused as an argument | Lifecycle
 max_attempts of True is refused | Faults
 -        type(max_attempts) is not int or not 1 <= max_attempts
 +        not isinstance(max_attempts, int) or not 1 <= max_attempts
-two tasks are equal only if their attempts are | Gate
+two tasks are equal only if their attempts are | Lifecycle
 -        return self.id, self.data, self.attempts, self.key
 +        return self.id, self.data, self.key
 a payload that is a str is refused | Lifecycle
@@ -822,7 +822,7 @@ a record with a wrong checksum is never delivered | Corruption
 a record with bytes behind its payload is never delivered | Corruption
 -    if status.st_size - start != length:
 +    if status.st_size - start < length:
-a record with the key of another id is never delivered | Gate
+a record with the key of another id is never delivered | Lies
 - and _key_tag(name) == _tag_of(ident):
 +:
 the checksum of a record covers its key | Corruption
@@ -848,7 +848,7 @@ a forked child keeps no lock of its parent | Liveness
 the lock of a file that was removed is no lock | Gate
 -is_locked = lock.is_at_path()
 +is_locked = True
-an error of flock() is raised, unless it says that there are no locks | Gate
+an error of flock() is raised, unless it says that there are no locks | Faults
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
 sync_after_write: the bytes of a push are synced | Durability
@@ -1006,7 +1006,7 @@ a checkpoint goes with its task | Checkpoints
 a checkpoint belongs to one payload | Checkpoints
 -    if saved.startswith(of_data):
 +    if saved:
-a renewal never shortens a lease | Gate
+a renewal never shortens a lease | Checkpoints
 -            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task.path)))
 +            self.set_deadline(task, _lease_of(task).length_ns)
 the lock of a key is taken | KeyedConcurrency
@@ -1114,10 +1114,10 @@ work() runs no more than `concurrency` handlers | Work
 check(repair=True) leaves what is in flight alone | Checking
 -                mend = self._repair and entry.directory in _WAITING_DIRS
 +                mend = self._repair and bool(entry.directory)
-a new queue is its user's alone | Gate
+a new queue is its user's alone | Faults
 -    _make_dir(os.path.abspath(data_dir), 0o700, is_durable)
 +    _make_dir(os.path.abspath(data_dir), 0o755, is_durable)
-a setting is not changed in silence | Gate
+a setting is not changed in silence | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a try that a stop ended is no failure | CommandLine
@@ -1166,7 +1166,7 @@ repair() comes again soon for a busy key | Meeting
 take_async() looks again soon at a busy key | Meeting
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 +                pass
-a claim that could be neither read nor undone is no delivery | Meeting
+a claim that could be neither read nor undone is no delivery | Faults
 -                self.orphan(lease, counted=False)
 +                self.orphan(lease)
 a file that can't be claimed keeps no other waiting | Meeting
