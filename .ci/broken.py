@@ -1012,7 +1012,7 @@ a renewal never shortens a lease | Checkpoints
 the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(wait)
 +            lock.is_at_path()
-if_in_flight="reject" raises | Keyed
+if_in_flight="reject" raises | KeyedTable
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
 done() lets in the newer payload behind a task | Keyed
@@ -1021,7 +1021,7 @@ done() lets in the newer payload behind a task | Keyed
 a claim takes the newer payload behind a task along | Keyed
 -        return _id_of(path) == ident and not newer
 +        return _id_of(path) == ident
-a payload that is for later is not delivered now, whoever put its task back | Keyed
+a payload that is for later is not delivered now, whoever put its task back | KeyedTable
 -        due_ns = _later(newer)
 +        due_ns = None
 a schedule() that raised leaves the time of what was behind the lease | KeyedTable
