@@ -1033,7 +1033,7 @@ a payload that is behind a task is a first attempt | Keyed
 of two payloads behind a leased task the newer one stays | KeyedTable
 -                    elif if_in_flight == "update" and not newer:
 +                    elif if_in_flight == "update":
-a push of a key saves its state before the task | Keyed hangs
+a push of a key saves its state before the task | Durability hangs
 -            self._save(tag, states, self._files.is_durable)
 -            self._files.publish(ident, payload, path, key=name)
 +            self._files.publish(ident, payload, path, key=name)
