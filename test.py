@@ -26,6 +26,7 @@ import errno
 import faulthandler
 import functools
 import gc
+import hashlib
 import io
 import itertools
 import linecache
@@ -52,6 +53,7 @@ import unittest
 import warnings
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterator
+from datetime import datetime, timezone
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
 
@@ -68,22 +70,18 @@ from femtoqueue import (
     TicketQueue,
 )
 
+with contextlib.suppress(ImportError):  # not on Windows
+    import fcntl
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 # Hooks hear of every call by which femtoqueue leaves its process: all callables of os but these,
 # which touch neither a disk nor another process.
-IN_PROCESS = re.findall(
-    r"\w+",
-    """
-    abort confstr cpu_count ctermid device_encoding fdopen fsdecode fsencode fspath getcwd getcwdb
-    get_blocking get_exec_path get_inheritable get_terminal_size getegid getenv getenvb geteuid
-    getgid getgrouplist getgroups getloadavg getlogin getpgid getpgrp getpid getppid getpriority
-    getrandom getresgid getresuid getsid getuid isatty major makedev minor nice putenv
-    register_at_fork sched_get_priority_max sched_get_priority_min sched_getaffinity
-    sched_getparam sched_getscheduler sched_rr_get_interval sched_setaffinity sched_setparam
-    sched_setscheduler sched_yield set_blocking set_inheritable strerror sysconf times ttyname
-    umask uname unsetenv urandom waitstatus_to_exitcode WCOREDUMP WEXITSTATUS WIFCONTINUED
-    WIFEXITED WIFSIGNALED WIFSTOPPED WSTOPSIG WTERMSIG
-    """,
+IN_PROCESS = re.compile(
+    r"""_.*|W[A-Z]+|abort|confstr|cpu_count|ctermid|device_encoding|fdopen|fs(de|en)code|fspath
+    |get(?!xattr).*|isatty|major|makedev|minor|nice|putenv|register_at_fork|sched_.*
+    |set_(blocking|inheritable)|strerror|sysconf|times|ttyname|umask|uname|unsetenv|urandom
+    |waitstatus_to_exitcode""",
+    re.VERBOSE,
 )
 # The event by which they do, where that is not the function's name: which of several calls takes
 # a step is the library's affair.
@@ -264,7 +262,7 @@ Hook = Callable[[str, tuple[Any, ...]], object]
 def leaves_process(module: Any, name: str) -> bool:
     """Whether a function of os, os.path or fcntl asks a disk or another process for something."""
     if module is os:
-        return name[0] != "_" and name not in IN_PROCESS
+        return not IN_PROCESS.fullmatch(name)
     return name in EVENTS
 
 
@@ -622,8 +620,6 @@ class QueueCase(unittest.TestCase):
     def locked(self, key: str, wait: bool = True) -> io.FileIO:
         """Hold the lock of a key until the file is closed, as a process does that is at work on
         it. Raises BlockingIOError if it is not free and wait is False."""
-        import fcntl
-
         file = io.FileIO(self.lock_of(key), "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -1066,8 +1062,6 @@ class Lifecycle(QueueCase):
 class Looking(QueueCase):
     def test_looking_shows_what_is_in_each_state_and_takes_no_lease(self) -> None:
         """And whose it is, until when, and why it failed; as pop(), peek() and tasks() give it."""
-        from datetime import datetime, timezone
-
         rows = (
             ("done", None, None, None, None),
             ("failed", None, "why\nso", None, None),
@@ -1084,11 +1078,8 @@ class Looking(QueueCase):
         mine = self.pop(q)
         self.assertTrue(os.path.exists(self.file(mine.path)))
         clock.advance(10)
-        now, before, stats = (
-            datetime.fromtimestamp(clock.time(), timezone.utc),
-            self.states(),
-            q.stats(),
-        )
+        now = datetime.fromtimestamp(clock.time(), timezone.utc)
+        before, stats = self.states(), q.stats()
         for ident, row in zip(ids, rows, strict=True):
             [listed], state = q.tasks(row[0]), row[0]
             for task in (listed, q.peek(ident), mine if state == "inflight" else listed):
@@ -1432,8 +1423,6 @@ class Liveness(QueueCase):
 
     def test_a_starting_worker_leaves_the_lease_of_one_that_was_quicker(self) -> None:
         """The directory is removed as it opens it; a namesake makes it anew, and claims there."""
-        import fcntl
-
         starting, quicker, taken = self.queue("same"), self.queue("same"), list[FemtoTask]()
         self.queue("producer").push(b"x")
         os.mkdir(lease_dir(starting))
@@ -1475,8 +1464,6 @@ class Liveness(QueueCase):
 
     def test_a_restart_takes_back_even_while_an_observer_looks_at_its_directory(self) -> None:
         """The observer's lock is waited out; a lease of an earlier boot is nobody else's to end."""
-        import fcntl
-
         q, again = self.queue(), self.queue()
         leased(q)
         dies(q)
@@ -1548,8 +1535,6 @@ class Liveness(QueueCase):
 
     def test_a_fork_while_another_thread_looks_at_a_directory_keeps_no_lock(self) -> None:
         """Until it runs, a child has copies of the observer's descriptors: here by dup()."""
-        import fcntl
-
         q, place = self.queue(), self.file("inflight-n2")
         os.mkdir(place)
 
@@ -1703,10 +1688,10 @@ class PlaceLost(QueueCase):
         for fs_type, most in ((EXT4, 99), (NFS, 2)):
             self.path = self.new_dir(self.memory)
             with on_file_system(fs_type):
-                q, tasks = self.settled(300), list[FemtoTask]()
+                q = self.settled(300)
                 shutil.rmtree(lease_dir(q))
-                claims = calls_of("move", lambda q=q, tasks=tasks: tasks.append(_taken(q)))
-            self.assertEqual([task.data for task in tasks], [b"1"])
+                claims = calls_of("move", functools.partial(_taken, q))
+            self.assertEqual([task.data for task in q.tasks("inflight")], [b"1"])
             self.assertLessEqual(len([it for it in claims if "/pending/" in it[0]]), most)
 
     def test_a_lease_whose_directory_is_gone_is_lost(self) -> None:
@@ -2403,27 +2388,6 @@ class KeyedTableOnSharedFileSystem(KeyedTable):
     fs_type = NFS
 
 
-class Undo:
-    """A hook: as a worker opens what it claimed, something else happens, and then an error."""
-
-    def __init__(self, happen: Callable[[], object], error: Callable[[], BaseException]) -> None:
-        self.happen, self.error = happen, error
-        self.opens, self.is_happening = 0, False
-
-    def __call__(self, name: str, args: tuple[Any, ...]) -> None:
-        if name != "open" or "/inflight-n1/" not in args[0] or self.is_happening:
-            return
-        self.opens += 1
-        if self.opens == 1:
-            self.is_happening = True
-            self.happen()
-            self.is_happening = False
-        error = self.error()
-        # Where other hosts write, what is not there is looked for again and again.
-        if self.opens <= (30 if isinstance(error, FileNotFoundError) else 1):
-            raise error
-
-
 class Keyed(StepCase):
     """At most one task of a key waits or is in flight, and what was pushed last is not missed."""
 
@@ -2598,22 +2562,25 @@ class Keyed(StepCase):
 
     def test_a_claim_that_is_undone_does_not_deliver_an_outdated_payload_later(self) -> None:
         """A newer payload came behind the lease before its task was read, and the claim was undone:
-        its file was not there, no descriptor was left, Ctrl-C."""
-        errors: tuple[Callable[[], BaseException], ...] = (
-            functools.partial(FileNotFoundError, errno.ENOENT, "gone"),
-            functools.partial(OSError, errno.EMFILE, "too many"),
-            functools.partial(OSError, errno.EIO, "ill"),
-            KeyboardInterrupt,
-        )
-        for number, error in enumerate(errors):
-            q, other, key = self.queue(), self.queue("n2"), f"{number}"
+        its file was not there (which is looked for again where other hosts write), no descriptor
+        was left, Ctrl-C."""
+        gone, interrupted = FileNotFoundError(errno.ENOENT, "gone"), KeyboardInterrupt()
+        for error in (gone, OSError(errno.EMFILE, "too many"), OSError(errno.EIO, ""), interrupted):
+            q, other, key, newer = self.queue(), self.queue("n2"), repr(error), list[str]()
             self.assertEqual((q.pop(), other.pop()), (None, None))  # their repair of keys is over
-            ident = q.push(b"old", key=key)
-            undo = Undo(functools.partial(other.push, b"new", key=key), error)
-            task = None
-            interrupted = contextlib.suppress(OSError, KeyboardInterrupt)
-            with interrupted, hooked(undo), mock.patch.object(time, "sleep"):
-                task = q.pop()  # where other hosts write it may find the file after all
+            ident, task = q.push(b"old", key=key), None
+
+            def undo(key: str = key, newer: list[str] = newer, error: Any = error) -> None:
+                if not newer:
+                    newer.append("")  # that is not yet pushed
+                    newer[0] = self.queue("n2").push(b"new", key=key)
+                if newer[0]:
+                    raise error
+
+            hook = at_call("open", "/inflight-n1/", undo, times=99 if error is gone else 1)
+            ended, slept = contextlib.suppress(OSError, KeyboardInterrupt), mock.patch("time.sleep")
+            with ended, slept, hooked(hook):
+                task = q.pop()
             with self.subTest(error=error):
                 task = task or other.pop() or _taken(q)
                 self.assertEqual((task.id, task.data, task.attempts), (ident, b"new", 1))
@@ -3264,8 +3231,6 @@ class KeyedOnSharedFileSystem(KeyedByRename):
 
     def test_a_lock_that_another_host_has_is_asked_for_again_and_again(self) -> None:
         """flock() would wait badly: it is only tried."""
-        import fcntl
-
         q, asked = self.queue(), list[int]()
         q.push(b"1", key="k")
         other = self.locked("k")
@@ -3390,7 +3355,18 @@ class Durability(StepCase):
                 q.done(_taken(q))
                 self.assertEqual(q.stats().done, 1)
 
-    def test_a_data_dir_that_another_made_without_sync_is_synced_into_its_parent(self) -> None:
+    def test_each_directory_is_synced_into_its_parent_whoever_made_it(self) -> None:
+        """What was made; and a data_dir that another made without sync."""
+        synced = set[int]()
+
+        def note(name: str, args: tuple[Any, ...]) -> None:
+            if name == "fsync":
+                synced.add(os.fstat(args[0]).st_ino)
+
+        with hooked(note):
+            FemtoQueue(self.file("a", "b", "c"), sync_after_write=True).close()
+        made = {os.stat(self.file(it)).st_ino for it in (".", "a", "a/b", "a/b/c")}
+        self.assertLessEqual(made, synced)
         self.queue()
         calls = self.moves_and_syncs(lambda: FemtoQueue(self.path, sync_after_write=True))
         self.assertEqual(calls, ["directory"] * 2)
@@ -4744,8 +4720,6 @@ class Fuzz:
 
     def note_locks(self) -> Callable[[int, int], None]:
         """Return an flock() that notes a shared lock: a worker has its place from then on."""
-        import fcntl
-
         flock = fcntl.flock
 
         def call(fd: int, how: int) -> None:
@@ -5248,6 +5222,18 @@ class Corruption(QueueCase):
         with mock.patch.object(os, "read", lambda fd, size: read(fd, min(size, 512))):
             self.assertEqual([it[:1] for it in self.drain(q)], [b"x", b"y"])
 
+    def test_a_write_that_takes_a_part_is_continued(self) -> None:
+        write, q = os.write, self.queue()
+        for size, most in ((50, 1), (50, 40), (20_000, 7), (20_000, 16_000)):
+
+            def short(fd: int, data: Any, most: int = most) -> int:
+                parts = data if isinstance(data, (list, tuple)) else [data]
+                return write(fd, b"".join(parts)[:most])
+
+            with mock.patch.multiple(os, write=short, writev=short):
+                q.push(b"y" * size)
+            self.assertEqual(self.drain(q), [b"y" * size])
+
     def test_damaged_files_are_set_aside_with_their_reason_and_pop_continues(self) -> None:
         """And are logged as errors."""
         LOG.disabled, whole, large = False, b"FQ1 352441c2 3\nabc", record(b"x" * 100_000)
@@ -5626,8 +5612,6 @@ class KeyedConcurrency(QueueCase):
             self.handle(q, task, chance)
 
     def handle(self, q: FemtoQueue, task: FemtoTask, chance: random.Random) -> None:
-        import fcntl
-
         fd = os.open(self.file(f"busy-{task.key}"), os.O_RDWR | os.O_CREAT, 0o600)
         for _ in range(100):  # a killed one's descriptors close one after the other
             with contextlib.suppress(BlockingIOError):
@@ -5830,11 +5814,30 @@ class Tickets(TicketCase):
         self.assertNotIn((self.file("line", name),), calls_of("stat", line.is_empty))
         self.assertTrue(calls_of("fstat", line.is_empty))
 
+    @FORK
+    def test_who_waited_for_a_lock_file_that_was_removed_takes_the_new_one(self) -> None:
+        line = TicketQueue(self.file("line"))
+        line.register()
+        thread = threading.Thread(target=line.register, daemon=True)
+
+        def lock() -> int:
+            fd = os.open(self.file("line", "last"), os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            return fd
+
+        old_fd = lock()
+        thread.start()
+        wait_until_it_stands(thread)
+        os.unlink(self.file("line", "last"))
+        new_fd = lock()
+        for fd, is_waiting in ((old_fd, True), (new_fd, False)):
+            os.close(fd)
+            thread.join(0.2 if is_waiting else PATIENCE_S)
+            self.assertEqual(thread.is_alive(), is_waiting)
+
     def take_turns(self, child: Child, turns: int = 10**9, tries: int = 200) -> None:
         """In each turn, say the ticket and the number that a file has, which is one more then; and
         if somebody else is inside, too. A killed one's descriptors close one after the other."""
-        import fcntl
-
         line = self.line()
         for _ in range(turns):
             with line.turn() as ticket, open(self.file("inside"), "r+b", 0) as inside:
@@ -6097,8 +6100,8 @@ class Shrinking(QueueCase):
 # Where things are missing
 
 
-class NoLocks(QueueCase):
-    """A Python without fcntl, and file systems without flock: leases end by their deadlines."""
+class Lacking(QueueCase):
+    """A Python or a file system that lacks something; without flock, leases end by deadlines."""
 
     def without_fcntl(self) -> Any:
         import importlib.util
@@ -6155,14 +6158,9 @@ class NoLocks(QueueCase):
             q.push(b"abc")
             self.assertEqual(self.drain(q), [b"abc"])
 
-
-class Overwriting(QueueCase):
-    """rename() that fails where the target is there, as on Windows."""
-
-    in_memory = False
-
     def test_finishing_a_task_that_was_finished_before_works(self) -> None:
-        """A person ran it again by `cp done/ID pending/`, or failed it twice."""
+        """Where rename() fails if the target is there, as on Windows. A person ran it again by `cp
+        done/ID pending/`, or failed it twice."""
         real = os.rename
 
         def rename(source: str, target: str, **dir_fds: int) -> None:
@@ -7180,16 +7178,8 @@ class Processing(QueueCase):
 
     # Lost leases, and ends that can't be written
 
-    def test_a_block_does_not_begin_without_a_lease(self) -> None:
-        q = self.queue()
-        task = leased(q)
-        q.release(task)
-        for it in (task, FemtoTask("0" * 20, b"")):
-            with self.assertRaises(LeaseLost), q.processing(it):
-                self.fail("the block must not begin")
-
     def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
-        """With what the block raised as its cause."""
+        """With what the block raised as its cause. What was never leased is no lease either."""
         for cause in (None, ValueError("the cause")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
             task = leased(q)
@@ -7199,8 +7189,9 @@ class Processing(QueueCase):
                 if cause is not None:
                     raise cause
             self.assertIs(caught.exception.__cause__, cause)
-            with self.assertRaises(LeaseLost), q.processing(task):
-                self.fail("the block must not begin")
+            for it in (task, FemtoTask("0" * 20, b"")):
+                with self.assertRaises(LeaseLost), q.processing(it):
+                    self.fail("the block must not begin")
             self.assertEqual((newer.attempts, self.states()["inflight-n2"]), (2, 1))
             other.done(newer)
 
@@ -7483,6 +7474,18 @@ class Work(QueueCase):
         counts = q.work(lambda _: os.kill(os.getpid(), signal.SIGINT), drain=True)
         after = [signal.getsignal(number) for number in numbers]
         self.assertEqual((counts.done, after), (2, before))
+
+    def test_two_signals_at_once_are_one(self) -> None:
+        """As timeout(1) sends them, to a process and to its group."""
+        q = self.queue()
+        q.push(b"x")
+
+        def handle(_: FemtoTask) -> None:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                os.kill(os.getpid(), number)
+
+        with with_constant("one signal", PATIENCE_S):
+            self.assertEqual(q.work(handle).done, 1)
 
     def test_after_its_time_limit_a_worker_finishes_what_runs_and_takes_no_more(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -8902,8 +8905,6 @@ class Migration(DocumentCase):
     def write(self, state: str, time_us: int, payload: bytes, digest: bytes | None = None) -> str:
         """Write a task as 0.4.2 does: a version, 7 zero bytes, the md5 of the payload, and it. Its
         name is the time in microseconds, and the text of a method that it forgets to call."""
-        import hashlib
-
         name = f"{time_us}_<built-in method hex of bytes object at 0x7f{time_us % 997:010x}>"
         path = self.file("old", state, name)
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -8983,8 +8984,6 @@ class Meeting(QueueCase):
 
     @FORK
     def test_a_fork_as_another_thread_opens_a_lock_copies_none(self) -> None:
-        import fcntl
-
         q, children = self.queue(), list[Child]()
 
         def work(child: Child) -> None:
@@ -9009,8 +9008,6 @@ class Meeting(QueueCase):
     @FORK
     def test_a_lease_is_renewed_though_its_key_is_pushed_all_the_time(self) -> None:
         """Its lock is free for a moment now and then."""
-        import fcntl
-
         q, tries, flock = self.queue(timeout_stale_ms=1500), itertools.count(), fcntl.flock
         q.push(b"x", key="k")
         task = self.pop(q)
@@ -9087,72 +9084,6 @@ class Meeting(QueueCase):
                     if task := q.pop():
                         found.append(task.data)
         self.assertEqual(found, [b"2", b"3"])
-
-
-# Faults that no other test found
-
-
-class Gate(QueueCase):
-    """Each of these tests fails by a fault of .ci/broken.py that all others overlook."""
-
-    def test_each_directory_that_is_made_is_synced_into_its_parent(self) -> None:
-        synced = set[int]()
-
-        def note(name: str, args: tuple[Any, ...]) -> None:
-            if name == "fsync":
-                synced.add(os.fstat(args[0]).st_ino)
-
-        with hooked(note):
-            FemtoQueue(self.file("a", "b", "c"), sync_after_write=True).close()
-        made = {os.stat(self.file(it)).st_ino for it in (".", "a", "a/b", "a/b/c")}
-        self.assertLessEqual(made, synced)
-
-    def test_a_write_that_takes_a_part_is_continued(self) -> None:
-        write, q = os.write, self.queue()
-        for size, most in ((50, 1), (50, 40), (20_000, 7), (20_000, 16_000)):
-
-            def short(fd: int, data: Any, most: int = most) -> int:
-                parts = data if isinstance(data, (list, tuple)) else [data]
-                return write(fd, b"".join(parts)[:most])
-
-            with mock.patch.multiple(os, write=short, writev=short):
-                q.push(b"y" * size)
-            self.assertEqual(self.drain(q), [b"y" * size])
-
-    def test_two_signals_at_once_are_one(self) -> None:
-        """As timeout(1) sends them, to a process and to its group."""
-        q = self.queue()
-        q.push(b"x")
-
-        def handle(_: FemtoTask) -> None:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                os.kill(os.getpid(), number)
-
-        with with_constant("one signal", PATIENCE_S):
-            self.assertEqual(q.work(handle).done, 1)
-
-    @FORK
-    def test_who_waited_for_a_lock_file_that_was_removed_takes_the_new_one(self) -> None:
-        import fcntl
-
-        line = TicketQueue(self.file("line"))
-        line.register()
-        thread = threading.Thread(target=line.register, daemon=True)
-
-        def lock() -> int:
-            fd = os.open(self.file("line", "last"), os.O_RDWR | os.O_CREAT, 0o600)
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            return fd
-
-        old_fd = lock()
-        thread.start()
-        wait_until_it_stands(thread)
-        os.unlink(self.file("line", "last"))
-        new_fd = lock()
-        for fd, is_waiting in ((old_fd, True), (new_fd, False)):
-            os.close(fd)
-            thread.join(0.2 if is_waiting else PATIENCE_S)
-            self.assertEqual(thread.is_alive(), is_waiting)
 
 
 # Classes side by side

@@ -761,7 +761,7 @@ def parse_faults(text: str) -> Iterator[Fault]:
 
 
 FAULTS = r"""
-a directory of the queue's own is made durable with its parent | Gate
+a directory of the queue's own is made durable with its parent | Durability
 -    if sync:
 -        _sync_dir(parent)
 +    if sync and not path:
@@ -828,7 +828,7 @@ a record with the key of another id is never delivered | Lies
 the checksum of a record covers its key | Corruption
 -binascii.crc32(payload, binascii.crc32(name))
 +binascii.crc32(payload)
-the rest of a short write is written | Gate
+the rest of a short write is written | Corruption
 -        while rest:
 -            rest = rest[os.write(fd, rest) :]
 +        if rest:
@@ -845,7 +845,7 @@ a FIFO in pending/ does not block pop() | ForeignFiles hangs
 a forked child keeps no lock of its parent | Liveness
 -    while _open_lock_fds:
 +    while False:
-the lock of a file that was removed is no lock | Gate
+the lock of a file that was removed is no lock | Tickets
 -is_locked = lock.is_at_path()
 +is_locked = True
 an error of flock() is raised, unless it says that there are no locks | Faults
@@ -1097,7 +1097,7 @@ a child that is forked in processing() does not end the task | Processing
 -            return  # a child
 +        if not self._pid:
 +            return  # a child
-two signals at once are one | Gate
+two signals at once are one | Work
 -        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
 +        if self.signals and time.monotonic() < self._last_signal_s:
 a signal drops no task that was just claimed | Work
