@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 37_554,
-    "lines": 6313,
-    "lines of code": 4245,
-    "lines of docstrings": 920,
-    "lines of its largest class": 609,
-    "lines of test.py": 9542,
-    "lines of .ci/": 8177,
+    "tokens of code": 36_465,
+    "lines": 6135,
+    "lines of code": 4101,
+    "lines of docstrings": 901,
+    "lines of its largest class": 603,
+    "lines of test.py": 9226,
+    "lines of .ci/": 8175,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
