@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 4101,
     "lines of docstrings": 901,
     "lines of its largest class": 603,
-    "lines of test.py": 9226,
+    "lines of test.py": 9229,
     "lines of .ci/": 8175,
 }
 DOORS = {  # names of annexes that a room above them may use
@@ -322,7 +322,7 @@ def weights() -> dict[str, int]:
         "lines of code": len(code),
         "lines of docstrings": len(documented),
         "lines of its largest class": longest_class(face=True)[0],
-        "lines of test.py": lines_of("test.py"),
+        "lines of test.py": 9229lines_of("test.py"),
         "lines of .ci/": sum(map(lines_of, [".ci/run", *glob.glob(f"{PROJECT}/.ci/*.py")])),
     }
 
