@@ -4513,9 +4513,8 @@ class TicketQueue:
         self, queue_dir: str | os.PathLike[str], stale_timeout: float | None = None
     ) -> None:
         self._held: dict[str, _HeldTicket] = {}  # by member
-        self._stale_s = float("inf")
         if stale_timeout is not None:
-            self._stale_s = _positive("stale_timeout", stale_timeout)
+            _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
         self._files = _open_files(os.fspath(queue_dir), is_durable=False)
@@ -4665,6 +4664,10 @@ class TicketQueue:
             return False
         held.touched_s = began_s
         return True
+
+    @property
+    def _stale_s(self) -> float:
+        return float("inf") if self.stale_timeout is None else self.stale_timeout
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[_FileLock]:

@@ -31,9 +31,9 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_465,
-    "lines": 6135,
-    "lines of code": 4101,
+    "tokens of code": 36_478,
+    "lines": 6138,
+    "lines of code": 4103,
     "lines of docstrings": 901,
     "lines of its largest class": 603,
     "lines of test.py": 9229,
@@ -322,7 +322,7 @@ def weights() -> dict[str, int]:
         "lines of code": len(code),
         "lines of docstrings": len(documented),
         "lines of its largest class": longest_class(face=True)[0],
-        "lines of test.py": 9229lines_of("test.py"),
+        "lines of test.py": lines_of("test.py"),
         "lines of .ci/": sum(map(lines_of, [".ci/run", *glob.glob(f"{PROJECT}/.ci/*.py")])),
     }
 
