@@ -1027,7 +1027,7 @@ a payload that is for later is not delivered now, whoever put its task back | Ke
 a schedule() that raised leaves the time of what was behind the lease | KeyedTable
 -                    self._files.move(target, f"keys/{before}")
 +                    pass
-a payload that is behind a task is a first attempt | Keyed
+a payload that is behind a task is a first attempt | Model
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
 of two payloads behind a leased task the newer one stays | KeyedTable
@@ -1237,7 +1237,7 @@ an old file in creating/ may have been swept | LostReply
 a task whose lease was over may be another delivery's | LostReply
 -        if self.loses_replies and not (is_lease and _stamp_of(source) <= self.clock.now_ns()):
 +        if self.loses_replies:
-a claim whose reply was lost is a delivery | LostReply
+a claim whose reply was lost is a delivery | PlaceLost
 -            return name in os.listdir(self.path)
 +            return False
 a finished task that a healed replica brings back is not delivered | Healed
