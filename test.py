@@ -7930,13 +7930,6 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-l
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ cat jobs/failed/$x.error -> killed after ...
-# a command that a signal ends alone has failed
-$ femtoqueue push jobs 15 -> <a>
-$ femtoqueue push jobs 9 -> <b>
-$ femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- sh -c 'kill -$1 $$' sh {}
-! ...<a>: try 1 failed, a dead letter: killed by signal 15
-! ...<b>: try 1 failed, a dead letter: killed by signal 9
-[1]
 # a reader of work that leaves fails no task: what it had not read, the next worker tells of
 $ femtoqueue push jobs 1 2 3 4 5 6 7 8 9 -> ...
 $ { femtoqueue work jobs --max-attempts 1 -- echo {}; echo $? > status; } | head -n 1 -> 1 ! ...
@@ -8322,6 +8315,16 @@ class CommandLine(QueueCase):
                     process.wait(120)
                 self.assertEqual(process.returncode, 0)
                 self.end_all(Counter({state: jobs}) + Counter(pending=more))
+
+    def test_a_command_that_a_signal_ends_alone_has_failed(self) -> None:
+        self.hasten("one signal", 0.05)
+        q = self.queue()
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            ident, words = q.push(b"x"), ("--drain", "--max-attempts=1", "--time-limit=20s")
+            with self.working(f"kill -{number:d} $$", *words) as process:
+                process.communicate(timeout=120)
+            self.assertEqual(process.returncode, 1)
+            self.assertIn(f"killed by signal {number:d}", reason_of(q, ident))
 
     def test_a_parent_that_ignores_its_children_does_not_make_a_failure_a_success(self) -> None:
         self.queue().push(b"x")
