@@ -4792,6 +4792,10 @@ class Fuzz:
         if not w.in_place:
             self.model.vacate(w.q.node_id)
             self.model.places[w.q.node_id] += 1
+            found, _ = self.on_disk()
+            for task in self.model.those("inflight"):  # who finds such looks at all leases
+                if self.model.is_over(task) and found[task.id][0] != task.directory:
+                    self.model.go_on(task, None)
         w.lock_fd, self.shared_fd = self.shared_fd, None
 
     def leave(self, w: Worker) -> None:

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 4103,
     "lines of docstrings": 901,
     "lines of its largest class": 603,
-    "lines of test.py": 9232,
+    "lines of test.py": 9236,
     "lines of .ci/": 8175,
 }
 DOORS = {  # names of annexes that a room above them may use
