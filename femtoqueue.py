@@ -2820,7 +2820,6 @@ class FemtoQueue:
         task is not this delivery's any more."""
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
-        _lease_of(task)
         self._worker.end_failed(task, error)
 
     def release(
@@ -3009,9 +3008,8 @@ class FemtoQueue:
         counted twice."""
         files = self._files
         pending = files.entries("pending")
-        oldest_ns = min((entry.stamp_ns for entry in pending), default=None)
+        age_s = max(0, self._clock.now_ns() - pending[0].stamp_ns) / 1e9 if pending else None
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
-        age_s = None if oldest_ns is None else max(0, self._clock.now_ns() - oldest_ns) / 1e9
         return Stats(
             pending=len(pending),
             inflight=sum(node.inflight for node in nodes),
@@ -4293,9 +4291,8 @@ class _WorkerPool:
         """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
         import signal
 
-        before = {}
-        if threading.current_thread() is threading.main_thread():
-            before = {number: signal.getsignal(number) for number in self._stop_signals()}
+        is_main = threading.current_thread() is threading.main_thread()
+        before = {n: signal.getsignal(n) for n in self._stop_signals() if is_main}
         # Not those that are ignored, as by nohup, or have a handler that Python did not set.
         before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
 
@@ -4374,8 +4371,8 @@ class _Inspector:
 
     def _directories(self) -> list[str]:
         root = self._files.root
-        names = [name for name in os.listdir(root) if name in _NAMES_IN or _parse_node_dir(name)]
-        return sorted(name for name in names if os.path.isdir(root + name))
+        names = sorted(it for it in os.listdir(root) if it in _NAMES_IN or _parse_node_dir(it))
+        return [name for name in names if os.path.isdir(root + name)]
 
     def _queue_clock(self) -> Iterator[Finding]:
         clock = self._worker.clock
