@@ -31,11 +31,11 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_478,
-    "lines": 6138,
-    "lines of code": 4103,
+    "tokens of code": 36_457,
+    "lines": 6135,
+    "lines of code": 4100,
     "lines of docstrings": 901,
-    "lines of its largest class": 603,
+    "lines of its largest class": 601,
     "lines of test.py": 9236,
     "lines of .ci/": 8175,
 }
