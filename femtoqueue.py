@@ -739,9 +739,6 @@ def _lease_of(task: object) -> _Lease:
     return task._lease
 
 
-_NO_TASK = FemtoTask("", b"")
-
-
 class NodeStats(NamedTuple):
     """One worker's leases: how many, how many of them past their deadline, and its liveness:
     "alive" (its lock is held), "dead" (it is not, on this host), or "unknown" (another host's or
@@ -1598,7 +1595,7 @@ class _LeaseDir:
     """Opened by the first listing, and again when it was removed or given up.
 
     close() in another thread: a claim holds the worker's lock, so that its descriptor stays open.
-    What is claimed, and being read, is in `unread`: whoever takes it out, the reader or the
+    What is claimed is in `unread` until the caller gets it: whoever takes it out, the caller or the
     reclaim, has the delivery, which is not counted if that was the reclaim. `closes` counts the
     calls, for waits, which compare it after each look."""
 
@@ -1690,18 +1687,17 @@ class _LeaseDir:
 
     # Claiming
 
-    def claim(self, source: str, length_ns: int) -> str:
-        """Rename a waiting task into the directory that we hold locked; return the lease's path, ""
-        if another worker was first, or if the directory is not open (any more). Call it with the
-        worker's lock held."""
+    def claim(self, source: str, length_ns: int) -> _Lease | None:
+        """Rename a waiting task into the directory that we hold locked. None: another worker was
+        first, or the directory is not open (any more). Call it with the worker's lock held."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._detached else self._clock.boot
         deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + length_ns
         ident = source[-_ID_LENGTH:]
         name = f"0{deadline_ns}~{attempts}~{boot}~{ident}"
-        lease = f"{self.directory}/{name}"
+        lease = _Lease(f"{self.directory}/{name}", length_ns)
         held = self._held
-        self.unread[lease] = True
+        self.unread[lease.path] = True
         try:
             if held is None:
                 raise FileNotFoundError  # RACE: closed by another thread
@@ -1718,32 +1714,29 @@ class _LeaseDir:
             self.is_suspect = True
         else:
             return lease
-        self.unread.pop(lease, None)
-        return ""
+        self.unread.pop(lease.path, None)
+        return None
 
     def _was_claimed(self, name: str) -> bool:
         """Whether a claim that raised FileNotFoundError was carried out all the same."""
         return False
 
-    def take_unread(self, ident: str) -> bool:
-        """Take a task that is being read from its reader; False if there is none."""
-        leases = [lease for lease in [*self.unread] if _id_of(lease) == ident]
-        return sum(self.unread.pop(lease, False) for lease in leases) > 0
-
-    def undo_claim(self, lease: str, source: str) -> None:
-        """Undo a claim that was interrupted ("": there was none), or whose file is not at its path:
-        a person took it out, or moved the whole directory away, where it must not be lost."""
+    def undo_claim(self, lease: _Lease | None, source: str) -> None:
+        """Undo a claim that was interrupted (None: there was none), or whose file is not at its
+        path: a person took it out, or moved the whole directory away, where it must not be lost."""
         with self._lock:
             self._backlog.clear()
             self.is_suspect = True
-            self.unread.pop(lease, None)
-            name = lease.partition("/")[2]
+            if lease is None:
+                return
+            self.unread.pop(lease.path, None)
+            name = lease.path.partition("/")[2]
             try:
-                if lease and (held := self._held) is not None:
+                if (held := self._held) is not None:
                     os.rename(held.prefix + name, self._root + source, src_dir_fd=held.fd)
             except FileNotFoundError:
                 # Else it had not been claimed yet, or a person has it. Or pending/ was replaced.
-                if self._files.exists(lease):
+                if self._files.exists(lease.path):
                     self.orphans[name] = False
             except OSError:
                 self.orphans[name] = False
@@ -1881,7 +1874,9 @@ class _Transitions:
 
     def requeue_uncounted(self, task: FemtoTask) -> None:
         """Return a task to the front of pending/, and do not count this delivery."""
-        self.requeue(task, _front_path(task.id, _attempts_of(_lease_of(task).path) - 1))
+        lease = _lease_of(task).path
+        self.requeue(task, _front_path(task.id, _attempts_of(lease) - 1))
+        self.lease_dir.unread.pop(lease, None)
 
     def set_deadline(self, task: FemtoTask, length_ns: int) -> None:
         """Rename a lease to another deadline: length_ns from now."""
@@ -1920,7 +1915,7 @@ class _Transitions:
         its push."""
         is_own, orphans = entry.directory == self.lease_dir.directory, self.lease_dir.orphans
         is_uncounted = is_own and (
-            not orphans.get(entry.name, True) or self.lease_dir.take_unread(entry.id)
+            not orphans.get(entry.name, True) or self.lease_dir.unread.pop(entry.path, False)
         )
         attempts = max(0, (entry.attempts or 0) - is_uncounted)
         try:
@@ -2043,30 +2038,30 @@ class _Worker(_Transitions):
 
     # From pending/ to in flight
 
-    def take_oldest(self, length_ns: int) -> FemtoTask | None:
+    def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
         """Run the jobs that are due, and lease the oldest task. None: no task waits, the queue is
         paused, or other workers won all claims of _MAX_LISTINGS listings. Raises the OSError of a
-        job if no task waits."""
+        job if no task waits. in_wait: the wait is to accept the task."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
                 self.house.run_due()
-            task, lease, waiting = None, "", ""
+            task, lease, waiting = None, None, ""
             try:
                 with self.lock:
                     names = backlog.names
                     waiting = f"pending/{names.pop()}" if names else ""
                     if waiting:
                         lease = self.lease_dir.claim(waiting, length_ns)
-                if lease:
-                    task = self._deliver(waiting, lease, length_ns)
+                if lease is not None:
+                    task = self._deliver(waiting, lease)
             except BaseException as error:
                 if not isinstance(error, Exception):  # Ctrl-C
                     self.lease_dir.undo_claim(lease, waiting)
-                elif not lease:  # a file that can't be claimed must not keep the others waiting
+                elif lease is None:  # a file that can't be claimed must not keep others waiting
                     backlog.names = names
                 raise
-            if waiting and not lease:
+            if waiting and lease is None:
                 losses += 1
                 task = self._claim_lost(waiting, losses, length_ns)
             elif not waiting:
@@ -2076,7 +2071,9 @@ class _Worker(_Transitions):
                 if listings > _MAX_LISTINGS or not self.house.refill():
                     return None
             if task is not None:
-                return task
+                if in_wait or (lease and self.lease_dir.unread.pop(lease.path, False)):
+                    return task
+                return self.waits.accept(task)
 
     def _claim_lost(self, waiting: str, losses: int, length_ns: int) -> FemtoTask | None:
         """After a claim was lost, to another worker or as our directory is gone, drop what else of
@@ -2127,12 +2124,12 @@ class _Worker(_Transitions):
 
     def _lease_waiting(self, waiting: str, length_ns: int) -> FemtoTask | None:
         """Lease a waiting task, and read it. None: another was first, or it can't be delivered."""
-        lease = ""
+        lease = None
         try:
             with self.lock:
                 lease = self.lease_dir.claim(waiting, length_ns)
-            if lease:
-                return self._deliver(waiting, lease, length_ns)
+            if lease is not None:
+                return self._deliver(waiting, lease)
         except BaseException as error:
             if not isinstance(error, Exception):  # Ctrl-C
                 self.lease_dir.undo_claim(lease, waiting)
@@ -2145,45 +2142,38 @@ class _Worker(_Transitions):
         renamed = _reset_path(waiting, None) if _may_be_renamed(waiting) else waiting
         return self._lease_waiting(renamed, length_ns) if renamed != waiting else None
 
-    def _deliver(self, waiting: str, lease: str, length_ns: int) -> FemtoTask | None:
-        """Read a claimed task, unless it has had its attempts (_Processing looks at that, too).
-        None: it is gone (undo the claim), a dead letter now, or taken back. CRASH: it is in flight,
-        and counted, until a reclaim()."""
-        ident = lease[-_ID_LENGTH:]
+    def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
+        """Read a claimed task, unless it has had its attempts (_Processing looks at that, too); it
+        is in `unread` yet. None: it is gone (undo the claim), a dead letter now, or for later.
+        CRASH: it is in flight, and counted, until a reclaim()."""
+        path = lease.path
+        ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
-        held = _Lease(lease, length_ns)
+        data: bytes | None = None
         try:
             if self.max_attempts is not None and before >= self.max_attempts:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
-                self.quarantine(lease, why)
-                return None
-            data, key = self.files.read(lease, ident)
-            if key is not None:
-                newest = self.keys.claimed(held, key, data, waiting)
-                if newest is None:
-                    return None
-                data = newest
-            attempts = before + 1 if held.path is lease else 1  # a newer payload: anew
-            task = FemtoTask(ident, data, attempts, key, held, self.clock.anchor_ns)
-            if "~" in waiting:  # it may have been delivered before
-                task.checkpoint = _read_checkpoint(self, ident, data)
-                held.has_checkpoint = task.checkpoint is not None
+                self.quarantine(path, why)
+            else:
+                data, key = self.files.read(path, ident)
+                if key is not None:
+                    data = self.keys.claimed(lease, key, data, waiting)
+            if data is not None:
+                attempts = before + 1 if lease.path is path else 1  # a newer payload: anew
+                task = FemtoTask(ident, data, attempts, key, lease, self.clock.anchor_ns)
+                if "~" in waiting:  # it may have been delivered before
+                    task.checkpoint = _read_checkpoint(self, ident, data)
+                    lease.has_checkpoint = task.checkpoint is not None
+                return task
         except CorruptTask as error:
-            self.quarantine(held.path, error.reason)
-            return None
+            self.quarantine(lease.path, error.reason)
         except FileNotFoundError:
-            self.lease_dir.undo_claim(held.path, waiting)
-            return None
+            self.lease_dir.undo_claim(lease, waiting)
         except BaseException as error:
-            place = waiting if held.path is lease else _reset_path(waiting, None)
-            self._return_unreadable(held.path, place, error)
+            place = waiting if lease.path is path else _reset_path(waiting, None)
+            self._return_unreadable(lease.path, place, error)
             raise
-        finally:
-            was_unread = self.lease_dir.unread.pop(lease, False)
-        if was_unread:
-            return task
-        with contextlib.suppress(LeaseLost):  # RACE: close() in another thread took it back, or
-            self.requeue_uncounted(task)  # could not: its key was busy
+        self.lease_dir.unread.pop(lease.path, None)
         return None
 
     def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
@@ -2200,6 +2190,7 @@ class _Worker(_Transitions):
             except OSError:
                 self.orphan(lease, counted=False)
                 raise
+        self.lease_dir.unread.pop(lease, None)
 
 
 # ==================================================================================================
@@ -2719,7 +2710,7 @@ class FemtoQueue:
         if timeout == 0:
             return self._worker.take_oldest(length_ns)
         return self._worker.waits.wait_for(
-            lambda: self._worker.take_oldest(length_ns), _end_s(timeout)
+            lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout)
         )
 
     async def pop_async(
@@ -2729,7 +2720,7 @@ class FemtoQueue:
         it leaves no task leased: one that it just got is back at its place, uncounted."""
         length_ns = self._length_of(lease_ms)
         return await self._worker.waits.wait_for_async(
-            lambda: self._worker.take_oldest(length_ns), _end_s(timeout), ""
+            lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout), ""
         )
 
     def take(
@@ -2786,13 +2777,14 @@ class FemtoQueue:
         task; None: no limit."""
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
-        def look() -> FemtoTask | None:
-            task = self._worker.take_oldest(self._length_ns)
-            return task if task is not None or self._files.has_work() else _NO_TASK
+        def look() -> FemtoTask | bool | None:  # False: nothing is left
+            task = self._worker.take_oldest(self._length_ns, True)
+            return task if task is not None or self._files.has_work() else False
 
         def tasks() -> Iterator[FemtoTask]:
-            while (task := self._worker.waits.wait_for(look, _end_s(timeout), False)) is not None:
-                if task is _NO_TASK:
+            while True:
+                task = self._worker.waits.wait_for(look, _end_s(timeout), False)
+                if not isinstance(task, FemtoTask):
                     return
                 yield task
 
@@ -3384,7 +3376,7 @@ class _KeyedTasks(_KeyStates):
         the old payload is at the new time, or begun anew, with the newer one behind it; after them,
         find_task() sees that the payload of the state is not there.
         """
-        lease, newer = states[name]
+        (lease, newer), unread = states[name], self._worker.lease_dir.unread
         due_ns = _later(newer)
         target = _first_lease(lease) if due_ns is None else _reset_path(waiting, due_ns)
         if target != lease:  # of a lease: an undone claim, or a person, brought it back
@@ -3393,6 +3385,7 @@ class _KeyedTasks(_KeyStates):
             finally:  # also when Ctrl-C came between the rename and here
                 if due_ns is None and self._files.exists(target):
                     held.path = target
+                    unread[target] = unread.pop(lease, False)
             states[name] = target, newer
         self._files.move_over(f"keys/{newer}", target, must_exist=True)
         states[name] = target, ""
@@ -3751,13 +3744,13 @@ class _Waits:
         closes, pauses_s = self._lease_dir.closes, _backoff_s(self._longest_poll_s)
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
-            return found
+            return self.accept(found)
         with self._watcher() as watcher:
             while True:
                 found = self._look(look, closes)
                 left_s = end_s - time.monotonic()
                 if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
-                    return found
+                    return self.accept(found)
                 rest_s, pause_s = self._house.rest_s(), next(pauses_s)
                 if rest_s <= 0:  # a job failed, or another thread runs it
                     rest_s = pause_s
@@ -3777,6 +3770,14 @@ class _Waits:
             if not os.listdir(self._lease_dir.path):
                 self._lease_dir.give_up(_no_op)
         return None
+
+    def accept(self, found: _Found | None) -> _Found | None:
+        """Return what was found to the caller, who has its delivery from now on; None: close() in
+        another thread took it back, or could not, as its key was busy."""
+        if isinstance(found, FemtoTask) and not self._lease_dir.unread.pop(found.path, False):
+            self._give_back(found)
+            return None
+        return found
 
     def _give_back(self, found: object) -> None:
         """Return a task that was found for a wait that is over to its place, uncounted."""
@@ -3831,7 +3832,7 @@ class _Waits:
         try:
             request.is_over = left_s == 0
             self._start(request)
-            return await asyncio.wrap_future(request.answer)
+            return self.accept(await asyncio.wrap_future(request.answer))
         except BaseException:  # cancelled
             if not request.answer.cancel() and request.answer.exception() is None:
                 self._give_back(request.answer.result())  # RACE: the thread was quicker
@@ -4793,9 +4794,9 @@ class _UnlockedFiles(_Files):
 
 
 class _UnlockedLeaseDir(_LeaseDir):
-    def claim(self, source: str, length_ns: int) -> str:
+    def claim(self, source: str, length_ns: int) -> _Lease | None:
         if _is_keyed(_id_of(source)):
-            return ""  # it could be leased, but never finished
+            return None  # it could be leased, but never finished
         return super().claim(source, length_ns)
 
 
@@ -4992,17 +4993,17 @@ class _SharedLeaseDir(_LeaseDir):
         super().__init__(worker)
         self._files.clock = worker.clock
 
-    def claim(self, source: str, length_ns: int) -> str:
+    def claim(self, source: str, length_ns: int) -> _Lease | None:
         lease = super().claim(source, length_ns)
         try:
-            is_done = bool(lease) and self._files.drop_done(lease)
+            is_done = lease is not None and self._files.drop_done(lease.path)
         except BaseException:
             self.undo_claim(lease, source)
             raise
-        if is_done:
-            self.unread.pop(lease, None)
-            self.orphans[lease.partition("/")[2]] = True  # should it stay
-            return ""
+        if lease is not None and is_done:
+            self.unread.pop(lease.path, None)
+            self.orphans[lease.path.partition("/")[2]] = True  # should it stay
+            return None
         return lease
 
     def _was_claimed(self, name: str) -> bool:

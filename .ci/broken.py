@@ -980,10 +980,9 @@ attempts are counted | Lifecycle
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
 -        except CorruptTask as error:
--            self.quarantine(held.path, error.reason)
--            return None
+-            self.quarantine(lease.path, error.reason)
 +        except CorruptTask:
-+            return None
++            pass
 who lost a lease can't end the task | Leases
 -(directory if directory in _STATE_DIRS else ""))
 -                raise self.lease_lost(lease) from None
@@ -1172,9 +1171,19 @@ a claim that could be neither read nor undone is no delivery | Faults
 a file that can't be claimed keeps no other waiting | Meeting
 -                    backlog.names = names
 +                    pass
+a wait's delivery is taken back uncounted until its caller has it | LeftBehind
+-        if found is not None or time.monotonic() >= end_s:
+-            return self.accept(found)
++        if self.accept(found) is not None or time.monotonic() >= end_s:
++            return found
+so is a coroutine's | LeftBehind
+-            return self.accept(await asyncio.wrap_future(request.answer))
++            return await asyncio.wrap_future(request.answer)
 a claim that is lost leaves another's of the same task alone | Meeting hangs
--        self.unread[lease] = True
-+        self.unread[ident] = True
+-        self.unread.pop(lease.path, None)
+-        return None
++        self.unread.clear()
++        return None
 a task that can't be ended ends work() | Work
 -                self._error = self._error or error
 -                if has_begun:
@@ -1241,7 +1250,7 @@ a claim whose reply was lost is a delivery | PlaceLost
 -            return name in os.listdir(self.path)
 +            return False
 a finished task that a healed replica brings back is not delivered | Healed
--            is_done = bool(lease) and self._files.drop_done(lease)
+-            is_done = lease is not None and self._files.drop_done(lease.path)
 +            is_done = False
 Ctrl-C as a lease gets the name of a first attempt leaves it known | Keyed
 -                if due_ns is None and self._files.exists(target):

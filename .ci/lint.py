@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_457,
-    "lines": 6135,
-    "lines of code": 4100,
+    "tokens of code": 36_575,
+    "lines": 6136,
+    "lines of code": 4103,
     "lines of docstrings": 901,
-    "lines of its largest class": 601,
-    "lines of test.py": 9236,
-    "lines of .ci/": 8175,
+    "lines of its largest class": 602,
+    "lines of test.py": 9228,
+    "lines of .ci/": 8184,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
