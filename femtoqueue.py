@@ -123,7 +123,6 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
-from urllib.parse import quote, unquote
 
 try:
     import fcntl
@@ -567,10 +566,15 @@ def _encode_key(key: object) -> str:
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
+    from urllib.parse import quote  # 2 ms, which no program needs that has no keys
+
     return quote(raw, "~:/@")  # not the key itself: that may be an Enum, whose text is another
 
 
-_decode_key = unquote
+def _decode_key(name: str) -> str:
+    from urllib.parse import unquote
+
+    return unquote(name)
 
 
 # ==================================================================================================
