@@ -1855,7 +1855,6 @@ class _Transitions:
         """Move a leased task to done/, or remove it."""
         lease = _lease_of(task)
         if self.keep_done:
-            self.house.finished += 1
             gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             if self.files.is_durable:
                 self.files.commit(gone_to)
@@ -2210,7 +2209,7 @@ _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
 _LEFTOVER_NS = 3600 * 10**9
 _IDLE_NS = 60 * 10**9
-_PURGE_SLICE = 1000  # entries of done/ that one look at them takes, at least
+_PURGE_SLICE_S = 0.02  # for which done/ is purged at a time
 
 
 class _Job:
@@ -2257,7 +2256,6 @@ class _Housekeeper:
         self._lease_dir, self._keys, self._worker = worker.lease_dir, worker.keys, worker
         self._lock, self._keep_done = worker.lock, worker.keep_done
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
-        self.finished = 0  # tasks that this object finished since done/ was purged last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
         self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
@@ -2442,21 +2440,19 @@ class _Housekeeper:
         return NodeStats(_node_of(directory), len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete a slice of what was done more than keep_done seconds ago: of twice as many entries
-        as this object has finished since, or _PURGE_SLICE. The next slice goes on in the listing.
-        """
-        most = max(_PURGE_SLICE, 2 * self.finished)
-        self.finished = 0
+        """Delete what was done more than keep_done seconds ago, for _PURGE_SLICE_S. The next slice
+        goes on in the listing."""
+        end_s, before_s = time.monotonic() + _PURGE_SLICE_S, time.time() - self._keep_done
+        self._purging.every_s = _BASE_INTERVAL_S
         if self._done_scan is None:
             self._done_scan = os.scandir(f"{self._files.root}done")
-        names = [entry.name for entry in itertools.islice(self._done_scan, most)]
-        before_s = time.time() - self._keep_done
-        for name in filter(_FORMS["done"], names):
-            _unlink_if_older(f"{self._files.root}done/{name}", before_s)
-        self._purging.every_s = _BASE_INTERVAL_S
-        if len(names) < most:
-            self.end_scan()
-            self._purging.every_s = min(max(_BASE_INTERVAL_S, self._keep_done / 10), 600.0)
+        for entry in self._done_scan:
+            if _FORMS["done"](entry.name):
+                _unlink_if_older(entry.path, before_s)
+            if time.monotonic() >= end_s:
+                return
+        self.end_scan()
+        self._purging.every_s = min(max(_BASE_INTERVAL_S, self._keep_done / 10), 600.0)
 
     def remove_stale_files(self) -> None:
         """Remove what a killed process left: it was never acknowledged."""

@@ -173,7 +173,7 @@ CONSTANTS = {
     "renewal": "_RENEWAL",
     "stale": "_STALE_S",
     "shrink": "_SHRINK_BYTES",
-    "purge slice": "_PURGE_SLICE",
+    "purge slice": "_PURGE_SLICE_S",
     "most in a batch": "_MAX_BATCH",
     "chunk": "_CHUNK",
     "looks": "_LOOKS",
@@ -1022,7 +1022,7 @@ class Lifecycle(QueueCase):
     def test_what_is_done_is_kept_for_as_many_seconds_as_wanted(self) -> None:
         """pop() deletes it, in slices: no listing of done/ is taken in one piece."""
         q, clock = self.queue(keep_done=60), self.clock()
-        with with_constant("purge slice", 2):
+        with with_constant("purge slice", 0):
             for _ in range(10):
                 q.done(leased(q))
             self.put("notes.txt", b"", "done")
