@@ -1779,17 +1779,6 @@ class _LeaseDir:
 # ==================================================================================================
 
 
-def _reason(error: str | BaseException) -> str:
-    """Return the text of failed/<id>.error: a text, or an exception with its traceback."""
-    if isinstance(error, _CommandFailed):
-        error = str(error)
-    if isinstance(error, str):
-        return error if error.endswith("\n") else error + "\n"
-    import traceback
-
-    return "".join(traceback.format_exception(error))
-
-
 class _Transitions:
     """The changes of a task's state, but the claim; and the parts of a worker that they use."""
 
@@ -1866,9 +1855,32 @@ class _Transitions:
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
+        """Move a leased task to failed/ with its reason. The rename comes first, and checks the
+        lease: a worker that lost it never writes a reason for another delivery. CRASH: after the
+        rename, the task is in failed/ without a reason."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
-        self._dead_letter(target, error, lambda: self.move_leased(lease, target, "failed"))
+        if error is None:
+            self.move_leased(lease, target, "failed")
+            _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
+        else:
+            with self._new_reason(error) as path:
+                self.move_leased(lease, target, "failed")
+                self.files.move_over(path, f"{target}.error")
+        self.files.commit(target)
+
+    def _new_reason(self, error: str | BaseException) -> contextlib.AbstractContextManager[str]:
+        """Write a reason aside: a text, or an exception with its traceback. Return the context of
+        its move; see replacement()."""
+        if isinstance(error, _CommandFailed):
+            error = str(error)
+        elif not isinstance(error, str):
+            import traceback
+
+            error = "".join(traceback.format_exception(error))
+        text = error if error.endswith("\n") else error + "\n"
+        aside = f"{self.clock.new_id()}.error"
+        return self.files.replacement(aside, text.encode("utf-8", "backslashreplace"), b"")
 
     def requeue(self, task: FemtoTask, target: str) -> None:
         gone_to = self.move_leased(_lease_of(task), target, "released")
@@ -1945,48 +1957,27 @@ class _Transitions:
 
     # To failed/, and back
 
-    def _dead_letter(
-        self, target: str, error: str | BaseException | None, move: Callable[[], object]
-    ) -> None:
-        """Move a task to failed/ with its reason. The rename comes first, and checks the lease: a
-        worker that lost it never writes a reason for another delivery. CRASH: after the rename, the
-        task is in failed/ without a reason."""
-        reason_path = f"{target}.error"
-        if error is None:
-            move()
-            _unlink_if_exists(self.files.root + reason_path)  # of a failure retried by hand
-        else:
-            text = _reason(error).encode("utf-8", "backslashreplace")
-            aside = f"{self.clock.new_id()}.error"
-            with self.files.replacement(aside, text, b"") as path:
-                move()
-                self.files.move_over(path, reason_path)
-        self.files.commit(target)
-
     def quarantine(self, source: str, reason: str) -> None:
-        """Make a dead letter of a task that can't be delivered, and say so in the log: if its
-        reason can't be written, without one. If that fails too, move it to the back of pending/: it
-        must not block other tasks, whose work may free disk space."""
-        ident, errors = _id_of(source), _FirstError()
-        back = self.back_path(source, _attempts_of(source))
+        """Make a dead letter of a task that can't be delivered, and say so in the log.
+        If it can't be moved, it goes to the back of pending/: it must not block other tasks, whose
+        work may free disk space. Nor must a reason that can't be written."""
+        ident, back = _id_of(source), self.back_path(source, _attempts_of(source))
         is_taken = self.files.exists(f"failed/{ident}")  # by hand: it stays, and so does its reason
         target = back.replace("pending", "failed") if is_taken else f"failed/{ident}"
-        move = functools.partial(self.move_task, source, target)
-        for text in (reason, None):
-            with errors:
-                try:
-                    self._dead_letter(target, None if is_taken else text, move)
-                except FileNotFoundError:
-                    if self.files.exists(source):
-                        raise
-                    if text is not None:
-                        return  # RACE: another worker took it, or quarantined it first
-                break  # if it is gone, it has moved: what failed was its reason
-        else:
-            with contextlib.suppress(FileNotFoundError):
-                # RACE: another worker took it. Or it has moved, and the sync failed.
+        try:
+            self.move_task(source, target)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not self.files.exists(source):
+                return  # RACE: another worker took it, or quarantined it first
+            with contextlib.suppress(FileNotFoundError):  # RACE: another worker took it
                 self.move_task(source, back)
-            errors.raise_if_any()
+            raise
+        with contextlib.suppress(OSError):  # the log has the reason
+            if not is_taken:
+                self.files.remove(f"{target}.error")  # of a failure retried by hand
+                with self._new_reason(reason) as path:
+                    self.files.move_over(path, f"{target}.error")
+            self.files.commit(target)
         self.files.remove(f"checkpoints/{ident}")
         _log().error("task %s is in failed/: %s", ident, reason)
 

@@ -989,10 +989,10 @@ who lost a lease can't end the task | Leases
 +(directory if directory in _STATE_DIRS else ""))
 +                return target
 the rename to failed/ is the fence: the reason is written after it | Leases
--                move()
--                self.files.move_over(path, reason_path)
-+                self.files.move_over(path, reason_path)
-+                move()
+-                self.move_leased(lease, target, "failed")
+-                self.files.move_over(path, f"{target}.error")
++                self.files.move_over(path, f"{target}.error")
++                self.move_leased(lease, target, "failed")
 a retried task has no reason any more | Lifecycle
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
 +                os.stat(f"{self.files.root}failed")
