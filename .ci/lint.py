@@ -31,9 +31,9 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_591,
-    "lines": 6140,
-    "lines of code": 4105,
+    "tokens of code": 36_533,
+    "lines": 6127,
+    "lines of code": 4095,
     "lines of docstrings": 901,
     "lines of its largest class": 602,
     "lines of test.py": 9228,
