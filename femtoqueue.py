@@ -5382,7 +5382,7 @@ def _push_command(options: Any) -> None:
     """Add tasks, and print their ids.
 
     Put a PAYLOAD that begins with - after --; without any, standard input is one.
-    If the task of KEY is leased, it comes after that, or in a redelivery (update).
+    While KEY's task is leased, PAYLOAD waits behind it, or updates it (see HOW).
 
     Example: femtoqueue push jobs 'resize 42.png'
     """
@@ -5473,6 +5473,7 @@ def _work_command(options: Any) -> int:
 
     If this worker is killed, its commands are, too. A lost lease (by a stop longer
     than --timeout, or by `release`) does not end CMD.
+
     Status 1: with --drain, a task failed for good, or work is left.
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
@@ -5682,23 +5683,12 @@ class _CommandPool(_WorkerPool):
     def _follow(self, task: FemtoTask, process: Any, fds: list[int]) -> None:
         """Wait until the process of a task ends; see _run_command(). If it fails as this worker is
         told to stop, the task is given back."""
-        import subprocess
-
-        timeout_s = self._options.task_timeout
-        end_s, is_guarded = _end_s(timeout_s), True
+        is_guarded = True
         self._processes.add(process)
         try:
             if len(self.signals) > 1:  # RACE: _abort() may not have seen this process
                 raise SystemExit
-            tail = self._relay(process, fds, end_s)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s and max(0, end_s - time.monotonic()))
-            status = process.returncode
-            is_stopped = bool(status) and self._is_stop(status, task)
-            # CMD may be a shell whose program still saves its state: not twice at once.
-            while is_stopped and self._is_alive(process):
-                time.sleep(0.05)
-                self._relay(process, fds, time.monotonic() + 0.1)
+            status, tail, is_stopped = self._wait(task, process, fds)
         finally:
             if process.returncode is None:
                 self._terminate([process])
@@ -5718,10 +5708,28 @@ class _CommandPool(_WorkerPool):
         if is_stopped:
             self._queue.release(task, front=True, counted=False)
             return
-        what = f"killed after {_time_text(timeout_s)}"
+        what = f"killed after {_time_text(self._options.task_timeout)}"
         if status is not None:
             what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         raise _CommandFailed(f"{what}\n{tail}".rstrip())
+
+    def _wait(self, task: FemtoTask, process: Any, fds: list[int]) -> tuple[int | None, str, bool]:
+        """Wait until a process ends, or its time is over. Return its status (None: it runs yet),
+        the end of its standard error, and whether it failed as this worker is told to stop."""
+        import subprocess
+
+        timeout_s = self._options.task_timeout
+        end_s = _end_s(timeout_s)
+        tail = self._relay(process, fds, end_s)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout_s and max(0, end_s - time.monotonic()))
+        status = process.returncode
+        is_stopped = bool(status) and self._is_stop(status, task)
+        # CMD may be a shell whose program still saves its state: not twice at once.
+        while is_stopped and self._is_alive(process):
+            time.sleep(0.05)
+            self._relay(process, fds, time.monotonic() + 0.1)
+        return status, tail, is_stopped
 
     def _is_stop(self, status: int, task: FemtoTask) -> bool:
         """Whether a process failed as this worker is told to stop."""

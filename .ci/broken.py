@@ -1123,8 +1123,8 @@ a try that a stop ended is no failure | CommandLine
 -        return self._is_told.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
 +        return self._is_told.wait(0)
 a program that outlives its shell in a stop has its task until then | CommandLine
--            while is_stopped and self._is_alive(process):
-+            while is_stopped and self._is_told.wait(60) is None:
+-        while is_stopped and self._is_alive(process):
++        while is_stopped and self._is_told.wait(60) is None:
 a command that ends well after the second signal has done its task | CommandLine
 -        if status == 0:
 -            return

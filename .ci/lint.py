@@ -31,10 +31,10 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_533,
-    "lines": 6127,
-    "lines of code": 4095,
-    "lines of docstrings": 901,
+    "tokens of code": 36_586,
+    "lines": 6135,
+    "lines of code": 4099,
+    "lines of docstrings": 904,
     "lines of its largest class": 602,
     "lines of test.py": 9228,
     "lines of .ci/": 8184,
