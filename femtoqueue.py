@@ -969,13 +969,15 @@ def _flock(fd: int, how: int) -> bool | None:
 
 class _FileLock:
     """An open file or directory that can be locked. It is closed with its last reference at the
-    latest: an exception from a signal handler (Ctrl-C) may come between any two lines."""
+    latest: an exception from a signal handler (Ctrl-C) may come between any two lines. `states`: of
+    the keys that it guards (13)."""
 
     fd = -1  # until it is open
     prefix = ""  # of a name in a directory, for calls that take its descriptor
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS) -> None:
         self.path, self._pid = path, os.getpid()
+        self.states: dict[str, Any] = {}
         with _no_fork:
             self.fd = os.open(path, flags, 0o666)
             _open_lock_fds.add(self.fd)
@@ -3133,13 +3135,11 @@ def _parse_key_states(content: bytes, tag: str) -> _States:
 
 
 class _KeyLocks(threading.local):
-    """The locks of keys that this thread holds, by name, and under each the states of its hashes,
-    by tag. Weak: what Ctrl-C leaves locked, between any two lines, ends with its frame."""
+    """The locks of keys that this thread holds, by name; each has the states of its hashes, by tag.
+    Weak: what Ctrl-C leaves locked, between any two lines, ends with its frame."""
 
     def __init__(self) -> None:
         self.locks: weakref.WeakValueDictionary[str, _FileLock] = weakref.WeakValueDictionary()
-        self.states: weakref.WeakKeyDictionary[_FileLock, dict[str, _States]]
-        self.states = weakref.WeakKeyDictionary()
 
 
 class _KeyStates:
@@ -3165,10 +3165,9 @@ class _KeyStates:
         try:
             lock.acquire_exclusive(wait)
             self._held.locks[name] = lock
-            by_tag = self._held.states.setdefault(lock, {})
-            states = by_tag.get(tag)
+            states = lock.states.get(tag)
             if states is None:
-                states = by_tag.setdefault(tag, self._load(tag))
+                states = lock.states.setdefault(tag, self._load(tag))
             try:
                 yield states
             finally:

@@ -31,10 +31,10 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_586,
-    "lines": 6135,
-    "lines of code": 4099,
-    "lines of docstrings": 904,
+    "tokens of code": 36_562,
+    "lines": 6134,
+    "lines of code": 4097,
+    "lines of docstrings": 905,
     "lines of its largest class": 602,
     "lines of test.py": 9228,
     "lines of .ci/": 8184,
