@@ -122,17 +122,13 @@ class Clock:
 
     def __init__(self) -> None:
         self.wall_shift_s = self.monotonic_shift_s = 0.0
-        self._stands_at_s: tuple[float, float] | None = (
-            None  # the wall clock's, the monotonic one's
-        )
+        self._stands_at_s: tuple[float, float] | None = None  # the wall clock, the monotonic one
 
     def time(self) -> float:
-        now_s = self._stands_at_s[0] if self._stands_at_s else time.time()
-        return now_s + self.wall_shift_s
+        return (self._stands_at_s or (time.time(), 0))[0] + self.wall_shift_s
 
     def monotonic(self) -> float:
-        now_s = self._stands_at_s[1] if self._stands_at_s else time.monotonic()
-        return now_s + self.monotonic_shift_s
+        return (self._stands_at_s or (0, time.monotonic()))[1] + self.monotonic_shift_s
 
     def time_ns(self) -> int:
         return int(self.time() * 1e9)
@@ -182,24 +178,20 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def seam(name: str, function: Callable[..., Any]) -> Any:
-    """Put another function in the place of one of SEAMS."""
     return mock.patch.object(femtoqueue, SEAMS[name], function)
 
 
 def through_seam(name: str) -> Callable[..., Any]:
-    """Return what stands at one of SEAMS."""
     function: Callable[..., Any] = getattr(femtoqueue, SEAMS[name])
     return function
 
 
 def constant(name: str) -> float:
-    """Return one of CONSTANTS."""
     value: float = getattr(femtoqueue, CONSTANTS[name])
     return value
 
 
 def with_constant(name: str, value: float) -> Any:
-    """Let one of CONSTANTS be another."""
     return mock.patch.object(femtoqueue, CONSTANTS[name], value)
 
 
@@ -233,7 +225,6 @@ def on_boot(boot_id: str | None) -> Any:
 
 
 def lease_dir(q: FemtoQueue) -> str:
-    """Return the lease directory of a queue object."""
     return os.path.join(os.path.abspath(q.data_dir), f"inflight-{q.node_id}")
 
 
@@ -2160,10 +2151,7 @@ class LeftBehind(QueueCase):
 class KeyedTable(QueueCase):
     """Two ways to push a key, whatever state its task is in, and however a delivery then ends."""
 
-    STATES = (
-        *("waits", "is back", "is scheduled", "is due"),
-        *("is leased", "is leased with one behind"),
-    )
+    STATES = "waits", "is back", "is scheduled", "is due", "is leased", "is leased with one behind"
     PUSHES = ("buffer", "update", "reject", "schedule")
     ENDS: tuple[tuple[str, Callable[[FemtoQueue, FemtoTask, Clock], object]], ...] = (
         ("ended by done", lambda q, task, clock: q.done(task)),
@@ -3402,11 +3390,9 @@ class Durability(StepCase):
 
 
 # After these a directory is as it was before: a process that dies then leaves the same.
-UNCHANGING = frozenset(
-    (
-        *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
-        *("lseek", "lstat", "read", "readlink", "stat", "statfs", "statvfs", "syncfs"),
-    )
+UNCHANGING = (
+    *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
+    *("lseek", "lstat", "read", "readlink", "stat", "statfs", "statvfs", "syncfs"),
 )
 
 
