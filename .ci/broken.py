@@ -797,7 +797,7 @@ a key of more than 200 bytes is refused | Keyed
 a key that is an Enum goes by its value | Keyed
 -    return quote(raw, "~:/@")  # not the key itself
 +    return quote(str(key), "~:/@")  # not the key itself
-front=True leads to the place of the push | Ordering
+front=True leads to the place of the push | Lifecycle
 -    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
 +    return f"pending/{_task_name(_order_of(ident) + 10**15, attempts, ident)}"
 a NaN is refused as an argument | Lifecycle
@@ -916,7 +916,7 @@ a name of the year 2200 does not carry the clock along | Ordering
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
-what comes back to the front is delivered next | Ordering
+what comes back to the front is delivered next | Lifecycle
 -            if self.names and name < self.names[-1]:
 +            if self.names and name > self.names[-1]:
 who comes back under its node_id takes back what it had | Liveness
