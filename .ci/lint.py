@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 4097,
     "lines of docstrings": 905,
     "lines of its largest class": 602,
-    "lines of test.py": 9228,
+    "lines of test.py": 9184,
     "lines of .ci/": 8184,
 }
 DOORS = {  # names of annexes that a room above them may use
