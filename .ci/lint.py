@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 905,
     "lines of its largest class": 602,
     "lines of test.py": 9184,
-    "lines of .ci/": 8184,
+    "lines of .ci/": 8186,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
