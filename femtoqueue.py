@@ -4986,15 +4986,14 @@ class _SharedLeaseDir(_LeaseDir):
     def claim(self, source: str, length_ns: int) -> _Lease | None:
         lease = super().claim(source, length_ns)
         try:
-            is_done = lease is not None and self._files.drop_done(lease.path)
+            if lease is None or not self._files.drop_done(lease.path):
+                return lease
         except BaseException:
             self.undo_claim(lease, source)
             raise
-        if lease is not None and is_done:
-            self.unread.pop(lease.path, None)
-            self.orphans[lease.path.partition("/")[2]] = True  # should it stay
-            return None
-        return lease
+        self.unread.pop(lease.path, None)
+        self.orphans[lease.path.partition("/")[2]] = True  # should it stay
+        return None
 
     def _was_claimed(self, name: str) -> bool:
         if not self._files.loses_replies:

@@ -2057,6 +2057,11 @@ class Sharing(QueueCase):
 class LeftBehind(QueueCase):
     """What is given up while it is held, or read, is as if it had not been taken."""
 
+    DELIVERS = (
+        *("pop", "take_oldest", "claim", "_deliver"),
+        *("_look", "_look_for", "_answer", "wait_for_async", "accept"),
+    )
+
     def test_a_queue_object_in_a_cycle_of_garbage_leaves_in_silence(self) -> None:
         """Also if the finalizer of its lock ran first: its place is gone, its task back."""
         for lock_first in (False, True):
@@ -2100,27 +2105,12 @@ class LeftBehind(QueueCase):
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
         """Return whether there is such a line."""
         self.path = self.new_dir(self.memory)
-        q, lines = self.queue(max_attempts=1), itertools.count()
+        q = self.queue(max_attempts=1)
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
         closer = threading.Thread(target=q.close)
-        where = ("claim", "_deliver", "_look", "_look_for", "_answer", "accept", "wait_for_async")
-
-        def close(frame: Any, event: str, arg: object) -> Any:
-            if frame.f_code.co_name not in (*where, "pop", "take_oldest"):
-                return None
-            if event == "line" and next(lines) == number:
-                closer.start()
-                closer.join(0.01)  # it waits for us if we are at a claim
-            return close
-
-        threading.settrace(close)
-        sys.settrace(close)
-        try:
+        with self.started_at_line(number, closer):
             task = deliver(q)
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)
         if closer.ident is None:
             return False
         closer.join()
@@ -2132,6 +2122,27 @@ class LeftBehind(QueueCase):
         self.assertEqual((q.pop(), q.stats().failed, task.attempts), (None, is_lost, 1))
         q.close()
         return True
+
+    @contextlib.contextmanager
+    def started_at_line(self, number: int, thread: threading.Thread) -> Iterator[None]:
+        """Start a thread before the n-th line of what delivers a task, in any thread."""
+        lines = itertools.count()
+
+        def trace(frame: Any, event: str, arg: object) -> Any:
+            if frame.f_code.co_name not in self.DELIVERS:
+                return None
+            if event == "line" and next(lines) == number:
+                thread.start()
+                thread.join(0.01)  # it waits for us if we are at a claim
+            return trace
+
+        threading.settrace(trace)
+        sys.settrace(trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)
 
 
 # Keyed tasks

@@ -585,21 +585,21 @@ class Stage:
     def finish(self, timeout_s: float) -> list[str]:
         """Wait for all actors, and those that were killed; return what the former printed."""
         outputs = []
-        waits: type[Exception] = Violation
+        hang: type[Exception] = Violation
         end_s = time.monotonic() + DYING_S
         for process in self.dying:
             try:
                 process.communicate(timeout=max(1, end_s - time.monotonic()))
             except subprocess.TimeoutExpired:  # GlusterFS may never answer it
                 say("a process that was killed still waits in a call")
-                waits = Unable  # as do those who want what it has locked, for no fault of theirs
+                hang = Unable  # as do those who want what it has locked, for no fault of theirs
         self.dying.clear()
         for host, actor, process in self.running.values():
             try:
                 output, _ = process.communicate(timeout=timeout_s)
             except subprocess.TimeoutExpired:
                 process.kill()
-                raise waits(f"{actor.name} on host {host.number} hangs") from None
+                raise hang(f"{actor.name} on host {host.number} hangs") from None
             if process.returncode:
                 raise Violation(f"{actor.name} ended with {process.returncode}: {output}")
             outputs.append(output)

@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_562,
-    "lines": 6134,
-    "lines of code": 4097,
+    "tokens of code": 36_554,
+    "lines": 6133,
+    "lines of code": 4096,
     "lines of docstrings": 905,
     "lines of its largest class": 602,
-    "lines of test.py": 9184,
+    "lines of test.py": 9195,
     "lines of .ci/": 8186,
 }
 DOORS = {  # names of annexes that a room above them may use
