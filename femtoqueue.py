@@ -1611,8 +1611,7 @@ class _LeaseDir:
         self._detached = worker.detached
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
-        # Names of leases in it that no living worker holds; False: no caller has got that delivery.
-        self.orphans: dict[str, bool] = {}
+        self.orphans: set[str] = set()  # names of leases in it that no living worker holds
         self.unread: dict[str, bool] = {}  # by lease
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
@@ -1667,7 +1666,7 @@ class _LeaseDir:
         if self._first_open and lock.try_exclusive() and lock.is_at_path():
             with contextlib.suppress(OSError):  # the next look at leases raises it
                 leases = self._files.entries(self.directory)
-                self.orphans.update((it.name, True) for it in leases if it.boot != _DETACHED)
+                self.orphans.update(it.name for it in leases if it.boot != _DETACHED)
         lock.acquire_shared()
 
     def _make(self) -> None:
@@ -1735,7 +1734,6 @@ class _LeaseDir:
             self.is_suspect = True
             if lease is None:
                 return
-            self.unread.pop(lease.path, None)
             name = lease.path.partition("/")[2]
             try:
                 if (held := self._held) is not None:
@@ -1743,10 +1741,12 @@ class _LeaseDir:
             except FileNotFoundError:
                 # Else it had not been claimed yet, or a person has it. Or pending/ was replaced.
                 if self._files.exists(lease.path):
-                    self.orphans[name] = False
+                    self.orphans.add(name)
+                    return
             except OSError:
-                self.orphans[name] = False
+                self.orphans.add(name)
                 raise
+            self.unread.pop(lease.path, None)
 
     # Closing
 
@@ -1920,32 +1920,31 @@ class _Transitions:
 
     # From in flight, by others
 
-    def orphan(self, lease: str, counted: bool = True) -> None:
-        """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/.
-        counted: whether its attempts count this delivery."""
+    def orphan(self, lease: str) -> None:
+        """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/."""
         with self.lock:
-            self.lease_dir.orphans[lease.partition("/")[2]] = counted
+            self.lease_dir.orphans.add(lease.partition("/")[2])
             self.house.reclaiming.sooner(0)
 
     def reclaim(self, entry: _Entry) -> None:
         """End a lease that is over, orphaned or of a dead worker: the task returns to the place of
         its push."""
-        is_own, orphans = entry.directory == self.lease_dir.directory, self.lease_dir.orphans
-        is_uncounted = is_own and (
-            not orphans.get(entry.name, True) or self.lease_dir.unread.pop(entry.path, False)
-        )
-        attempts = max(0, (entry.attempts or 0) - is_uncounted)
+        orphans, unread = self.lease_dir.orphans, self.lease_dir.unread
+        is_unread = unread.pop(entry.path, False)
+        attempts = max(0, (entry.attempts or 0) - is_unread)
         try:
             target = self.move_task(entry.path, _front_path(entry.id, attempts), wait=False)
         except FileNotFoundError:
             return  # RACE: its holder settled it, or another observer was first
         except OSError as error:
-            if is_own:
-                orphans.setdefault(entry.name, True)  # we are alive: only this mark ends it
+            if entry.directory == self.lease_dir.directory:
+                orphans.add(entry.name)  # we are alive: only this mark ends it
+            if is_unread:
+                unread[entry.path] = True
             if isinstance(error, BlockingIOError):
                 return  # RACE: another process is at work on its key; next time
             raise
-        orphans.pop(entry.name, None)
+        orphans.discard(entry.name)
         self.note(target)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
@@ -2184,7 +2183,7 @@ class _Worker(_Transitions):
             try:
                 self.note(self.move_task(lease, target))
             except OSError:
-                self.orphan(lease, counted=False)
+                self.orphan(lease)
                 raise
         self.lease_dir.unread.pop(lease, None)
 
@@ -2368,11 +2367,10 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
         now_ns = self._clock.now_ns()
         is_own = directory == self._lease_dir.directory
-        orphans = self._lease_dir.orphans if is_own else {}
+        orphans = self._lease_dir.orphans if is_own else set()
         marked = {*orphans}
         leases = self._files.entries(directory)
-        for name in marked.difference(entry.name for entry in leases):  # gone, or never made
-            orphans.pop(name, None)
+        orphans -= marked.difference(entry.name for entry in leases)  # gone, or never made
         running = []
         for entry in leases:
             is_orphan = entry.name in orphans
@@ -4992,7 +4990,7 @@ class _SharedLeaseDir(_LeaseDir):
             self.undo_claim(lease, source)
             raise
         self.unread.pop(lease.path, None)
-        self.orphans[lease.path.partition("/")[2]] = True  # should it stay
+        self.orphans.add(lease.path.partition("/")[2])  # should it stay
         return None
 
     def _was_claimed(self, name: str) -> bool:
@@ -5001,7 +4999,7 @@ class _SharedLeaseDir(_LeaseDir):
         try:
             return name in os.listdir(self.path)
         except OSError:
-            self.orphans[name] = True  # should it be there after all
+            self.orphans.add(name)  # should it be there after all
             self._backlog.clear()  # our directory is gone: the next listing makes it
             self.is_suspect = True
             return False

@@ -1166,8 +1166,11 @@ take_async() looks again soon at a busy key | Meeting
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 +                pass
 a claim that could be neither read nor undone is no delivery | Faults
--                self.orphan(lease, counted=False)
-+                self.orphan(lease)
+-                unread[entry.path] = True
++                pass
+nor is one that could not be undone | Healed
+-            name = lease.path.partition("/")[2]
++            name = self.unread.pop(lease.path) and lease.path.partition("/")[2]
 a file that can't be claimed keeps no other waiting | Meeting
 -                    backlog.names = names
 +                    pass

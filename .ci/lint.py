@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_554,
-    "lines": 6133,
+    "tokens of code": 36_522,
+    "lines": 6131,
     "lines of code": 4096,
-    "lines of docstrings": 905,
+    "lines of docstrings": 904,
     "lines of its largest class": 602,
-    "lines of test.py": 9195,
-    "lines of .ci/": 8186,
+    "lines of test.py": 9196,
+    "lines of .ci/": 8189,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
