@@ -282,8 +282,7 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
 
 
 def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
-    """Remove a file; return whether it was removed. or_fail=False: ignore an OSError, because the
-    caller handles another one."""
+    """Remove a file; return whether it was removed. or_fail=False: ignore an OSError."""
     try:
         os.unlink(path)
     except OSError as error:
@@ -531,7 +530,6 @@ def _with_stamp(path: str, stamp_ns: int) -> str:
 
 
 def _first_lease(path: str) -> str:
-    """Return the path of a lease as that of a first delivery."""
     deadline, _, rest = path.split("~", 2)
     return f"{deadline}~1~{rest}"
 
@@ -954,8 +952,7 @@ _no_fork = threading.RLock()  # held by fork(), and while a descriptor is yet to
 
 
 def _flock(fd: int, how: int) -> bool | None:
-    """Take a lock: LOCK_SH or LOCK_EX, with LOCK_NB not to wait. False: another process has it.
-    None: there are no locks here."""
+    """Take a lock by flags of flock(). False: another process has it; None: there are no locks."""
     try:
         fcntl.flock(fd, how)
     except BlockingIOError:
@@ -989,8 +986,7 @@ class _FileLock:
         return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def acquire_exclusive(self, wait: bool = True) -> None:
-        """Take the exclusive lock. Raises BlockingIOError if it is not free and wait is False,
-        OSError where there is no flock."""
+        """Take the exclusive lock. Raises BlockingIOError if wait is False and it is not free."""
         locked = _flock(self.fd, fcntl.LOCK_EX) if wait else self.try_exclusive()
         if locked is False:
             raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
@@ -1079,10 +1075,9 @@ def _write_new(
 
 
 def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
-    """Return what makes durable what is renamed into a directory from now on; and whether the
-    caller has to sync its files before: where syncfs() is not known to take them to the disk (FUSE;
-    not Linux). The directory is opened now: syncfs() reports the write errors since (Linux 5.8).
-    """
+    """Return what makes durable what is renamed into a directory from now on; and whether its files
+    are to be synced before: where syncfs() is not known to take them to the disk (FUSE; not Linux).
+    The directory is opened now: syncfs() reports the write errors since (Linux 5.8)."""
     syncfs = _find_syncfs(directory)
     if syncfs is None:
         return functools.partial(_sync_dir, directory), True
@@ -1580,9 +1575,8 @@ class _Backlog:
                 self.names.append(name)
 
     def drop_taken(self) -> None:
-        """After a lost claim, drop what else of the batch is gone: a look costs a third of a
-        rename() that fails. A task whose payload was replaced may have another name, which its
-        claim tries."""
+        """After a lost claim, drop what else of the batch is gone: a look costs a third of a failed
+        rename(). A task whose payload was replaced may have another name, which its claim tries."""
         with self._lock:
             names = self.names
             while names and not os.access(f"{self._pending}/{names[-1]}", os.F_OK):
@@ -1794,7 +1788,6 @@ class _Transitions:
     keep_done: bool | float
 
     def note(self, path: str) -> None:
-        """A task came to `path`."""
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
@@ -1872,8 +1865,7 @@ class _Transitions:
         self.files.commit(target)
 
     def _new_reason(self, error: str | BaseException) -> contextlib.AbstractContextManager[str]:
-        """Write a reason aside: a text, or an exception with its traceback. Return the context of
-        its move; see replacement()."""
+        """Write a text, or an exception with its traceback, aside, to move it: replacement()."""
         if isinstance(error, _CommandFailed):
             error = str(error)
         elif not isinstance(error, str):
@@ -1927,8 +1919,7 @@ class _Transitions:
             self.house.reclaiming.sooner(0)
 
     def reclaim(self, entry: _Entry) -> None:
-        """End a lease that is over, orphaned or of a dead worker: the task returns to the place of
-        its push."""
+        """Return a task whose lease is over, orphaned or of a dead worker to its push's place."""
         orphans, unread = self.lease_dir.orphans, self.lease_dir.unread
         is_unread = unread.pop(entry.path, False)
         attempts = max(0, (entry.attempts or 0) - is_unread)
@@ -2080,9 +2071,8 @@ class _Worker(_Transitions):
         return task
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the task of an encoded key, or ("") that of an id,
-        if it waits. wait=False: None if another process, which may be stopped, has the lock of the
-        key."""
+        """Run the jobs that are due, and lease the task of an encoded key, or ("") of an id, if it
+        waits. wait=False: None if another process, which may be stopped, holds the key's lock."""
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
@@ -2132,8 +2122,7 @@ class _Worker(_Transitions):
         return self._claim_renamed(waiting, length_ns)
 
     def _claim_renamed(self, waiting: str, length_ns: int) -> FemtoTask | None:
-        """RACE: the payload of a keyed task was replaced after it was listed, and its name with it:
-        its place is still this one."""
+        """RACE: a newer payload renamed a keyed task after the listing; its place is the same."""
         renamed = _reset_path(waiting, None) if _may_be_renamed(waiting) else waiting
         return self._lease_waiting(renamed, length_ns) if renamed != waiting else None
 
@@ -2303,8 +2292,7 @@ class _Housekeeper:
 
     def _list_pending(self) -> None:
         """List the oldest names, unless the queue is paused. PAUSED and our lease directory are
-        looked at each _LOOK_INTERVAL_S: a pop() of an almost empty queue lists pending/ each time,
-        and should not pay for them."""
+        looked at each _LOOK_INTERVAL_S: each pop() of an almost empty queue comes here."""
         now_s = time.monotonic()
         if now_s >= self._look_s or self._is_paused or self._lease_dir.is_suspect:
             self._worker.open_lease_dir()
@@ -2388,9 +2376,8 @@ class _Housekeeper:
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Whether another host's lease was taken or renewed less than our own lease length ago,
         though its deadline has passed by our clock: queue clocks of hosts drift apart (a suspend,
-        an NTP step after the boot). Wall clocks agree, and rename() sets st_ctime. One in the
-        future tells nothing: the deadline counts. So it does of a lease that was taken on this
-        boot, or is detached."""
+        an NTP step after the boot). Wall clocks agree, and rename() sets st_ctime. If that is in
+        the future, the lease is of this boot, or it is detached, the deadline counts."""
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
             with contextlib.suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
@@ -2431,8 +2418,7 @@ class _Housekeeper:
         return NodeStats(_node_of(directory), len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete what was done more than keep_done seconds ago, for _PURGE_SLICE_S. The next slice
-        goes on in the listing."""
+        """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
         end_s, before_s = time.monotonic() + _PURGE_SLICE_S, time.time() - self._keep_done
         self._purging.every_s = _BASE_INTERVAL_S
         if self._done_scan is None:
@@ -3040,8 +3026,7 @@ class FemtoQueue:
         return (task.key for task in self._read_all(keyed, True) if task.key is not None)
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
-        """Return a task, with the newest payload if it waits; None: it moved on. data=False: by the
-        first line of that alone."""
+        """Return a task, with the newest payload if it waits; of that (data=False) its header."""
         newest = self._worker.keys.newest_of(entry)
         for record in dict.fromkeys((newest, entry.path)):  # RACE: it may be taken along just now
             with contextlib.suppress(FileNotFoundError):
@@ -3337,7 +3322,6 @@ class _KeyedTasks(_KeyStates):
         self._files.lstat(lease)
 
     def _is_alone(self, name: str, ident: str) -> bool:
-        """Whether the key has this task, and nothing is behind it, as far as its state tells."""
         path, newer = self._load(_tag_of(ident)).get(name, ("", ""))
         return _id_of(path) == ident and not newer
 
@@ -3830,7 +3814,6 @@ class _Waits:
             self._requests.pop(id(request), None)
 
     def _end(self, request: _Request) -> None:
-        """Have a last look for a coroutine whose time is over."""
         request.is_over = True
         self._wake()
 
@@ -3863,8 +3846,7 @@ class _Waits:
         return not self._requests and time.monotonic() >= self._linger_s
 
     def _look_for_all(self) -> bool | None:
-        """Look for the first coroutine of each line, and for each whose time is over. Return True
-        if none has waited for a while."""
+        """Look for the first of each line, and those whose time is over; True if idle for long."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
@@ -4900,9 +4882,8 @@ class _SharedFiles(_Files):
         raise AssertionError("pauses never end")
 
     def is_done(self, path: str) -> bool:
-        """Whether a task's file is in done/ too (healed). A copy, by which a person runs a task
-        again, is another file. In failed/ the second link may be the outdated name, of a task
-        retried since."""
+        """Whether a task's file is in done/ too (healed); not a copy, by which a person runs it
+        again. In failed/ the second link may be the outdated name, of a task retried since."""
         if not self._heals:
             return False
         try:
@@ -5568,7 +5549,6 @@ class _Console:
             self._draw(self.progress)
 
     def _draw(self, progress: str) -> None:
-        """Replace the progress line on the screen. Call it with _lock held."""
         if self.is_terminal:
             with contextlib.suppress(OSError):  # the terminal is gone
                 width = os.get_terminal_size(2).columns - 1
@@ -5614,8 +5594,7 @@ class _CommandPool(_WorkerPool):
             raise SystemExit(_error_text(error)) from error
 
     def report(self, is_over: threading.Event) -> None:
-        """Show counts, rate and time left: each 0.5 s on a terminal, else 10 s (20 times its cost).
-        In the end, say what was done."""
+        """Show counts, rate and time left until it is over; then say what was done."""
         console, path, cost_s, began_s = self._console, self._queue.data_dir, 0.0, time.monotonic()
         # When, how many tasks had ended here and in the whole queue, and how many waited.
         looks: deque[tuple[float, int, int, int]] = deque(maxlen=20)
@@ -5655,8 +5634,7 @@ class _CommandPool(_WorkerPool):
         super()._abort()
 
     def _start(self, task: FemtoTask, payload: int) -> Any:
-        """Start CMD in a process group of its own: Ctrl-C at the terminal is for the worker only,
-        which finishes what runs."""
+        """Start CMD in a process group of its own: a Ctrl-C is for the worker, which finishes."""
         import subprocess
 
         program, *given = self._options.after_dashes
@@ -5728,15 +5706,13 @@ class _CommandPool(_WorkerPool):
         return status, tail, is_stopped
 
     def _is_stop(self, status: int, task: FemtoTask) -> bool:
-        """Whether a process failed as this worker is told to stop."""
         # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
         may_be_stop = (-status if status < 0 else status - 128) in self._stop_signals()
         is_last_try = task.attempts == self._options.max_attempts
         return self._is_told.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
 
     def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
-        """Relay what a process writes until it has ended, or until end_s; return the end of its
-        standard error."""
+        """Relay what a process writes until it ends, or end_s; return its standard error's end."""
         import selectors
 
         tail, rests = b"", dict.fromkeys(fds, b"")  # rests: of lines that have not ended

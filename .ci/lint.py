@@ -32,10 +32,10 @@ import femtoqueue
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
     "tokens of code": 36_522,
-    "lines": 6131,
+    "lines": 6107,
     "lines of code": 4096,
-    "lines of docstrings": 904,
-    "lines of its largest class": 602,
+    "lines of docstrings": 880,
+    "lines of its largest class": 601,
     "lines of test.py": 9196,
     "lines of .ci/": 8189,
 }
