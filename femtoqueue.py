@@ -5320,7 +5320,7 @@ def _cell(name: str, value: Any) -> str:
     """Return a field of a row as text; a key as one word, percent-encoded as in a header."""
     if value is None:
         return "-"
-    if name == "key":
+    if name == "key":  # of any length: an earlier version may have pushed it
         from urllib.parse import quote
 
         return quote(value, safe="/:@")
@@ -5596,18 +5596,14 @@ class _CommandPool(_WorkerPool):
     def report(self, is_over: threading.Event) -> None:
         """Show counts, rate and time left until it is over; then say what was done."""
         console, path, cost_s, began_s = self._console, self._queue.data_dir, 0.0, time.monotonic()
-        # When, how many tasks had ended here and in the whole queue, and how many waited.
-        looks: deque[tuple[float, int, int, int]] = deque(maxlen=20)
+        looks: deque[tuple[float, int, int]] = deque(maxlen=20)  # when, what we ended, what waited
         while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
             look_s, done, failed = time.monotonic(), self.counts["done"], self.counts["failed"]
             with contextlib.suppress(OSError):  # pop() meets it, too
-                names = {it: os.listdir(f"{path}/{it}") for it in _STATE_DIRS}
-                waiting = len(names["pending"]) + len(names["scheduled"])
-                ended = sum(not name.endswith(".error") for it in _ENDED for name in names[it])
-                looks.append((look_s, done + failed, ended, waiting))
-                seconds, ours, gone, more = map(operator.sub, looks[-1], looks[0])
-                gone = max(gone, -more)  # what has ended may be kept, or not
-                left = f", {_time_text(waiting * seconds / gone)} left" if gone > 0 else ""
+                waiting = sum(len(os.listdir(f"{path}/{it}")) for it in _WAITING_DIRS)
+                looks.append((look_s, done + failed, waiting))
+                seconds, ours, more = map(operator.sub, looks[-1], looks[0])
+                left = f", {_time_text(waiting * seconds / -more)} left" if more < 0 else ""
                 rate = f"{ours / (seconds or 1):.1f}/s"
                 console.show(f"done {done}, failed {failed}, waiting {waiting}, {rate}{left}")
             cost_s = time.monotonic() - look_s

@@ -8608,20 +8608,18 @@ class Terminal(QueueCase):
         self.assert_restored()
 
     def test_work_estimates_the_time_left_by_the_rate_of_all_workers(self) -> None:
-        """By what ends, or, where that is not kept, by how what waits shrinks; else not at all."""
-        for words in ((), ("--keep-done", "0s")):
-            self.path = self.new_dir(self.memory)
-            q = self.queue(keep_done=not words)
-            q.push_many([b"x"] * 14)
-            self.work(*words)
-            self.assertNotIn("left", self.see("waiting 15, ")[-1])
-            q.done(self.pop(q))
-            self.let_one_go_on()
-            line = self.see("done 1, failed 0, waiting 13, ")[-1]
-            found = re.search(r", (\d+\.\d)/s, (\d+)s left", line)
-            assert found is not None, line
-            rate, left_s = 2 * float(found[1]), int(found[2])  # half of the rate is this worker's
-            self.assertIn(left_s, range(int(13 / (rate + 0.12)), 1 + int(13 / (rate - 0.12))))
+        """By how what waits shrinks; not at all while it does not."""
+        q = self.queue()
+        q.push_many([b"x"] * 14)
+        self.work()
+        self.assertNotIn("left", self.see("waiting 15, ")[-1])
+        q.done(self.pop(q))
+        self.let_one_go_on()
+        line = self.see("done 1, failed 0, waiting 13, ")[-1]
+        found = re.search(r", (\d+\.\d)/s, (\d+)s left", line)
+        assert found is not None, line
+        rate, left_s = 2 * float(found[1]), int(found[2])  # half of the rate is this worker's
+        self.assertIn(left_s, range(int(13 / (rate + 0.12)), 1 + int(13 / (rate - 0.12))))
 
     def test_the_progress_of_work_fits_into_a_narrow_window(self) -> None:
         """Else it could not be drawn over; though standard output is no terminal."""

@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_522,
-    "lines": 6107,
-    "lines of code": 4096,
+    "tokens of code": 36_469,
+    "lines": 6103,
+    "lines of code": 4093,
     "lines of docstrings": 880,
     "lines of its largest class": 601,
-    "lines of test.py": 9196,
+    "lines of test.py": 9194,
     "lines of .ci/": 8189,
 }
 DOORS = {  # names of annexes that a room above them may use
