@@ -2153,6 +2153,7 @@ class _Worker(_Transitions):
             self.quarantine(lease.path, error.reason)
         except FileNotFoundError:
             self.lease_dir.undo_claim(lease, waiting)
+            return None
         except BaseException as error:
             place = waiting if lease.path is path else _reset_path(waiting, None)
             self._return_unreadable(lease.path, place, error)

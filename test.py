@@ -4070,6 +4070,22 @@ class Faults(PlainLives):
             self.assertEqual(self.states(), {"inflight-n1": 1})
             self.assertEqual(self.pop(q).attempts, 1)
 
+    def test_a_claim_that_finds_neither_its_file_nor_its_way_back_is_back_later(self) -> None:
+        """Uncounted: directories were being replaced."""
+        clock, q = self.clock(), self.queue(max_attempts=1)
+        q.push(b"x")
+
+        def vanish(name: str, args: tuple[Any, ...]) -> None:
+            is_read = name == "open" and "/inflight-n1/" in str(args[0])
+            if is_read or (name == "move" and "/pending/" in str(args[1])):
+                fail_with(errno.ENOENT)
+
+        with hooked(vanish):
+            self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+        clock.advance(1)
+        self.assertEqual(self.pop(q).attempts, 1)
+
     def test_one_place_with_an_error_does_not_keep_the_others_waiting(self) -> None:
         """One can't be listed, or a due task not moved. The error surfaces when nothing waits."""
         for event in ("list", "move"):

@@ -1171,6 +1171,10 @@ a claim that could be neither read nor undone is no delivery | Faults
 nor is one that could not be undone | Healed
 -            name = lease.path.partition("/")[2]
 +            name = self.unread.pop(lease.path) and lease.path.partition("/")[2]
+nor is one whose way back was not there | Faults
+-                    self.orphans.add(name)
+-                    return
++                    self.orphans.add(name)
 a file that can't be claimed keeps no other waiting | Meeting
 -                    backlog.names = names
 +                    pass
