@@ -1606,7 +1606,7 @@ class _LeaseDir:
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
         self.orphans: set[str] = set()  # names of leases in it that no living worker holds
-        self.unread: dict[str, bool] = {}  # by lease
+        self.unread: dict[str, bool] = {}  # by lease; False: a reclaim has it, which failed
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
         self._held: _FileLock | None = None
@@ -1921,7 +1921,7 @@ class _Transitions:
     def reclaim(self, entry: _Entry) -> None:
         """Return a task whose lease is over, orphaned or of a dead worker to its push's place."""
         orphans, unread = self.lease_dir.orphans, self.lease_dir.unread
-        is_unread = unread.pop(entry.path, False)
+        is_unread = unread.pop(entry.path, None) is not None
         attempts = max(0, (entry.attempts or 0) - is_unread)
         try:
             target = self.move_task(entry.path, _front_path(entry.id, attempts), wait=False)
@@ -1931,7 +1931,7 @@ class _Transitions:
             if entry.directory == self.lease_dir.directory:
                 orphans.add(entry.name)  # we are alive: only this mark ends it
             if is_unread:
-                unread[entry.path] = True
+                unread[entry.path] = False
             if isinstance(error, BlockingIOError):
                 return  # RACE: another process is at work on its key; next time
             raise

@@ -9019,6 +9019,20 @@ class Meeting(QueueCase):
             self.assertTrue(TicketQueue(self.file("line"), stale_timeout).is_empty())
 
     @FORK
+    def test_close_in_another_thread_that_meets_a_busy_key_leaves_no_delivery(self) -> None:
+        """The lease of what pop() just read can't be ended: pop() does it, and has no task."""
+        q = self.queue(max_attempts=1)
+        q.push(b"x", key="k")
+
+        def close() -> None:
+            with self.locked("k"), beside(q.close):
+                pass
+
+        with hooked(at_call("open", "/inflight-n1/", close, times=1)):
+            self.assertIsNone(q.pop())
+        self.assertEqual(self.states(), {"pending": 1})
+        self.assertEqual(self.pop(q).attempts, 1)
+
     def test_a_repair_that_meets_a_busy_key_comes_again_soon(self) -> None:
         q, clock = self.queue(), self.clock()
         q.push(b"1", key="k")

@@ -1166,8 +1166,11 @@ take_async() looks again soon at a busy key | Meeting
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 +                pass
 a claim that could be neither read nor undone is no delivery | Faults
--                unread[entry.path] = True
+-                unread[entry.path] = False
 +                pass
+what a reclaim could not give back is not delivered | Meeting
+-                unread[entry.path] = False
++                unread[entry.path] = True
 nor is one that could not be undone | Healed
 -            name = lease.path.partition("/")[2]
 +            name = self.unread.pop(lease.path) and lease.path.partition("/")[2]
