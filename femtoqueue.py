@@ -2258,9 +2258,10 @@ class _Housekeeper:
         if not self._lock.acquire(blocking=False):
             return
         try:
+            # What is nearly due too: a waiting worker is woken once for all of them.
+            soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
             for job in self._jobs:
-                # What is nearly due too: a waiting worker is woken once for all of them.
-                if job.at_s <= time.monotonic() + _BASE_INTERVAL_S / 5:
+                if soon_s >= job.at_s or (job is self.repairing and self._keys.needs_repair):
                     job.run()
             if time.monotonic() >= self._backlog.refill_s:
                 self._list_pending()
@@ -2396,7 +2397,8 @@ class _Housekeeper:
         try:
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
-                self.repairing.sooner(0)  # it may have died before it promoted a payload
+                self._keys.needs_repair = True  # it may have died before it promoted a payload
+                self.repairing.sooner(0)
                 if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # Not with another boot's leases, foreign files.
                     _remove_empty_dir(self._files.root + directory)
@@ -3235,7 +3237,10 @@ def _later(newer: str) -> int | None:
 
 
 class _KeyedTasks(_KeyStates):
-    """The tasks with a key, once they are pushed."""
+    """The tasks with a key, once they are pushed. `needs_repair` is set when one may have ended
+    without the payload behind it: repair() is due."""
+
+    needs_repair = False
 
     # Finding
 
@@ -3383,7 +3388,7 @@ class _KeyedTasks(_KeyStates):
                 elif name:
                     del states[name]
             except BaseException:
-                self._worker.house.repairing.sooner(_BASE_INTERVAL_S)  # of what is behind it
+                self.needs_repair = True  # the next pop() promotes what stands behind it
                 raise
         return target
 
@@ -3422,7 +3427,7 @@ class _KeyedTasks(_KeyStates):
 
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
-        errors, found = _FirstError(), self._found(_FORMS["keys"])
+        self.needs_repair, errors, found = False, _FirstError(), self._found(_FORMS["keys"])
         idle = {_tag_of(path) for path in self.idle()}
         for tag in sorted(idle.union(map(_tag_of, found))):
             # Of an idle one all directories have been listed: a claim is what may have come since.

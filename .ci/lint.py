@@ -31,10 +31,10 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_448,
-    "lines": 6099,
-    "lines of code": 4091,
-    "lines of docstrings": 879,
+    "tokens of code": 36_474,
+    "lines": 6104,
+    "lines of code": 4094,
+    "lines of docstrings": 880,
     "lines of its largest class": 601,
     "lines of test.py": 9224,
     "lines of .ci/": 8196,
