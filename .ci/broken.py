@@ -937,6 +937,11 @@ close() gives back what it had | Liveness
 -                end_leases()
 +            if not is_alone:
 +                end_leases()
+close() leaves a namesake's leases alone | PlaceLost
+-            if is_alone and lock.is_at_path():
+-                end_leases()
++            if is_alone:
++                end_leases()
 what a dead worker had comes back at once | Liveness
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():

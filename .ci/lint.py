@@ -36,8 +36,8 @@ LIMITS = {
     "lines of code": 4094,
     "lines of docstrings": 880,
     "lines of its largest class": 601,
-    "lines of test.py": 9224,
-    "lines of .ci/": 8196,
+    "lines of test.py": 9235,
+    "lines of .ci/": 8201,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
