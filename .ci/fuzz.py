@@ -80,6 +80,7 @@ class Names:
         self.path, self.chance, self.clock = path, random.Random(seed), StandingClock()
         self.put: dict[str, tuple[str, str, bytes]] = {}  # path: state, kind, payload
         self.ids: set[str] = set()
+        self.delivered: Counter[bytes] = Counter()
 
     def number(self) -> str:
         now_ns = int(self.clock.time() * 1e9)
@@ -139,14 +140,15 @@ class Names:
             self.litter(20)  # before there is a clock
         with mock.patch.object(femtoqueue, "time", self.clock):
             q = FemtoQueue(self.path, "n", timeout_stale_ms=5000)
-            ours = [q.push(b"ours"), q.push(b"ours", key="k")]
+            q.push(b"ours")
+            q.push(b"ours", key="k")
             self.litter(60)
             before = {path: self.state_of(path) for path in self.put}
             self.check_counts(q)
-            now_ns = self.drain(q, Counter({b"ours": len(ours)}), ("pending", "scheduled", "keys"))
-            self.check_left(before, now_ns)
+            waiting = "pending", "scheduled", "keys", "inflight"
+            self.check_left(before, self.drain(q, *waiting))
             q.retry_failed()
-            self.drain(q, Counter(), ("failed",))
+            now_ns = self.drain(q, *waiting, "failed")
             q.purge(0, ("done", "failed"))
             q.close()
             self.check_left(before, now_ns)
@@ -157,12 +159,8 @@ class Names:
 
     def named(self, state: str) -> list[tuple[str, str, bytes]]:
         """Return name, kind and payload of what was put and is a task of that state."""
-        rows = [(os.path.basename(path), path) for path in self.put]
-        return [
-            (name, *self.put[path][1:])
-            for name, path in rows
-            if self.put[path][0] == state and is_task(state, name)
-        ]
+        rows = ((os.path.basename(path), *it) for path, it in self.put.items())
+        return [(it[0], *it[2:]) for it in rows if it[1] == state and is_task(state, it[0])]
 
     def check_counts(self, q: FemtoQueue) -> None:
         stats = q.stats()
@@ -181,22 +179,22 @@ class Names:
                 files = {payload for _, kind, payload in named if kind == "file"}
                 demand(found == files, f"tasks({state}) has {found ^ files} wrong")
 
-    def drain(self, q: FemtoQueue, expected: Counter[bytes], states: tuple[str, ...]) -> int:
-        """Deliver all there is, for 20 minutes; return what time it is then."""
-        delivered: Counter[bytes] = Counter()
+    def drain(self, q: FemtoQueue, *states: str) -> int:
+        """Deliver all there is, for 20 minutes: by now each task of those states came, once."""
         for _ in range(4):
             while task := q.pop():
-                delivered[task.data] += 1
+                self.delivered[task.data] += 1
                 q.done(task)
             self.clock.advance(300)
-        now_ns = q._clock.now_ns() - 300 * 10**9
-        for state in (*states, "inflight") if "pending" in states else states:
+        now_ns, expected = q._clock.now_ns() - 300 * 10**9, Counter({b"ours": 2})
+        for state in states:
             for name, kind, payload in self.named(state):
                 timed = state in ("scheduled", "inflight") or (state == "keys" and "~" in name)
                 clock_ns = now_ns if state == "inflight" else (self.clock.time() - 300) * 1e9
                 if kind == "file" and not (timed and int(name[:20]) > clock_ns):
                     expected[payload] += 1
-        demand(delivered == expected, f"wrong: {delivered - expected}, not: {expected - delivered}")
+        had = self.delivered
+        demand(had == expected, f"wrong: {had - expected}, not: {expected - had}")
         return now_ns
 
     def check_left(self, before: dict[str, tuple[int, int, int]], now_ns: int) -> None:

@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 880,
     "lines of its largest class": 601,
     "lines of test.py": 9235,
-    "lines of .ci/": 8201,
+    "lines of .ci/": 8199,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
