@@ -948,7 +948,13 @@ _NO_FLOCK_ERRNOS = (
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
-_no_fork = threading.RLock()  # held by fork(), and while a descriptor is yet to come into that set
+_fork_lock = threading.RLock()  # held by fork()
+
+
+def _no_fork() -> contextlib.AbstractContextManager[Any]:
+    """Hold up fork() while a descriptor is yet to come into that set. Not as the interpreter ends:
+    it has ended other threads wherever they were, with the locks that they had."""
+    return contextlib.nullcontext() if sys.is_finalizing() else _fork_lock
 
 
 def _flock(fd: int, how: int) -> bool | None:
@@ -975,7 +981,7 @@ class _FileLock:
     def __init__(self, path: str, flags: int = _LOCK_FLAGS) -> None:
         self.path, self._pid = path, os.getpid()
         self.states: dict[str, Any] = {}
-        with _no_fork:
+        with _no_fork():
             self.fd = os.open(path, flags, 0o666)
             _open_lock_fds.add(self.fd)
 
@@ -1008,7 +1014,7 @@ class _FileLock:
             return
         with contextlib.suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_UN)
-        with _no_fork:
+        with _no_fork():
             _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
             self.fd = -1  # not sooner: what Ctrl-C leaves open is closed with the last reference
             os.close(fd)
@@ -1027,7 +1033,7 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.Wea
 
 def _after_fork_in_child() -> None:
     """In a forked child: the parent's locks must end with the parent, so close them here."""
-    _no_fork.release()
+    _fork_lock.release()
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
     for owner, hook in list(_fork_hooks.items()):
@@ -1036,8 +1042,8 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_no_fork.acquire,
-        after_in_parent=_no_fork.release,
+        before=_fork_lock.acquire,
+        after_in_parent=_fork_lock.release,
         after_in_child=_after_fork_in_child,
     )
 
@@ -1613,10 +1619,6 @@ class _LeaseDir:
         self._first_open = True  # leases found in it belong to an earlier process
 
     # Opening
-
-    @property
-    def is_open(self) -> bool:
-        return self._held is not None
 
     def ensure_open(self) -> bool:
         """Open and lock it unless it is held; note the leases that an earlier process left. Return
@@ -3055,14 +3057,19 @@ class FemtoQueue:
         take() None, drain() and work() as if stopped, join() False. The object may be used again.
         Dropping it, or leaving its `with` block, does the same as close().
         """
-        lease_dir = self._worker.lease_dir
-        with self._worker.lock:
+        worker, lease_dir = self._worker, self._worker.lease_dir
+        # As the interpreter ends, a thread may have ended with the lock: the kernel closes, then.
+        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
+            return
+        try:
             lease_dir.closes += 1
-            self._worker.renewer.stop.set()
-            self._worker.waits.end_all()
-            self._worker.house.end_scan()
-            self._worker.backlog.clear()
-            lease_dir.give_up(lambda: self._worker.reclaim_all(lease_dir.directory, None))
+            worker.renewer.stop()
+            worker.waits.end_all()
+            worker.house.end_scan()
+            worker.backlog.clear()
+            lease_dir.give_up(lambda: worker.reclaim_all(lease_dir.directory, None))
+        finally:
+            worker.lock.release()
 
     def __enter__(self) -> FemtoQueue:
         return self
@@ -3074,9 +3081,7 @@ class FemtoQueue:
         # The constructor may have raised. _FileLock is None when the interpreter ends.
         worker: _Worker | None = self.__dict__.get("_worker")
         if worker is not None and _FileLock is not None:
-            if worker.lease_dir.is_open:
-                self.close()
-            worker.renewer.stop.set()  # its thread would have gone on until the next round
+            self.close()
             worker.__dict__.clear()  # it is in a cycle with its parts; what they hold goes now
 
     def __getstate__(self) -> dict[str, Any]:
@@ -3954,8 +3959,7 @@ class _LeaseRenewer:
         self._worker, self._lock = worker, worker.lock
         # By the id() of the task. Weak: the `with` holds the block, for as long as there is one.
         self._blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
-        self.stop = threading.Event()  # set: no thread renews
-        self.stop.set()
+        self._runs: threading.Lock | None = None  # held while a thread renews: its own
         self._pause_s = 0.0  # seconds between two rounds of the thread
 
     def add(self, block: _Processing) -> None:
@@ -3963,12 +3967,13 @@ class _LeaseRenewer:
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
-            runs = not self.stop.is_set() and pause_s >= self._pause_s
-            if lease.length_ns < _FOREVER_NS and not runs:
-                stop = threading.Event()
-                threading.Thread(target=self._run, args=(stop, pause_s), daemon=True).start()
-                self.stop.set()
-                self.stop, self._pause_s = stop, pause_s
+            has_thread = self._runs is not None and pause_s >= self._pause_s
+            if lease.length_ns < _FOREVER_NS and not has_thread:
+                runs = threading.Lock()
+                runs.acquire()
+                threading.Thread(target=self._run, args=(runs, pause_s), daemon=True).start()
+                self.stop()
+                self._runs, self._pause_s = runs, pause_s
             self._blocks[id(block.task)], lease.is_renewed = block, True
 
     def remove(self, task: FemtoTask) -> None:
@@ -3976,21 +3981,31 @@ class _LeaseRenewer:
             self._blocks.pop(id(task), None)
             _lease_of(task).is_renewed = False
 
-    def _run(self, stop: threading.Event, pause_s: float) -> None:
-        while not stop.wait(pause_s):
+    def stop(self) -> None:
+        """End the thread. It never waits: not for a lock that a thread has, in whose midst it may
+        be called by a finalizer, or with which that has ended as the interpreter ends."""
+        runs, self._runs = self._runs, None
+        if runs is not None:
+            runs.release()
+
+    def _run(self, runs: threading.Lock, pause_s: float) -> None:
+        while not runs.acquire(timeout=pause_s) and (tasks := self._tasks(runs)):
             try:
-                done = [self._renew(task) for task in self._tasks(stop)]
+                done = [self._renew(task) for task in tasks]
             except BaseException:  # e.g. of a log handler: the other leases must go on
                 done = [False]
             pause_s = self._pause_s if all(done) else self._pause_s / 10
 
-    def _tasks(self, stop: threading.Event) -> list[FemtoTask]:
-        """Return what is to be renewed; if no lease of them ends, set `stop`."""
+    def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
+        """Return what is to be renewed; nothing, if no lease of them ends, or another thread does
+        it by now (or none: Ctrl-C came as this one was started)."""
         with self._lock:
             tasks = [block.task for block in self._blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
-            if stop.is_set() or length_ns >= _FOREVER_NS:
-                stop.set()
+            if self._runs is not runs:
+                return []
+            if length_ns >= _FOREVER_NS:
+                self._runs = None
                 return []
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks

@@ -2080,6 +2080,37 @@ class LeftBehind(QueueCase):
             self.assertFalse(os.path.exists(self.file("inflight-n1")))
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
+    def test_the_interpreter_ends_whatever_its_threads_have_locked(self) -> None:
+        """It ends them wherever they are. What nobody has locked meanwhile is given back."""
+        code = """if True:
+            import sys, threading
+            import femtoqueue
+            q = femtoqueue.FemtoQueue(sys.argv[1], "gone")
+            for key in "ab":
+                q.push(b"x", key=key)
+            with q.processing(q.pop()):  # starts the thread that renews
+                assert q.pop()
+            worker = q._worker
+            places = [vars(it) for it in (femtoqueue, q._clock, worker, *vars(worker).values())
+                      if hasattr(it, "__dict__")]
+            found = {id(it): it for place in places for it in place.values()}.values()
+            locks = [getattr(it, "_cond", it).acquire for it in found
+                     if hasattr(it, "acquire") or isinstance(it, threading.Event)]
+            assert worker.lock.acquire in locks and len(locks) > 3
+            if sys.argv[2] == "free":
+                locks.remove(worker.lock.acquire)
+            thread = threading.Thread(target=list, args=(map(lambda it: it(False), locks),))
+            thread.start()
+            thread.join()
+            """
+        for lock in ("free", "locked"):
+            words = sys.executable, "-W", "error", "-c", code, self.path, lock
+            ended = run_guarded(*words, env={"PYTHONPATH": os.path.dirname(femtoqueue.__file__)})
+            self.assertEqual(ended, (0, "", ""), lock)
+            if lock == "free":
+                self.assertFalse(os.path.exists(self.file("inflight-gone")))
+            self.assertEqual(self.drain(self.queue("n2")), [b"x"])
+
     def drop(self, lock_first: bool) -> None:
         """Drop a queue object that has a lease, in a cycle."""
         q: Any = FemtoQueue(self.path, "n1")
@@ -7125,14 +7156,24 @@ class Processing(QueueCase):
         q = self.queue()
         q.push(b"keyed", key="k")
         keyed, other = self.pop(q), leased(q)
-        before, pauses_s, wait = keyed.path, list[float](), threading.Event.wait
+        before, pauses_s, run = keyed.path, list[float](), femtoqueue._LeaseRenewer._run
 
-        def note(event: threading.Event, timeout: float | None = None) -> bool:
-            if threading.current_thread() is not threading.main_thread():
-                pauses_s.append(timeout or 0)
-            return wait(event, timeout)
+        class Noted:
+            """The lock of a thread that renews: how long that waits for it."""
 
-        self.patched(mock.patch("threading.Event.wait", note))
+            def __init__(self, lock: threading.Lock) -> None:
+                self.release, self._acquire = lock.release, lock.acquire
+
+            def acquire(self, timeout: float) -> bool:
+                pauses_s.append(timeout)
+                return self._acquire(timeout=timeout)
+
+        def noting(renewer: Any, runs: threading.Lock, pause_s: float) -> None:
+            with renewer._lock:
+                renewer._runs = Noted(runs)
+            run(renewer, renewer._runs, pause_s)
+
+        self.patched(mock.patch.object(femtoqueue._LeaseRenewer, "_run", noting))
         with q.processing(keyed), q.processing(other):
             with self.locked("k"):
                 self.until_renewed(other)

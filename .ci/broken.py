@@ -937,6 +937,12 @@ close() gives back what it had | Liveness
 -                end_leases()
 +            if not is_alone:
 +                end_leases()
+the interpreter ends though a thread had the worker's lock | LeftBehind hangs
+-        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
++        if not worker.lock.acquire():
+the interpreter ends though a thread opened a lock | LeftBehind hangs
+-    return contextlib.nullcontext() if sys.is_finalizing() else _fork_lock
++    return _fork_lock
 close() leaves a namesake's leases alone | PlaceLost
 -            if is_alone and lock.is_at_path():
 -                end_leases()
@@ -1152,7 +1158,7 @@ of two pushes during a listing, the younger does not come first | Meeting
 -                del self.names[:newer]
 +                pass
 a fork copies no lock that another thread is opening | Meeting
--        with _no_fork:
+-        with _no_fork():
 -            self.fd = os.open(path, flags, 0o666)
 +        if path:
 +            self.fd = os.open(path, flags, 0o666)
@@ -1219,10 +1225,9 @@ release() with a delay is not at the front | Lifecycle
 - or (front and delay_s):
 +:
 a dropped object gives up its directory | Liveness
--            if worker.lease_dir.is_open:
--                self.close()
-+            if not worker.lease_dir.is_open:
-+                self.close()
+-            self.close()
+-            worker.__dict__.clear()  # it
++            worker.__dict__.clear()  # it
 the ticket of a dead member is passed over at once | Tickets hangs
 -is_dead = lock.try_exclusive()
 +is_dead = None
