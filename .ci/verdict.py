@@ -646,7 +646,7 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
             yield line
     for path in left:
         state, _, name = path.partition("/")
-        deliveries = events.deliveries[name[-29:]]
+        deliveries = events.deliveries.get(name[-29:], [])
         is_dead_letter = state == "failed" and not name.endswith(".error") and name not in doubles
         may_fail = any(it.may_have_ended("fail") for it in deliveries)
         if is_dead_letter and not may_fail:
