@@ -39,7 +39,7 @@ Each move is one system call, and takes effect when that call returns:
                  without keep_done            inflight-<node>/  nowhere                  unlink
     fail       _Transitions.end_failed        inflight-<node>/  failed/<id>; its .error  rename
     release    _Transitions.requeue           inflight-<node>/  pending/ or scheduled/   rename
-    extend     _Transitions.set_deadline      inflight-<node>/  the same, a new deadline rename
+    extend     _Transitions.renew             inflight-<node>/  the same, a new deadline rename
     reclaim    _Transitions.reclaim           an ended lease    pending/, as pushed      rename
     quarantine _Transitions.quarantine        inflight, waiting failed/<id>; its .error  rename
     retry      _Transitions.requeue_failed    failed/<id>       pending/<now>~0~<id>     rename
@@ -641,14 +641,12 @@ class _Lease:
     `has_checkpoint`: it may have one.
     """
 
+    path = outcome = ""
+    length_ns = 0
     is_renewed = has_checkpoint = False
-    outcome = ""
-
-    def __init__(self, path: str, length_ns: int = 0) -> None:
-        self.path, self.length_ns = path, length_ns
 
 
-_NO_LEASE = _Lease("")
+_NO_LEASE = _Lease()
 
 
 class FemtoTask:
@@ -1580,11 +1578,14 @@ class _Backlog:
             if self.names and name < self.names[-1]:
                 self.names.append(name)
 
-    def drop_taken(self) -> None:
+    def drop_taken(self, lost: str) -> None:
         """After a lost claim, drop what else of the batch is gone: a look costs a third of a failed
-        rename(). A task whose payload was replaced may have another name, which its claim tries."""
+        rename(). RACE: a newer payload renamed a keyed task after the listing; its place is the
+        same, so that name is next."""
         with self._lock:
-            names = self.names
+            names, renamed = self.names, _reset_path(lost, None)
+            if renamed != lost and _may_be_renamed(lost):
+                names.append(renamed.partition("/")[2])
             while names and not os.access(f"{self._pending}/{names[-1]}", os.F_OK):
                 if _may_be_renamed(names[-1]):
                     break
@@ -1606,12 +1607,12 @@ class _LeaseDir:
     calls, for waits, which compare it after each look."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._files, self._clock = worker.files, worker.clock
+        self._worker, self._files, self._clock = worker, worker.files, worker.clock
         self._backlog, self._lock = worker.backlog, worker.lock
         self._detached = worker.detached
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
-        self.orphans: set[str] = set()  # names of leases in it that no living worker holds
+        self.orphans: set[str] = set()  # leases, by path, that no living worker holds
         self.unread: dict[str, bool] = {}  # by lease; False: a reclaim has it, which failed
         self.closes = 0
         self.is_suspect = True  # it may be gone: to be looked at before the next claim
@@ -1620,14 +1621,14 @@ class _LeaseDir:
 
     # Opening
 
-    def ensure_open(self) -> bool:
-        """Open and lock it unless it is held; note the leases that an earlier process left. Return
-        whether it was opened. Call it with the worker's lock held."""
-        is_new = self._held is None or not self._held.is_at_path()
-        if is_new:
-            self._open()
-        self.is_suspect = False
-        return is_new
+    def ensure_open(self) -> None:
+        """Open and lock it unless it is held; reclaim the leases that an earlier process left."""
+        with self._lock:
+            if self._held is None or not self._held.is_at_path():
+                self._open()
+                if self.orphans:
+                    self._worker.house.reclaiming.run()
+            self.is_suspect = False
 
     def _open(self) -> None:
         self._backlog.clear()  # nothing is claimed until it is open, also when we raise
@@ -1662,7 +1663,7 @@ class _LeaseDir:
         if self._first_open and lock.try_exclusive() and lock.is_at_path():
             with contextlib.suppress(OSError):  # the next look at leases raises it
                 leases = self._files.entries(self.directory)
-                self.orphans.update(it.name for it in leases if it.boot != _DETACHED)
+                self.orphans.update(it.path for it in leases if it.boot != _DETACHED)
         lock.acquire_shared()
 
     def _make(self) -> None:
@@ -1688,17 +1689,17 @@ class _LeaseDir:
 
     # Claiming
 
-    def claim(self, source: str, length_ns: int) -> _Lease | None:
-        """Rename a waiting task into the directory that we hold locked. None: another worker was
-        first, or the directory is not open (any more). Call it with the worker's lock held."""
+    def claim(self, source: str, lease: _Lease) -> bool:
+        """Rename a waiting task into the directory that we hold locked; `lease` has its path from
+        before that. False: another worker was first, or the directory is not open (any more). Call
+        it with the worker's lock held; undo_claim() follows if it raises."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._detached else self._clock.boot
-        deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + length_ns
-        ident = source[-_ID_LENGTH:]
-        name = f"0{deadline_ns}~{attempts}~{boot}~{ident}"
-        lease = _Lease(f"{self.directory}/{name}", length_ns)
+        deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + lease.length_ns
+        name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
+        lease.path = path = f"{self.directory}/{name}"
+        self.unread[path] = True
         held = self._held
-        self.unread[lease.path] = True
         try:
             if held is None:
                 raise FileNotFoundError  # RACE: closed by another thread
@@ -1706,48 +1707,38 @@ class _LeaseDir:
         except FileNotFoundError:
             # RACE: another worker won; or our directory was removed
             if self._was_claimed(name):
-                return lease
-        except BaseException as error:
-            if getattr(error, "errno", None) not in _MISSING_ERRNOS:
-                self.undo_claim(lease, source)  # Ctrl-C may come when it is done
+                return True
+        except OSError as error:
+            if error.errno not in _MISSING_ERRNOS:
                 raise
             self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
             self.is_suspect = True
         else:
-            return lease
-        self.unread.pop(lease.path, None)
-        return None
+            return True
+        self.unread.pop(path, None)
+        return False
 
     def _was_claimed(self, name: str) -> bool:
         """Whether a claim that raised FileNotFoundError was carried out all the same."""
         return False
 
-    def undo_claim(self, lease: _Lease | None, source: str) -> None:
-        """Undo a claim that was interrupted (None: there was none), or whose file is not at its
-        path: a person took it out, or moved the whole directory away, where it must not be lost."""
+    def undo_claim(self, lease: _Lease, target: str) -> None:
+        """Move a task that was claimed for nobody to `target`, uncounted; if it can't be moved, the
+        reclaim job does it. By the descriptor: a person may have moved the whole directory away,
+        where the task must not be lost. CRASH: before it, a lease like any."""
         with self._lock:
-            self._backlog.clear()
-            self.is_suspect = True
-            if lease is None:
-                return
-            name = lease.path.partition("/")[2]
             try:
-                if (held := self._held) is not None:
-                    os.rename(held.prefix + name, self._root + source, src_dir_fd=held.fd)
-            except FileNotFoundError:
-                # Else it had not been claimed yet, or a person has it. Or pending/ was replaced.
-                if self._files.exists(lease.path):
-                    self.orphans.add(name)
-                    return
-            except OSError:
-                self.orphans.add(name)
-                raise
-            self.unread.pop(lease.path, None)
+                if (held := self._held) is not None:  # else close() has ended the lease
+                    name = lease.path.partition("/")[2]
+                    os.rename(held.prefix + name, self._root + target, src_dir_fd=held.fd)
+                    self.unread.pop(lease.path, None)
+            except OSError:  # it had not been claimed yet, or a person has it; or disk trouble
+                self.orphans.add(lease.path)
 
     # Closing
 
-    def give_up(self, end_leases: Callable[[], None]) -> None:
-        """Close it. end_leases() is called if no other object holds it, to end what it holds."""
+    def give_up(self) -> None:
+        """Close it. If no other object holds it, its leases end."""
         self._first_open = self.is_suspect = True
         lock, self._held = self._held, None
         if lock is not None and lock.fd == -1:  # in a cycle of garbage its finalizer may be first
@@ -1757,7 +1748,7 @@ class _LeaseDir:
         try:
             is_alone = lock.try_exclusive()
             if is_alone and lock.is_at_path():
-                end_leases()
+                self._worker.reclaim_all(self.directory, None)
             if is_alone is None or (is_alone and lock.is_at_path()):
                 _remove_empty_dir(self.path)
         except OSError as error:  # no lease is lost by it: pop() of another worker ends them
@@ -1889,11 +1880,14 @@ class _Transitions:
         self.requeue(task, _front_path(task.id, _attempts_of(lease) - 1))
         self.lease_dir.unread.pop(lease, None)
 
-    def set_deadline(self, task: FemtoTask, length_ns: int) -> None:
-        """Rename a lease to another deadline: length_ns from now."""
+    def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
+        """Rename a lease to another deadline: length_ns from now; None: its own length, but never
+        less than is left. wait: as in lock()."""
         lease = _lease_of(task)
-        with self.keys.lock_of(task.id), self.lock:
-            if lease.is_renewed:  # the next renewal is due only then
+        with self.keys.lock_of(task.id, wait), self.lock:
+            if length_ns is None:
+                length_ns = max(lease.length_ns, self.left_ns(lease.path))
+            elif lease.is_renewed:  # the next renewal is due only then
                 length_ns = max(length_ns, lease.length_ns)
             renewed, path = False, _with_stamp(lease.path, self.clock.now_ns() + length_ns)
             try:
@@ -1907,38 +1901,25 @@ class _Transitions:
     def left_ns(self, lease: str) -> int:
         return _stamp_of(lease) - self.clock.now_ns()
 
-    def renew(self, task: FemtoTask, wait: bool = True) -> None:
-        """Extend a lease by its own length, but never to less than is left. wait: as in lock()."""
-        with self.keys.lock_of(task.id, wait), self.lock:
-            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task.path)))
-
     # From in flight, by others
 
-    def orphan(self, lease: str) -> None:
-        """Mark a lease of ours as abandoned: the next reclaim job returns its task to pending/."""
-        with self.lock:
-            self.lease_dir.orphans.add(lease.partition("/")[2])
-            self.house.reclaiming.sooner(0)
-
-    def reclaim(self, entry: _Entry) -> None:
+    def reclaim(self, lease: str) -> None:
         """Return a task whose lease is over, orphaned or of a dead worker to its push's place."""
         orphans, unread = self.lease_dir.orphans, self.lease_dir.unread
-        is_unread = unread.pop(entry.path, None) is not None
-        attempts = max(0, (entry.attempts or 0) - is_unread)
+        is_unread = unread.pop(lease, None) is not None
+        target = _front_path(_id_of(lease), _attempts_of(lease) - is_unread)
         try:
-            target = self.move_task(entry.path, _front_path(entry.id, attempts), wait=False)
+            self.note(self.move_task(lease, target, wait=False))
         except FileNotFoundError:
-            return  # RACE: its holder settled it, or another observer was first
+            pass  # RACE: its holder settled it, or another observer was first
         except OSError as error:
-            if entry.directory == self.lease_dir.directory:
-                orphans.add(entry.name)  # we are alive: only this mark ends it
+            orphans.add(lease)  # if it is ours, only this mark ends it: we are alive
             if is_unread:
-                unread[entry.path] = False
+                unread[lease] = False
             if isinstance(error, BlockingIOError):
                 return  # RACE: another process is at work on its key; next time
             raise
-        orphans.discard(entry.name)
-        self.note(target)
+        orphans.discard(lease)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
         """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
@@ -1946,7 +1927,7 @@ class _Transitions:
         for entry in self.files.entries(directory):
             if entry.boot != _DETACHED and boot in (None, entry.boot):
                 with first_error:
-                    self.reclaim(entry)
+                    self.reclaim(entry.path)
         first_error.raise_if_any()
 
     # To failed/, and back
@@ -2018,12 +1999,6 @@ class _Worker(_Transitions):
         self.waits = _Waits(self)
         self.renewer = _LeaseRenewer(self)
 
-    def open_lease_dir(self) -> None:
-        """Open our lease directory unless it is open, and reclaim what a former holder left."""
-        with self.lock:
-            if self.lease_dir.ensure_open() and self.lease_dir.orphans:
-                self.house.reclaiming.run()
-
     # From pending/ to in flight
 
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
@@ -2034,43 +2009,32 @@ class _Worker(_Transitions):
         while True:
             if time.monotonic() >= self.house.wake_s:
                 self.house.run_due()
-            task, lease, waiting = None, None, ""
+            lease, waiting, is_claimed = _Lease(), "", False
+            lease.length_ns = length_ns
             try:
                 with self.lock:
-                    names = backlog.names
-                    waiting = f"pending/{names.pop()}" if names else ""
-                    if waiting:
-                        lease = self.lease_dir.claim(waiting, length_ns)
-                if lease is not None:
-                    task = self._deliver(waiting, lease)
+                    if backlog.names:
+                        waiting = f"pending/{backlog.names.pop()}"
+                        is_claimed = self.lease_dir.claim(waiting, lease)
+                task = self._deliver(waiting, lease) if is_claimed else None
+                if task is not None:
+                    if in_wait or self.lease_dir.unread.pop(lease.path, False):
+                        return task
+                    return self.waits.accept(task)
             except BaseException as error:
-                if not isinstance(error, Exception):  # Ctrl-C
-                    self.lease_dir.undo_claim(lease, waiting)
-                elif lease is None:  # a file that can't be claimed must not keep others waiting
-                    backlog.names = names
+                self._undo_claim(lease, waiting, error)
                 raise
-            if waiting and lease is None:
-                losses += 1
-                task = self._claim_lost(waiting, losses, length_ns)
-            elif not waiting:
+            if not waiting:
                 # All claims of a listing were lost: to other workers, or our directory is gone.
                 self.lease_dir.is_suspect |= listings > 0
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
                     return None
-            if task is not None:
-                if in_wait or (lease and self.lease_dir.unread.pop(lease.path, False)):
-                    return task
-                return self.waits.accept(task)
-
-    def _claim_lost(self, waiting: str, losses: int, length_ns: int) -> FemtoTask | None:
-        """After a claim was lost, to another worker or as our directory is gone, drop what else of
-        the batch is gone. Return the task if it was only renamed."""
-        if losses % _LOSSES == 0:
-            self.open_lease_dir()
-        task = self._claim_renamed(waiting, length_ns)
-        self.backlog.drop_taken()
-        return task
+            elif not is_claimed:
+                losses += 1
+                if losses % _LOSSES == 0:
+                    self.lease_dir.ensure_open()
+                backlog.drop_taken(waiting)
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
         """Run the jobs that are due, and lease the task of an encoded key, or ("") of an id, if it
@@ -2081,20 +2045,22 @@ class _Worker(_Transitions):
             return None
         for number in range(_MAX_LISTINGS):
             if number or self.lease_dir.is_suspect:
-                self.open_lease_dir()
-            task = None
+                self.lease_dir.ensure_open()
+            lease, path = _Lease(), ""
+            lease.length_ns = length_ns
             try:
                 with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
                     entry = self.files.find_id(ident, "scheduled", "pending") if ident else None
                     path = self._path_of_key(key) if key else entry.path if entry else ""
-                    task = self._lease_waiting(path, length_ns) if path else None
+                    with self.lock:
+                        is_claimed = path != "" and self.lease_dir.claim(path, lease)
+                    task = self._deliver(path, lease) if is_claimed else None
             except BlockingIOError:
                 # A push came to pending/, and has the lock yet: its end is no event.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
-            except BaseException:
-                if task is not None:  # Ctrl-C, as the lock is given up
-                    self.requeue_uncounted(task)
+            except BaseException as error:
+                self._undo_claim(lease, path, error)
                 raise
             if task is not None or not path:
                 return task  # RACE: else a pop() was quicker, and we see it in flight now
@@ -2109,25 +2075,6 @@ class _Worker(_Transitions):
                 path = self.enqueue_scheduled(path)
         return path if path.startswith("pending/") else ""
 
-    def _lease_waiting(self, waiting: str, length_ns: int) -> FemtoTask | None:
-        """Lease a waiting task, and read it. None: another was first, or it can't be delivered."""
-        lease = None
-        try:
-            with self.lock:
-                lease = self.lease_dir.claim(waiting, length_ns)
-            if lease is not None:
-                return self._deliver(waiting, lease)
-        except BaseException as error:
-            if not isinstance(error, Exception):  # Ctrl-C
-                self.lease_dir.undo_claim(lease, waiting)
-            raise
-        return self._claim_renamed(waiting, length_ns)
-
-    def _claim_renamed(self, waiting: str, length_ns: int) -> FemtoTask | None:
-        """RACE: a newer payload renamed a keyed task after the listing; its place is the same."""
-        renamed = _reset_path(waiting, None) if _may_be_renamed(waiting) else waiting
-        return self._lease_waiting(renamed, length_ns) if renamed != waiting else None
-
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
         """Read a claimed task, unless it has had its attempts (_Processing looks at that, too); it
         is in `unread` yet. None: it is gone (undo the claim), a dead letter now, or for later.
@@ -2135,49 +2082,41 @@ class _Worker(_Transitions):
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
-        data: bytes | None = None
         try:
             if self.max_attempts is not None and before >= self.max_attempts:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
-                self.quarantine(path, why)
-            else:
-                data, key = self.files.read(path, ident)
-                if key is not None:
-                    data = self.keys.claimed(lease, key, data, waiting)
-            if data is not None:
-                attempts = before + 1 if lease.path is path else 1  # a newer payload: anew
-                task = FemtoTask(ident, data, attempts, key, lease, self.clock.anchor_ns)
-                if "~" in waiting:  # it may have been delivered before
-                    task.checkpoint = _read_checkpoint(self, ident, data)
-                    lease.has_checkpoint = task.checkpoint is not None
-                return task
+                raise CorruptTask(ident, why)
+            data, key = self.files.read(path, ident)
+            payload = data if key is None else self.keys.claimed(lease, key, data, waiting)
         except CorruptTask as error:
+            payload = None
             self.quarantine(lease.path, error.reason)
         except FileNotFoundError:
+            self.backlog.clear()
+            self.lease_dir.is_suspect = True
             self.lease_dir.undo_claim(lease, waiting)
             return None
-        except BaseException as error:
-            place = waiting if lease.path is path else _reset_path(waiting, None)
-            self._return_unreadable(lease.path, place, error)
-            raise
-        self.lease_dir.unread.pop(lease.path, None)
-        return None
+        if payload is None:
+            self.lease_dir.unread.pop(lease.path, None)
+            return None
+        attempts = before + 1 if lease.path is path else 1  # a newer payload: anew
+        task = FemtoTask(ident, payload, attempts, key, lease, self.clock.anchor_ns)
+        if "~" in waiting:  # it may have been delivered before
+            task.checkpoint = _read_checkpoint(self, ident, payload)
+            lease.has_checkpoint = task.checkpoint is not None
+        return task
 
-    def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
+    def _undo_claim(self, lease: _Lease, waiting: str, error: BaseException) -> None:
         """Undo a claim that was interrupted: the task returns to its place; or whose file could not
         be read: to the back, else it would block each worker that takes the oldest task first."""
-        target = waiting
+        if _attempts_of(lease.path) == 1:  # it may have a newer payload
+            waiting = _reset_path(waiting, None)
         is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
         if isinstance(error, Exception) and not is_transient and waiting.startswith("pending/"):
-            target = self.back_path(lease, _attempts_of(waiting))
-        with contextlib.suppress(FileNotFoundError):  # it had not been claimed yet
-            # CRASH: before it, a lease like any
-            try:
-                self.note(self.move_task(lease, target))
-            except OSError:
-                self.orphan(lease)
-                raise
-        self.lease_dir.unread.pop(lease, None)
+            waiting = self.back_path(waiting, _attempts_of(waiting))
+        if lease.path:
+            self.lease_dir.undo_claim(lease, waiting)
+        self.note(waiting)
 
 
 # ==================================================================================================
@@ -2298,7 +2237,7 @@ class _Housekeeper:
         looked at each _LOOK_INTERVAL_S: each pop() of an almost empty queue comes here."""
         now_s = time.monotonic()
         if now_s >= self._look_s or self._is_paused or self._lease_dir.is_suspect:
-            self._worker.open_lease_dir()
+            self._lease_dir.ensure_open()
             self._is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id)
@@ -2349,6 +2288,9 @@ class _Housekeeper:
         last: it must not keep the other directories waiting."""
         first_error = _FirstError()
         with self._lock:  # check(repair=True) calls this too
+            for lease in [*self._lease_dir.orphans]:
+                with first_error:
+                    self._worker.reclaim(lease)
             for directory in self._files.node_dirs():
                 with first_error:
                     self._reclaim_from(directory, first_error)
@@ -2357,23 +2299,18 @@ class _Housekeeper:
     def _reclaim_from(self, directory: str, first_error: _FirstError) -> None:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
         now_ns = self._clock.now_ns()
-        is_own = directory == self._lease_dir.directory
-        orphans = self._lease_dir.orphans if is_own else set()
-        marked = {*orphans}
         leases = self._files.entries(directory)
-        orphans -= marked.difference(entry.name for entry in leases)  # gone, or never made
         running = []
         for entry in leases:
-            is_orphan = entry.name in orphans
-            if entry.stamp_ns > now_ns and not is_orphan:
+            if entry.stamp_ns > now_ns:
                 running.append(entry.stamp_ns)
-            elif is_orphan or not self._renewed_recently(entry):
+            elif not self._renewed_recently(entry):
                 with first_error:
-                    self._worker.reclaim(entry)
+                    self._worker.reclaim(entry.path)
         if running:
             self.reclaiming.sooner((running[0] - now_ns) / 1e9)
         has_ours = any(entry.boot == self._clock.boot for entry in leases)
-        if not is_own and (has_ours or not running):
+        if directory != self._lease_dir.directory and (has_ours or not running):
             self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
@@ -2478,7 +2415,9 @@ def _read_task(files: _Files, entry: _Entry, record: str, anchor_ns: int, data: 
         payload, key = files.read(record, entry.id)
     else:
         key, size_bytes = files.head(record)
-    task = FemtoTask(entry.id, payload, attempts, key, _Lease(entry.path), anchor_ns)
+    place = _Lease()
+    place.path = entry.path
+    task = FemtoTask(entry.id, payload, attempts, key, place, anchor_ns)
     if not data:
         task.size_bytes = size_bytes
     if entry.directory == "failed":
@@ -2665,7 +2604,7 @@ class FemtoQueue:
         payload = data if type(data) is bytes else _as_bytes(data)
         while True:
             if self._worker.lease_dir.is_suspect:
-                self._worker.open_lease_dir()
+                self._worker.lease_dir.ensure_open()
             ident = self._worker.keys.put(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
@@ -2817,7 +2756,7 @@ class FemtoQueue:
         as it was taken for). Raises LeaseLost as done() does."""
         lease = _lease_of(task)
         length_ns = lease.length_ns if ms is None else _lease_length_ns("ms", ms)
-        self._worker.set_deadline(task, length_ns)
+        self._worker.renew(task, length_ns)
 
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to settle or extend it here. lease:
@@ -2833,7 +2772,8 @@ class FemtoQueue:
         length_ns = self._length_ns
         if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
-        held = _Lease(entry.path, length_ns)
+        held = _Lease()
+        held.path, held.length_ns = entry.path, length_ns
         held.has_checkpoint = True  # it may have one, which has to go with it
         task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
         task.checkpoint, task.size_bytes = b"", None
@@ -3067,7 +3007,7 @@ class FemtoQueue:
             worker.waits.end_all()
             worker.house.end_scan()
             worker.backlog.clear()
-            lease_dir.give_up(lambda: worker.reclaim_all(lease_dir.directory, None))
+            lease_dir.give_up()
         finally:
             worker.lock.release()
 
@@ -3746,7 +3686,7 @@ class _Waits:
         self._give_back(found)
         with self._worker.lock, contextlib.suppress(OSError):  # gone; or the next look sees it
             if not os.listdir(self._lease_dir.path):
-                self._lease_dir.give_up(_no_op)
+                self._lease_dir.give_up()
         return None
 
     def accept(self, found: _Found | None) -> _Found | None:
@@ -4090,7 +4030,8 @@ class _Processing:
 
     def abandon(self) -> None:
         """Have the task delivered again soon: its delivery can't be ended."""
-        self._worker.orphan(self.task.path)
+        self._worker.lease_dir.orphans.add(self.task.path)
+        self._worker.house.reclaiming.sooner(0)
 
 
 # ==================================================================================================
@@ -4780,10 +4721,9 @@ class _UnlockedFiles(_Files):
 
 
 class _UnlockedLeaseDir(_LeaseDir):
-    def claim(self, source: str, length_ns: int) -> _Lease | None:
-        if _is_keyed(_id_of(source)):
-            return None  # it could be leased, but never finished
-        return super().claim(source, length_ns)
+    def claim(self, source: str, lease: _Lease) -> bool:
+        # A keyed task could be leased, but never finished.
+        return not _is_keyed(_id_of(source)) and super().claim(source, lease)
 
 
 def _afresh(look: _Method) -> _Method:
@@ -4978,17 +4918,14 @@ class _SharedLeaseDir(_LeaseDir):
         super().__init__(worker)
         self._files.clock = worker.clock
 
-    def claim(self, source: str, length_ns: int) -> _Lease | None:
-        lease = super().claim(source, length_ns)
-        try:
-            if lease is None or not self._files.drop_done(lease.path):
-                return lease
-        except BaseException:
-            self.undo_claim(lease, source)
-            raise
+    def claim(self, source: str, lease: _Lease) -> bool:
+        if not super().claim(source, lease):
+            return False
+        if not self._files.drop_done(lease.path):
+            return True
         self.unread.pop(lease.path, None)
-        self.orphans.add(lease.path.partition("/")[2])  # should it stay
-        return None
+        self.orphans.add(lease.path)  # should it stay
+        return False
 
     def _was_claimed(self, name: str) -> bool:
         if not self._files.loses_replies:
@@ -4996,7 +4933,7 @@ class _SharedLeaseDir(_LeaseDir):
         try:
             return name in os.listdir(self.path)
         except OSError:
-            self.orphans.add(name)  # should it be there after all
+            self.orphans.add(f"{self.directory}/{name}")  # should it be there after all
             self._backlog.clear()  # our directory is gone: the next listing makes it
             self.is_suspect = True
             return False

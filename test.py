@@ -4093,14 +4093,22 @@ class Faults(PlainLives):
             self.assertEqual((task.id, task.attempts), (ident, 1))
 
     def test_a_keyed_task_that_can_be_neither_read_nor_given_back_is_put_back_later(self) -> None:
-        """Uncounted. No descriptors are left: reading takes one, and so does the key's lock."""
+        """Uncounted. No descriptors are left: reading takes one, and so does the key's lock. And
+        pending/ can't grow."""
         clock = self.clock()
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and str(args[0]).endswith(key_tag("k")[-2:]):
+                fail_with(errno.EMFILE)
+            if name == "move" and "/pending/" in str(args[1]):
+                fail_with(errno.ENOSPC)
+
         for timeout_ms in (None, 30_000):
             self.new_path(0)
             q = self.queue(timeout_stale_ms=timeout_ms, max_attempts=1)
             q.push(b"x", key="k")
             self.assertIsNone(self.queue("n2").take("other"))
-            with hooked(at_call("open", key_tag("k")[-2:], raising(errno.EMFILE))):
+            with hooked(refuse):
                 for _ in range(3):
                     self.assertRaises(OSError, q.pop)
                     clock.advance(1)

@@ -926,7 +926,7 @@ a detached lease outlives a restart of its node_id | CommandLine
 - for it in leases if it.boot != _DETACHED)
 + for it in leases)
 a claim that is interrupted is undone | Faults
--                self.undo_claim(lease, source)  # Ctrl-C may come when it is done
+-                self._undo_claim(lease, waiting, error)
 -                raise
 +                raise
 a worker can start on a full disk | Faults
@@ -934,9 +934,9 @@ a worker can start on a full disk | Faults
 +            if error.errno:
 close() gives back what it had | Liveness
 -            if is_alone and lock.is_at_path():
--                end_leases()
+-                self._worker
 +            if not is_alone:
-+                end_leases()
++                self._worker
 the interpreter ends though a thread had the worker's lock | LeftBehind hangs
 -        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
 +        if not worker.lock.acquire():
@@ -945,9 +945,9 @@ the interpreter ends though a thread opened a lock | LeftBehind hangs
 +    return _fork_lock
 close() leaves a namesake's leases alone | PlaceLost
 -            if is_alone and lock.is_at_path():
--                end_leases()
+-                self._worker
 +            if is_alone:
-+                end_leases()
++                self._worker
 what a dead worker had comes back at once | Liveness
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():
@@ -955,20 +955,26 @@ a dead worker's lease of another boot ends by its deadline | Liveness
 -            if entry.boot != _DETACHED and boot in (None, entry.boot):
 +            if entry.boot != _DETACHED:
 a lease of another host that was just renewed is not taken | Healed
--            elif is_orphan or not self._renewed_recently(entry):
+-            elif not self._renewed_recently(entry):
 +            elif entry:
 the empty directory of another host's worker stays for a minute | Liveness
 - < _IDLE_NS:
 + < 0:
 a lease ends at its deadline | Leases
--            if entry.stamp_ns > now_ns and not is_orphan:
-+            if entry.stamp_ns > now_ns - 10**10 and not is_orphan:
+-            if entry.stamp_ns > now_ns:
+-                running
++            if entry.stamp_ns > now_ns - 10**10:
++                running
 a lease lasts until its deadline | Leases
--            if entry.stamp_ns > now_ns and not is_orphan:
-+            if entry.stamp_ns > now_ns + 10**10 and not is_orphan:
+-            if entry.stamp_ns > now_ns:
+-                running
++            if entry.stamp_ns > now_ns + 10**10:
++                running
 nothing is delivered before its time | Lifecycle
 -            if entry.stamp_ns > now_ns:
+-                self
 +            if entry.stamp_ns > now_ns + 10**9:
++                self
 what others are writing in creating/ is left alone for an hour | Crash
 -_LEFTOVER_NS = 3600 * 10**9
 +_LEFTOVER_NS = 1
@@ -991,9 +997,10 @@ attempts are counted | Lifecycle
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
 -        except CorruptTask as error:
+-            payload = None
 -            self.quarantine(lease.path, error.reason)
 +        except CorruptTask:
-+            pass
++            payload = None
 who lost a lease can't end the task | Leases
 -(directory if directory in _STATE_DIRS else ""))
 -                raise self.lease_lost(lease) from None
@@ -1017,8 +1024,8 @@ a checkpoint belongs to one payload | Checkpoints
 -    if saved.startswith(of_data):
 +    if saved:
 a renewal never shortens a lease | Checkpoints
--            self.set_deadline(task, max(_lease_of(task).length_ns, self.left_ns(task.path)))
-+            self.set_deadline(task, _lease_of(task).length_ns)
+-                length_ns = max(lease.length_ns, self.left_ns(lease.path))
++                length_ns = lease.length_ns
 the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(wait)
 +            lock.is_at_path()
@@ -1177,21 +1184,21 @@ take_async() looks again soon at a busy key | Meeting
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 +                pass
 a claim that could be neither read nor undone is no delivery | Faults
--                unread[entry.path] = False
+-                unread[lease] = False
 +                pass
 what a reclaim could not give back is not delivered | Meeting
--                unread[entry.path] = False
-+                unread[entry.path] = True
+-                unread[lease] = False
++                unread[lease] = True
 nor is one that could not be undone | Healed
 -            name = lease.path.partition("/")[2]
 +            name = self.unread.pop(lease.path) and lease.path.partition("/")[2]
 nor is one whose way back was not there | Faults
--                    self.orphans.add(name)
--                    return
-+                    self.orphans.add(name)
+-            except OSError:  # it had not been claimed yet, or a person has it; or disk trouble
++            except OSError:
++                self.unread.pop(lease.path, None)
 a file that can't be claimed keeps no other waiting | Meeting
--                    backlog.names = names
-+                    pass
+-            waiting = self.back_path(waiting, _attempts_of(waiting))
++            pass
 a wait's delivery is taken back uncounted until its caller has it | LeftBehind
 -        if found is not None or time.monotonic() >= end_s:
 -            return self.accept(found)
@@ -1201,10 +1208,10 @@ so is a coroutine's | LeftBehind
 -            return self.accept(await asyncio.wrap_future(request.answer))
 +            return await asyncio.wrap_future(request.answer)
 a claim that is lost leaves another's of the same task alone | Meeting hangs
--        self.unread.pop(lease.path, None)
--        return None
+-        self.unread.pop(path, None)
+-        return False
 +        self.unread.clear()
-+        return None
++        return False
 a task that can't be ended ends work() | Work
 -                self._error = self._error or error
 -                if has_begun:
@@ -1270,8 +1277,8 @@ a claim whose reply was lost is a delivery | PlaceLost
 -            return name in os.listdir(self.path)
 +            return False
 a finished task that a healed replica brings back is not delivered | Healed
--            if lease is None or not self._files.drop_done(lease.path):
-+            if True:
+-        if not self._files.drop_done(lease.path):
++        if True:
 Ctrl-C as a lease gets the name of a first attempt leaves it known | Keyed
 -                if due_ns is None and self._files.exists(target):
 +                if not target:
