@@ -32,17 +32,17 @@ Each move is one system call, and takes effect when that call returns:
 
     step       room and method                from              to                       by
     publish    _Files.publish                 creating/<id>     pending/, scheduled/     rename
-    due        _Transitions.enqueue_scheduled scheduled/        pending/<now>~<n>~<id>   rename
+    due        _Worker.enqueue_scheduled      scheduled/        pending/<now>~<n>~<id>   rename
     claim      _LeaseDir.claim                pending/          inflight-<node>/         rename
     undo       _LeaseDir.undo_claim           inflight-<node>/  pending/                 rename
-    finish     _Transitions.finish            inflight-<node>/  done/<id>                rename
+    finish     _Worker.finish                 inflight-<node>/  done/<id>                rename
                  without keep_done            inflight-<node>/  nowhere                  unlink
-    fail       _Transitions.end_failed        inflight-<node>/  failed/<id>; its .error  rename
-    release    _Transitions.requeue           inflight-<node>/  pending/ or scheduled/   rename
-    extend     _Transitions.renew             inflight-<node>/  the same, a new deadline rename
-    reclaim    _Transitions.reclaim           an ended lease    pending/, as pushed      rename
-    quarantine _Transitions.quarantine        inflight, waiting failed/<id>; its .error  rename
-    retry      _Transitions.requeue_failed    failed/<id>       pending/<now>~0~<id>     rename
+    fail       _Worker.end_failed             inflight-<node>/  failed/<id>; its .error  rename
+    release    _Worker.requeue                inflight-<node>/  pending/ or scheduled/   rename
+    extend     _Worker.renew                  inflight-<node>/  the same, a new deadline rename
+    reclaim    _Worker.reclaim                an ended lease    pending/, as pushed      rename
+    quarantine _Worker.quarantine             inflight, waiting failed/<id>; its .error  rename
+    retry      _Worker.requeue_failed         failed/<id>       pending/<now>~0~<id>     rename
     purge      FemtoQueue.purge, _purge_done  done/, failed/    nowhere                  unlink
     replace    _Keys.put, _Files.swap         creating/<id>     a waiting, leased record renameat2
     buffer     _Keys.put                      creating/<id>     keys/<id>                rename
@@ -367,7 +367,7 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #    front has 20 digits, the id at the end 29 characters.
 # ==================================================================================================
 
-# A new state goes in here and into _FORMS; then into Stats (3), _Transitions (10), purge() (12).
+# A new state goes in here and into _FORMS; then into Stats (3), _Worker (10), purge() (12).
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # Where the record of a task may be, in the order in which tasks move: a look in this order misses
@@ -637,13 +637,12 @@ class _Lease:
     """Where the file of a task was, and its delivery if it is leased (length_ns is not 0).
 
     `path` is the fencing token; a renewal writes the new one here. `length_ns`: of a renewal.
-    `is_renewed`: a thread does it. `outcome`: a field of WorkCounts; "" while the delivery runs.
-    `has_checkpoint`: it may have one.
+    `outcome`: a field of WorkCounts; "" while the delivery runs. `has_checkpoint`: it may have one.
     """
 
     path = outcome = ""
     length_ns = 0
-    is_renewed = has_checkpoint = False
+    has_checkpoint = False
 
 
 _NO_LEASE = _Lease()
@@ -1768,17 +1767,21 @@ class _LeaseDir:
 # ==================================================================================================
 
 
-class _Transitions:
-    """The changes of a task's state, but the claim; and the parts of a worker that they use."""
+class _Worker:
+    """What belongs to one process on one queue: its parts, and what they do with tasks."""
 
-    files: _Files
-    clock: _QueueClock
-    lock: threading.RLock
-    backlog: _Backlog
-    lease_dir: _LeaseDir
-    keys: _Keys
-    house: _Housekeeper
-    keep_done: bool | float
+    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock, node_id: str) -> None:
+        self.files, self.clock, self.lock = files, clock, threading.RLock()
+        self.node_id, self.detached = node_id, queue.detached
+        self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
+        self.length_ns, self.poll_interval_s = queue._length_ns, queue.poll_interval_s
+        self.backlog = _Backlog(self)
+        lease_dir_class, keys_class, _ = files.parts
+        self.lease_dir: _LeaseDir = lease_dir_class(self)
+        self.keys: _Keys = keys_class(self)
+        self.house = _Housekeeper(self)
+        self.waits = _Waits(self)
+        self.renewer = _LeaseRenewer(self)
 
     def note(self, path: str) -> None:
         if path.startswith("pending/"):
@@ -1874,12 +1877,6 @@ class _Transitions:
         self.note(gone_to)
         self.files.commit(gone_to)
 
-    def requeue_uncounted(self, task: FemtoTask) -> None:
-        """Return a task to the front of pending/, and do not count this delivery."""
-        lease = _lease_of(task).path
-        self.requeue(task, _front_path(task.id, _attempts_of(lease) - 1))
-        self.lease_dir.unread.pop(lease, None)
-
     def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
         """Rename a lease to another deadline: length_ns from now; None: its own length, but never
         less than is left. wait: as in lock()."""
@@ -1887,7 +1884,7 @@ class _Transitions:
         with self.keys.lock_of(task.id, wait), self.lock:
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
-            elif lease.is_renewed:  # the next renewal is due only then
+            elif id(task) in self.renewer.blocks:  # the next renewal is due only then
                 length_ns = max(length_ns, lease.length_ns)
             renewed, path = False, _with_stamp(lease.path, self.clock.now_ns() + length_ns)
             try:
@@ -1981,23 +1978,6 @@ class _Transitions:
         path = self.move_task(source, self.back_path(source, _attempts_of(source)), wait)
         self.files.commit(path)
         return path
-
-
-class _Worker(_Transitions):
-    """What belongs to one process on one queue: its parts, and how it takes tasks."""
-
-    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock, node_id: str) -> None:
-        self.files, self.clock, self.lock = files, clock, threading.RLock()
-        self.node_id, self.detached = node_id, queue.detached
-        self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
-        self.length_ns, self.poll_interval_s = queue._length_ns, queue.poll_interval_s
-        self.backlog = _Backlog(self)
-        lease_dir_class, keys_class, _ = files.parts
-        self.lease_dir: _LeaseDir = lease_dir_class(self)
-        self.keys: _Keys = keys_class(self)
-        self.house = _Housekeeper(self)
-        self.waits = _Waits(self)
-        self.renewer = _LeaseRenewer(self)
 
     # From pending/ to in flight
 
@@ -3552,9 +3532,11 @@ class _Keys(_KeyedTasks):
 #     ends the sleep. Coroutines only wait: one thread looks for them.
 # ==================================================================================================
 
-# inotify(7): created or moved here; for data_dir also deleted or moved away; directories only.
-_IN_COMES, _IN_GOES, _IN_ONLYDIR = 0x100 | 0x80, 0x200 | 0x40, 0x01000000
-_LINGER_S = 1.0  # for which a thread waits for the next coroutine
+# inotify(7): in directories only, created or moved here; in data_dir also deleted or moved away.
+_IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
+# data_dir first: pending/ may be replaced between two calls.
+_WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
+_LINGER_S = 1.0  # after which the thread of coroutines ends, if none waits
 _MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
 _Found = TypeVar("_Found")  # by a wait
 
@@ -3565,28 +3547,21 @@ class _Watcher:
     there; else a wait must be short."""
 
     def __init__(self, root: str) -> None:
-        self._fds: list[int] = []  # of inotify, and the ends of a pipe for wake()
+        self._fds: list[int] = []  # of inotify, and of an eventfd for wake()
         self._root, self._libc = root, _libc()
         self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
         self._no_wake.acquire()
         fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
         if fd >= 0:  # -1: too many
             self._fds.append(fd)
-            self._fds += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._fds.append(os.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
         _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
-        self.sees_all = self._watch() and _fs_type(root) in _LOCAL_TYPES
+        self.sees_all = fd >= 0 and self._watch() and _fs_type(root) in _LOCAL_TYPES
 
     def _watch(self) -> bool:
         """Watch the directories, and those in their places if they were replaced."""
-        # data_dir first: pending/ may be replaced between two of these lines.
-        watched = [("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES)]
-        watches = [
-            self._libc.inotify_add_watch(fd, os.fsencode(self._root + name), mask | _IN_ONLYDIR)
-            for fd in self._fds[:1]
-            for name, mask in watched
-        ]
-        self._pushed = watches[1].to_bytes(4, sys.byteorder, signed=True) if watches else b""
-        return min(watches, default=-1) >= 0
+        fd, add_watch = self._fds[0], self._libc.inotify_add_watch
+        return all(add_watch(fd, os.fsencode(self._root + it), mask) >= 0 for it, mask in _WATCHED)
 
     def sleep(self, seconds: float) -> None:
         import select
@@ -3595,19 +3570,13 @@ class _Watcher:
             self._no_wake.acquire(timeout=seconds)
             return
         poll = select.poll()
-        for fd in self._fds[:2]:
+        for fd in self._fds:
             poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(int(seconds * 1000) + 1):
             with contextlib.suppress(BlockingIOError):
-                events = os.read(fd, 1 << 16)
-                if fd == self._fds[0] and not self._is_one_push(events):
-                    # Before the next look: pending/ may be a new directory (shrink_pending).
-                    self.sees_all = self._watch() and self.sees_all
-
-    def _is_one_push(self, events: bytes) -> bool:
-        """Whether that is one event, of pending/: 16 bytes, from the watch to the name's length."""
-        name_bytes = int.from_bytes(events[12:16], sys.byteorder)
-        return events.startswith(self._pushed) and len(events) == 16 + name_bytes
+                os.read(fd, 1 << 16)
+        # Before the next look: pending/ may be a new directory (shrink_pending).
+        self.sees_all = self._watch() and self.sees_all
 
     def wake(self) -> None:
         """End the sleep, or the next one; in any thread, or in a signal handler."""
@@ -3615,8 +3584,7 @@ class _Watcher:
             with contextlib.suppress(RuntimeError):  # it was woken before
                 self._no_wake.release()
             return
-        with contextlib.suppress(BlockingIOError):  # full: it wakes anyway
-            os.write(self._fds[2], b"!")
+        os.eventfd_write(self._fds[1], 1)
 
     def close(self) -> None:
         while self._fds:
@@ -3630,11 +3598,13 @@ class _Watcher:
 class _Request:
     """A coroutine that waits: how to look for it, and the answer."""
 
+    is_over = False
+
     def __init__(self, look: Callable[[], FemtoTask | None], line: str, closes: int) -> None:
         import asyncio
         from concurrent.futures import Future
 
-        self.look, self.line, self.closes, self.is_over = look, line, closes, False
+        self.look, self.line, self.closes = look, line, closes
         self.loop = asyncio.get_running_loop()
         self.answer: Future[FemtoTask | None] = Future()
 
@@ -3650,7 +3620,7 @@ class _Waits:
         # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()  # held as the thread that serves them starts and ends
-        self._is_serving, self._linger_s = False, 0.0  # until when it waits for the next one
+        self._is_serving = False
 
     def wait_for(
         self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
@@ -3702,7 +3672,9 @@ class _Waits:
         if not isinstance(found, FemtoTask):
             return
         try:
-            self._worker.requeue_uncounted(found)
+            front = _front_path(found.id, _attempts_of(found.path) - 1)
+            self._worker.requeue(found, front)
+            self._lease_dir.unread.pop(found.path, None)
         except LeaseLost:
             pass  # close() did
         except OSError as error:
@@ -3767,7 +3739,6 @@ class _Waits:
         """Have the thread look for a coroutine from now on."""
         with self._lock:
             self._requests[id(request)] = request
-            self._linger_s = time.monotonic() + _LINGER_S
             if self._is_serving:
                 self._wake()  # unless it is yet to look
             else:
@@ -3775,12 +3746,12 @@ class _Waits:
                 self._is_serving = True
 
     def _serve(self) -> None:
-        """Look for the coroutines until none has waited for a while: the thread."""
+        """Look for the coroutines until none waits: the thread."""
         try:
             while True:
-                self.wait_for(self._look_for_all, float("inf"))  # close() ends it, too
+                self.wait_for(self._look_for_all, time.monotonic() + _LINGER_S)
                 with self._lock:  # RACE: a coroutine may come just now
-                    if self._nobody_waits():
+                    if not self._requests:
                         self._is_serving = False
                         return
         except BaseException as error:
@@ -3788,11 +3759,8 @@ class _Waits:
                 self._is_serving = False
             self.end_all(error)
 
-    def _nobody_waits(self) -> bool:
-        return not self._requests and time.monotonic() >= self._linger_s
-
-    def _look_for_all(self) -> bool | None:
-        """Look for the first of each line, and those whose time is over; True if idle for long."""
+    def _look_for_all(self) -> None:
+        """Look for the first of each line, and for those whose time is over."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
@@ -3802,7 +3770,6 @@ class _Waits:
             is_due = request.is_over or request.line not in empty_lines
             if is_due and not self._look_for(request):
                 empty_lines.add(request.line)
-        return self._nobody_waits() or None
 
     def _look_for(self, request: _Request) -> bool:
         """Look once for a coroutine; answer it if something was found, or if its time is over.
@@ -3898,7 +3865,7 @@ class _LeaseRenewer:
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
         # By the id() of the task. Weak: the `with` holds the block, for as long as there is one.
-        self._blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
+        self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
         self._runs: threading.Lock | None = None  # held while a thread renews: its own
         self._pause_s = 0.0  # seconds between two rounds of the thread
 
@@ -3914,12 +3881,11 @@ class _LeaseRenewer:
                 threading.Thread(target=self._run, args=(runs, pause_s), daemon=True).start()
                 self.stop()
                 self._runs, self._pause_s = runs, pause_s
-            self._blocks[id(block.task)], lease.is_renewed = block, True
+            self.blocks[id(block.task)] = block
 
     def remove(self, task: FemtoTask) -> None:
         with self._lock:
-            self._blocks.pop(id(task), None)
-            _lease_of(task).is_renewed = False
+            self.blocks.pop(id(task), None)
 
     def stop(self) -> None:
         """End the thread. It never waits: not for a lock that a thread has, in whose midst it may
@@ -3940,7 +3906,7 @@ class _LeaseRenewer:
         """Return what is to be renewed; nothing, if no lease of them ends, or another thread does
         it by now (or none: Ctrl-C came as this one was started)."""
         with self._lock:
-            tasks = [block.task for block in self._blocks.values()]
+            tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
             if self._runs is not runs:
                 return []
@@ -3954,7 +3920,7 @@ class _LeaseRenewer:
         """Renew a lease, unless the next round will do. False: to be tried again soon."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
-        has_ended = lease.outcome or not lease.is_renewed
+        has_ended = lease.outcome or id(task) not in self.blocks
         if has_ended or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
             return True
         end_s = time.monotonic() + self._pause_s / 10
