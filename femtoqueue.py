@@ -1608,7 +1608,6 @@ class _LeaseDir:
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
         self._backlog, self._lock = worker.backlog, worker.lock
-        self._detached = worker.detached
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
         self.orphans: set[str] = set()  # leases, by path, that no living worker holds
@@ -1633,20 +1632,16 @@ class _LeaseDir:
         self._backlog.clear()  # nothing is claimed until it is open, also when we raise
         for _ in range(_MAX_REPLACED):
             self._make()
-            to_close = lock = self._files.open_dir(self.directory)
+            lock = self._files.open_dir(self.directory)
             if lock is None:
                 continue  # RACE: an observer saw no worker in it, and removed it
-            try:
-                self._lock_shared(lock)
-                # RACE: an observer may have removed the directory before our lock was on it.
-                if lock.is_at_path():
-                    # The old one goes last: it may come back, with what we hold in it.
-                    self._held, to_close = lock, self._held
-                    self._first_open = False
-                    return
-            finally:
-                if to_close is not None:
-                    to_close.close()
+            self._lock_shared(lock)
+            # RACE: an observer may have removed the directory before our lock was on it.
+            if lock.is_at_path():
+                # With its last reference, the old one goes now, and not sooner: it may come back,
+                # with what we hold in it.
+                self._held, self._first_open = lock, False
+                return
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
 
     def _lock_shared(self, lock: _FileLock) -> None:
@@ -1672,19 +1667,14 @@ class _LeaseDir:
         except FileExistsError:
             pass
         except OSError as error:
-            if error.errno not in _OUT_OF_SPACE_ERRNOS or not self._take_spare():
-                raise
-
-    def _take_spare(self) -> bool:
-        spare = f"{self._files.root}spare"
-        try:
-            if os.listdir(spare):
-                return False  # foreign files stay where they are
-            os.utime(spare)  # an observer removes what is empty and old
-            os.rename(spare, self.path)
-        except OSError:
-            return False  # the caller reports why it needed one
-        return True
+            spare = f"{self._root}spare"
+            with contextlib.suppress(OSError):  # the first error says why it was needed
+                # Foreign files stay where they are.
+                if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
+                    os.utime(spare)  # an observer removes what is empty and old
+                    os.rename(spare, self.path)
+                    return
+            raise
 
     # Claiming
 
@@ -1693,7 +1683,7 @@ class _LeaseDir:
         before that. False: another worker was first, or the directory is not open (any more). Call
         it with the worker's lock held; undo_claim() follows if it raises."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
-        boot = _DETACHED if self._detached else self._clock.boot
+        boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + lease.length_ns
         name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
         lease.path = path = f"{self.directory}/{name}"
@@ -1746,9 +1736,9 @@ class _LeaseDir:
             return
         try:
             is_alone = lock.try_exclusive()
-            if is_alone and lock.is_at_path():
-                self._worker.reclaim_all(self.directory, None)
             if is_alone is None or (is_alone and lock.is_at_path()):
+                if is_alone:
+                    self._worker.reclaim_all(self.directory, None)
                 _remove_empty_dir(self.path)
         except OSError as error:  # no lease is lost by it: pop() of another worker ends them
             _log().warning("%s could not be cleared: %s", self.path, error)
@@ -1886,13 +1876,13 @@ class _Worker:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
             elif id(task) in self.renewer.blocks:  # the next renewal is due only then
                 length_ns = max(length_ns, lease.length_ns)
-            renewed, path = False, _with_stamp(lease.path, self.clock.now_ns() + length_ns)
+            path = _with_stamp(lease.path, self.clock.now_ns() + length_ns)
             try:
-                self.move_leased(lease, path)
-                renewed = True
-            finally:  # also when Ctrl-C came between the rename and here
-                if renewed or os.path.lexists(self.files.root + path):
+                lease.path = self.move_leased(lease, path)
+            except BaseException:  # Ctrl-C may have come after the rename
+                if os.path.lexists(self.files.root + path):
                     lease.path = path
+                raise
             self.house.reclaiming.sooner(length_ns / 1e9)
 
     def left_ns(self, lease: str) -> int:
@@ -2030,30 +2020,30 @@ class _Worker:
             lease.length_ns = length_ns
             try:
                 with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
-                    entry = self.files.find_id(ident, "scheduled", "pending") if ident else None
-                    path = self._path_of_key(key) if key else entry.path if entry else ""
+                    path = self._path_to_take(key, ident)
                     with self.lock:
                         is_claimed = path != "" and self.lease_dir.claim(path, lease)
                     task = self._deliver(path, lease) if is_claimed else None
-            except BlockingIOError:
+            except BaseException as error:
+                self._undo_claim(lease, path, error)
+                if not isinstance(error, BlockingIOError):
+                    raise
                 # A push came to pending/, and has the lock yet: its end is no event.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
-            except BaseException as error:
-                self._undo_claim(lease, path, error)
-                raise
             if task is not None or not path:
                 return task  # RACE: else a pop() was quicker, and we see it in flight now
         return None
 
-    def _path_of_key(self, name: str) -> str:
-        """Return where a key's task is to be had, "" if it is not; one that is due is moved."""
-        with self.keys.lock(_key_tag(name)) as states:  # again: the caller has it
-            path, _ = self.keys.find_task(states, name)
-        if path.startswith("scheduled/") and _stamp_of(path) <= time.time_ns():
-            with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
-                path = self.enqueue_scheduled(path)
-        return path if path.startswith("pending/") else ""
+    def _path_to_take(self, key: str, ident: str) -> str:
+        """Return where the task of a key or an id is to be had, "" if it is not."""
+        if ident:
+            entry = self.files.find_id(ident, "scheduled", "pending")
+            return entry.path if entry else ""
+        with self.keys.lock(_key_tag(key)) as states:  # again: the caller has it
+            path, _ = self.keys.find_task(states, key)
+        is_later = path.startswith("scheduled/") and _stamp_of(path) > time.time_ns()
+        return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
         """Read a claimed task, unless it has had its attempts (_Processing looks at that, too); it
@@ -3716,11 +3706,10 @@ class _Waits:
         import asyncio
 
         request = _Request(look, line, self._lease_dir.closes)
-        left_s = max(0, end_s - time.monotonic())
+        left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
         # The loop holds the request by its timer; the thread does not.
-        timer = request.loop.call_later(min(left_s, _FOREVER_NS / 1e9), self._end, request)
+        timer = request.loop.call_later(left_s, self._end, request)
         try:
-            request.is_over = left_s == 0
             self._start(request)
             return self.accept(await asyncio.wrap_future(request.answer))
         except BaseException:  # cancelled
@@ -3760,30 +3749,26 @@ class _Waits:
             self.end_all(error)
 
     def _look_for_all(self) -> None:
-        """Look for the first of each line, and for those whose time is over."""
+        """Look once for the first of each line, and for those whose time is over. Answer those for
+        whom something was found, and those whose time was over."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
-            request = ref()
+            request, task, error = ref(), None, None
             # A loop that does not run could not take its task.
             if request is None or not request.loop.is_running():
                 continue
-            is_due = request.is_over or request.line not in empty_lines
-            if is_due and not self._look_for(request):
+            is_over = request.is_over
+            if request.line in empty_lines and not is_over:
+                continue
+            try:
+                task = self._look(request.look, request.closes)
+            except BaseException as caught:
+                error = caught
+            is_over |= self._lease_dir.closes != request.closes  # perhaps before it was in line
+            if task is not None or error is not None or is_over:
+                self._answer(request, task, error)
+            if task is None and error is None:
                 empty_lines.add(request.line)
-
-    def _look_for(self, request: _Request) -> bool:
-        """Look once for a coroutine; answer it if something was found, or if its time is over.
-        Return whether there may be more for its line."""
-        is_over = request.is_over
-        try:
-            task = self._look(request.look, request.closes)
-        except BaseException as error:
-            self._answer(request, None, error)
-            return True
-        is_closed = self._lease_dir.closes != request.closes  # perhaps before it was in line
-        if task is not None or is_over or is_closed:
-            self._answer(request, task)
-        return task is not None
 
     def _answer(
         self, request: _Request, task: FemtoTask | None, error: BaseException | None = None

@@ -2065,7 +2065,7 @@ class LeftBehind(QueueCase):
 
     DELIVERS = (
         *("pop", "take_oldest", "claim", "_deliver"),
-        *("_look", "_look_for", "_answer", "wait_for_async", "accept"),
+        *("_look", "_look_for_all", "_answer", "wait_for_async", "accept"),
     )
 
     def test_a_queue_object_in_a_cycle_of_garbage_leaves_in_silence(self) -> None:

@@ -930,13 +930,13 @@ a claim that is interrupted is undone | Faults
 -                raise
 +                raise
 a worker can start on a full disk | Faults
--            if error.errno not in _OUT_OF_SPACE_ERRNOS or not self._take_spare():
-+            if error.errno:
+-                if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
++                if not error.errno:
 close() gives back what it had | Liveness
--            if is_alone and lock.is_at_path():
--                self._worker
-+            if not is_alone:
-+                self._worker
+-                if is_alone:
+-                    self._worker
++                if not is_alone:
++                    self._worker
 the interpreter ends though a thread had the worker's lock | LeftBehind hangs
 -        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
 +        if not worker.lock.acquire():
@@ -944,10 +944,8 @@ the interpreter ends though a thread opened a lock | LeftBehind hangs
 -    return contextlib.nullcontext() if sys.is_finalizing() else _fork_lock
 +    return _fork_lock
 close() leaves a namesake's leases alone | PlaceLost
--            if is_alone and lock.is_at_path():
--                self._worker
-+            if is_alone:
-+                self._worker
+-            if is_alone is None or (is_alone and lock.is_at_path()):
++            if is_alone in (None, True):
 what a dead worker had comes back at once | Liveness
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():
