@@ -1607,13 +1607,12 @@ class _LeaseDir:
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
-        self._backlog, self._lock = worker.backlog, worker.lock
+        self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
         self.orphans: set[str] = set()  # leases, by path, that no living worker holds
         self.unread: dict[str, bool] = {}  # by lease; False: a reclaim has it, which failed
         self.closes = 0
-        self.is_suspect = True  # it may be gone: to be looked at before the next claim
         self._held: _FileLock | None = None
         self._first_open = True  # leases found in it belong to an earlier process
 
@@ -1626,16 +1625,26 @@ class _LeaseDir:
                 self._open()
                 if self.orphans:
                     self._worker.house.reclaiming.run()
-            self.is_suspect = False
 
     def _open(self) -> None:
-        self._backlog.clear()  # nothing is claimed until it is open, also when we raise
+        self._worker.backlog.clear()  # nothing is claimed until it is open, also when we raise
         for _ in range(_MAX_REPLACED):
             self._make()
             lock = self._files.open_dir(self.directory)
             if lock is None:
                 continue  # RACE: an observer saw no worker in it, and removed it
-            self._lock_shared(lock)
+            # Waits while an observer looks in: it must not be taken for a second worker.
+            if lock.acquire_shared() is None:
+                # Without locks none can tell who lives: leases are of a boot that no other shares.
+                self._clock.boot = os.urandom(4).hex()
+            # Only the first time: later, another thread may have claimed into it just now. RACE:
+            # with the exclusive lock no namesake is at work in the directory that we opened; but an
+            # observer may have removed that, and a namesake made it anew: then its leases run.
+            elif self._first_open and lock.try_exclusive() and lock.is_at_path():
+                with contextlib.suppress(OSError):  # the next look at leases raises it
+                    leases = self._files.entries(self.directory)
+                    self.orphans.update(it.path for it in leases if it.boot != _DETACHED)
+            lock.acquire_shared()
             # RACE: an observer may have removed the directory before our lock was on it.
             if lock.is_at_path():
                 # With its last reference, the old one goes now, and not sooner: it may come back,
@@ -1643,22 +1652,6 @@ class _LeaseDir:
                 self._held, self._first_open = lock, False
                 return
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
-
-    def _lock_shared(self, lock: _FileLock) -> None:
-        """Take the shared lock; note what a former holder left, if it is dead. RACE: with the
-        exclusive lock no namesake is at work in the directory that we opened; but an observer may
-        have removed that, and a namesake made it anew: then its leases run."""
-        # Waits while an observer looks in: it must not be taken for a second worker.
-        if lock.acquire_shared() is None:
-            # Without locks none can tell who lives: leases are of a boot that no observer shares.
-            self._clock.boot = os.urandom(4).hex()
-            return
-        # Only the first time: later, another thread may have claimed into it just now.
-        if self._first_open and lock.try_exclusive() and lock.is_at_path():
-            with contextlib.suppress(OSError):  # the next look at leases raises it
-                leases = self._files.entries(self.directory)
-                self.orphans.update(it.path for it in leases if it.boot != _DETACHED)
-        lock.acquire_shared()
 
     def _make(self) -> None:
         """Make the directory; on a full disk of the spare one: only who can start can drain it."""
@@ -1700,8 +1693,7 @@ class _LeaseDir:
         except OSError as error:
             if error.errno not in _MISSING_ERRNOS:
                 raise
-            self._backlog.clear()  # ESTALE: our directory is gone; the next listing makes it
-            self.is_suspect = True
+            self._worker.house.look_again()  # ESTALE: our directory is gone
         else:
             return True
         self.unread.pop(path, None)
@@ -1728,7 +1720,8 @@ class _LeaseDir:
 
     def give_up(self) -> None:
         """Close it. If no other object holds it, its leases end."""
-        self._first_open = self.is_suspect = True
+        self._first_open = True
+        self._worker.house.look_again()
         lock, self._held = self._held, None
         if lock is not None and lock.fd == -1:  # in a cycle of garbage its finalizer may be first
             lock = self._files.open_dir(self.directory)
@@ -1852,15 +1845,14 @@ class _Worker:
 
     def _new_reason(self, error: str | BaseException) -> contextlib.AbstractContextManager[str]:
         """Write a text, or an exception with its traceback, aside, to move it: replacement()."""
-        if isinstance(error, _CommandFailed):
-            error = str(error)
-        elif not isinstance(error, str):
+        if isinstance(error, (str, _CommandFailed)):
+            text = str(error)
+        else:
             import traceback
 
-            error = "".join(traceback.format_exception(error))
-        text = error if error.endswith("\n") else error + "\n"
-        aside = f"{self.clock.new_id()}.error"
-        return self.files.replacement(aside, text.encode("utf-8", "backslashreplace"), b"")
+            text = "".join(traceback.format_exception(error))
+        content = (text.removesuffix("\n") + "\n").encode("utf-8", "backslashreplace")
+        return self.files.replacement(f"{self.clock.new_id()}.error", content, b"")
 
     def requeue(self, task: FemtoTask, target: str) -> None:
         gone_to = self.move_leased(_lease_of(task), target, "released")
@@ -1992,11 +1984,11 @@ class _Worker:
                         return task
                     return self.waits.accept(task)
             except BaseException as error:
-                self._undo_claim(lease, waiting, error)
+                self._take_back(lease, waiting, error)
                 raise
             if not waiting:
-                # All claims of a listing were lost: to other workers, or our directory is gone.
-                self.lease_dir.is_suspect |= listings > 0
+                if listings:  # all claims were lost: to other workers, or our directory is gone
+                    self.house.look_again()
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
                     return None
@@ -2014,7 +2006,7 @@ class _Worker:
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
-            if number or self.lease_dir.is_suspect:
+            if number:  # our directory may be gone, or is not open yet
                 self.lease_dir.ensure_open()
             lease, path = _Lease(), ""
             lease.length_ns = length_ns
@@ -2024,15 +2016,15 @@ class _Worker:
                     with self.lock:
                         is_claimed = path != "" and self.lease_dir.claim(path, lease)
                     task = self._deliver(path, lease) if is_claimed else None
+                if task is not None or not path:
+                    return task  # RACE: else a pop() was quicker, and we see it in flight now
             except BaseException as error:
-                self._undo_claim(lease, path, error)
+                self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
                 # A push came to pending/, and has the lock yet: its end is no event.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
-            if task is not None or not path:
-                return task  # RACE: else a pop() was quicker, and we see it in flight now
         return None
 
     def _path_to_take(self, key: str, ident: str) -> str:
@@ -2062,8 +2054,7 @@ class _Worker:
             payload = None
             self.quarantine(lease.path, error.reason)
         except FileNotFoundError:
-            self.backlog.clear()
-            self.lease_dir.is_suspect = True
+            self.house.look_again()
             self.lease_dir.undo_claim(lease, waiting)
             return None
         if payload is None:
@@ -2076,7 +2067,7 @@ class _Worker:
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
-    def _undo_claim(self, lease: _Lease, waiting: str, error: BaseException) -> None:
+    def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
         """Undo a claim that was interrupted: the task returns to its place; or whose file could not
         be read: to the back, else it would block each worker that takes the oldest task first."""
         if _attempts_of(lease.path) == 1:  # it may have a newer payload
@@ -2206,7 +2197,7 @@ class _Housekeeper:
         """List the oldest names, unless the queue is paused. PAUSED and our lease directory are
         looked at each _LOOK_INTERVAL_S: each pop() of an almost empty queue comes here."""
         now_s = time.monotonic()
-        if now_s >= self._look_s or self._is_paused or self._lease_dir.is_suspect:
+        if now_s >= self._look_s or self._is_paused:
             self._lease_dir.ensure_open()
             self._is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
@@ -2219,7 +2210,7 @@ class _Housekeeper:
             self._backlog.relist(now_s)
 
     def look_again(self) -> None:
-        """Have the next pop() look at PAUSED before it takes a task."""
+        """Have the next pop() look at PAUSED and at our lease directory before it takes a task."""
         with self._lock:
             self._backlog.clear()
             self._look_s = 0.0
@@ -2573,8 +2564,6 @@ class FemtoQueue:
         name = _encode_key(key)
         payload = data if type(data) is bytes else _as_bytes(data)
         while True:
-            if self._worker.lease_dir.is_suspect:
-                self._worker.lease_dir.ensure_open()
             ident = self._worker.keys.put(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
@@ -2976,7 +2965,6 @@ class FemtoQueue:
             worker.renewer.stop()
             worker.waits.end_all()
             worker.house.end_scan()
-            worker.backlog.clear()
             lease_dir.give_up()
         finally:
             worker.lock.release()
@@ -3603,8 +3591,7 @@ class _Waits:
     """The waits on one queue object. A look is a function that returns what it found, or None."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._worker, self._house, self._lease_dir = worker, worker.house, worker.lease_dir
-        self._longest_poll_s = worker.poll_interval_s
+        self._worker, self._lease_dir = worker, worker.lease_dir
         self._watchers: set[_Watcher] = set()  # of the waits that go on
         self._idle: list[_Watcher] = []  # for the next ones; an old event wakes them for nothing
         # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
@@ -3619,7 +3606,7 @@ class _Waits:
         between two looks ends with an event, close(), the time, or the next job (a due time, the
         end of a lease); where events are missed, after 1 ms, 2 ms and so on. has_events=False: it
         comes without an event (the queue is empty, for drain() and join())."""
-        closes, pauses_s = self._lease_dir.closes, _backoff_s(self._longest_poll_s)
+        closes, pauses_s = self._lease_dir.closes, _backoff_s(self._worker.poll_interval_s)
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
             return self.accept(found)
@@ -3629,7 +3616,7 @@ class _Waits:
                 left_s = end_s - time.monotonic()
                 if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
                     return self.accept(found)
-                rest_s, pause_s = self._house.rest_s(), next(pauses_s)
+                rest_s, pause_s = self._worker.house.rest_s(), next(pauses_s)
                 if rest_s <= 0:  # a job failed, or another thread runs it
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
@@ -3710,7 +3697,13 @@ class _Waits:
         # The loop holds the request by its timer; the thread does not.
         timer = request.loop.call_later(left_s, self._end, request)
         try:
-            self._start(request)
+            with self._lock:  # from now on, the thread looks for it
+                self._requests[id(request)] = request
+                if self._is_serving:
+                    self._wake()  # unless it is yet to look
+                else:
+                    threading.Thread(target=self._serve, daemon=True).start()
+                    self._is_serving = True
             return self.accept(await asyncio.wrap_future(request.answer))
         except BaseException:  # cancelled
             if not request.answer.cancel() and request.answer.exception() is None:
@@ -3723,16 +3716,6 @@ class _Waits:
     def _end(self, request: _Request) -> None:
         request.is_over = True
         self._wake()
-
-    def _start(self, request: _Request) -> None:
-        """Have the thread look for a coroutine from now on."""
-        with self._lock:
-            self._requests[id(request)] = request
-            if self._is_serving:
-                self._wake()  # unless it is yet to look
-            else:
-                threading.Thread(target=self._serve, daemon=True).start()
-                self._is_serving = True
 
     def _serve(self) -> None:
         """Look for the coroutines until none waits: the thread."""
@@ -3753,7 +3736,7 @@ class _Waits:
         whom something was found, and those whose time was over."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
-            request, task, error = ref(), None, None
+            request = ref()
             # A loop that does not run could not take its task.
             if request is None or not request.loop.is_running():
                 continue
@@ -3762,12 +3745,13 @@ class _Waits:
                 continue
             try:
                 task = self._look(request.look, request.closes)
-            except BaseException as caught:
-                error = caught
+            except BaseException as error:
+                self._answer(request, None, error)
+                continue
             is_over |= self._lease_dir.closes != request.closes  # perhaps before it was in line
-            if task is not None or error is not None or is_over:
-                self._answer(request, task, error)
-            if task is None and error is None:
+            if task is not None or is_over:
+                self._answer(request, task)
+            if task is None:
                 empty_lines.add(request.line)
 
     def _answer(
@@ -4885,8 +4869,7 @@ class _SharedLeaseDir(_LeaseDir):
             return name in os.listdir(self.path)
         except OSError:
             self.orphans.add(f"{self.directory}/{name}")  # should it be there after all
-            self._backlog.clear()  # our directory is gone: the next listing makes it
-            self.is_suspect = True
+            self._worker.house.look_again()  # our directory is gone
             return False
 
 

@@ -2139,6 +2139,44 @@ class LeftBehind(QueueCase):
                 lines = next(it for it in itertools.count() if not self.close_at_line(it, deliver))
                 self.assertGreater(lines, 25)
 
+    def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
+        """The task is at its place, also one whose newer payload was just taken along, and the
+        delivery was not counted."""
+        for key in (None, "k"):
+            numbers = itertools.count()
+            lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
+            self.assertGreater(lines, 50)
+
+    def interrupt_at_line(self, number: int, key: str | None) -> bool:
+        """Return whether there is such a line."""
+        self.path = self.new_dir(self.memory)
+        q = self.queue(max_attempts=1)
+        task = leased(q, b"x", key)
+        if key:
+            q.push(b"newer", key=key)
+        os.rename(self.file(task.path), self.file("pending", task.id))
+        lines, source = itertools.count(), femtoqueue.__file__
+
+        def trace(frame: Any, event: str, arg: object) -> Any:
+            names = frame.f_code.co_name, frame.f_back.f_code.co_name
+            if frame.f_code.co_filename != source or "__del__" in names:
+                return None
+            if event == "line" and next(lines) == number:
+                raise KeyboardInterrupt
+            return trace
+
+        try:
+            sys.settrace(trace)
+            q.pop()
+        except KeyboardInterrupt:
+            sys.settrace(None)
+            self.assertEqual(self.names("inflight-n1"), [], number)
+            self.assertEqual(self.pop(q).attempts, 1)
+            return True
+        finally:
+            sys.settrace(None)
+        return False
+
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
         """Return whether there is such a line."""
         self.path = self.new_dir(self.memory)

@@ -920,13 +920,13 @@ what comes back to the front is delivered next | Lifecycle
 -            if self.names and name < self.names[-1]:
 +            if self.names and name > self.names[-1]:
 who comes back under its node_id takes back what it had | Liveness
--        if self._first_open and lock.try_exclusive() and lock.is_at_path():
-+        if self._first_open and not lock.try_exclusive():
+-            elif self._first_open and lock.try_exclusive() and lock.is_at_path():
++            elif self._first_open and not lock.try_exclusive():
 a detached lease outlives a restart of its node_id | CommandLine
 - for it in leases if it.boot != _DETACHED)
 + for it in leases)
 a claim that is interrupted is undone | Faults
--                self._undo_claim(lease, waiting, error)
+-                self._take_back(lease, waiting, error)
 -                raise
 +                raise
 a worker can start on a full disk | Faults
