@@ -1687,9 +1687,7 @@ class _LeaseDir:
                 raise FileNotFoundError  # RACE: closed by another thread
             os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
         except FileNotFoundError:
-            # RACE: another worker won; or our directory was removed
-            if self._was_claimed(name):
-                return True
+            pass  # RACE: another worker won; or our directory was removed
         except OSError as error:
             if error.errno not in _MISSING_ERRNOS:
                 raise
@@ -1697,10 +1695,6 @@ class _LeaseDir:
         else:
             return True
         self.unread.pop(path, None)
-        return False
-
-    def _was_claimed(self, name: str) -> bool:
-        """Whether a claim that raised FileNotFoundError was carried out all the same."""
         return False
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
@@ -1954,12 +1948,11 @@ class _Worker:
 
     # From scheduled/
 
-    def enqueue_scheduled(self, source: str, wait: bool = True) -> str:
-        """Move one task that is due to the back of pending/; return its path there. It is synced:
-        on btrfs, a later push's sync of pending/ alone left it in scheduled/ as well."""
-        path = self.move_task(source, self.back_path(source, _attempts_of(source)), wait)
-        self.files.commit(path)
-        return path
+    def enqueue_scheduled(self, source: str) -> None:
+        """Move one task that is due to the back of pending/. It is synced: on btrfs, a later push's
+        sync of pending/ alone left it in scheduled/ as well. Raises BlockingIOError as lock()."""
+        target = self.back_path(source, _attempts_of(source))
+        self.files.commit(self.move_task(source, target, wait=False))
 
     # From pending/ to in flight
 
@@ -2236,7 +2229,7 @@ class _Housekeeper:
                 break
             with first_error:
                 try:
-                    self._worker.enqueue_scheduled(entry.path, wait=False)
+                    self._worker.enqueue_scheduled(entry.path)
                 except FileNotFoundError:
                     continue  # RACE: another worker moved it
                 except BlockingIOError:
@@ -3893,7 +3886,7 @@ class _LeaseRenewer:
         if has_ended or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
             return True
         end_s = time.monotonic() + self._pause_s / 10
-        while True:
+        while not lease.outcome and time.monotonic() < end_s:
             try:
                 # Not waiting for the lock of its key: a process may be stopped while it has it.
                 self._worker.renew(task, wait=False)
@@ -3903,12 +3896,11 @@ class _LeaseRenewer:
                 return True
             except BlockingIOError:
                 # One that pushes the key all the time leaves the lock free for moments only.
-                if lease.outcome or time.monotonic() >= end_s:
-                    return False
+                time.sleep(_LOCK_PAUSE_S)
             except OSError as error:
                 _log().warning("task %s: its lease is not renewed: %s", task.id, error)
                 return False
-            time.sleep(_LOCK_PAUSE_S)
+        return False
 
 
 class _Processing:
@@ -4855,20 +4847,23 @@ class _SharedLeaseDir(_LeaseDir):
 
     def claim(self, source: str, lease: _Lease) -> bool:
         if not super().claim(source, lease):
-            return False
+            if not self._was_claimed(lease.path):
+                return False
+            self.unread[lease.path] = True
         if not self._files.drop_done(lease.path):
             return True
         self.unread.pop(lease.path, None)
         self.orphans.add(lease.path)  # should it stay
         return False
 
-    def _was_claimed(self, name: str) -> bool:
+    def _was_claimed(self, lease: str) -> bool:
+        """Whether a claim that failed was carried out all the same."""
         if not self._files.loses_replies:
             return False
         try:
-            return name in os.listdir(self.path)
+            return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
-            self.orphans.add(f"{self.directory}/{name}")  # should it be there after all
+            self.orphans.add(lease)  # should it be there after all
             self._worker.house.look_again()  # our directory is gone
             return False
 

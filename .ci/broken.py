@@ -1168,8 +1168,8 @@ a fork copies no lock that another thread is opening | Meeting
 +        if path:
 +            self.fd = os.open(path, flags, 0o666)
 a renewal gets the lock of a key that is pushed all the time | Meeting
--                if lease.outcome or time.monotonic() >= end_s:
-+                if end_s:
+-                time.sleep(_LOCK_PAUSE_S)
++                return False
 a synced push that raises puts back what was there | Meeting
 -                self._files.swap(aside, path)
 -            raise
@@ -1272,7 +1272,7 @@ a task whose lease was over may be another delivery's | LostReply
 -        if self.loses_replies and not (is_lease and _stamp_of(source) <= self.clock.now_ns()):
 +        if self.loses_replies:
 a claim whose reply was lost is a delivery | PlaceLost
--            return name in os.listdir(self.path)
+-            return os.path.basename(lease) in os.listdir(self.path)
 +            return False
 a finished task that a healed replica brings back is not delivered | Healed
 -        if not self._files.drop_done(lease.path):
