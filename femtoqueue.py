@@ -2040,7 +2040,7 @@ class _Worker:
         try:
             if self.max_attempts is not None and before >= self.max_attempts:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
-                raise CorruptTask(ident, why)
+                raise CorruptTask(ident, why)  # it goes where a corrupt one does
             data, key = self.files.read(path, ident)
             payload = data if key is None else self.keys.claimed(lease, key, data, waiting)
         except CorruptTask as error:
