@@ -581,6 +581,7 @@ def _decode_key(name: str) -> str:
 #    and `checkpoint`.
 # ==================================================================================================
 
+_BytesLike = bytes | bytearray | memoryview
 _MAX_NUMBER = 10**302  # of any argument
 _IF_IN_FLIGHT = ("buffer", "update", "reject")
 
@@ -1264,7 +1265,7 @@ class _Files:
     def publish(
         self,
         aside: str,
-        data: bytes | bytearray | memoryview,
+        data: _BytesLike,
         path: str,
         *,
         key: str = "",
@@ -2469,24 +2470,6 @@ _SETTINGS = frozenset(
 )
 
 
-def _read_task(files: _Files, entry: _Entry, record: str, anchor_ns: int, data: bool) -> FemtoTask:
-    """Return the task of an entry, without a lease. record: the path of its payload."""
-    payload, attempts = b"", entry.attempts
-    if attempts is None and not _is_end(entry.path):
-        attempts = 0
-    if data:
-        payload, key = files.read(record, entry.id)
-    else:
-        key, size_bytes = files.head(record)
-    task = FemtoTask(entry.id, payload, attempts, key, _Lease(entry.path), anchor_ns)
-    if not data:
-        task.size_bytes = size_bytes
-    if entry.directory == "failed":
-        with contextlib.suppress(PermissionError):  # another user's: the task is shown all the same
-            task.error = files.reason_of(entry.id)
-    return task
-
-
 class FemtoQueue:
     """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
@@ -2574,7 +2557,7 @@ class FemtoQueue:
 
     def push(
         self,
-        data: bytes | bytearray | memoryview,
+        data: _BytesLike,
         *,
         key: str | None = None,
         if_in_flight: str = "buffer",
@@ -2601,7 +2584,7 @@ class FemtoQueue:
         self._files.publish(ident, data, f"pending/{ident}")
         return ident
 
-    def push_many(self, iterable: Iterable[bytes | bytearray | memoryview]) -> list[str]:
+    def push_many(self, iterable: Iterable[_BytesLike]) -> list[str]:
         """Add tasks in order and return their ids; with sync_after_write, sync once for all. An
         error on the way is raised as it came. Its message says how many tasks, the first ones of
         the iterable, were pushed, and its attribute pushed_ids has their ids."""
@@ -2629,7 +2612,7 @@ class FemtoQueue:
 
     def schedule(
         self,
-        data: bytes | bytearray | memoryview,
+        data: _BytesLike,
         time_us: float,
         *,
         key: str | None = None,
@@ -2652,7 +2635,7 @@ class FemtoQueue:
 
     def _push_keyed(
         self,
-        data: bytes | bytearray | memoryview,
+        data: _BytesLike,
         key: str | None,
         if_in_flight: str,
         due_ns: int | None,
@@ -2686,9 +2669,9 @@ class FemtoQueue:
         for disk trouble: a task that could not be read is at the back of pending/ then; trouble
         with other workers' directories, scheduled/ or creating/ is raised when no task waits.
         """
-        length_ns = self._length_ns if lease_ms is None else self._length_of(lease_ms)
-        if timeout == 0:
-            return self._worker.take_oldest(length_ns)
+        if timeout == 0 and lease_ms is None:
+            return self._worker.take_oldest(self._length_ns)
+        length_ns = self._length_of(lease_ms)
         return self._worker.waits.wait_for(
             lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout)
         )
@@ -2757,25 +2740,20 @@ class FemtoQueue:
         task; None: no limit."""
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
-        def look() -> FemtoTask | bool | None:  # False: nothing is left
+        def look() -> Any:  # False: nothing is left
             task = self._worker.take_oldest(self._length_ns, True)
-            return task if task is not None or self._files.has_work() else False
+            return task if task or self._files.has_work() else False
 
-        def tasks() -> Iterator[FemtoTask]:
-            while True:
-                task = self._worker.waits.wait_for(look, _end_s(timeout), False)
-                if not isinstance(task, FemtoTask):
-                    return
-                yield task
+        def wait() -> FemtoTask | None:
+            return self._worker.waits.wait_for(look, _end_s(timeout), False) or None
 
-        return tasks()
+        return iter(wait, None)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no task is pending, scheduled or in flight anywhere: True. False: `timeout`
         seconds are over (None: no limit), or close() in another thread ended the wait."""
-        files, end_s = self._files, _end_s(timeout)
         ended = self._worker.waits.wait_for(
-            lambda: None if files.has_work() else True, end_s, False
+            lambda: not self._files.has_work() or None, _end_s(timeout), False
         )
         return ended is True
 
@@ -2854,7 +2832,7 @@ class FemtoQueue:
         """
         return _Processing(self, task, self._worker)
 
-    def checkpoint(self, task: FemtoTask, data: bytes | bytearray | memoryview) -> None:
+    def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
 
         The next delivery, after release(), a retry or our death, finds it in task.checkpoint; but
@@ -3030,11 +3008,27 @@ class FemtoQueue:
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
         """Return a task, with the newest payload if it waits; of that (data=False) its header."""
-        newest = self._worker.keys.newest_of(entry)
+        newest, payload = self._worker.keys.newest_of(entry), b""
         for record in dict.fromkeys((newest, entry.path)):  # RACE: it may be taken along just now
             with contextlib.suppress(FileNotFoundError):
-                return _read_task(self._files, entry, record, self._clock.anchor_ns, data)
-        return None
+                if data:
+                    payload, key = self._files.read(record, entry.id)
+                    size_bytes: int | None = len(payload)
+                else:
+                    key, size_bytes = self._files.head(record)
+                break
+        else:
+            return None
+        attempts = entry.attempts
+        if attempts is None and not _is_end(entry.path):
+            attempts = 0
+        lease = _Lease(entry.path)
+        task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
+        task.size_bytes = size_bytes
+        if entry.directory == "failed":
+            with contextlib.suppress(PermissionError):  # another user's: no reason not to show it
+                task.error = self._files.reason_of(entry.id)
+        return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
         """Yield the tasks of entries; those that moved on, or can't be read, are left out."""
@@ -3084,13 +3078,11 @@ class FemtoQueue:
             self.close()
             worker.__dict__.clear()  # it is in a cycle with its parts; what they hold goes now
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         settings = {name: getattr(self, name) for name in _SETTINGS}
-        data_dir = os.path.dirname(self._files.root)
-        return {**settings, "data_dir": data_dir, "node_id": self._given_node_id}
-
-    def __setstate__(self, settings: dict[str, Any]) -> None:
-        self.__init__(**settings)  # type: ignore[misc]
+        settings["data_dir"] = os.path.dirname(self._files.root)
+        settings["node_id"] = self._given_node_id
+        return functools.partial(type(self), **settings), ()
 
 
 # ==================================================================================================

@@ -4828,7 +4828,8 @@ class Fuzz:
         if self.chance.random() < 0.5:
             self.say("pickled")
             new.q = pickle.loads(pickle.dumps(w.q))
-            demand(new.q.__getstate__() == w.q.__getstate__(), "a pickle lost a setting")
+            settings = [q.__reduce__()[0].keywords for q in (new.q, w.q)]
+            demand(settings[0] == settings[1], "a pickle lost a setting")
             new.given_node = w.given_node
         self.workers[self.workers.index(w)] = new
         self.leave(w)
