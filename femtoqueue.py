@@ -4322,15 +4322,17 @@ class _Inspector:
         """Yield what is odd; a directory that can't be read is a finding too."""
         keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
-            self._file_systems(),
-            self._queue_clock(),
-            self._foreign(),
+            self._system(),
+            self._names(),
             self._records(),
-            self._twice(),
-            self._workers(),
-            self._of_no_use("key without a task", "nothing of it waits", keys.idle, keys.repair),
-            self._of_no_use(
-                *("leftover", "more than an hour old"), house.stale_files, house.remove_stale_files
+            self._mended(self._ended_leases, house.reclaim_ended),
+            self._mended(
+                lambda: dict.fromkeys(keys.idle(), ("key without a task", "nothing of it waits")),
+                keys.repair,
+            ),
+            self._mended(
+                lambda: dict.fromkeys(house.stale_files(), ("leftover", "more than an hour old")),
+                house.remove_stale_files,
             ),
         ):
             try:
@@ -4339,39 +4341,44 @@ class _Inspector:
                 path = os.path.relpath(error.filename or root, root)
                 yield Finding("unreadable", path, str(error))
 
-    def _file_systems(self) -> Iterator[Finding]:
-        root = self._files.root
+    def _system(self) -> Iterator[Finding]:
         if self._files.caveat:
             yield Finding("network file system", ".", self._files.caveat)
-        device = os.stat(root).st_dev
-        for name in self._directories():
-            if os.stat(root + name).st_dev != device:
-                yield Finding("file system", name, "another than data_dir's: rename() can't cross")
-
-    def _directories(self) -> list[str]:
-        root = self._files.root
-        names = sorted(it for it in os.listdir(root) if it in _NAMES_IN or _parse_node_dir(it))
-        return [name for name in names if os.path.isdir(root + name)]
-
-    def _queue_clock(self) -> Iterator[Finding]:
         clock = self._worker.clock
         ahead_s = (clock.now_ns() - time.time_ns()) / 1e9
         if ahead_s > 1:
             text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
             yield Finding("clock", f"clock-{clock.boot}", text)
 
-    def _foreign(self) -> Iterator[Finding]:
-        directories = self._directories()
-        forms = {name: _NAMES_IN.get(name, (_FORMS["inflight"],)) for name in directories}
-        for directory in (".", *directories):
-            known = forms.get(directory, ({*directories, "PAUSED"}.__contains__, _parse_clock))
-            for name in sorted(os.listdir(self._files.root + directory)):
-                if not any(form(name) for form in known):
-                    path = os.path.normpath(f"{directory}/{name}")
-                    yield Finding("foreign", path, "not of the queue's")
+    def _names(self) -> Iterator[Finding]:
+        """Directories on other file systems, and foreign names."""
+        root, text = self._files.root, "not of the queue's"
+        names = sorted(os.listdir(root))
+        directories = [
+            name
+            for name in names
+            if (name in _NAMES_IN or _parse_node_dir(name)) and os.path.isdir(root + name)
+        ]
+        device = os.stat(root).st_dev
+        for name in directories:
+            if os.stat(root + name).st_dev != device:
+                yield Finding("file system", name, "another than data_dir's: rename() can't cross")
+        for name in names:
+            if name not in (*directories, "PAUSED") and not _parse_clock(name):
+                yield Finding("foreign", name, text)
+        for directory in directories:
+            forms = _NAMES_IN.get(directory, (_FORMS["inflight"],))
+            for name in sorted(os.listdir(root + directory)):
+                if not any(form(name) for form in forms):
+                    yield Finding("foreign", f"{directory}/{name}", text)
 
     def _records(self) -> Iterator[Finding]:
+        """Ids in two places, and records that are not whole."""
+        seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
+            other, seen[entry.id] = seen.get(entry.id, ""), entry.path
+            if other and all(map(self._files.exists, (other, entry.path))):
+                yield Finding("twice", entry.path, f"there is {other} too")
             try:
                 self._files.read(entry.path, entry.id)
             except FileNotFoundError:
@@ -4386,37 +4393,26 @@ class _Inspector:
                     self._worker.quarantine(entry.path, error.reason)
                 yield Finding("corrupt", entry.path, error.reason, mend)
 
-    def _twice(self) -> Iterator[Finding]:
-        first: dict[str, str] = {}
-        for entry in self._files.find(*STATES, "keys"):
-            other = first.setdefault(entry.id, entry.path)
-            if other != entry.path and all(map(self._files.exists, (other, entry.path))):
-                yield Finding("twice", entry.path, f"there is {other} too")
-
-    def _workers(self) -> Iterator[Finding]:
-        house, found = self._worker.house, []
+    def _ended_leases(self) -> dict[str, tuple[str, str]]:
+        found = {}
         for directory in self._files.node_dirs():
-            stats = house.node_stats(directory)
+            stats = self._worker.house.node_stats(directory)
             if stats.liveness == "dead":
-                found.append((directory, "dead worker", f"{stats.inflight} tasks leased"))
+                found[directory] = "dead worker", f"{stats.inflight} tasks leased"
             elif stats.expired:
-                found.append((directory, "expired", f"{stats.expired} leases have ended"))
-        if found and self._repair:
-            house.reclaim_ended()
-        for directory, kind, text in found:
-            stats = house.node_stats(directory)
-            is_left = stats.expired or (stats.liveness == "dead" and stats.inflight)
-            yield Finding(kind, directory, text, self._repair and not is_left)
+                found[directory] = "expired", f"{stats.expired} leases have ended"
+        return found
 
-    def _of_no_use(
-        self, kind: str, text: str, look: Callable[[], list[str]], remove: Callable[[], None]
+    def _mended(
+        self, look: Callable[[], dict[str, tuple[str, str]]], mend: Callable[[], None]
     ) -> Iterator[Finding]:
-        """The files that look() returns, and remove() removes."""
-        found = look()
+        """What look() finds: kind and text, by path. Another look tells what mend() left."""
+        found = left = look()
         if found and self._repair:
-            remove()
-        for path in found:
-            yield Finding(kind, path, text, self._repair and not self._files.exists(path))
+            mend()
+            left = look()
+        for path, (kind, text) in found.items():
+            yield Finding(kind, path, text, path not in left)
 
 
 # ==================================================================================================

@@ -7654,8 +7654,8 @@ class Checking(QueueCase):
         wanted = [
             ("foreign", "notes.txt", False),
             ("foreign", "failed/x.tmp", False),
-            ("corrupt", f"done/{ident}", False),
             ("twice", f"done/{ident}", False),
+            ("corrupt", f"done/{ident}", False),
         ]
         for repair in (False, True):
             self.assertEqual(self.kinds(q, repair), wanted)
