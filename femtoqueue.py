@@ -810,9 +810,8 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _lease_length_ns(name: str, ms: float | None) -> int:
-    """Return the length of a lease; None: as long as the holder lives."""
-    return _FOREVER_NS if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
+def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
+    return if_none_ns if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
 
 
 def _end_s(timeout: float | None) -> float:
@@ -2517,7 +2516,7 @@ class FemtoQueue:
         detached: bool = False,
     ) -> None:
         _check_places(data_dir, node_id)
-        self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms)
+        self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms, _FOREVER_NS)
         _not_negative("retry_delay_s", retry_delay_s)
         _positive("poll_interval_s", poll_interval_s)
         if not isinstance(keep_done, bool):
@@ -2588,7 +2587,7 @@ class FemtoQueue:
         """Add tasks in order and return their ids; with sync_after_write, sync once for all. An
         error on the way is raised as it came. Its message says how many tasks, the first ones of
         the iterable, were pushed, and its attribute pushed_ids has their ids."""
-        if isinstance(iterable, (bytes, bytearray, memoryview, str)):
+        if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
         pending, is_synced = f"{self._files.root}pending", False
@@ -2647,8 +2646,6 @@ class FemtoQueue:
         name = _encode_key(key)
         payload = data if type(data) is bytes else _as_bytes(data)
         while True:
-            if self._worker.lease_dir.is_suspect:
-                self._worker.open_lease_dir()
             ident = self._worker.keys.put(name, payload, if_in_flight, due_ns)
             if ident:
                 return ident  # RACE: else a pop() took it, and we see it in flight now
@@ -2671,7 +2668,7 @@ class FemtoQueue:
         """
         if timeout == 0 and lease_ms is None:
             return self._worker.take_oldest(self._length_ns)
-        length_ns = self._length_of(lease_ms)
+        length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return self._worker.waits.wait_for(
             lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout)
         )
@@ -2681,7 +2678,7 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do as pop() does, without blocking the event loop; first come, first served. Cancelling
         it leaves no task leased: one that it just got is back at its place, uncounted."""
-        length_ns = self._length_of(lease_ms)
+        length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return await self._worker.waits.wait_for_async(
             lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout), ""
         )
@@ -2703,7 +2700,7 @@ class FemtoQueue:
         timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
         id, TypeError unless one of the two is given.
         """
-        look, _ = self._finder_of(key, id, lease_ms, wait=True)
+        look = self._finder_of(key, id, lease_ms, wait=True)
         return self._worker.waits.wait_for(look, _end_s(timeout))
 
     async def take_async(
@@ -2715,24 +2712,20 @@ class FemtoQueue:
         lease_ms: float | None = None,
     ) -> FemtoTask | None:
         """Do as take() does, without blocking the event loop; see pop_async()."""
-        look, line = self._finder_of(key, id, lease_ms, wait=False)
-        return await self._worker.waits.wait_for_async(look, _end_s(timeout), line)
-
-    def _length_of(self, lease_ms: float | None) -> int:
-        return self._length_ns if lease_ms is None else _lease_length_ns("lease_ms", lease_ms)
+        look = self._finder_of(key, id, lease_ms, wait=False)
+        return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
 
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
-    ) -> tuple[Callable[[], FemtoTask | None], str]:
-        """Check the arguments of take(); return what looks once, and the line to wait in."""
-        length_ns = self._length_of(lease_ms)
+    ) -> Callable[[], FemtoTask | None]:
+        """Check the arguments of take(); return what looks once."""
+        length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs a key or an id")
         if id is not None:
             _check_id(id)
-        name, ident = "" if key is None else _encode_key(key), id or ""
-        look = functools.partial(self._worker.take_named, name, ident, length_ns, wait)
-        return look, name or f"#{ident}"
+        name = "" if key is None else _encode_key(key)
+        return functools.partial(self._worker.take_named, name, id or "", length_ns, wait)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight,
@@ -2794,8 +2787,7 @@ class FemtoQueue:
         """Renew the lease, which `task` carries: it ends `ms` milliseconds from now (None: as long
         as it was taken for). Raises LeaseLost as done() does."""
         lease = _lease_of(task)
-        length_ns = lease.length_ns if ms is None else _lease_length_ns("ms", ms)
-        self._worker.set_deadline(task, length_ns)
+        self._worker.set_deadline(task, _lease_length_ns("ms", ms, lease.length_ns))
 
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to settle or extend it here. lease:
@@ -3073,10 +3065,10 @@ class FemtoQueue:
 
     def __del__(self) -> None:
         # The constructor may have raised. _FileLock is None when the interpreter ends.
-        worker: _Worker | None = self.__dict__.get("_worker")
-        if worker is not None and _FileLock is not None:
+        if "_worker" in self.__dict__ and _FileLock is not None:
             self.close()
-            worker.__dict__.clear()  # it is in a cycle with its parts; what they hold goes now
+            # It is in a cycle with its parts; what they hold goes now.
+            self._worker.__dict__.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         settings = {name: getattr(self, name) for name in _SETTINGS}
@@ -4428,7 +4420,10 @@ _REDRAW_PAUSE_S = 0.01
 
 class _Numbers:
     """The numbers of a line's tickets. The last one stands in the file "last", whose lock is held.
-    Another file system may have another class; see _open_files()."""
+    Another file system may have another class; see _open_files(). late: the part of stale_timeout
+    after which a member that was not touched may have been passed over."""
+
+    late = float("inf")
 
     def __init__(self, files: _Files) -> None:
         self._files, self._root = files, files.root
@@ -4442,23 +4437,19 @@ class _Numbers:
     def check(self, number: int) -> None:
         """Raise FileExistsError if a higher one was drawn before ours was in line."""
 
-    def may_be_passed_over(self, age_s: float, stale_s: float) -> bool:
-        """Whether a member that was not touched for so long may have lost its place."""
-        return False
-
     def remove_dir(self) -> None:
         os.unlink(f"{self._root}last")
         _remove_empty_dir(self._root)  # RACE: not if another process opens a new "last" now
 
 
 class _HeldTicket:
-    """A ticket of this object: its locked file, when the last touch that was in time began (wall
-    clock), and whether it ever was the first in line."""
+    """A ticket of this object: its name, its locked file, when the last touch that was in time
+    began (wall clock), and whether it ever was the first in line."""
 
     had_turn = False
 
-    def __init__(self, lock: _FileLock, touched_s: float) -> None:
-        self.lock, self.touched_s = lock, touched_s
+    def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
+        self.member, self.lock, self.touched_s = member, lock, touched_s
 
 
 class TicketQueue:
@@ -4500,26 +4491,26 @@ class TicketQueue:
         """Take the next ticket; return its number, from 1, and its member: its file's name in
         queue_dir. Blocks only while other processes register. Raises OSError if this host was cut
         off, and others registered, again and again meanwhile."""
-        member, held = self._join_line()
-        self._held[member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
-        return _number_of(member), member
+        held = self._join_line()
+        self._held[held.member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
+        return _number_of(held.member), held.member
 
-    def _join_line(self) -> tuple[str, _HeldTicket]:
-        """Take the next ticket, as register() does; return its member and its file."""
-        for left in range(_MAX_REDRAWS, -1, -1):
+    def _join_line(self) -> _HeldTicket:
+        redraws = 0
+        while True:
             try:
                 with self._locked() as last:
-                    return self._register(last)
+                    return self._join_with(last)
             except OSError as error:
-                if not left or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
+                redraws += 1
+                if redraws > _MAX_REDRAWS or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
                     raise
             time.sleep(_REDRAW_PAUSE_S)
-        raise AssertionError("it returned or raised")
 
-    def _register(self, last: _FileLock) -> tuple[str, _HeldTicket]:
-        """Take the next ticket, with the lock of "last" held; return its member and its file. RACE:
-        a host that was cut off has lost that lock (replies). If another one registered meanwhile,
-        or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or EEXIST."""
+    def _join_with(self, last: _FileLock) -> _HeldTicket:
+        """Take the next ticket, with the lock of "last" held. RACE: a host that was cut off has
+        lost that lock (replies). If another one registered meanwhile, or took our file for that of
+        a dead process, raises OSError: ENOENT, ESTALE or EEXIST."""
         number = self._numbers.draw(last, max(map(_number_of, self._tickets()), default=0))
         began_s = time.time()
         name = _ticket_name(number, self._boot, os.urandom(8).hex())
@@ -4533,7 +4524,7 @@ class TicketQueue:
             self._files.remove(name)
             lock.close()
             raise
-        return name, _HeldTicket(lock, began_s)
+        return _HeldTicket(name, lock, began_s)
 
     def is_head(self, ticket: int) -> bool:
         """Say whether that ticket is the first of those whose members live; touch it if it is ours.
@@ -4578,9 +4569,8 @@ class TicketQueue:
         if not os.path.isdir(self._root):
             return False
         with self._locked():
-            if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
-                return False
-            self._numbers.remove_dir()
+            if self.is_empty() and os.listdir(self._root) == ["last"]:
+                self._numbers.remove_dir()
         return not os.path.isdir(self._root)
 
     @contextlib.contextmanager
@@ -4589,10 +4579,10 @@ class TicketQueue:
         seconds to wait, None: for ever. Raises TimeoutError, out of line then; FemtoQueueError if,
         while it waits, another host may have passed its ticket over, or a person removed it."""
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
-        member, over = "", threading.Event()
+        held, over = self._join_line(), threading.Event()
+        member, ticket = held.member, _number_of(held.member)
         try:
-            member, held = self._join_line()
-            self._held[member], ticket = held, _number_of(member)
+            self._held[member] = held
             if self.stale_timeout is not None:
                 threading.Thread(target=self._touch_until, args=(member, over), daemon=True).start()
             while not self.is_head(ticket):
@@ -4632,7 +4622,7 @@ class TicketQueue:
             if error.errno not in _MISSING_ERRNOS:
                 raise
             return False
-        if self._numbers.may_be_passed_over(time.time() - held.touched_s, self._stale_s):
+        if time.time() - held.touched_s > self._numbers.late * self._stale_s:
             return False
         held.touched_s = began_s
         return True
@@ -4665,7 +4655,6 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Say whether a member lives; remove its ticket if not."""
-        path = self._root + member
         try:
             lock = self._files.open_lock(member, os.O_RDWR)
             try:
@@ -4680,7 +4669,7 @@ class TicketQueue:
                 raise
             return False  # RACE: given up just now
         if is_dead:
-            _unlink_if_exists(path)
+            _unlink_if_exists(self._root + member)
         return not is_dead
 
 
@@ -5084,6 +5073,9 @@ class _SharedNumbers(_Numbers):
     """The name of an empty file has the last number: it is listed though contents are stale, and of
     two hosts that rename it, one fails."""
 
+    # RACE: a host that saw the ticket stale may remove it only now, and take its turn. So ours must
+    # not be the next, though it is there, and young again. A quarter less: clocks differ.
+    late = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
     def draw(self, last: _FileLock, highest: int) -> int:
@@ -5102,11 +5094,6 @@ class _SharedNumbers(_Numbers):
         """RACE: another host drew a higher one, was first in line, and may have its turn."""
         if self._noted() > f"last~{number:020d}":
             raise FileExistsError(errno.EEXIST, "another host was faster", self._root)
-
-    def may_be_passed_over(self, age_s: float, stale_s: float) -> bool:
-        """RACE: a host that saw the ticket stale may remove it only now, and take its turn. So ours
-        must not be the next, though it is there, and young again. A quarter less: clocks differ."""
-        return age_s > 0.75 * stale_s
 
     def remove_dir(self) -> None:
         """Leave the directory: another host may take a lock that was removed for the one there."""
