@@ -2472,20 +2472,18 @@ _SETTINGS = frozenset(
 class FemtoQueue:
     """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
-    node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). One that comes
-    back under its old node_id takes back at once what it held. Living objects that share one don't
-    steal from each other; what one held when it was killed waits for its deadline, or until the
-    last of them ends.
+    node_id: the name of this worker, 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh one). Restarted
+    under it, a worker takes back at once what it held. Living objects that share one don't steal
+    from each other; what a killed one held waits for its deadline, or for the last of them to end.
     timeout_stale_ms: the lease (visibility timeout) that pop() takes, in milliseconds. None: as
     long as the holder lives; after a reboot, and where there is no flock, only a restart of its
     node_id or release by hand brings such a task back.
     sync_after_write: True makes what returned survive power loss (push, push_many, schedule, done,
     fail, release, retry); False survives the death of processes.
-    max_attempts: what was delivered so often without done() or fail() goes to failed/. None: no
-    limit.
+    max_attempts: a task that so many deliveries did not end goes to failed/. None: no limit.
     keep_done: False deletes what is done; a number: pop() does, after that many seconds, in slices.
     retry_delay_s: seconds that processing() and work() wait before a second delivery; twice as long
-    before each further one, up to an hour, and up to half of it less, by chance.
+    before each further one, up to an hour; less a random part of up to half.
     poll_interval_s: the longest pause, in seconds, between two looks of a wait, where inotify does
     not tell (not Linux, or a file system that other hosts write to).
     detached: True makes leases that outlive this object and its process: only their deadlines end
@@ -2495,9 +2493,9 @@ class FemtoQueue:
     processes of one boot share, so that setting the date does not move it. Where there is no boot
     id (not Linux) each process anchors itself to the wall clock or the newest task.
 
-    Threads may share an object. After fork() the child's copy is a worker of its own; a pickled
-    object is made anew from its settings. Raises TypeError or ValueError for an invalid argument,
-    OSError when a directory cannot be made.
+    Threads may share an object; a forked child's copy is another worker; a pickled one is made anew
+    from its settings. Raises TypeError or ValueError for an invalid argument, OSError if a
+    directory can't be made.
     """
 
     node_id: str
@@ -2563,19 +2561,19 @@ class FemtoQueue:
     ) -> str:
         """Add a task to the back of the queue and return its id.
 
-        When it returns, the task is in pending/; if it raises, nothing is. TypeError if data is
-        not bytes-like; OSError, as it came, if the disk did not take it.
+        When it returns, the task is in pending/; if it raises, nothing is. TypeError if data is not
+        bytes-like; OSError, as it came, if the disk did not take it.
 
-        key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload,
-        and it keeps its place (and its time, in scheduled/) and its id, which is returned. Where
+        key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload, and
+        it keeps its id, which is returned, and its place (or its time, in scheduled/). Where
         renameat2(2) can't exchange names (NFS, FUSE; not Linux), data waits in keys/ until the
         claim of the task takes it along, and may do so if only its sync failed.
-        if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
-        delivery ends (a newer one replaces it), then joins the queue by its own id, or, if the
-        task came back, is what its next delivery carries, as a first attempt; "update": a
-        redelivery carries data, and done() ends it with the task, but data replaces a payload that
-        is behind it; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without. A
-        signal handler must not push a key that the interrupted thread is at work on.
+        if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ (a newer one
+        replaces it). When the delivery ends, it joins the queue by its own id; if the task comes
+        back, its next delivery carries data, as a first attempt. "update": a redelivery carries
+        data, and done() ends it with the task; a payload behind the task is replaced instead.
+        "reject": raises KeyInFlight. Keyed tasks need flock: OSError without. A signal handler must
+        not push a key that the interrupted thread is at work on.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -2585,8 +2583,8 @@ class FemtoQueue:
 
     def push_many(self, iterable: Iterable[_BytesLike]) -> list[str]:
         """Add tasks in order and return their ids; with sync_after_write, sync once for all. An
-        error on the way is raised as it came. Its message says how many tasks, the first ones of
-        the iterable, were pushed, and its attribute pushed_ids has their ids."""
+        error is raised as it came; its message says how many tasks, the first ones of the iterable,
+        were pushed, and its attribute pushed_ids has their ids."""
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
@@ -2619,8 +2617,8 @@ class FemtoQueue:
     ) -> str:
         """Add a task that joins the back of the queue at a wall-clock time, and return its id.
         time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
-        Raises as push() does, and ValueError for a time after the year 2254. A task of the key that
-        is waiting, due or not, gets the new time with the new payload ("update" does not)."""
+        Raises as push() does, and ValueError for a time after the year 2254. A waiting task of the
+        key, due or not, gets the new time with the new payload ("update" does not)."""
         due_ns = max(0, int(_finite("time_us", time_us) * 1000))
         if due_ns >= _NEVER_NS:
             raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
@@ -2658,13 +2656,12 @@ class FemtoQueue:
         timeout: seconds to wait for one; None: for ever. inotify ends the wait, or else a look
         every poll_interval_s; so does a task that comes due, a lease that ends and, within half a
         second, a worker that died. Signals get through at once. close() in another thread: None.
-        lease_ms: this delivery's own lease in milliseconds, for extend() and processing() too;
-        None: timeout_stale_ms.
+        lease_ms: of this lease, in ms, for extend() and processing() too; None: timeout_stale_ms.
 
-        The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
-        ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
-        for disk trouble: a task that could not be read is at the back of pending/ then; trouble
-        with other workers' directories, scheduled/ or creating/ is raised when no task waits.
+        The task is in inflight-<node>/ until done(), fail() or release(), or until the lease ends.
+        A corrupt task is moved to failed/, logged, and passed over. OSError, as it came, for disk
+        trouble: a task that can't be read goes to the back of pending/; trouble with scheduled/,
+        creating/ or other workers' directories is raised when no task waits.
         """
         if timeout == 0 and lease_ms is None:
             return self._worker.take_oldest(self._length_ns)
@@ -2753,8 +2750,8 @@ class FemtoQueue:
     # Ending a delivery
 
     def done(self, task: FemtoTask) -> None:
-        """Finish the task: it moves to done/, or is deleted with keep_done=False. Raises LeaseLost
-        if the task is not this delivery's any more."""
+        """Finish the task: it moves to done/; with keep_done=False it is deleted. Raises LeaseLost
+        if it is not this delivery's any more."""
         self._worker.finish(task)
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
@@ -2769,8 +2766,8 @@ class FemtoQueue:
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
     ) -> None:
         """Give the task back: to the back of the queue, to its front (the place of its push), or
-        after delay_s seconds in scheduled/, by the wall clock. counted: whether its attempts count
-        this delivery. Raises LeaseLost as done() does."""
+        after delay_s seconds (wall clock) in scheduled/. counted: whether its attempts count this
+        delivery. Raises LeaseLost as done() does."""
         attempts = _attempts_of(_lease_of(task).path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
@@ -2814,20 +2811,19 @@ class FemtoQueue:
     def processing(self, task: FemtoTask) -> _Processing:
         """Return a context manager that holds the task's lease for its block, and then ends it.
 
-        The lease is renewed in the background, by one thread per queue object. A block that ends
-        well is done(task). An exception: the task waits in scheduled/ for another try (see
-        retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception).
-        KeyboardInterrupt, SystemExit and asyncio.CancelledError: back to the front, and the
-        delivery is not counted. The exception propagates. A task that the block itself ended, by
-        done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
-        the lease was lost.
+        One thread per queue object renews leases in the background. A block that ends well is
+        done(task). An exception propagates: the task waits in scheduled/ for another try (see
+        retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception); after
+        KeyboardInterrupt, SystemExit or asyncio.CancelledError it is back at the front, and the
+        delivery is not counted. A task that the block itself ended, by done(), fail() or release(),
+        stays so. Raises LeaseLost, at either end of the block, if the lease was lost.
         """
         return _Processing(self, task, self._worker)
 
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
 
-        The next delivery, after release(), a retry or our death, finds it in task.checkpoint; but
+        The next delivery, after release(), a retry or our death, finds it in task.checkpoint, but
         not with a newer payload of its key. done() and fail() remove it. It is replaced in one
         step, and synced with sync_after_write. Raises LeaseLost, with nothing saved, if the task is
         not this delivery's any more; else as push() does.
@@ -2848,14 +2844,13 @@ class FemtoQueue:
         """Call handler(task) for each task, within processing(), until told to stop.
 
         concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
-        pending, scheduled or in flight any more. idle_timeout_s: return when this worker has had
-        nothing to do for so long. time_limit_s: take nothing more after that time. stop: an Event;
-        when it is set, what runs is finished, and work() returns. In the main thread SIGTERM and
-        SIGINT do the same, and a second one gives back what runs and returns at once; threads that
-        still handle a task then get LeaseLost. A handler that fails is logged (logger
-        "femtoqueue"), and the loop goes on; one that raises SystemExit or the like ends it, and its
-        task is given back, uncounted. So does an OSError of pop() or of a task's end, which is
-        raised when what runs is finished.
+        pending, scheduled or in flight any more. idle_timeout_s: return when this worker was idle
+        for that long. time_limit_s: take nothing more after that time. stop: an Event; when it is
+        set, what runs is finished, and work() returns. In the main thread SIGTERM and SIGINT do the
+        same; a second one gives back what runs and returns at once; threads still at work then get
+        LeaseLost. A handler that fails is logged (logger "femtoqueue"), and the loop goes on; one
+        that raises SystemExit or the like ends it, and its task is given back, uncounted. An
+        OSError of pop() or of a task's end ends it, too, raised when what runs is finished.
         """
         if not callable(handler):
             raise TypeError(f"handler must be callable, not {handler!r}")
@@ -2879,8 +2874,8 @@ class FemtoQueue:
         return pool.run()
 
     def pause(self) -> None:
-        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers
-        see it when they list pending/ next, within a second or so."""
+        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers see
+        it when they list pending/ next, within a second or so."""
         os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
         self._worker.house.look_again()
 
@@ -2907,8 +2902,8 @@ class FemtoQueue:
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
-        """Put every failed task at the back of the queue, oldest first; return how many. Those
-        whose key has another task by now stay."""
+        """Put every failed task at the back of the queue, oldest first, except those whose key has
+        another task by now; return how many."""
         count = 0
         for entry in self._files.find("failed"):
             with contextlib.suppress(KeyInFlight):
@@ -2935,19 +2930,17 @@ class FemtoQueue:
         """Look for what is odd in data_dir, and with repair=True mend what is safe to mend.
 
         Found: another file system, or one of the network; a queue clock ahead of the wall clock;
-        names that are not the queue's; records that are not whole, or can't be read; an id in two
-        places; dead workers and leases that have ended; keys without a task; leftovers in creating/
-        and checkpoints/, more than an hour old. Mended: corrupt tasks that wait go to failed/, what
-        dead workers held back to pending/, keys and leftovers go. Reads every task; while others
-        work, what just moves may be found odd.
+        foreign names; records that are not whole, or can't be read; an id in two places; dead
+        workers, ended leases; keys without a task; leftovers in creating/ and checkpoints/, over an
+        hour old. Mended: corrupt tasks that wait go to failed/, what dead workers held to pending/;
+        keys and leftovers go. Reads every task; one that moves may be found odd.
         """
         return [*_Inspector(self._worker, repair).findings()]
 
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state, by names only. One that moves meanwhile may be missed or
-        counted twice."""
+        """Count the tasks in each state, by name. One that moves may be missed or counted twice."""
         files = self._files
         pending = files.entries("pending")
         age_s = max(0, self._clock.now_ns() - pending[0].stamp_ns) / 1e9 if pending else None
@@ -2964,12 +2957,9 @@ class FemtoQueue:
 
     def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
         """Iterate over the tasks of a state, one of STATES, in name order, without leasing them.
-
-        data: False reads headers only: data is b"" then. A task that moves on meanwhile is left
-        out. A corrupt one, or one that may not be read, is logged and left out, and peek() says
-        what is wrong with it; with data=False it has size_bytes None, if its header shows it. One
-        that waits has the newest payload of its key.
-        """
+        One that waits has the newest payload of its key. data=False reads headers only: data is
+        b"", and size_bytes None if the header is invalid. A task that moves on meanwhile is left
+        out; so is, and logged, one that is corrupt or may not be read: peek() says why."""
         _check_state(state)
         return self._read_all(self._files.find(state), data)
 
@@ -4458,18 +4448,16 @@ class TicketQueue:
         with TicketQueue("line").turn():
             ...                         # one process at a time, in the order in which they came
 
-    A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. A dead member is
-    passed over at once on its own host, and a living one never is. On other hosts, and after a
-    reboot, a ticket is passed over when its file was not touched for stale_timeout seconds (wall
-    clock; None: never); is_head() touches it, and turn() does as long as it runs. Hosts that share
-    a line need the same stale_timeout, of 10 s or more. There, a waiting member that could not
-    touch its ticket for three quarters of that time gives it up: another host may be about to pass
-    it over. One that is cut off during its turn is passed over; is_head() tells it, turn() does
-    not.
+    A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. On its own host a
+    dead member is passed over at once, and a living one never. On other hosts, and after a reboot,
+    a ticket is passed over when its file was not touched for stale_timeout seconds (wall clock;
+    None: never); is_head() touches it, and turn() does as long as it runs. Hosts that share a line
+    need the same stale_timeout, of 10 s or more. There, a waiting member that could not touch its
+    ticket for three quarters of that time gives it up: another host may be about to pass it over.
+    One that is cut off in its turn is passed over: is_head() tells, turn() does not.
 
-    queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
-    its parent's tickets. Raises OSError where there is no flock, ValueError or TypeError for an
-    invalid stale_timeout.
+    queue_dir is made if missing. Threads may share an object; a forked child holds no ticket.
+    Raises OSError without flock, ValueError or TypeError for an invalid stale_timeout.
     """
 
     def __init__(
@@ -4527,10 +4515,9 @@ class TicketQueue:
         return _HeldTicket(name, lock, began_s)
 
     def is_head(self, ticket: int) -> bool:
-        """Say whether that ticket is the first of those whose members live; touch it if it is ours.
-        False, too, if ours was not touched for so long that another host may have passed it over.
-        If it never was the first, it is removed. If it was, its turn may be another's by now: stop,
-        and remove() it."""
+        """Say whether that ticket is the first whose member lives; touch it if it is ours. False,
+        too, if ours was untouched for so long that another host may have passed it over. It is
+        removed then, unless it ever was first: its turn may be another's; stop, and remove() it."""
         is_first = ticket == next(map(_number_of, filter(self._lives, self._tickets())), None)
         for member, held in list(self._held.items()):
             if _number_of(member) != ticket:
