@@ -814,10 +814,10 @@ def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
     return if_none_ns if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
 
 
-def _end_s(timeout: float | None) -> float:
+def _end_s(timeout: float | None, name: str = "timeout") -> float:
     if timeout is None:
         return float("inf")
-    return time.monotonic() + _not_negative("timeout", timeout)
+    return time.monotonic() + _not_negative(name, timeout)
 
 
 def _check_places(data_dir: object, node_id: object) -> None:
@@ -2553,11 +2553,7 @@ class FemtoQueue:
     # Producing
 
     def push(
-        self,
-        data: _BytesLike,
-        *,
-        key: str | None = None,
-        if_in_flight: str = "buffer",
+        self, data: _BytesLike, *, key: str | None = None, if_in_flight: str = "buffer"
     ) -> str:
         """Add a task to the back of the queue and return its id.
 
@@ -2631,11 +2627,7 @@ class FemtoQueue:
         return ident
 
     def _push_keyed(
-        self,
-        data: _BytesLike,
-        key: str | None,
-        if_in_flight: str,
-        due_ns: int | None,
+        self, data: _BytesLike, key: str | None, if_in_flight: str, due_ns: int | None
     ) -> str:
         """Check the arguments, and push until no pop() or person is quicker at the waiting task."""
         if if_in_flight not in _IF_IN_FLIGHT:
@@ -2858,8 +2850,6 @@ class FemtoQueue:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
         if stop is not None and not callable(getattr(stop, "is_set", None)):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
-        for name, value in (("idle_timeout_s", idle_timeout_s), ("time_limit_s", time_limit_s)):
-            _not_negative(name, 0 if value is None else value)
         lease_dir = self._worker.lease_dir
         closes = lease_dir.closes
 
@@ -2919,7 +2909,7 @@ class FemtoQueue:
         if not wanted <= {*_ENDED}:
             raise ValueError(f"states must be of {' and '.join(map(repr, _ENDED))}, not {wanted!r}")
         root, before_s = self._files.root, time.time() - older_than_s
-        entries = self._files.find(*sorted(wanted))
+        entries = self._files.find(*wanted)
         count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
         for entry in self._files.entries("failed", "reason") if "failed" in wanted else ():
             if not self._files.exists(f"failed/{entry.id}"):
@@ -2976,7 +2966,7 @@ class FemtoQueue:
         else:
             _check_id(id)
             entry = self._files.find_id(id, *_PLACES)
-        return None if entry is None else self._read_entry(entry)
+        return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
         """Say whether a task of that key waits or is in flight."""
@@ -3001,9 +2991,7 @@ class FemtoQueue:
                 break
         else:
             return None
-        attempts = entry.attempts
-        if attempts is None and not _is_end(entry.path):
-            attempts = 0
+        attempts = entry.attempts if _is_end(entry.path) else _attempts_of(entry.path)
         lease = _Lease(entry.path)
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.size_bytes = size_bytes
@@ -4104,8 +4092,8 @@ class _WorkerPool:
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
         self._drain, self._is_stopped = drain, is_stopped
         self._is_threaded = self.in_threads or concurrency > 1
-        self._idle_timeout_s, self._end_s = idle_timeout_s, _end_s(time_limit_s)
-        self._idle_end_s = _end_s(idle_timeout_s)
+        self._idle_timeout_s, self._end_s = idle_timeout_s, _end_s(time_limit_s, "time_limit_s")
+        self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
         self.signals: list[int] = []  # that came
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts

@@ -4098,6 +4098,7 @@ class Faults(PlainLives):
         for timeout_ms in (None, 30_000):
             self.new_path(0)
             q = self.queue(timeout_stale_ms=timeout_ms, max_attempts=1)
+            self.assertIsNone(q.pop())  # its directory is open from now on
             q.push(b"x", key="k")
             self.assertIsNone(self.queue("n2").take("other"))
             with hooked(at_call("open", key_tag("k")[-2:], raising(errno.EMFILE))):
