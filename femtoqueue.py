@@ -2633,8 +2633,7 @@ class FemtoQueue:
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
-        name = _encode_key(key)
-        payload = data if type(data) is bytes else _as_bytes(data)
+        name, payload = _encode_key(key), _as_bytes(data)
         while True:
             ident = self._worker.keys.put(name, payload, if_in_flight, due_ns)
             if ident:
@@ -2820,7 +2819,6 @@ class FemtoQueue:
         step, and synced with sync_after_write. Raises LeaseLost, with nothing saved, if the task is
         not this delivery's any more; else as push() does.
         """
-        _lease_of(task)
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
     def work(
@@ -2866,7 +2864,7 @@ class FemtoQueue:
     def pause(self) -> None:
         """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers see
         it when they list pending/ next, within a second or so."""
-        os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
+        open(f"{self._files.root}PAUSED", "ab").close()
         self._worker.house.look_again()
 
     def resume(self) -> None:
@@ -4496,8 +4494,7 @@ class TicketQueue:
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
-            self._files.remove(f".{name}")
-            self._files.remove(name)
+            self._files.remove(name)  # what is not a ticket yet goes with the next _locked()
             lock.close()
             raise
         return _HeldTicket(name, lock, began_s)
