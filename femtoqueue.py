@@ -581,6 +581,7 @@ def _decode_key(name: str) -> str:
 #    and `checkpoint`.
 # ==================================================================================================
 
+_BytesLike = bytes | bytearray | memoryview
 _MAX_NUMBER = 10**302  # of any argument
 _IF_IN_FLIGHT = ("buffer", "update", "reject")
 
@@ -806,15 +807,14 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
-def _lease_length_ns(name: str, ms: float | None) -> int:
-    """Return the length of a lease; None: as long as the holder lives."""
-    return _FOREVER_NS if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
+def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
+    return if_none_ns if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
 
 
-def _end_s(timeout: float | None) -> float:
+def _end_s(timeout: float | None, name: str = "timeout") -> float:
     if timeout is None:
         return float("inf")
-    return time.monotonic() + _not_negative("timeout", timeout)
+    return time.monotonic() + _not_negative(name, timeout)
 
 
 def _check_places(data_dir: object, node_id: object) -> None:
@@ -1261,7 +1261,7 @@ class _Files:
     def publish(
         self,
         aside: str,
-        data: bytes | bytearray | memoryview,
+        data: _BytesLike,
         path: str,
         *,
         key: str = "",
@@ -2360,43 +2360,21 @@ _SETTINGS = frozenset(
 )
 
 
-def _read_task(files: _Files, entry: _Entry, record: str, anchor_ns: int, data: bool) -> FemtoTask:
-    """Return the task of an entry, without a lease. record: the path of its payload."""
-    payload, attempts = b"", entry.attempts
-    if attempts is None and not _is_end(entry.path):
-        attempts = 0
-    if data:
-        payload, key = files.read(record, entry.id)
-    else:
-        key, size_bytes = files.head(record)
-    place = _Lease()
-    place.path = entry.path
-    task = FemtoTask(entry.id, payload, attempts, key, place, anchor_ns)
-    if not data:
-        task.size_bytes = size_bytes
-    if entry.directory == "failed":
-        with contextlib.suppress(PermissionError):  # another user's: the task is shown all the same
-            task.error = files.reason_of(entry.id)
-    return task
-
-
 class FemtoQueue:
     """A queue in `data_dir`, which is made (mode 0700) if it is missing.
 
-    node_id names this worker: 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh name). One that comes
-    back under its old node_id takes back at once what it held. Living objects that share one don't
-    steal from each other; what one held when it was killed waits for its deadline, or until the
-    last of them ends.
+    node_id: the name of this worker, 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh one). Restarted
+    under it, a worker takes back at once what it held. Living objects that share one don't steal
+    from each other; what a killed one held waits for its deadline, or for the last of them to end.
     timeout_stale_ms: the lease (visibility timeout) that pop() takes, in milliseconds. None: as
     long as the holder lives; after a reboot, and where there is no flock, only a restart of its
     node_id or release by hand brings such a task back.
     sync_after_write: True makes what returned survive power loss (push, push_many, schedule, done,
     fail, release, retry); False survives the death of processes.
-    max_attempts: what was delivered so often without done() or fail() goes to failed/. None: no
-    limit.
+    max_attempts: a task that so many deliveries did not end goes to failed/. None: no limit.
     keep_done: False deletes what is done; a number: pop() does, after that many seconds, in slices.
     retry_delay_s: seconds that processing() and work() wait before a second delivery; twice as long
-    before each further one, up to an hour, and up to half of it less, by chance.
+    before each further one, up to an hour; less a random part of up to half.
     poll_interval_s: the longest pause, in seconds, between two looks of a wait, where inotify does
     not tell (not Linux, or a file system that other hosts write to).
     detached: True makes leases that outlive this object and its process: only their deadlines end
@@ -2406,9 +2384,9 @@ class FemtoQueue:
     processes of one boot share, so that setting the date does not move it. Where there is no boot
     id (not Linux) each process anchors itself to the wall clock or the newest task.
 
-    Threads may share an object. After fork() the child's copy is a worker of its own; a pickled
-    object is made anew from its settings. Raises TypeError or ValueError for an invalid argument,
-    OSError when a directory cannot be made.
+    Threads may share an object; a forked child's copy is another worker; a pickled one is made anew
+    from its settings. Raises TypeError or ValueError for an invalid argument, OSError if a
+    directory can't be made.
     """
 
     node_id: str
@@ -2427,7 +2405,7 @@ class FemtoQueue:
         detached: bool = False,
     ) -> None:
         _check_places(data_dir, node_id)
-        self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms)
+        self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms, _FOREVER_NS)
         _not_negative("retry_delay_s", retry_delay_s)
         _positive("poll_interval_s", poll_interval_s)
         if not isinstance(keep_done, bool):
@@ -2466,27 +2444,23 @@ class FemtoQueue:
     # Producing
 
     def push(
-        self,
-        data: bytes | bytearray | memoryview,
-        *,
-        key: str | None = None,
-        if_in_flight: str = "buffer",
+        self, data: _BytesLike, *, key: str | None = None, if_in_flight: str = "buffer"
     ) -> str:
         """Add a task to the back of the queue and return its id.
 
-        When it returns, the task is in pending/; if it raises, nothing is. TypeError if data is
-        not bytes-like; OSError, as it came, if the disk did not take it.
+        When it returns, the task is in pending/; if it raises, nothing is. TypeError if data is not
+        bytes-like; OSError, as it came, if the disk did not take it.
 
-        key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload,
-        and it keeps its place (and its time, in scheduled/) and its id, which is returned. Where
+        key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload, and
+        it keeps its id, which is returned, and its place (or its time, in scheduled/). Where
         renameat2(2) can't exchange names (NFS, FUSE; not Linux), data waits in keys/ until the
         claim of the task takes it along, and may do so if only its sync failed.
-        if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ until that
-        delivery ends (a newer one replaces it), then joins the queue by its own id, or, if the
-        task came back, is what its next delivery carries, as a first attempt; "update": a
-        redelivery carries data, and done() ends it with the task, but data replaces a payload that
-        is behind it; "reject": raises KeyInFlight. Keyed tasks need flock: OSError without. A
-        signal handler must not push a key that the interrupted thread is at work on.
+        if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ (a newer one
+        replaces it). When the delivery ends, it joins the queue by its own id; if the task comes
+        back, its next delivery carries data, as a first attempt. "update": a redelivery carries
+        data, and done() ends it with the task; a payload behind the task is replaced instead.
+        "reject": raises KeyInFlight. Keyed tasks need flock: OSError without. A signal handler must
+        not push a key that the interrupted thread is at work on.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -2494,11 +2468,11 @@ class FemtoQueue:
         self._files.publish(ident, data, f"pending/{ident}")
         return ident
 
-    def push_many(self, iterable: Iterable[bytes | bytearray | memoryview]) -> list[str]:
+    def push_many(self, iterable: Iterable[_BytesLike]) -> list[str]:
         """Add tasks in order and return their ids; with sync_after_write, sync once for all. An
-        error on the way is raised as it came. Its message says how many tasks, the first ones of
-        the iterable, were pushed, and its attribute pushed_ids has their ids."""
-        if isinstance(iterable, (bytes, bytearray, memoryview, str)):
+        error is raised as it came; its message says how many tasks, the first ones of the iterable,
+        were pushed, and its attribute pushed_ids has their ids."""
+        if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
         pending, is_synced = f"{self._files.root}pending", False
@@ -2522,7 +2496,7 @@ class FemtoQueue:
 
     def schedule(
         self,
-        data: bytes | bytearray | memoryview,
+        data: _BytesLike,
         time_us: float,
         *,
         key: str | None = None,
@@ -2530,8 +2504,8 @@ class FemtoQueue:
     ) -> str:
         """Add a task that joins the back of the queue at a wall-clock time, and return its id.
         time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
-        Raises as push() does, and ValueError for a time after the year 2254. A task of the key that
-        is waiting, due or not, gets the new time with the new payload ("update" does not)."""
+        Raises as push() does, and ValueError for a time after the year 2254. A waiting task of the
+        key, due or not, gets the new time with the new payload ("update" does not)."""
         due_ns = max(0, int(_finite("time_us", time_us) * 1000))
         if due_ns >= _NEVER_NS:
             raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
@@ -2544,18 +2518,13 @@ class FemtoQueue:
         return ident
 
     def _push_keyed(
-        self,
-        data: bytes | bytearray | memoryview,
-        key: str | None,
-        if_in_flight: str,
-        due_ns: int | None,
+        self, data: _BytesLike, key: str | None, if_in_flight: str, due_ns: int | None
     ) -> str:
         """Check the arguments, and push until no pop() or person is quicker at the waiting task."""
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
-        name = _encode_key(key)
-        payload = data if type(data) is bytes else _as_bytes(data)
+        name, payload = _encode_key(key), _as_bytes(data)
         while True:
             ident = self._worker.keys.put(name, payload, if_in_flight, due_ns)
             if ident:
@@ -2569,17 +2538,16 @@ class FemtoQueue:
         timeout: seconds to wait for one; None: for ever. inotify ends the wait, or else a look
         every poll_interval_s; so does a task that comes due, a lease that ends and, within half a
         second, a worker that died. Signals get through at once. close() in another thread: None.
-        lease_ms: this delivery's own lease in milliseconds, for extend() and processing() too;
-        None: timeout_stale_ms.
+        lease_ms: of this lease, in ms, for extend() and processing() too; None: timeout_stale_ms.
 
-        The task is in inflight-<node>/ until done(), fail() or release(), or until the lease
-        ends. A corrupt task is moved to failed/, logged, and passed over. OSError, as it came,
-        for disk trouble: a task that could not be read is at the back of pending/ then; trouble
-        with other workers' directories, scheduled/ or creating/ is raised when no task waits.
+        The task is in inflight-<node>/ until done(), fail() or release(), or until the lease ends.
+        A corrupt task is moved to failed/, logged, and passed over. OSError, as it came, for disk
+        trouble: a task that can't be read goes to the back of pending/; trouble with scheduled/,
+        creating/ or other workers' directories is raised when no task waits.
         """
-        length_ns = self._length_ns if lease_ms is None else self._length_of(lease_ms)
-        if timeout == 0:
-            return self._worker.take_oldest(length_ns)
+        if timeout == 0 and lease_ms is None:
+            return self._worker.take_oldest(self._length_ns)
+        length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return self._worker.waits.wait_for(
             lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout)
         )
@@ -2589,7 +2557,7 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do as pop() does, without blocking the event loop; first come, first served. Cancelling
         it leaves no task leased: one that it just got is back at its place, uncounted."""
-        length_ns = self._length_of(lease_ms)
+        length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return await self._worker.waits.wait_for_async(
             lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout), ""
         )
@@ -2611,7 +2579,7 @@ class FemtoQueue:
         timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
         id, TypeError unless one of the two is given.
         """
-        look, _ = self._finder_of(key, id, lease_ms, wait=True)
+        look = self._finder_of(key, id, lease_ms, wait=True)
         return self._worker.waits.wait_for(look, _end_s(timeout))
 
     async def take_async(
@@ -2623,24 +2591,20 @@ class FemtoQueue:
         lease_ms: float | None = None,
     ) -> FemtoTask | None:
         """Do as take() does, without blocking the event loop; see pop_async()."""
-        look, line = self._finder_of(key, id, lease_ms, wait=False)
-        return await self._worker.waits.wait_for_async(look, _end_s(timeout), line)
-
-    def _length_of(self, lease_ms: float | None) -> int:
-        return self._length_ns if lease_ms is None else _lease_length_ns("lease_ms", lease_ms)
+        look = self._finder_of(key, id, lease_ms, wait=False)
+        return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
 
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
-    ) -> tuple[Callable[[], FemtoTask | None], str]:
-        """Check the arguments of take(); return what looks once, and the line to wait in."""
-        length_ns = self._length_of(lease_ms)
+    ) -> Callable[[], FemtoTask | None]:
+        """Check the arguments of take(); return what looks once."""
+        length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs a key or an id")
         if id is not None:
             _check_id(id)
-        name, ident = "" if key is None else _encode_key(key), id or ""
-        look = functools.partial(self._worker.take_named, name, ident, length_ns, wait)
-        return look, name or f"#{ident}"
+        name = "" if key is None else _encode_key(key)
+        return functools.partial(self._worker.take_named, name, id or "", length_ns, wait)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight,
@@ -2648,33 +2612,28 @@ class FemtoQueue:
         task; None: no limit."""
         _end_s(timeout)  # an invalid one is an error now, not at the first task
 
-        def look() -> FemtoTask | bool | None:  # False: nothing is left
+        def look() -> Any:  # False: nothing is left
             task = self._worker.take_oldest(self._length_ns, True)
-            return task if task is not None or self._files.has_work() else False
+            return task if task or self._files.has_work() else False
 
-        def tasks() -> Iterator[FemtoTask]:
-            while True:
-                task = self._worker.waits.wait_for(look, _end_s(timeout), False)
-                if not isinstance(task, FemtoTask):
-                    return
-                yield task
+        def wait() -> FemtoTask | None:
+            return self._worker.waits.wait_for(look, _end_s(timeout), False) or None
 
-        return tasks()
+        return iter(wait, None)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait until no task is pending, scheduled or in flight anywhere: True. False: `timeout`
         seconds are over (None: no limit), or close() in another thread ended the wait."""
-        files, end_s = self._files, _end_s(timeout)
         ended = self._worker.waits.wait_for(
-            lambda: None if files.has_work() else True, end_s, False
+            lambda: not self._files.has_work() or None, _end_s(timeout), False
         )
         return ended is True
 
     # Ending a delivery
 
     def done(self, task: FemtoTask) -> None:
-        """Finish the task: it moves to done/, or is deleted with keep_done=False. Raises LeaseLost
-        if the task is not this delivery's any more."""
+        """Finish the task: it moves to done/; with keep_done=False it is deleted. Raises LeaseLost
+        if it is not this delivery's any more."""
         self._worker.finish(task)
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
@@ -2689,8 +2648,8 @@ class FemtoQueue:
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
     ) -> None:
         """Give the task back: to the back of the queue, to its front (the place of its push), or
-        after delay_s seconds in scheduled/, by the wall clock. counted: whether its attempts count
-        this delivery. Raises LeaseLost as done() does."""
+        after delay_s seconds (wall clock) in scheduled/. counted: whether its attempts count this
+        delivery. Raises LeaseLost as done() does."""
         attempts = _attempts_of(_lease_of(task).path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
@@ -2707,8 +2666,7 @@ class FemtoQueue:
         """Renew the lease, which `task` carries: it ends `ms` milliseconds from now (None: as long
         as it was taken for). Raises LeaseLost as done() does."""
         lease = _lease_of(task)
-        length_ns = lease.length_ns if ms is None else _lease_length_ns("ms", ms)
-        self._worker.renew(task, length_ns)
+        self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
 
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to settle or extend it here. lease:
@@ -2736,25 +2694,23 @@ class FemtoQueue:
     def processing(self, task: FemtoTask) -> _Processing:
         """Return a context manager that holds the task's lease for its block, and then ends it.
 
-        The lease is renewed in the background, by one thread per queue object. A block that ends
-        well is done(task). An exception: the task waits in scheduled/ for another try (see
-        retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception).
-        KeyboardInterrupt, SystemExit and asyncio.CancelledError: back to the front, and the
-        delivery is not counted. The exception propagates. A task that the block itself ended, by
-        done(), fail() or release(), stays so. Raises LeaseLost, at either end of the block, if
-        the lease was lost.
+        One thread per queue object renews leases in the background. A block that ends well is
+        done(task). An exception propagates: the task waits in scheduled/ for another try (see
+        retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception); after
+        KeyboardInterrupt, SystemExit or asyncio.CancelledError it is back at the front, and the
+        delivery is not counted. A task that the block itself ended, by done(), fail() or release(),
+        stays so. Raises LeaseLost, at either end of the block, if the lease was lost.
         """
         return _Processing(self, task, self._worker)
 
-    def checkpoint(self, task: FemtoTask, data: bytes | bytearray | memoryview) -> None:
+    def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
 
-        The next delivery, after release(), a retry or our death, finds it in task.checkpoint; but
+        The next delivery, after release(), a retry or our death, finds it in task.checkpoint, but
         not with a newer payload of its key. done() and fail() remove it. It is replaced in one
         step, and synced with sync_after_write. Raises LeaseLost, with nothing saved, if the task is
         not this delivery's any more; else as push() does.
         """
-        _lease_of(task)
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
     def work(
@@ -2770,14 +2726,13 @@ class FemtoQueue:
         """Call handler(task) for each task, within processing(), until told to stop.
 
         concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
-        pending, scheduled or in flight any more. idle_timeout_s: return when this worker has had
-        nothing to do for so long. time_limit_s: take nothing more after that time. stop: an Event;
-        when it is set, what runs is finished, and work() returns. In the main thread SIGTERM and
-        SIGINT do the same, and a second one gives back what runs and returns at once; threads that
-        still handle a task then get LeaseLost. A handler that fails is logged (logger
-        "femtoqueue"), and the loop goes on; one that raises SystemExit or the like ends it, and its
-        task is given back, uncounted. So does an OSError of pop() or of a task's end, which is
-        raised when what runs is finished.
+        pending, scheduled or in flight any more. idle_timeout_s: return when this worker was idle
+        for that long. time_limit_s: take nothing more after that time. stop: an Event; when it is
+        set, what runs is finished, and work() returns. In the main thread SIGTERM and SIGINT do the
+        same; a second one gives back what runs and returns at once; threads still at work then get
+        LeaseLost. A handler that fails is logged (logger "femtoqueue"), and the loop goes on; one
+        that raises SystemExit or the like ends it, and its task is given back, uncounted. An
+        OSError of pop() or of a task's end ends it, too, raised when what runs is finished.
         """
         if not callable(handler):
             raise TypeError(f"handler must be callable, not {handler!r}")
@@ -2785,8 +2740,6 @@ class FemtoQueue:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
         if stop is not None and not callable(getattr(stop, "is_set", None)):
             raise TypeError(f"stop must be a threading.Event or None, not {stop!r}")
-        for name, value in (("idle_timeout_s", idle_timeout_s), ("time_limit_s", time_limit_s)):
-            _not_negative(name, 0 if value is None else value)
         lease_dir = self._worker.lease_dir
         closes = lease_dir.closes
 
@@ -2801,9 +2754,9 @@ class FemtoQueue:
         return pool.run()
 
     def pause(self) -> None:
-        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers
-        see it when they list pending/ next, within a second or so."""
-        os.close(os.open(f"{self._files.root}PAUSED", os.O_WRONLY | os.O_CREAT, 0o666))
+        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers see
+        it when they list pending/ next, within a second or so."""
+        open(f"{self._files.root}PAUSED", "ab").close()
         self._worker.house.look_again()
 
     def resume(self) -> None:
@@ -2829,8 +2782,8 @@ class FemtoQueue:
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
-        """Put every failed task at the back of the queue, oldest first; return how many. Those
-        whose key has another task by now stay."""
+        """Put every failed task at the back of the queue, oldest first, except those whose key has
+        another task by now; return how many."""
         count = 0
         for entry in self._files.find("failed"):
             with contextlib.suppress(KeyInFlight):
@@ -2846,7 +2799,7 @@ class FemtoQueue:
         if not wanted <= {*_ENDED}:
             raise ValueError(f"states must be of {' and '.join(map(repr, _ENDED))}, not {wanted!r}")
         root, before_s = self._files.root, time.time() - older_than_s
-        entries = self._files.find(*sorted(wanted))
+        entries = self._files.find(*wanted)
         count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
         for entry in self._files.entries("failed", "reason") if "failed" in wanted else ():
             if not self._files.exists(f"failed/{entry.id}"):
@@ -2857,19 +2810,17 @@ class FemtoQueue:
         """Look for what is odd in data_dir, and with repair=True mend what is safe to mend.
 
         Found: another file system, or one of the network; a queue clock ahead of the wall clock;
-        names that are not the queue's; records that are not whole, or can't be read; an id in two
-        places; dead workers and leases that have ended; keys without a task; leftovers in creating/
-        and checkpoints/, more than an hour old. Mended: corrupt tasks that wait go to failed/, what
-        dead workers held back to pending/, keys and leftovers go. Reads every task; while others
-        work, what just moves may be found odd.
+        foreign names; records that are not whole, or can't be read; an id in two places; dead
+        workers, ended leases; keys without a task; leftovers in creating/ and checkpoints/, over an
+        hour old. Mended: corrupt tasks that wait go to failed/, what dead workers held to pending/;
+        keys and leftovers go. Reads every task; one that moves may be found odd.
         """
         return [*_Inspector(self._worker, repair).findings()]
 
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state, by names only. One that moves meanwhile may be missed or
-        counted twice."""
+        """Count the tasks in each state, by name. One that moves may be missed or counted twice."""
         files = self._files
         pending = files.entries("pending")
         age_s = max(0, self._clock.now_ns() - pending[0].stamp_ns) / 1e9 if pending else None
@@ -2886,12 +2837,9 @@ class FemtoQueue:
 
     def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
         """Iterate over the tasks of a state, one of STATES, in name order, without leasing them.
-
-        data: False reads headers only: data is b"" then. A task that moves on meanwhile is left
-        out. A corrupt one, or one that may not be read, is logged and left out, and peek() says
-        what is wrong with it; with data=False it has size_bytes None, if its header shows it. One
-        that waits has the newest payload of its key.
-        """
+        One that waits has the newest payload of its key. data=False reads headers only: data is
+        b"", and size_bytes None if the header is invalid. A task that moves on meanwhile is left
+        out; so is, and logged, one that is corrupt or may not be read: peek() says why."""
         _check_state(state)
         return self._read_all(self._files.find(state), data)
 
@@ -2908,7 +2856,7 @@ class FemtoQueue:
         else:
             _check_id(id)
             entry = self._files.find_id(id, *_PLACES)
-        return None if entry is None else self._read_entry(entry)
+        return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
         """Say whether a task of that key waits or is in flight."""
@@ -2922,11 +2870,26 @@ class FemtoQueue:
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
         """Return a task, with the newest payload if it waits; of that (data=False) its header."""
-        newest = self._worker.keys.newest_of(entry)
+        newest, payload = self._worker.keys.newest_of(entry), b""
         for record in dict.fromkeys((newest, entry.path)):  # RACE: it may be taken along just now
             with contextlib.suppress(FileNotFoundError):
-                return _read_task(self._files, entry, record, self._clock.anchor_ns, data)
-        return None
+                if data:
+                    payload, key = self._files.read(record, entry.id)
+                    size_bytes: int | None = len(payload)
+                else:
+                    key, size_bytes = self._files.head(record)
+                break
+        else:
+            return None
+        attempts = entry.attempts if _is_end(entry.path) else _attempts_of(entry.path)
+        lease = _Lease()
+        lease.path = entry.path
+        task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
+        task.size_bytes = size_bytes
+        if entry.directory == "failed":
+            with contextlib.suppress(PermissionError):  # another user's: no reason not to show it
+                task.error = self._files.reason_of(entry.id)
+        return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
         """Yield the tasks of entries; those that moved on, or can't be read, are left out."""
@@ -2970,18 +2933,16 @@ class FemtoQueue:
 
     def __del__(self) -> None:
         # The constructor may have raised. _FileLock is None when the interpreter ends.
-        worker: _Worker | None = self.__dict__.get("_worker")
-        if worker is not None and _FileLock is not None:
+        if "_worker" in self.__dict__ and _FileLock is not None:
             self.close()
-            worker.__dict__.clear()  # it is in a cycle with its parts; what they hold goes now
+            # It is in a cycle with its parts; what they hold goes now.
+            self._worker.__dict__.clear()
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __reduce__(self) -> tuple[Any, ...]:
         settings = {name: getattr(self, name) for name in _SETTINGS}
-        data_dir = os.path.dirname(self._files.root)
-        return {**settings, "data_dir": data_dir, "node_id": self._given_node_id}
-
-    def __setstate__(self, settings: dict[str, Any]) -> None:
-        self.__init__(**settings)  # type: ignore[misc]
+        settings["data_dir"] = os.path.dirname(self._files.root)
+        settings["node_id"] = self._given_node_id
+        return functools.partial(type(self), **settings), ()
 
 
 # ==================================================================================================
@@ -3998,8 +3959,8 @@ class _WorkerPool:
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
         self._drain, self._is_stopped = drain, is_stopped
         self._is_threaded = self.in_threads or concurrency > 1
-        self._idle_timeout_s, self._end_s = idle_timeout_s, _end_s(time_limit_s)
-        self._idle_end_s = _end_s(idle_timeout_s)
+        self._idle_timeout_s, self._end_s = idle_timeout_s, _end_s(time_limit_s, "time_limit_s")
+        self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
         self.signals: list[int] = []  # that came
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
@@ -4198,15 +4159,17 @@ class _Inspector:
         """Yield what is odd; a directory that can't be read is a finding too."""
         keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
-            self._file_systems(),
-            self._queue_clock(),
-            self._foreign(),
+            self._system(),
+            self._names(),
             self._records(),
-            self._twice(),
-            self._workers(),
-            self._of_no_use("key without a task", "nothing of it waits", keys.idle, keys.repair),
-            self._of_no_use(
-                *("leftover", "more than an hour old"), house.stale_files, house.remove_stale_files
+            self._mended(self._ended_leases, house.reclaim_ended),
+            self._mended(
+                lambda: dict.fromkeys(keys.idle(), ("key without a task", "nothing of it waits")),
+                keys.repair,
+            ),
+            self._mended(
+                lambda: dict.fromkeys(house.stale_files(), ("leftover", "more than an hour old")),
+                house.remove_stale_files,
             ),
         ):
             try:
@@ -4215,39 +4178,44 @@ class _Inspector:
                 path = os.path.relpath(error.filename or root, root)
                 yield Finding("unreadable", path, str(error))
 
-    def _file_systems(self) -> Iterator[Finding]:
-        root = self._files.root
+    def _system(self) -> Iterator[Finding]:
         if self._files.caveat:
             yield Finding("network file system", ".", self._files.caveat)
-        device = os.stat(root).st_dev
-        for name in self._directories():
-            if os.stat(root + name).st_dev != device:
-                yield Finding("file system", name, "another than data_dir's: rename() can't cross")
-
-    def _directories(self) -> list[str]:
-        root = self._files.root
-        names = sorted(it for it in os.listdir(root) if it in _NAMES_IN or _parse_node_dir(it))
-        return [name for name in names if os.path.isdir(root + name)]
-
-    def _queue_clock(self) -> Iterator[Finding]:
         clock = self._worker.clock
         ahead_s = (clock.now_ns() - time.time_ns()) / 1e9
         if ahead_s > 1:
             text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
             yield Finding("clock", f"clock-{clock.boot}", text)
 
-    def _foreign(self) -> Iterator[Finding]:
-        directories = self._directories()
-        forms = {name: _NAMES_IN.get(name, (_FORMS["inflight"],)) for name in directories}
-        for directory in (".", *directories):
-            known = forms.get(directory, ({*directories, "PAUSED"}.__contains__, _parse_clock))
-            for name in sorted(os.listdir(self._files.root + directory)):
-                if not any(form(name) for form in known):
-                    path = os.path.normpath(f"{directory}/{name}")
-                    yield Finding("foreign", path, "not of the queue's")
+    def _names(self) -> Iterator[Finding]:
+        """Directories on other file systems, and foreign names."""
+        root, text = self._files.root, "not of the queue's"
+        names = sorted(os.listdir(root))
+        directories = [
+            name
+            for name in names
+            if (name in _NAMES_IN or _parse_node_dir(name)) and os.path.isdir(root + name)
+        ]
+        device = os.stat(root).st_dev
+        for name in directories:
+            if os.stat(root + name).st_dev != device:
+                yield Finding("file system", name, "another than data_dir's: rename() can't cross")
+        for name in names:
+            if name not in (*directories, "PAUSED") and not _parse_clock(name):
+                yield Finding("foreign", name, text)
+        for directory in directories:
+            forms = _NAMES_IN.get(directory, (_FORMS["inflight"],))
+            for name in sorted(os.listdir(root + directory)):
+                if not any(form(name) for form in forms):
+                    yield Finding("foreign", f"{directory}/{name}", text)
 
     def _records(self) -> Iterator[Finding]:
+        """Ids in two places, and records that are not whole."""
+        seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
+            other, seen[entry.id] = seen.get(entry.id, ""), entry.path
+            if other and all(map(self._files.exists, (other, entry.path))):
+                yield Finding("twice", entry.path, f"there is {other} too")
             try:
                 self._files.read(entry.path, entry.id)
             except FileNotFoundError:
@@ -4262,37 +4230,26 @@ class _Inspector:
                     self._worker.quarantine(entry.path, error.reason)
                 yield Finding("corrupt", entry.path, error.reason, mend)
 
-    def _twice(self) -> Iterator[Finding]:
-        first: dict[str, str] = {}
-        for entry in self._files.find(*STATES, "keys"):
-            other = first.setdefault(entry.id, entry.path)
-            if other != entry.path and all(map(self._files.exists, (other, entry.path))):
-                yield Finding("twice", entry.path, f"there is {other} too")
-
-    def _workers(self) -> Iterator[Finding]:
-        house, found = self._worker.house, []
+    def _ended_leases(self) -> dict[str, tuple[str, str]]:
+        found = {}
         for directory in self._files.node_dirs():
-            stats = house.node_stats(directory)
+            stats = self._worker.house.node_stats(directory)
             if stats.liveness == "dead":
-                found.append((directory, "dead worker", f"{stats.inflight} tasks leased"))
+                found[directory] = "dead worker", f"{stats.inflight} tasks leased"
             elif stats.expired:
-                found.append((directory, "expired", f"{stats.expired} leases have ended"))
-        if found and self._repair:
-            house.reclaim_ended()
-        for directory, kind, text in found:
-            stats = house.node_stats(directory)
-            is_left = stats.expired or (stats.liveness == "dead" and stats.inflight)
-            yield Finding(kind, directory, text, self._repair and not is_left)
+                found[directory] = "expired", f"{stats.expired} leases have ended"
+        return found
 
-    def _of_no_use(
-        self, kind: str, text: str, look: Callable[[], list[str]], remove: Callable[[], None]
+    def _mended(
+        self, look: Callable[[], dict[str, tuple[str, str]]], mend: Callable[[], None]
     ) -> Iterator[Finding]:
-        """The files that look() returns, and remove() removes."""
-        found = look()
+        """What look() finds: kind and text, by path. Another look tells what mend() left."""
+        found = left = look()
         if found and self._repair:
-            remove()
-        for path in found:
-            yield Finding(kind, path, text, self._repair and not self._files.exists(path))
+            mend()
+            left = look()
+        for path, (kind, text) in found.items():
+            yield Finding(kind, path, text, path not in left)
 
 
 # ==================================================================================================
@@ -4308,7 +4265,10 @@ _REDRAW_PAUSE_S = 0.01
 
 class _Numbers:
     """The numbers of a line's tickets. The last one stands in the file "last", whose lock is held.
-    Another file system may have another class; see _open_files()."""
+    Another file system may have another class; see _open_files(). late: the part of stale_timeout
+    after which a member that was not touched may have been passed over."""
+
+    late = float("inf")
 
     def __init__(self, files: _Files) -> None:
         self._files, self._root = files, files.root
@@ -4322,23 +4282,19 @@ class _Numbers:
     def check(self, number: int) -> None:
         """Raise FileExistsError if a higher one was drawn before ours was in line."""
 
-    def may_be_passed_over(self, age_s: float, stale_s: float) -> bool:
-        """Whether a member that was not touched for so long may have lost its place."""
-        return False
-
     def remove_dir(self) -> None:
         os.unlink(f"{self._root}last")
         _remove_empty_dir(self._root)  # RACE: not if another process opens a new "last" now
 
 
 class _HeldTicket:
-    """A ticket of this object: its locked file, when the last touch that was in time began (wall
-    clock), and whether it ever was the first in line."""
+    """A ticket of this object: its name, its locked file, when the last touch that was in time
+    began (wall clock), and whether it ever was the first in line."""
 
     had_turn = False
 
-    def __init__(self, lock: _FileLock, touched_s: float) -> None:
-        self.lock, self.touched_s = lock, touched_s
+    def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
+        self.member, self.lock, self.touched_s = member, lock, touched_s
 
 
 class TicketQueue:
@@ -4347,18 +4303,16 @@ class TicketQueue:
         with TicketQueue("line").turn():
             ...                         # one process at a time, in the order in which they came
 
-    A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. A dead member is
-    passed over at once on its own host, and a living one never is. On other hosts, and after a
-    reboot, a ticket is passed over when its file was not touched for stale_timeout seconds (wall
-    clock; None: never); is_head() touches it, and turn() does as long as it runs. Hosts that share
-    a line need the same stale_timeout, of 10 s or more. There, a waiting member that could not
-    touch its ticket for three quarters of that time gives it up: another host may be about to pass
-    it over. One that is cut off during its turn is passed over; is_head() tells it, turn() does
-    not.
+    A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. On its own host a
+    dead member is passed over at once, and a living one never. On other hosts, and after a reboot,
+    a ticket is passed over when its file was not touched for stale_timeout seconds (wall clock;
+    None: never); is_head() touches it, and turn() does as long as it runs. Hosts that share a line
+    need the same stale_timeout, of 10 s or more. There, a waiting member that could not touch its
+    ticket for three quarters of that time gives it up: another host may be about to pass it over.
+    One that is cut off in its turn is passed over: is_head() tells, turn() does not.
 
-    queue_dir is made if it is missing. Threads may share an object; a forked child holds none of
-    its parent's tickets. Raises OSError where there is no flock, ValueError or TypeError for an
-    invalid stale_timeout.
+    queue_dir is made if missing. Threads may share an object; a forked child holds no ticket.
+    Raises OSError without flock, ValueError or TypeError for an invalid stale_timeout.
     """
 
     def __init__(
@@ -4380,26 +4334,26 @@ class TicketQueue:
         """Take the next ticket; return its number, from 1, and its member: its file's name in
         queue_dir. Blocks only while other processes register. Raises OSError if this host was cut
         off, and others registered, again and again meanwhile."""
-        member, held = self._join_line()
-        self._held[member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
-        return _number_of(member), member
+        held = self._join_line()
+        self._held[held.member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
+        return _number_of(held.member), held.member
 
-    def _join_line(self) -> tuple[str, _HeldTicket]:
-        """Take the next ticket, as register() does; return its member and its file."""
-        for left in range(_MAX_REDRAWS, -1, -1):
+    def _join_line(self) -> _HeldTicket:
+        redraws = 0
+        while True:
             try:
                 with self._locked() as last:
-                    return self._register(last)
+                    return self._join_with(last)
             except OSError as error:
-                if not left or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
+                redraws += 1
+                if redraws > _MAX_REDRAWS or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
                     raise
             time.sleep(_REDRAW_PAUSE_S)
-        raise AssertionError("it returned or raised")
 
-    def _register(self, last: _FileLock) -> tuple[str, _HeldTicket]:
-        """Take the next ticket, with the lock of "last" held; return its member and its file. RACE:
-        a host that was cut off has lost that lock (replies). If another one registered meanwhile,
-        or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or EEXIST."""
+    def _join_with(self, last: _FileLock) -> _HeldTicket:
+        """Take the next ticket, with the lock of "last" held. RACE: a host that was cut off has
+        lost that lock (replies). If another one registered meanwhile, or took our file for that of
+        a dead process, raises OSError: ENOENT, ESTALE or EEXIST."""
         number = self._numbers.draw(last, max(map(_number_of, self._tickets()), default=0))
         began_s = time.time()
         name = _ticket_name(number, self._boot, os.urandom(8).hex())
@@ -4409,17 +4363,15 @@ class TicketQueue:
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
-            self._files.remove(f".{name}")
-            self._files.remove(name)
+            self._files.remove(name)  # what is not a ticket yet goes with the next _locked()
             lock.close()
             raise
-        return name, _HeldTicket(lock, began_s)
+        return _HeldTicket(name, lock, began_s)
 
     def is_head(self, ticket: int) -> bool:
-        """Say whether that ticket is the first of those whose members live; touch it if it is ours.
-        False, too, if ours was not touched for so long that another host may have passed it over.
-        If it never was the first, it is removed. If it was, its turn may be another's by now: stop,
-        and remove() it."""
+        """Say whether that ticket is the first whose member lives; touch it if it is ours. False,
+        too, if ours was untouched for so long that another host may have passed it over. It is
+        removed then, unless it ever was first: its turn may be another's; stop, and remove() it."""
         is_first = ticket == next(map(_number_of, filter(self._lives, self._tickets())), None)
         for member, held in list(self._held.items()):
             if _number_of(member) != ticket:
@@ -4458,9 +4410,8 @@ class TicketQueue:
         if not os.path.isdir(self._root):
             return False
         with self._locked():
-            if not self.is_empty() or not {*os.listdir(self._root)} <= {"last"}:
-                return False
-            self._numbers.remove_dir()
+            if self.is_empty() and os.listdir(self._root) == ["last"]:
+                self._numbers.remove_dir()
         return not os.path.isdir(self._root)
 
     @contextlib.contextmanager
@@ -4469,10 +4420,10 @@ class TicketQueue:
         seconds to wait, None: for ever. Raises TimeoutError, out of line then; FemtoQueueError if,
         while it waits, another host may have passed its ticket over, or a person removed it."""
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
-        member, over = "", threading.Event()
+        held, over = self._join_line(), threading.Event()
+        member, ticket = held.member, _number_of(held.member)
         try:
-            member, held = self._join_line()
-            self._held[member], ticket = held, _number_of(member)
+            self._held[member] = held
             if self.stale_timeout is not None:
                 threading.Thread(target=self._touch_until, args=(member, over), daemon=True).start()
             while not self.is_head(ticket):
@@ -4512,7 +4463,7 @@ class TicketQueue:
             if error.errno not in _MISSING_ERRNOS:
                 raise
             return False
-        if self._numbers.may_be_passed_over(time.time() - held.touched_s, self._stale_s):
+        if time.time() - held.touched_s > self._numbers.late * self._stale_s:
             return False
         held.touched_s = began_s
         return True
@@ -4545,7 +4496,6 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Say whether a member lives; remove its ticket if not."""
-        path = self._root + member
         try:
             lock = self._files.open_lock(member, os.O_RDWR)
             try:
@@ -4560,7 +4510,7 @@ class TicketQueue:
                 raise
             return False  # RACE: given up just now
         if is_dead:
-            _unlink_if_exists(path)
+            _unlink_if_exists(self._root + member)
         return not is_dead
 
 
@@ -4962,6 +4912,9 @@ class _SharedNumbers(_Numbers):
     """The name of an empty file has the last number: it is listed though contents are stale, and of
     two hosts that rename it, one fails."""
 
+    # RACE: a host that saw the ticket stale may remove it only now, and take its turn. So ours must
+    # not be the next, though it is there, and young again. A quarter less: clocks differ.
+    late = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
     def draw(self, last: _FileLock, highest: int) -> int:
@@ -4980,11 +4933,6 @@ class _SharedNumbers(_Numbers):
         """RACE: another host drew a higher one, was first in line, and may have its turn."""
         if self._noted() > f"last~{number:020d}":
             raise FileExistsError(errno.EEXIST, "another host was faster", self._root)
-
-    def may_be_passed_over(self, age_s: float, stale_s: float) -> bool:
-        """RACE: a host that saw the ticket stale may remove it only now, and take its turn. So ours
-        must not be the next, though it is there, and young again. A quarter less: clocks differ."""
-        return age_s > 0.75 * stale_s
 
     def remove_dir(self) -> None:
         """Leave the directory: another host may take a lock that was removed for the one there."""

@@ -1231,8 +1231,8 @@ release() with a delay is not at the front | Lifecycle
 +:
 a dropped object gives up its directory | Liveness
 -            self.close()
--            worker.__dict__.clear()  # it
-+            worker.__dict__.clear()  # it
+-            # It is in a cycle with
++            # It is in a cycle with
 the ticket of a dead member is passed over at once | Tickets hangs
 -is_dead = lock.try_exclusive()
 +is_dead = None
@@ -1248,8 +1248,8 @@ a number that another host drew meanwhile is higher than ours | SharedTickets
 -        if self._noted() > f"last~{number:020d}":
 +        if not number:
 a member that was late to touch its ticket has no turn | SharedTickets
--        return age_s > 0.75 * stale_s
-+        return age_s > 2 * stale_s
+-    late = 0.75
++    late = 2.0
 tickets are drawn in order | Tickets
 -        number = max(int(os.read(last.fd, 20) or 0), highest) + 1
 +        number = max(int(os.read(last.fd, 20) or 0), highest, 1)
