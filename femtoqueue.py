@@ -1611,7 +1611,8 @@ class _LeaseDir:
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
         self.orphans: set[str] = set()  # leases, by path, that no living worker holds
-        self.unread: dict[str, bool] = {}  # by lease; False: a reclaim has it, which failed
+        # By lease, the place that it was claimed from; "": a reclaim has it, which failed.
+        self.unread: dict[str, str] = {}
         self.closes = 0
         self._held: _FileLock | None = None
         self._first_open = True  # leases found in it belong to an earlier process
@@ -1680,7 +1681,7 @@ class _LeaseDir:
         deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + lease.length_ns
         name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
         lease.path = path = f"{self.directory}/{name}"
-        self.unread[path] = True
+        self.unread[path] = source
         held = self._held
         try:
             if held is None:
@@ -1874,21 +1875,29 @@ class _Worker:
     def left_ns(self, lease: str) -> int:
         return _stamp_of(lease) - self.clock.now_ns()
 
+    def place_before(self, lease: str, source: str | None) -> str:
+        """Return where a leased task was claimed from, `source`, to move it back uncounted; with a
+        newer payload it begins anew. "": not known. None: it is counted."""
+        attempts = _attempts_of(lease)
+        if not source:
+            return _front_path(_id_of(lease), max(0, attempts - (source is not None)))
+        return _reset_path(source, None) if attempts == 1 else source
+
     # From in flight, by others
 
     def reclaim(self, lease: str) -> None:
         """Return a task whose lease is over, orphaned or of a dead worker to its push's place."""
         orphans, unread = self.lease_dir.orphans, self.lease_dir.unread
-        is_unread = unread.pop(lease, None) is not None
-        target = _front_path(_id_of(lease), _attempts_of(lease) - is_unread)
+        source = unread.pop(lease, None)
+        target = self.place_before(lease, source)
         try:
             self.note(self.move_task(lease, target, wait=False))
         except FileNotFoundError:
             pass  # RACE: its holder settled it, or another observer was first
         except OSError as error:
             orphans.add(lease)  # if it is ours, only this mark ends it: we are alive
-            if is_unread:
-                unread[lease] = False
+            if source is not None:
+                unread[lease] = ""
             if isinstance(error, BlockingIOError):
                 return  # RACE: another process is at work on its key; next time
             raise
@@ -1973,7 +1982,7 @@ class _Worker:
                         is_claimed = self.lease_dir.claim(waiting, lease)
                 task = self._deliver(waiting, lease) if is_claimed else None
                 if task is not None:
-                    if in_wait or self.lease_dir.unread.pop(lease.path, False):
+                    if in_wait or self.lease_dir.unread.pop(lease.path, ""):
                         return task
                     return self.waits.accept(task)
             except BaseException as error:
@@ -2063,14 +2072,13 @@ class _Worker:
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
         """Undo a claim that was interrupted: the task returns to its place; or whose file could not
         be read: to the back, else it would block each worker that takes the oldest task first."""
-        if _attempts_of(lease.path) == 1:  # it may have a newer payload
-            waiting = _reset_path(waiting, None)
+        place = self.place_before(lease.path, waiting) if lease.path else ""
         is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
-        if isinstance(error, Exception) and not is_transient and waiting.startswith("pending/"):
-            waiting = self.back_path(waiting, _attempts_of(waiting))
-        if lease.path:
-            self.lease_dir.undo_claim(lease, waiting)
-        self.note(waiting)
+        if isinstance(error, Exception) and not is_transient and place.startswith("pending/"):
+            place = self.back_path(place, _attempts_of(place))
+        if place:
+            self.lease_dir.undo_claim(lease, place)
+        self.note(place)
 
 
 # ==================================================================================================
@@ -3215,7 +3223,7 @@ class _KeyedTasks(_KeyStates):
             finally:  # also when Ctrl-C came between the rename and here
                 if due_ns is None and self._files.exists(target):
                     held.path = target
-                    unread[target] = unread.pop(lease, False)
+                    unread[target] = unread.pop(lease, "")
             states[name] = target, newer
         self._files.move_over(f"keys/{newer}", target, must_exist=True)
         states[name] = target, ""
@@ -3593,7 +3601,7 @@ class _Waits:
     def accept(self, found: _Found | None) -> _Found | None:
         """Return what was found to the caller, who has its delivery from now on; None: close() in
         another thread took it back, or could not, as its key was busy."""
-        if isinstance(found, FemtoTask) and not self._lease_dir.unread.pop(found.path, False):
+        if isinstance(found, FemtoTask) and not self._lease_dir.unread.pop(found.path, ""):
             self._give_back(found)
             return None
         return found
@@ -3603,8 +3611,8 @@ class _Waits:
         if not isinstance(found, FemtoTask):
             return
         try:
-            front = _front_path(found.id, _attempts_of(found.path) - 1)
-            self._worker.requeue(found, front)
+            source = self._lease_dir.unread.get(found.path, "")
+            self._worker.requeue(found, self._worker.place_before(found.path, source))
             self._lease_dir.unread.pop(found.path, None)
         except LeaseLost:
             pass  # close() did
@@ -4799,7 +4807,7 @@ class _SharedLeaseDir(_LeaseDir):
         if not super().claim(source, lease):
             if not self._was_claimed(lease.path):
                 return False
-            self.unread[lease.path] = True
+            self.unread[lease.path] = source
         if not self._files.drop_done(lease.path):
             return True
         self.unread.pop(lease.path, None)

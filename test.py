@@ -6963,6 +6963,39 @@ class Coroutines(QueueCase):
         self.assertEqual((task.id, task.attempts), (first, 1))
 
     @in_a_loop
+    async def test_what_is_found_for_a_wait_that_is_over_is_back_at_its_place(self) -> None:
+        """Also behind others, or in scheduled/: it must not be delivered before its time."""
+        q = self.queue()
+        retried, later = q.push(b"old"), q.schedule(b"later", time.time() * 1e6 + 3.6e9)
+        q.fail(self.pop(q))
+        q.push(b"1")
+        q.retry(retried)
+        before = {state: self.names(state) for state in ("pending", "scheduled")}
+        at_rest = self.states()
+        for ident in (retried, later):
+            for end in ("cancel", "close"):
+                got, go = threading.Event(), threading.Event()
+
+                def read_slowly(got: Any = got, go: Any = go) -> None:
+                    got.set()
+                    go.wait(60)
+
+                with (
+                    self.subTest(ident=ident, end=end),
+                    hooked(at_call("open", "inflight-n1/", read_slowly)),
+                ):
+                    waiter = asyncio.create_task(q.take_async(id=ident))
+                    await asyncio.to_thread(got.wait, 60)
+                    if end == "cancel":
+                        waiter.cancel()
+                    else:
+                        await asyncio.to_thread(q.close)
+                    go.set()
+                    await asyncio.gather(waiter, return_exceptions=True)
+                    await asyncio.to_thread(until, lambda: self.states() == at_rest)
+                    self.assertEqual({state: self.names(state) for state in before}, before)
+
+    @in_a_loop
     async def test_the_loop_runs_on_while_a_look_takes_long(self) -> None:
         q, go = self.queue(), threading.Event()
         with hooked(at_call("list", None, functools.partial(go.wait, 60))):
