@@ -529,11 +529,6 @@ def _with_stamp(path: str, stamp_ns: int) -> str:
     return f"{directory}/{stamp_ns:020d}{name[20:]}"
 
 
-def _first_lease(path: str) -> str:
-    deadline, _, rest = path.split("~", 2)
-    return f"{deadline}~1~{rest}"
-
-
 def _reset_path(path: str, due_ns: int | None) -> str:
     """Return the path of a waiting task with its attempts at 0: at its place, or at due_ns."""
     if due_ns is not None:
@@ -2130,7 +2125,7 @@ class _Worker(_Transitions):
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
         """Read a claimed task, unless it has had its attempts (_Processing looks at that, too); it
-        is in `unread` yet. None: it is gone (undo the claim), a dead letter now, or for later.
+        is in `unread` yet. None: it is gone (undo the claim), a dead letter now, or waits again.
         CRASH: it is in flight, and counted, until a reclaim()."""
         path = lease.path
         ident = path[-_ID_LENGTH:]
@@ -2143,24 +2138,22 @@ class _Worker(_Transitions):
             else:
                 data, key = self.files.read(path, ident)
                 if key is not None:
-                    data = self.keys.claimed(lease, key, data, waiting)
+                    data = self.keys.claimed(path, key, data, waiting)
             if data is not None:
-                attempts = before + 1 if lease.path is path else 1  # a newer payload: anew
-                task = FemtoTask(ident, data, attempts, key, lease, self.clock.anchor_ns)
+                task = FemtoTask(ident, data, before + 1, key, lease, self.clock.anchor_ns)
                 if "~" in waiting:  # it may have been delivered before
                     task.checkpoint = _read_checkpoint(self, ident, data)
                     lease.has_checkpoint = task.checkpoint is not None
                 return task
         except CorruptTask as error:
-            self.quarantine(lease.path, error.reason)
+            self.quarantine(path, error.reason)
         except FileNotFoundError:
             self.lease_dir.undo_claim(lease, waiting)
             return None
         except BaseException as error:
-            place = waiting if lease.path is path else _reset_path(waiting, None)
-            self._return_unreadable(lease.path, place, error)
+            self._return_unreadable(path, waiting, error)
             raise
-        self.lease_dir.unread.pop(lease.path, None)
+        self.lease_dir.unread.pop(path, None)
         return None
 
     def _return_unreadable(self, lease: str, waiting: str, error: BaseException) -> None:
@@ -3302,73 +3295,64 @@ class _KeyedTasks(_KeyStates):
 
     # Claiming
 
-    def claimed(self, held: _Lease, key: str, data: bytes, waiting: str) -> bytes | None:
+    def claimed(self, lease: str, key: str, data: bytes, waiting: str) -> bytes | None:
         """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
-        None: it is not to be delivered. Raises FileNotFoundError if the lease has ended.
+        None: it is not to be delivered now. Raises FileNotFoundError if the lease has ended.
 
         The state, read without the lock, names a payload that was put behind the task before the
         claim. RACE: unless this lease has ended, and another worker took that along; so the lease
         is looked at afterwards. `mv failed/ID pending/`, or a state lost with power, makes two
         tasks of one key.
         """
-        name, ident = _encode_key(key), _id_of(held.path)
-        if self._is_alone(name, ident):
-            self._must_hold(held.path)
+        name = _encode_key(key)
+        if self._is_alone(name, lease):
             return data
-        with self.lock(_tag_of(ident)) as states:
-            self._must_hold(held.path)
-            if other := self._other_task(states, name, held.path):
-                self._give_way(key, held.path, other)
+        with self.lock(_tag_of(lease)) as states:
+            if self._gave_way(states, name, lease):
                 return None
             if not states[name][1]:
                 return data
-            return self._take_along(states, name, held, waiting)
+            return self._take_along(states, name, waiting)
 
-    def _must_hold(self, lease: str) -> None:
+    def _is_alone(self, name: str, lease: str) -> bool:
+        path, newer = self._load(_tag_of(lease)).get(name, ("", ""))
         self._files.lstat(lease)
+        return _id_of(path) == _id_of(lease) and not newer
 
-    def _is_alone(self, name: str, ident: str) -> bool:
-        path, newer = self._load(_tag_of(ident)).get(name, ("", ""))
-        return _id_of(path) == ident and not newer
-
-    def _other_task(self, states: _States, name: str, lease: str) -> str:
-        """Return where the key's task is if that is not the one just leased, else ""."""
+    def _gave_way(self, states: _States, name: str, lease: str) -> bool:
+        """Note a task that was just leased as that of its key. If the key has another, return True:
+        the one that was leased is a dead letter now."""
+        self._files.lstat(lease)
         path, newer = states.get(name, ("", ""))
         if _id_of(path) == _id_of(lease):
             states[name] = lease, newer
         path, newer = self.find_task(states, name)
         if path and _id_of(path) != _id_of(lease):
-            return path
+            self._end_second(name, lease, path)
+            return True
         states[name] = lease, newer
-        return ""
+        return False
 
-    def _give_way(self, key: str, lease: str, other: str) -> None:
-        """Do not deliver a task that was just leased, for its key has another."""
-        self._worker.quarantine(lease, str(KeyInFlight(key, _id_of(other))))
+    def _end_second(self, name: str, path: str, other: str) -> None:
+        self._worker.quarantine(path, str(KeyInFlight(_decode_key(name), _id_of(other))))
 
-    def _take_along(self, states: _States, name: str, held: _Lease, waiting: str) -> bytes | None:
-        """Put the payload behind a leased task into its place, as of a first attempt, and return
-        it. None: it is for later, and so is the task now; take(id=...) takes it again.
-
-        If a person moves the task meanwhile, the payload stays behind. CRASH: between the renames,
-        the old payload is at the new time, or begun anew, with the newer one behind it; after them,
-        find_task() sees that the payload of the state is not there.
-        """
-        (lease, newer), unread = states[name], self._worker.lease_dir.unread
+    def _take_along(self, states: _States, name: str, waiting: str) -> bytes | None:
+        """Put the payload behind a leased task into its place, and return it. None: the task waits
+        again, for that is for later; or for a claim that is its first: an undone claim, or a
+        person, brought it back with the attempts of its old payload. If a person moves it
+        meanwhile, the payload stays behind. CRASH: between two renames it is behind a task that
+        waits; after them, find_task() sees that it is not in keys/ any more."""
+        lease, newer = states[name]
         due_ns = _later(newer)
-        target = _first_lease(lease) if due_ns is None else _reset_path(waiting, due_ns)
-        if target != lease:  # of a lease: an undone claim, or a person, brought it back
-            try:
-                self._files.move(lease, target)
-            finally:  # also when Ctrl-C came between the rename and here
-                if due_ns is None and self._files.exists(target):
-                    held.path = target
-                    unread[target] = unread.pop(lease, False)
-            states[name] = target, newer
-        self._files.move_over(f"keys/{newer}", target, must_exist=True)
-        states[name] = target, ""
-        if due_ns is None:
-            return self._files.read(target, _id_of(target))[0]
+        if due_ns is None and _attempts_of(lease) == 1:
+            self._files.move_over(f"keys/{newer}", lease, must_exist=True)
+            states[name] = lease, ""
+            return self._files.read(lease, _id_of(lease))[0]
+        target = self._files.move(lease, _reset_path(waiting, due_ns))
+        states[name] = target, newer
+        if due_ns is not None:  # no pop() takes it from scheduled/
+            self._files.move_over(f"keys/{newer}", target, must_exist=True)
+            states[name] = target, ""
         self._worker.note(target)
         return None
 
@@ -5061,35 +5045,31 @@ class _SharedKeys(_Keys):
         is_behind = any(_tag_of(newer.id) == tag for newer in self._files.entries("keys"))
         return super().newest_of(entry) if is_behind else entry.path
 
-    def _must_hold(self, lease: str) -> None:
-        directory, name = os.path.split(lease)
-        if name not in self._files.names(directory):
-            raise _os_error(errno.ENOENT, lease)
-
-    def _is_alone(self, name: str, ident: str) -> bool:
+    def _is_alone(self, name: str, lease: str) -> bool:
         return False
 
-    def _other_task(self, states: _States, name: str, lease: str) -> str:
-        """Do as on a local file system; but an older task that does not run is a dead letter
-        instead (healed). Of two that were claimed at once, each lists the other."""
-        path, newer = self._load(_key_tag(name), but=lease).get(name, ("", ""))
-        if path and _id_of(path) != _id_of(lease):
-            runs = _state_of(path) == "inflight" and self._worker.left_ns(path) > 0
-            if runs or _id_of(path) > _id_of(lease):
-                return path
-            super()._give_way(_decode_key(name), path, lease)
+    def _gave_way(self, states: _States, name: str, lease: str) -> bool:
+        """Do as on a local file system; but wait, uncounted, for an older task that runs, or whose
+        lease came back, and make a dead letter of one that does not (healed). Of two that were
+        claimed at once, each lists the other."""
+        directory, ident = os.path.dirname(lease), _id_of(lease)
+        if os.path.basename(lease) not in self._files.names(directory):
+            raise _os_error(errno.ENOENT, lease)
+        path, newer = self._load(_tag_of(lease), but=lease).get(name, ("", ""))
+        other = _id_of(path)
+        left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
+        if other > ident:
+            self._end_second(name, lease, path)
+            return True
+        if path and other != ident and left_ns > 0:
+            due_ns = time.time_ns() + min(left_ns, int(_STALE_S * 1e9))
+            target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
+            self._worker.note(self._files.move(lease, target))
+            return True
+        if path and other != ident:
+            self._end_second(name, path, lease)
         states[name] = lease, _younger(newer, lease)
-        return ""
-
-    def _give_way(self, key: str, lease: str, other: str) -> None:
-        """Wait for an older task that runs, or whose lease came back (healed); uncounted."""
-        ident = _id_of(lease)
-        if _id_of(other) > ident:
-            super()._give_way(key, lease, other)
-            return
-        due_ns = time.time_ns() + min(self._worker.left_ns(other), int(_STALE_S * 1e9))
-        target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
-        self._worker.note(self._files.move(lease, target))
+        return False
 
 
 class _SharedNumbers(_Numbers):

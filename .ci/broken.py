@@ -991,7 +991,7 @@ attempts are counted | Lifecycle
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
 -        except CorruptTask as error:
--            self.quarantine(lease.path, error.reason)
+-            self.quarantine(path, error.reason)
 +        except CorruptTask:
 +            pass
 who lost a lease can't end the task | Leases
@@ -1029,11 +1029,14 @@ done() lets in the newer payload behind a task | Keyed
 -                elif name and newer and (path := self._promote(newer)):
 +                elif name and newer and (path := ""):
 a claim takes the newer payload behind a task along | Keyed
--        return _id_of(path) == ident and not newer
-+        return _id_of(path) == ident
+-        return _id_of(path) == _id_of(lease) and not newer
++        return _id_of(path) == _id_of(lease)
 a payload that is for later is not delivered now, whoever put its task back | KeyedTable
 -        due_ns = _later(newer)
 +        due_ns = None
+a newer payload is a first attempt, whoever put its task back | Keyed
+-        if due_ns is None and _attempts_of(lease) == 1:
++        if due_ns is None:
 a schedule() that raised leaves the time of what was behind the lease | KeyedTable
 -                    self._files.move(target, f"keys/{before}")
 +                    pass
@@ -1048,17 +1051,17 @@ a push of a key saves its state before the task | Durability hangs
 -            self._files.publish(ident, payload, path, key=name)
 +            self._files.publish(ident, payload, path, key=name)
 a second task of a key, put there by hand, is a dead letter | Keyed
--            if other := self._other_task(states, name, held.path):
-+            if other := "":
+-        if path and _id_of(path) != _id_of(lease):
++        if not name:
 a record that a healed replica brings back does not stand for its key | Healed
 -                elif entry.id >= _id_of(path):  # an older one has come back (healed)
 +                else:
 a task is no dead letter beside an older one that came back | Healed
--            if runs or _id_of(path) > _id_of(lease):
-+            if path:
+-        if other > ident:
++        if path and other != ident:
 a younger task of a key waits while an older one runs | KeyedOnSharedFileSystem
--            if runs or _id_of(path) > _id_of(lease):
-+            if _id_of(path) > _id_of(lease):
+-        if path and other != ident and left_ns > 0:
++        if not name:
 what a healed replica brings back in keys/ does not follow a younger task | Healed
 -                    states[name] = entry.path, _younger(newer, entry.path)
 +                    states[name] = entry.path, newer
@@ -1272,9 +1275,6 @@ a claim whose reply was lost is a delivery | PlaceLost
 a finished task that a healed replica brings back is not delivered | Healed
 -            if lease is None or not self._files.drop_done(lease.path):
 +            if True:
-Ctrl-C as a lease gets the name of a first attempt leaves it known | Keyed
--                if due_ns is None and self._files.exists(target):
-+                if not target:
 a sync of what another host took is no error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
