@@ -524,6 +524,11 @@ def _front_path(ident: str, attempts: int) -> str:
     return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
 
 
+def _waiting_path(newer: str) -> str:
+    """Return the path that a payload in keys/ gets as a task."""
+    return f"{'scheduled' if '~' in newer else 'pending'}/{newer}"
+
+
 def _with_stamp(path: str, stamp_ns: int) -> str:
     directory, _, name = path.rpartition("/")
     return f"{directory}/{stamp_ns:020d}{name[20:]}"
@@ -1051,7 +1056,7 @@ if hasattr(os, "register_at_fork"):
 #      a move        rename; then commit(): file, directory
 #      in the place  file, rename; then commit(): no whole record gives way to a torn one
 #      done, unkept  file, directory, unlink, directory: it is not in its older place again
-#      a key's state file, directory; then the task (_KeyStates)
+#      of a key      its state, as file and directory; then the task: file, rename, directory
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
@@ -1262,14 +1267,13 @@ class _Files:
         data: bytes | bytearray | memoryview,
         path: str,
         *,
-        key: str = "",
         sync: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside> and rename it to `path`: the task exists from then on.
         It is synced after that: one journal commit instead of two. sync: of one of a batch, whose
         directory is synced later, whether to sync the file; None: it is for the queue to say."""
         payload = data if type(data) is bytes else _as_bytes(data)
-        header = _header(payload, key)
+        header = _header(payload)
         source, sync_dir = f"creating/{aside}", False
         if sync is None:
             sync = sync_dir = self.is_durable
@@ -1305,18 +1309,21 @@ class _Files:
             self.remove(path)
             raise
 
-    def swap(self, aside: str, path: str) -> bool | None:
-        """Exchange a file with the one at `path`, in one step. False: there is none at `path`.
-        None: names can't be exchanged here (NFS, FUSE; not Linux), and nothing was done."""
+    def swap(self, aside: str, path: str, or_rename: bool) -> bool | None:
+        """Exchange a file with the one at `path`, in one step. Where names can't be exchanged (NFS,
+        FUSE; not Linux) rename it over that, and return False; a person who moves that away in the
+        same instant makes two of one. Or do nothing, and return None. Raises FileNotFoundError if
+        there is none at `path`."""
         try:
             _exchange(self.root + aside, self.root + path)
             return True
-        except FileNotFoundError:
-            return False
         except OSError as error:
             if error.errno not in _NO_EXCHANGE_ERRNOS:
                 raise
-        return None
+        if not or_rename:
+            return None
+        self.move_over(aside, path, must_exist=True)
+        return False
 
     def move(self, source: str, target: str) -> str:
         """Rename a task's file, over one that is there; target "": remove it. Return target."""
@@ -2656,12 +2663,9 @@ class FemtoQueue:
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
         name = _encode_key(key)
         payload = data if type(data) is bytes else _as_bytes(data)
-        while True:
-            if self._worker.lease_dir.is_suspect:
-                self._worker.open_lease_dir()
-            ident = self._worker.keys.put(name, payload, if_in_flight, due_ns)
-            if ident:
-                return ident  # RACE: else a pop() took it, and we see it in flight now
+        while True:  # RACE: a pop() took it, and we see it in flight now
+            if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
+                return ident
 
     # Consuming
 
@@ -3383,9 +3387,8 @@ class _KeyedTasks(_KeyStates):
 
     def _promote(self, newer: str) -> str:
         """Make a task of a payload in keys/, as its key has none. "": a person removed it."""
-        path = f"{'pending' if _due_of(newer) is None else 'scheduled'}/{newer}"
         try:
-            path = self._files.move(f"keys/{newer}", path)
+            path = self._files.move(f"keys/{newer}", _waiting_path(newer))
         except FileNotFoundError:
             return ""
         self._worker.note(path)
@@ -3474,120 +3477,101 @@ class _Keys(_KeyedTasks):
         person was quicker at the task that waited: again, then."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_task(states, name)
-            if not path:
-                return self._push_first(states, name, payload, due_ns)
             is_leased = _state_of(path) == "inflight"
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
             header = _header(payload, name)
             with self._files.replacement(self._clock.new_id(), header, payload) as aside:
+                if not path:
+                    return self._add(states, name, aside, due_ns)
                 with contextlib.suppress(FileNotFoundError):
                     if not is_leased:
                         self._replace(states, name, aside, due_ns)
                     elif if_in_flight == "update" and not newer:
                         self._put_over(aside, path)
                     else:
-                        return self._put_behind(states, name, aside, due_ns)
+                        return self._add(states, name, aside, due_ns)
                     return _id_of(path)
                 self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
                 return ""
 
-    def _push_first(
-        self, states: _States, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Push the only task of a key."""
-        tag = _key_tag(name)
-        ident = _new_name(self._clock.next_order(), tag)
-        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
-        states[name] = path, ""
+    def _add(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+        """Make a payload the task of a key that has none; or put it behind the task, where it takes
+        the place of one that is there. Return its id."""
+        path, before = states.get(name, ("", ""))
+        order = self._clock.next_order()
+        if path:
+            order = max(order, _order_of(_id_of(path)) + 1)  # hosts' clocks differ
+        ident = _id_of(before) or _new_name(order, _key_tag(name))
+        newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
+        target = f"keys/{newer}" if path else _waiting_path(newer)
+        states[name] = (path, newer) if path else (target, "")
         try:
             # The state is there first: a task that it does not know would be one too many.
-            self._save(tag, states, self._files.is_durable)
-            self._files.publish(ident, payload, path, key=name)
+            self._save(_key_tag(name), states, self._files.is_durable)
+            if before:
+                with self._renamed(f"keys/{before}", target):
+                    self._put_over(aside, target)
+            else:
+                self._files.move_over(aside, target)
+                self._files.commit_dir(os.path.dirname(target))
         except BaseException:
+            if not before:
+                self._files.remove(target)
             with contextlib.suppress(OSError):
                 self.find_task(states, name)  # a consumer that was quicker keeps what it has
             raise
-        self._worker.note(path)
-        return ident
-
-    def _put_over(self, aside: str, path: str, must_swap: bool = False) -> bool:
-        """Put a payload into the place of one. Raises FileNotFoundError if that is gone. Where
-        names can't be exchanged, return False if must_swap is set; else a person who moves the task
-        in the same instant makes two of one."""
-        if not self._files.swap(aside, path):
-            if must_swap:
-                self._files.lstat(path)  # FileNotFoundError
-                return False
-            self._files.move_over(aside, path, must_exist=True)
-        self._commit_swapped(aside, path)
-        return True
-
-    def _commit_swapped(self, aside: str, path: str) -> None:
-        """Sync a record that was exchanged with the old one, which is at `aside`; if that fails,
-        exchange them again: a push that raised changed nothing."""
-        try:
-            self._files.commit(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._files.swap(aside, path)
-            raise
-        self._files.remove(aside)  # until now the disk may know only that
-
-    def _put_behind(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Put a payload behind the task of a key, or into the place of the one behind it; return
-        its id. CRASH: find_task() knows it by its id, under its old name too."""
-        path, before = states[name]
-        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
-        ident = _id_of(before) or _new_name(order, _key_tag(name))
-        newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
-        states[name] = path, newer
-        target = f"keys/{newer}"
-        try:
-            self._save(_key_tag(name), states, self._files.is_durable)
-            if before not in ("", newer):  # CRASH: after it, the old payload at the new time
-                self._files.move(f"keys/{before}", target)
-            if before and self._files.swap(aside, target):
-                self._commit_swapped(aside, target)
-            else:
-                self._files.move_over(aside, target)
-                self._files.commit(target)
-        except BaseException:  # a push that raised changed nothing
-            states[name] = path, before
-            if not before:
-                self._files.remove(target)
-            elif before != newer:
-                with contextlib.suppress(OSError):
-                    self._files.move(target, f"keys/{before}")
-            raise
+        self._worker.note(target)
         return ident
 
     def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> None:
         """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
-        the new time. Raises FileNotFoundError if another was quicker. CRASH: after the rename, the
-        old payload at the new time, or begun anew; the other order could deliver the new payload
-        before its time. After the exchange, the old one is a leftover in creating/.
+        the new time. Raises FileNotFoundError if another was quicker.
 
         Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
         reads the state after its rename. Before our save it delivers the old payload, and the new
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
-        target = _reset_path(path, due_ns)
-        if target != path:
-            target = self._files.move(path, target)
-        states[name] = target, newer
-        try:
-            if target != path:  # else btrfs, after power loss, has the old name, too
-                self._files.commit(target)
-            # No pop() takes it from scheduled/.
-            if newer or not self._put_over(aside, target, _state_of(target) == "pending"):
-                self._put_behind(states, name, aside, due_ns)
-        except OSError:
-            with contextlib.suppress(OSError):  # a push that raised changed nothing
-                states[name] = self._files.move(target, path), newer
-            raise
+        with self._renamed(path, _reset_path(path, due_ns)) as target:
+            states[name] = target, newer
+            is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
+            if newer or not self._put_over(aside, target, or_rename=is_safe):
+                self._add(states, name, aside, due_ns)
         self._worker.note(target)
+
+    @contextlib.contextmanager
+    def _renamed(self, path: str, target: str) -> Iterator[str]:
+        """Give a record another name before its payload is replaced; if that fails, the old one: a
+        push that raised changed nothing. CRASH: the old payload at the new time, or begun anew; the
+        other order could deliver the new one before its time."""
+        if target == path:
+            yield path
+            return
+        target = self._files.move(path, target)
+        try:
+            self._files.commit(target)  # else btrfs, after power loss, has the old name, too
+            yield target
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._files.move(target, path)
+            raise
+
+    def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:
+        """Put a payload into the place of one; return whether that was done, as in swap(). Raises
+        FileNotFoundError if that is gone. CRASH: the old one is a leftover in creating/."""
+        is_swapped = self._files.swap(aside, path, or_rename)
+        if is_swapped is None:
+            return False
+        try:
+            self._files.commit(path)
+        except BaseException:
+            if is_swapped:
+                with contextlib.suppress(OSError):
+                    self._files.swap(aside, path, or_rename=False)
+            raise
+        self._files.remove(aside)  # until now the disk may know only that
+        return True
 
 
 # ==================================================================================================

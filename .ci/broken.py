@@ -1038,8 +1038,8 @@ a newer payload is a first attempt, whoever put its task back | Keyed
 -        if due_ns is None and _attempts_of(lease) == 1:
 +        if due_ns is None:
 a schedule() that raised leaves the time of what was behind the lease | KeyedTable
--                    self._files.move(target, f"keys/{before}")
-+                    pass
+-                self._files.move(target, path)
++                pass
 a payload that is behind a task is a first attempt | Model
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
@@ -1047,9 +1047,9 @@ of two payloads behind a leased task the newer one stays | KeyedTable
 -                    elif if_in_flight == "update" and not newer:
 +                    elif if_in_flight == "update":
 a push of a key saves its state before the task | Durability hangs
--            self._save(tag, states, self._files.is_durable)
--            self._files.publish(ident, payload, path, key=name)
-+            self._files.publish(ident, payload, path, key=name)
+-            self._save(_key_tag(name), states, self._files.is_durable)
+-            if before:
++            if before:
 a second task of a key, put there by hand, is a dead letter | Keyed
 -        if path and _id_of(path) != _id_of(lease):
 +        if not name:
@@ -1073,11 +1073,11 @@ a lease that a healed replica brings back does not end over its task | Healed
 -        with self._found_moved(source, target):
 +        with self._found_moved(source, target):
 a task that came back is on disk in its new place before its payload is replaced | Durability
--            if target != path:  # else btrfs
-+            if not path:  # else btrfs
+-            self._files.commit(target)  # else btrfs
++            pass  # else btrfs
 what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
--        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
-+        order = self._clock.next_order()
+-            order = max(order, _order_of(_id_of(path)) + 1)  # hosts' clocks differ
++            pass
 retry() of a task whose key has another raises | Keyed
 -        if path:
 -            raise KeyInFlight(_decode_key(name), _id_of(path))
@@ -1169,10 +1169,8 @@ a renewal gets the lock of a key that is pushed all the time | Meeting
 -                if lease.outcome or time.monotonic() >= end_s:
 +                if end_s:
 a synced push that raises puts back what was there | Meeting
--                self._files.swap(aside, path)
--            raise
-+                pass
-+            raise
+-                    self._files.swap(aside, path, or_rename=False)
++                    pass
 repair() comes again soon for a busy key | Meeting
 -                    self._worker.house.repairing.sooner(1)
 +                    pass
