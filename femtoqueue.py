@@ -526,7 +526,7 @@ def _front_path(ident: str, attempts: int) -> str:
 
 def _waiting_path(newer: str) -> str:
     """Return the path that a payload in keys/ gets as a task."""
-    return f"{'scheduled' if '~' in newer else 'pending'}/{newer}"
+    return newer.replace("keys", "scheduled" if "~" in newer else "pending")
 
 
 def _with_stamp(path: str, stamp_ns: int) -> str:
@@ -1225,6 +1225,8 @@ class _Files:
             if not self._is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
             raise
+
+    read_listed = read  # of a name that was listed just now
 
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return key and length of a payload by its header; (None, None) if that is invalid."""
@@ -2104,8 +2106,7 @@ class _Worker(_Transitions):
 
     def _path_of_key(self, name: str) -> str:
         """Return where a key's task is to be had, "" if it is not; one that is due is moved."""
-        with self.keys.lock(_key_tag(name)) as states:  # again: the caller has it
-            path, _ = self.keys.find_task(states, name)
+        path = self.keys.path_of(name)
         if path.startswith("scheduled/") and _stamp_of(path) <= time.time_ns():
             with contextlib.suppress(FileNotFoundError):  # RACE: a person cancelled it
                 path = self.enqueue_scheduled(path)
@@ -3008,7 +3009,7 @@ class FemtoQueue:
         if (id is None) == (key is None):
             raise TypeError("peek takes an id or a key")
         if id is None:
-            path = self._worker.keys.path_of(key)
+            path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
             _check_id(id)
@@ -3017,7 +3018,7 @@ class FemtoQueue:
 
     def contains(self, key: str) -> bool:
         """Say whether a task of that key waits or is in flight."""
-        return self._worker.keys.path_of(key) != ""
+        return self._worker.keys.path_of(_encode_key(key)) != ""
 
     def keys(self, state: str) -> Iterator[str]:
         """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
@@ -3100,14 +3101,13 @@ class FemtoQueue:
 
 
 class _States(dict[str, "tuple[str, str]"]):
-    """By encoded key: where its task was last, and the name in keys/ of the newer payload behind it
-    ("": none). `saved`: what keys/<hash> says; None: there is no such file."""
+    """By encoded key: where its task was last, and the path in keys/ of the newer payload behind it
+    ("": none). `saved`: what keys/<hash> says; "": there is no such file."""
 
-    saved: str | None = None
+    saved = ""
 
-    def text(self) -> str | None:
-        lines = (f"{key} {path} {newer or '-'}\n" for key, (path, newer) in self.items())
-        return "".join(lines) or None
+    def text(self) -> str:
+        return "".join(f"{it} {path} {newer[5:] or '-'}\n" for it, (path, newer) in self.items())
 
 
 def _parse_key_states(content: bytes, tag: str) -> _States:
@@ -3115,25 +3115,19 @@ def _parse_key_states(content: bytes, tag: str) -> _States:
     for match in map(_parse_key_state, text.splitlines()):
         # One that leads to a task of no key, or of another hash, would have it overwritten.
         if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
-            states[match[1]] = match[2], match[4].strip("-")
+            states[match[1]] = match[2], "" if match[4] == "-" else f"keys/{match[4]}"
     states.saved = f"{text}\n"
     return states
 
 
-class _KeyLocks(threading.local):
-    """The locks of keys that this thread holds, by name; each has the states of its hashes, by tag.
-    Weak: what Ctrl-C leaves locked, between any two lines, ends with its frame."""
-
-    def __init__(self) -> None:
-        self.locks: weakref.WeakValueDictionary[str, _FileLock] = weakref.WeakValueDictionary()
-
-
 class _KeyStates:
-    """The states of keys, in files that are read and written under their locks."""
+    """The states of keys, in files that are read and written under their locks. `_held`: the locks,
+    by thread and name; each has the states of its hashes, by tag. Weak: what Ctrl-C leaves locked,
+    between any two lines, ends with its frame."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
-        self._held = _KeyLocks()
+        self._held = weakref.WeakValueDictionary[tuple[int, str], _FileLock]()
 
     @contextlib.contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
@@ -3144,13 +3138,13 @@ class _KeyStates:
         also that of a signal handler, takes the same lock, and shares the states.
         """
         name = tag[-2:]
-        outer = self._held.locks.get(name)
-        if outer is not None and outer.fd < 0:
-            outer = None  # Ctrl-C came while it was closed
-        lock = outer or self._open_lock(name)
+        holder = threading.get_ident(), name
+        lock = outer = self._held.get(holder)
+        if lock is None or lock.fd < 0:  # Ctrl-C came while it was closed
+            lock = self._open_lock(name)
         try:
             lock.acquire_exclusive(wait)
-            self._held.locks[name] = lock
+            self._held[holder] = lock
             states = lock.states.get(tag)
             if states is None:
                 states = lock.states.setdefault(tag, self._load(tag))
@@ -3160,7 +3154,7 @@ class _KeyStates:
                 with contextlib.suppress(OSError):  # nothing depends on a hint
                     self._save(tag, states)
         finally:
-            if outer is None:
+            if lock is not outer:
                 with contextlib.suppress(OSError):  # what was done under the lock is done
                     lock.close()
 
@@ -3168,13 +3162,16 @@ class _KeyStates:
         try:
             return self._files.open_lock(f"locks/{name}")
         except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(f"{self._files.root}locks")  # FileNotFoundError if data_dir is gone
+            self._make_dir("locks")
             return self._files.open_lock(f"locks/{name}")
 
-    def lock_of(
-        self, ident: str, wait: bool = True
-    ) -> contextlib.AbstractContextManager[_States | None]:
+    def _make_dir(self, name: str) -> None:
+        """Make a directory that is missing. Raises FileNotFoundError if data_dir is."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self._files.root + name)
+        self._files.commit_dir("")
+
+    def lock_of(self, ident: str, wait: bool = True) -> contextlib.AbstractContextManager[Any]:
         return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else contextlib.nullcontext()
 
     def _load(self, tag: str) -> _States:
@@ -3189,37 +3186,28 @@ class _KeyStates:
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
         """Write keys/<hash> if the states have changed; remove it if there are none."""
-        path = f"{self._files.root}keys/{tag}"
+        path = f"keys/{tag}"
         while (text := states.text()) != states.saved:  # again, if a signal handler saved meanwhile
-            if text is None:
-                _unlink_if_exists(path)
+            if text:
+                self._write(path, f"{text}\n".encode("ascii"))
             else:
-                self._write(path, f"{text}\n".encode("ascii"), sync)
+                self._files.remove(path)
             states.saved = text
+            if sync:
+                self._files.commit(path)
 
-    def _write(self, path: str, content: bytes, sync: bool) -> None:
+    def _write(self, path: str, content: bytes) -> None:
         """Write over the beginning of a file in keys/."""
-        flags = os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        path, flags = self._files.root + path, os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
         try:
             fd = os.open(path, flags, 0o666)
         except FileNotFoundError:
-            self._make_dir(sync)
+            self._make_dir("keys")
             fd = os.open(path, flags, 0o666)
         try:
             os.pwrite(fd, content, 0)
-            if sync:
-                os.fsync(fd)
         finally:
             os.close(fd)
-        if sync:
-            _sync_dir(os.path.dirname(path))
-
-    def _make_dir(self, sync: bool) -> None:
-        """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{self._files.root}keys")
-        if sync:
-            _sync_dir(self._files.root)
 
 
 # ==================================================================================================
@@ -3249,32 +3237,26 @@ class _KeyedTasks(_KeyStates):
     def find_task(
         self, states: _States, name: str, where: tuple[str, ...] = _LIVE
     ) -> tuple[str, str]:
-        """Return where the task of an encoded key is ("": it has none), and the name in keys/ of
-        the payload behind it; correct its state. where: it is looked for in these."""
-        path, hint = states.get(name, ("", ""))
-        newer = self._name_behind(hint)
-        if path and not self._files.exists(path):
-            path = self._locate(path, where)
+        """Return where the task of an encoded key is ("": it has none), and the payload behind it;
+        correct its state. where: the task is looked for in these."""
+        task, behind = states.get(name, ("", ""))
+        # CRASH: before a payload came to keys/, before it got that name, or after it left.
+        path, newer = self._locate(task, where), self._locate(behind, ("keys",))
         if not path and newer:
             # CRASH: the task before it ended, and it did not come up. Or a person removed that.
             path, newer = self._promote(newer), ""
-        elif not path and hint:  # CRASH: it came up, and that was not noted
-            path = self._locate(hint, where)
+        elif not path:  # CRASH: it came up, and that was not noted
+            path = self._locate(behind, where)
         if path:
             states[name] = path, newer
         else:
             states.pop(name, None)
         return path, newer
 
-    def _name_behind(self, newer: str) -> str:
-        """Return the name that a payload has in keys/ by now, "" if it is not there. CRASH: before
-        it came there, before it got that name, or after it left."""
-        if not newer or self._files.exists(f"keys/{newer}"):
-            return newer
-        return self._locate(newer, ("keys",)).partition("/")[2]
-
     def _locate(self, path: str, where: tuple[str, ...]) -> str:
-        """Return where a task is by now, "" if it is in none of these states."""
+        """Return the path that a record has by now, "" if it is in none of these states."""
+        if not path or self._files.exists(path):
+            return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
@@ -3282,8 +3264,8 @@ class _KeyedTasks(_KeyStates):
         """Whether an encoded key may have a task: "no" is cheap to know."""
         return self._files.exists(f"keys/{_key_tag(name)}")
 
-    def path_of(self, key: str | None) -> str:
-        name = _encode_key(key)
+    def path_of(self, name: str) -> str:
+        """Return where the task of an encoded key is, "" if it has none."""
         if not self.may_have_task(name):
             return ""
         with self.lock(_key_tag(name)) as states:
@@ -3294,7 +3276,7 @@ class _KeyedTasks(_KeyStates):
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             for path, newer in self._load(_tag_of(entry.id)).values():
                 if newer and _id_of(path) == entry.id:
-                    return f"keys/{newer}"
+                    return newer
         return entry.path
 
     # Claiming
@@ -3349,13 +3331,13 @@ class _KeyedTasks(_KeyStates):
         lease, newer = states[name]
         due_ns = _later(newer)
         if due_ns is None and _attempts_of(lease) == 1:
-            self._files.move_over(f"keys/{newer}", lease, must_exist=True)
+            self._files.move_over(newer, lease, must_exist=True)
             states[name] = lease, ""
             return self._files.read(lease, _id_of(lease))[0]
         target = self._files.move(lease, _reset_path(waiting, due_ns))
         states[name] = target, newer
         if due_ns is not None:  # no pop() takes it from scheduled/
-            self._files.move_over(f"keys/{newer}", target, must_exist=True)
+            self._files.move_over(newer, target, must_exist=True)
             states[name] = target, ""
         self._worker.note(target)
         return None
@@ -3369,7 +3351,7 @@ class _KeyedTasks(_KeyStates):
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
-            newer = self._name_behind(states[name][1]) if name else ""
+            newer = self._locate(states[name][1], ("keys",)) if name else ""
             if newer and _state_of(target) in _WAITING_DIRS:
                 target = _reset_path(target, _later(newer))
             try:
@@ -3388,7 +3370,7 @@ class _KeyedTasks(_KeyStates):
     def _promote(self, newer: str) -> str:
         """Make a task of a payload in keys/, as its key has none. "": a person removed it."""
         try:
-            path = self._files.move(f"keys/{newer}", _waiting_path(newer))
+            path = self._files.move(newer, _waiting_path(newer))
         except FileNotFoundError:
             return ""
         self._worker.note(path)
@@ -3405,12 +3387,12 @@ class _KeyedTasks(_KeyStates):
         if path:
             raise KeyInFlight(_decode_key(name), _id_of(path))
         states[name] = target, ""
-        self._save(_tag_of(source), states, self._files.is_durable)
+        self._save(_tag_of(source), states, sync=True)
 
     def _key_in(self, path: str) -> str:
         """Return the encoded key of a record; "": it has none, or pop() will quarantine it."""
         try:
-            _, key = self._files.read(path, _id_of(path))
+            _, key = self._files.read_listed(path, _id_of(path))
         except CorruptTask:
             return ""
         return "" if key is None else _encode_key(key)
@@ -3419,51 +3401,43 @@ class _KeyedTasks(_KeyStates):
 
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
-        self.needs_repair, errors, found = False, _FirstError(), self._found(_FORMS["keys"])
+        self.needs_repair, errors = False, _FirstError()
+        payloads = {path for path in self._found() if "-" in path}
         idle = {_tag_of(path) for path in self.idle()}
-        for tag in sorted(idle.union(map(_tag_of, found))):
+        for tag in sorted(idle.union(map(_tag_of, payloads))):
             # Of an idle one all directories have been listed: a claim is what may have come since.
             where = ("inflight",) if tag in idle else _LIVE
             with errors:
                 try:
-                    self._repair(tag, where, {it for it in found if _tag_of(it) == tag})
+                    with self.lock(tag, wait=False) as states:
+                        for name in [*states]:
+                            self.find_task(states, name, where)
+                        self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
                 except BlockingIOError:  # RACE: another process is at work on a key of its hash
                     self._worker.house.repairing.sooner(1)
         errors.raise_if_any()
 
-    def _repair(self, tag: str, where: tuple[str, ...], found: set[str]) -> None:
-        """Repair the keys of one hash; found: the payloads of that in keys/."""
-        with self.lock(tag, wait=False) as states:
-            for name in [*states]:
-                self.find_task(states, name, where)
-            for newer in found:
-                self._adopt(states, newer)
-
-    def _adopt(self, states: _States, newer: str) -> None:
-        """Note a payload in keys/ that no state knows: power loss, or a person, took the state."""
-        if any(newer == known for _, known in states.values()):
-            return
-        try:
-            name = self._key_in(f"keys/{newer}")
-        except FileNotFoundError:
-            return  # promoted just now, or a person removed it
-        path, known = states.get(name, ("", ""))
-        if not path:
-            path, newer = self._promote(newer), ""
-        if name and path and not known:
-            states[name] = path, newer
+    def _adopt(self, states: _States, payloads: set[str]) -> None:
+        """Note the payloads in keys/ that no state knows: power loss, or a person, took it."""
+        for newer in sorted(payloads.difference(it for _, it in states.values())):
+            with contextlib.suppress(FileNotFoundError):  # promoted just now, or a person has it
+                name = self._key_in(newer) or "?"  # of no key: pop() will set it aside
+                path, before = states.get(name, ("", ""))
+                states[name] = path, before or newer
+                self.find_task(states, name)
 
     def idle(self) -> list[str]:
         """Return the paths in keys/, states and newer payloads, of keys that have no task."""
-        names = self._found(_parse_tag) + self._found(_FORMS["keys"])
-        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if names else set()
-        return [f"keys/{name}" for name in names if _tag_of(name) not in busy]
+        found = self._found()
+        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
+        return [path for path in found if _tag_of(path) not in busy]
 
-    def _found(self, parse: Callable[[str], object]) -> list[str]:
+    def _found(self) -> list[str]:
+        """Return the paths in keys/ that are the queue's."""
         none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
-            files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-            return sorted(filter(parse, files))
+            files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+            return [f"keys/{it}" for it in files if _parse_tag(it) or _FORMS["keys"](it)]
         return []
 
 
@@ -3503,14 +3477,14 @@ class _Keys(_KeyedTasks):
         if path:
             order = max(order, _order_of(_id_of(path)) + 1)  # hosts' clocks differ
         ident = _id_of(before) or _new_name(order, _key_tag(name))
-        newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
-        target = f"keys/{newer}" if path else _waiting_path(newer)
+        newer = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
+        target = newer if path else _waiting_path(newer)
         states[name] = (path, newer) if path else (target, "")
         try:
             # The state is there first: a task that it does not know would be one too many.
-            self._save(_key_tag(name), states, self._files.is_durable)
+            self._save(_key_tag(name), states, sync=True)
             if before:
-                with self._renamed(f"keys/{before}", target):
+                with self._renamed(before, target):
                     self._put_over(aside, target)
             else:
                 self._files.move_over(aside, target)
@@ -4997,29 +4971,25 @@ class _SharedKeys(_Keys):
             if name := self._key_at(entry):
                 path, newer = states.get(name, ("", ""))
                 if entry.directory == "keys":
-                    states[name] = path, max(newer, entry.name, key=_id_of)
+                    states[name] = path, max(newer, entry.path, key=_id_of)
                 elif entry.id >= _id_of(path):  # an older one has come back (healed)
                     states[name] = entry.path, _younger(newer, entry.path)
-        states.saved = states.text()
         return states
 
     def _key_at(self, entry: _Entry) -> str:
-        """Return the encoded key of a record, "" if it has none or is not whole. Raises
-        FileNotFoundError for a new phantom: its task may have moved to what was listed before."""
+        """Do as _key_in(). Raises FileNotFoundError for a new phantom: its task may have moved to
+        what was listed before."""
         was_phantom = entry.path in self._files.phantoms
         try:
-            _, key = self._files.read_listed(entry.path, entry.id)
-        except CorruptTask:
-            return ""
+            return self._key_in(entry.path)
         except FileNotFoundError:
             if not was_phantom:
                 raise
             return ""
-        return "" if key is None else _encode_key(key)
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        if states.text() != states.saved:
-            self._make_dir(sync)
+        if sync:
+            self._make_dir("keys")
 
     def may_have_task(self, name: str) -> bool:
         return True

@@ -685,7 +685,8 @@ def states_believed() -> list[Patch]:
         text, states = content.decode("ascii", "replace"), femtoqueue._States()  # PRIVATE
         for line in text.partition("\n\n")[0].splitlines():
             if form := femtoqueue._parse_key_state(line):  # PRIVATE
-                states[form[1]] = form[2], form[4].strip("-")
+                newer = form[4].strip("-")
+                states[form[1]] = form[2], newer and f"keys/{newer}"
         states.saved = text
         return states
 
@@ -1047,7 +1048,7 @@ of two payloads behind a leased task the newer one stays | KeyedTable
 -                    elif if_in_flight == "update" and not newer:
 +                    elif if_in_flight == "update":
 a push of a key saves its state before the task | Durability hangs
--            self._save(_key_tag(name), states, self._files.is_durable)
+-            self._save(_key_tag(name), states, sync=True)
 -            if before:
 +            if before:
 a second task of a key, put there by hand, is a dead letter | Keyed
