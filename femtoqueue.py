@@ -1134,7 +1134,7 @@ class _Files:
     def exists(self, path: str) -> bool:
         """Whether a file is there. os.path.lexists() takes every error for "no"."""
         try:
-            os.lstat(self.root + path)
+            self.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
@@ -3107,7 +3107,8 @@ class _States(dict[str, "tuple[str, str]"]):
     saved = ""
 
     def text(self) -> str:
-        return "".join(f"{it} {path} {newer[5:] or '-'}\n" for it, (path, newer) in self.items())
+        known = ((key, path, newer[5:]) for key, (path, newer) in self.items() if path)
+        return "".join(f"{key} {path} {newer or '-'}\n" for key, path, newer in known)
 
 
 def _parse_key_states(content: bytes, tag: str) -> _States:
@@ -3242,15 +3243,11 @@ class _KeyedTasks(_KeyStates):
         task, behind = states.get(name, ("", ""))
         # CRASH: before a payload came to keys/, before it got that name, or after it left.
         path, newer = self._locate(task, where), self._locate(behind, ("keys",))
-        if not path and newer:
-            # CRASH: the task before it ended, and it did not come up. Or a person removed that.
-            path, newer = self._promote(newer), ""
-        elif not path:  # CRASH: it came up, and that was not noted
-            path = self._locate(behind, where)
-        if path:
-            states[name] = path, newer
-        else:
-            states.pop(name, None)
+        if not path:
+            # CRASH: the task before it ended, and it did not come up, or that was not noted. Or a
+            # person removed that task.
+            path, newer = self._promote(newer) or self._locate(behind, where), ""
+        states[name] = path, newer
         return path, newer
 
     def _locate(self, path: str, where: tuple[str, ...]) -> str:
@@ -3356,19 +3353,20 @@ class _KeyedTasks(_KeyStates):
                 target = _reset_path(target, _later(newer))
             try:
                 target = self._files.move(source, target)
-                if name and not _is_end(target):
-                    states[name] = target, newer
-                elif name and newer and (path := self._promote(newer)):
-                    states[name] = path, ""
+                if name and _is_end(target):
+                    states[name] = self._promote(newer), ""
                 elif name:
-                    del states[name]
+                    states[name] = target, newer
             except BaseException:
                 self.needs_repair = True  # the next pop() promotes what stands behind it
                 raise
         return target
 
     def _promote(self, newer: str) -> str:
-        """Make a task of a payload in keys/, as its key has none. "": a person removed it."""
+        """Make a task of a payload in keys/, as its key has none. Return its path; "": there is no
+        payload, or a person removed it."""
+        if not newer:
+            return ""
         try:
             path = self._files.move(newer, _waiting_path(newer))
         except FileNotFoundError:
@@ -4649,7 +4647,7 @@ class TicketQueue:
 #       phantom   A name that is yet to be healed is listed for minutes and leads to nothing
 #                 (GlusterFS): read_listed().
 #       healed    A name that was renamed during a network cut may come back as a second link to the
-#                 file, or with the record that was replaced meanwhile (GlusterFS): drop_done(); and
+#                 file, or with the record that was replaced meanwhile (GlusterFS): is_done(); and
 #                 of a key the youngest task counts, as far as the clocks of hosts agree.
 #       replies   A rename that was carried out may raise ENOENT: a server that rebooted before it
 #                 answered is asked again (NFS; perhaps others, but not GlusterFS): _found_moved(),
@@ -4670,6 +4668,7 @@ _NETWORK_TYPES = {
 }
 _LOOKS = 4  # for a file that was replaced; three were needed
 _STALE_S = 12.0  # until a name that leads to nothing is a phantom
+_LISTED_LOOKS = 33  # for it
 _LOCK_POLL_S = 0.01
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -4759,16 +4758,15 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """`phantoms`: the paths of those that were met. `clock`: the queue's, set by its lease
-    directory; tickets have none."""
+    """`heals`: it is GlusterFS, which loses no replies. `phantoms`: the paths of those that were
+    met. `clock`: the queue's, set by its lease directory; tickets have none."""
 
     syncs_after_rename = False  # until then, another host could read a torn file
     clock: _QueueClock
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
         super().__init__(data_dir, is_durable)
-        self._heals = fs_type == _GLUSTERFS_TYPE
-        self.loses_replies = not self._heals
+        self.heals = fs_type == _GLUSTERFS_TYPE
         self.phantoms: set[str] = set()
         if kind := _NETWORK_TYPES.get(fs_type):
             ends = "other hosts' leases end by their deadlines only"
@@ -4793,11 +4791,7 @@ class _SharedFiles(_Files):
 
     def exists(self, path: str) -> bool:
         self._refresh(os.path.dirname(path))
-        try:
-            self.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        return super().exists(path)
 
     def names(self, directory: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
@@ -4819,13 +4813,12 @@ class _SharedFiles(_Files):
 
     def read_listed(self, path: str, ident: str) -> tuple[bytes, str | None]:
         """Read a record that was listed just now, and again for as long as its name is listed: it
-        may be replaced, or a phantom. The time alone says nothing: a mount that hung knows no more
-        than before. Raises FileNotFoundError."""
+        may be replaced, or a phantom. That takes so many looks, with pauses of _STALE_S in all: the
+        time alone says nothing, for a mount that hung knows no more than before. Raises
+        FileNotFoundError."""
         directory, name = os.path.split(path)
-        tries, end_s = 20, time.monotonic() + _STALE_S
-        if path in self.phantoms:
-            tries, end_s = 5, 0.0
-        for count, pause_s in enumerate(_backoff_s(_STALE_S / 60), 1):
+        looks = 5 if path in self.phantoms else _LISTED_LOOKS
+        for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
             try:
                 record = self._read_once(path, ident)
                 self.phantoms.discard(path)
@@ -4833,30 +4826,20 @@ class _SharedFiles(_Files):
             except FileNotFoundError:
                 if name not in self.names(directory):
                     raise
-                if count >= tries and time.monotonic() > end_s:
-                    self.phantoms.add(path)
-                    raise
             time.sleep(pause_s)
-        raise AssertionError("pauses never end")
+        self.phantoms.add(path)
+        raise _os_error(errno.ENOENT, path)
 
     def is_done(self, path: str) -> bool:
         """Whether a task's file is in done/ too (healed); not a copy, by which a person runs it
         again. In failed/ the second link may be the outdated name, of a task retried since."""
-        if not self._heals:
+        if not self.heals:
             return False
         try:
             ours = self.lstat(path)
             return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
         except FileNotFoundError:
             return False  # not done; if its file is gone, whoever reads it will see
-
-    def drop_done(self, path: str) -> bool:
-        """Remove the second name of a task that is in done/ too; False if it is not."""
-        if not self.is_done(path):
-            return False
-        _log().warning("task %s is done; %s, which came back, is removed", _id_of(path), path)
-        self.remove(path)
-        return True
 
     # Moving
 
@@ -4869,7 +4852,7 @@ class _SharedFiles(_Files):
     def _free_path(self, path: str) -> str:
         """Return the path of a keyed task that is to wait, with more attempts if another record is
         there (healed): it may be the newer one, and may be lost."""
-        is_at_risk = self._heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
+        is_at_risk = self.heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
         while is_at_risk and self.exists(path):
             name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
             path = f"{_state_of(path)}/{name}"
@@ -4885,7 +4868,7 @@ class _SharedFiles(_Files):
         a lease that was over before, another delivery may have ended the task."""
         number = 0
         is_lease = _state_of(source) == "inflight"
-        if self.loses_replies and not (is_lease and _stamp_of(source) <= self.clock.now_ns()):
+        if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
             number = os.lstat(self.root + source).st_ino
         try:
             yield
@@ -4923,8 +4906,10 @@ class _SharedLeaseDir(_LeaseDir):
     def claim(self, source: str, length_ns: int) -> _Lease | None:
         lease = super().claim(source, length_ns)
         try:
-            if lease is None or not self._files.drop_done(lease.path):
+            if lease is None or not self._files.is_done(lease.path):
                 return lease
+            _log().warning("%s, which came back, is removed: its task is done", lease.path)
+            self._files.remove(lease.path)
         except BaseException:
             self.undo_claim(lease, source)
             raise
@@ -4933,7 +4918,7 @@ class _SharedLeaseDir(_LeaseDir):
         return None
 
     def _was_claimed(self, name: str) -> bool:
-        if not self._files.loses_replies:
+        if self._files.heals:
             return False
         try:
             return name in os.listdir(self.path)

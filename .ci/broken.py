@@ -768,9 +768,9 @@ a directory of the queue's own is made durable with its parent | Durability
 +    if sync and not path:
 +        _sync_dir(parent)
 what can't be looked at is not taken for missing | Faults
--            os.lstat(self.root + path)
+-            self.lstat(path)
 -        except (FileNotFoundError, NotADirectoryError):
-+            os.lstat(self.root + path)
++            self.lstat(path)
 +        except OSError:
 purge() counts age from the move, not from the push | Lifecycle
 -        if status.st_ctime > before_s or
@@ -1027,8 +1027,8 @@ if_in_flight="reject" raises | KeyedTable
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
 done() lets in the newer payload behind a task | Keyed
--                elif name and newer and (path := self._promote(newer)):
-+                elif name and newer and (path := ""):
+-                    states[name] = self._promote(newer), ""
++                    states[name] = "", ""
 a claim takes the newer payload behind a task along | Keyed
 -        return _id_of(path) == _id_of(lease) and not newer
 +        return _id_of(path) == _id_of(lease)
@@ -1266,13 +1266,13 @@ an old file in creating/ may have been swept | LostReply
 -self.clock.now_ns() < _stamp_of(source) + _LEFTOVER_NS // 2
 +self.clock
 a task whose lease was over may be another delivery's | LostReply
--        if self.loses_replies and not (is_lease and _stamp_of(source) <= self.clock.now_ns()):
-+        if self.loses_replies:
+-        if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
++        if not self.heals:
 a claim whose reply was lost is a delivery | PlaceLost
 -            return name in os.listdir(self.path)
 +            return False
 a finished task that a healed replica brings back is not delivered | Healed
--            if lease is None or not self._files.drop_done(lease.path):
+-            if lease is None or not self._files.is_done(lease.path):
 +            if True:
 a sync of what another host took is no error | Healed
 -    sync_file = _afresh(_Files.sync_file)
@@ -1286,11 +1286,11 @@ a file that was replaced is looked up again | Healed hangs
 -        for _ in range(_LOOKS):
 +        for _ in range(1):
 a mount that hangs makes no phantom | Healed
--                if count >= tries and time.monotonic() > end_s:
-+                if time.monotonic() > end_s:
+-        looks = 5 if path in self.phantoms else _LISTED_LOOKS
++        looks = 1
 a phantom is one for good | Healed hangs
--                    self.phantoms.add(path)
-+                    self.phantoms.discard(path)
+-        self.phantoms.add(path)
++        self.phantoms.discard(path)
 a command's error is status 1 if nothing is there, else 2 | CommandLine
 -        return 1 if isinstance(error, FemtoQueueError) else 2
 +        return 2 if isinstance(error, FemtoQueueError) else 1
