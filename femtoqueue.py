@@ -492,10 +492,6 @@ def _attempts_of(path: str) -> int:
     return int(parts[1]) if len(parts) > 1 else 0
 
 
-def _due_of(buffered: str) -> int | None:
-    return _stamp_of(buffered) if "~" in buffered else None
-
-
 def _is_end(path: str) -> bool:
     """Whether a task that moves there, or nowhere (""), has come to its end."""
     return path.partition("/")[0] in ("", *_ENDED)
@@ -3223,8 +3219,8 @@ class _KeyStates:
 
 def _later(newer: str) -> int | None:
     """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
-    due_ns = _due_of(newer)
-    return due_ns if due_ns is not None and due_ns > time.time_ns() else None
+    due_ns = _stamp_of(newer) if "~" in newer else 0
+    return due_ns if due_ns > time.time_ns() else None
 
 
 class _KeyedTasks(_KeyStates):
@@ -3471,9 +3467,8 @@ class _Keys(_KeyedTasks):
         """Make a payload the task of a key that has none; or put it behind the task, where it takes
         the place of one that is there. Return its id."""
         path, before = states.get(name, ("", ""))
-        order = self._clock.next_order()
-        if path:
-            order = max(order, _order_of(_id_of(path)) + 1)  # hosts' clocks differ
+        younger = _order_of(_id_of(path)) + 1 if path else 0  # hosts' clocks differ
+        order = max(self._clock.next_order(), younger)
         ident = _id_of(before) or _new_name(order, _key_tag(name))
         newer = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
         target = newer if path else _waiting_path(newer)
@@ -4780,10 +4775,6 @@ class _SharedFiles(_Files):
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
 
-    @_afresh
-    def _listdir(self, directory: str) -> list[str]:
-        return os.listdir(self.root + directory)
-
     def _refresh(self, directory: str) -> None:
         """Have the names of a directory looked up anew: opening it does (close-to-open, nfs(5))."""
         with contextlib.suppress(OSError):  # the look that follows gets it too
@@ -4795,7 +4786,7 @@ class _SharedFiles(_Files):
 
     def names(self, directory: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
-            return self._listdir(directory)
+            return _afresh(os.listdir)(self.root + directory)
         self._refresh("")  # the directory may be new
         return super().names(directory)
 
@@ -4996,16 +4987,16 @@ class _SharedKeys(_Keys):
             raise _os_error(errno.ENOENT, lease)
         path, newer = self._load(_tag_of(lease), but=lease).get(name, ("", ""))
         other = _id_of(path)
-        left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
         if other > ident:
             self._end_second(name, lease, path)
             return True
-        if path and other != ident and left_ns > 0:
-            due_ns = time.time_ns() + min(left_ns, int(_STALE_S * 1e9))
-            target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
-            self._worker.note(self._files.move(lease, target))
-            return True
-        if path and other != ident:
+        if path and other < ident:
+            left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
+            if left_ns > 0:
+                due_ns = time.time_ns() + min(left_ns, int(_STALE_S * 1e9))
+                target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
+                self._worker.note(self._files.move(lease, target))
+                return True
             self._end_second(name, path, lease)
         states[name] = lease, _younger(newer, lease)
         return False

@@ -1061,8 +1061,8 @@ a task is no dead letter beside an older one that came back | Healed
 -        if other > ident:
 +        if path and other != ident:
 a younger task of a key waits while an older one runs | KeyedOnSharedFileSystem
--        if path and other != ident and left_ns > 0:
-+        if not name:
+-            if left_ns > 0:
++            if not name:
 what a healed replica brings back in keys/ does not follow a younger task | Healed
 -                    states[name] = entry.path, _younger(newer, entry.path)
 +                    states[name] = entry.path, newer
@@ -1077,8 +1077,8 @@ a task that came back is on disk in its new place before its payload is replaced
 -            self._files.commit(target)  # else btrfs
 +            pass  # else btrfs
 what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
--            order = max(order, _order_of(_id_of(path)) + 1)  # hosts' clocks differ
-+            pass
+-        order = max(self._clock.next_order(), younger)
++        order = self._clock.next_order()
 retry() of a task whose key has another raises | Keyed
 -        if path:
 -            raise KeyInFlight(_decode_key(name), _id_of(path))
