@@ -3359,8 +3359,7 @@ class _KeyedTasks(_KeyStates):
         return target
 
     def _promote(self, newer: str) -> str:
-        """Make a task of a payload in keys/, as its key has none. Return its path; "": there is no
-        payload, or a person removed it."""
+        """Make a task of a payload in keys/; return its path, "" if there is none (any more)."""
         if not newer:
             return ""
         try:
@@ -3427,7 +3426,6 @@ class _KeyedTasks(_KeyStates):
         return [path for path in found if _tag_of(path) not in busy]
 
     def _found(self) -> list[str]:
-        """Return the paths in keys/ that are the queue's."""
         none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
@@ -4662,8 +4660,8 @@ _NETWORK_TYPES = {
     **{0x19830326: "BeeGFS"},
 }
 _LOOKS = 4  # for a file that was replaced; three were needed
-_STALE_S = 12.0  # until a name that leads to nothing is a phantom
-_LISTED_LOOKS = 33  # for it
+_STALE_S = 12.0  # until a name that leads to nothing is a phantom: the pauses of so many looks
+_LISTED_LOOKS = 33
 _LOCK_POLL_S = 0.01
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -4803,10 +4801,9 @@ class _SharedFiles(_Files):
         return self._read_once(path, ident)
 
     def read_listed(self, path: str, ident: str) -> tuple[bytes, str | None]:
-        """Read a record that was listed just now, and again for as long as its name is listed: it
-        may be replaced, or a phantom. That takes so many looks, with pauses of _STALE_S in all: the
-        time alone says nothing, for a mount that hung knows no more than before. Raises
-        FileNotFoundError."""
+        """Read a record that was listed just now, and again while its name is listed: it may be
+        replaced, or a phantom. A phantom takes so many looks, not so much time: a mount that hung
+        knows no more than before. Raises FileNotFoundError."""
         directory, name = os.path.split(path)
         looks = 5 if path in self.phantoms else _LISTED_LOOKS
         for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
