@@ -3475,7 +3475,7 @@ class _Keys(_KeyedTasks):
             # The state is there first: a task that it does not know would be one too many.
             self._save(_key_tag(name), states, sync=True)
             if before:
-                with self._renamed(before, target):
+                with self._renamed(before, target, aside):
                     self._put_over(aside, target)
             else:
                 self._files.move_over(aside, target)
@@ -3498,7 +3498,7 @@ class _Keys(_KeyedTasks):
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
-        with self._renamed(path, _reset_path(path, due_ns)) as target:
+        with self._renamed(path, _reset_path(path, due_ns), aside) as target:
             states[name] = target, newer
             is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
             if newer or not self._put_over(aside, target, or_rename=is_safe):
@@ -3506,10 +3506,10 @@ class _Keys(_KeyedTasks):
         self._worker.note(target)
 
     @contextlib.contextmanager
-    def _renamed(self, path: str, target: str) -> Iterator[str]:
-        """Give a record another name before its payload is replaced; if that fails, the old one: a
-        push that raised changed nothing. CRASH: the old payload at the new time, or begun anew; the
-        other order could deliver the new one before its time."""
+    def _renamed(self, path: str, target: str, aside: str) -> Iterator[str]:
+        """Give a record another name before its payload is replaced by the one aside; if that
+        fails, the old one: a push that raised changed nothing. CRASH: the old payload at the new
+        time, or begun anew; the other order could deliver the new one before its time."""
         if target == path:
             yield path
             return
@@ -3519,7 +3519,8 @@ class _Keys(_KeyedTasks):
             yield target
         except OSError:
             with contextlib.suppress(OSError):
-                self._files.move(target, path)
+                if self._files.exists(aside):  # else it is in the place of the old one, for good
+                    self._files.move(target, path)
             raise
 
     def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:

@@ -2907,6 +2907,22 @@ class KeyedByRename(Keyed):
         self.patched(without_exchange())
         super().setUp()
 
+    def test_a_payload_for_later_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
+        """It is in the place of the old one, and can't be taken back."""
+        q, moves, clock = self.queue(sync_after_write=True), list[str](), self.clock()
+        q.push(b"1", key="k")
+
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            moves.extend(args[:1] if name == "move" else ())
+            if name == "fsync" and moves and "/creating/" in moves[-1]:
+                fail_with(errno.EIO)
+
+        with hooked(fail), self.assertRaises(OSError):
+            q.schedule(b"2", (clock.time() + 99) * 1e6, key="k")
+        self.assertIsNone(q.pop())
+        clock.advance(100)
+        self.assertEqual(self.drain(q), [b"2"])
+
 
 class Healed(QueueCase):
     """GlusterFS, after a network was cut, brings renamed names back, as second links."""

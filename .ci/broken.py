@@ -1039,8 +1039,11 @@ a newer payload is a first attempt, whoever put its task back | Keyed
 -        if due_ns is None and _attempts_of(lease) == 1:
 +        if due_ns is None:
 a schedule() that raised leaves the time of what was behind the lease | KeyedTable
--                self._files.move(target, path)
-+                pass
+-                    self._files.move(target, path)
++                    pass
+a payload for later whose sync failed is not delivered now | KeyedByRename
+-                if self._files.exists(aside):  # else it
++                if aside:  # else it
 a payload that is behind a task is a first attempt | Model
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
