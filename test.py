@@ -3136,8 +3136,10 @@ class Healed(QueueCase):
         q = self.queue()
         ident = q.push(b"1", key="k")
         q.fail(self.pop(q))
-        with hooked(at_call("open", f"failed/{ident}", raising(errno.ENOENT))):
-            self.assertRaises(TaskNotFound, q.retry, ident)
+        gone = hooked(at_call("open", f"failed/{ident}", raising(errno.ENOENT)))
+        with gone, mock.patch("time.sleep"):
+            for _ in range(2):
+                self.assertRaises(TaskNotFound, q.retry, ident)
         self.assertEqual(self.names("failed"), [ident])
         q.retry(ident)
 
