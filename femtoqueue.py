@@ -492,10 +492,6 @@ def _attempts_of(path: str) -> int:
     return int(parts[1]) if len(parts) > 1 else 0
 
 
-def _due_of(buffered: str) -> int | None:
-    return _stamp_of(buffered) if "~" in buffered else None
-
-
 def _is_end(path: str) -> bool:
     """Whether a task that moves there, or nowhere (""), has come to its end."""
     return path.partition("/")[0] in ("", *_ENDED)
@@ -524,14 +520,14 @@ def _front_path(ident: str, attempts: int) -> str:
     return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
 
 
+def _waiting_path(newer: str) -> str:
+    """Return the path that a payload in keys/ gets as a task."""
+    return newer.replace("keys", "scheduled" if "~" in newer else "pending")
+
+
 def _with_stamp(path: str, stamp_ns: int) -> str:
     directory, _, name = path.rpartition("/")
     return f"{directory}/{stamp_ns:020d}{name[20:]}"
-
-
-def _first_lease(path: str) -> str:
-    deadline, _, rest = path.split("~", 2)
-    return f"{deadline}~1~{rest}"
 
 
 def _reset_path(path: str, due_ns: int | None) -> str:
@@ -1053,7 +1049,7 @@ if hasattr(os, "register_at_fork"):
 #      a move        rename; then commit(): file, directory
 #      in the place  file, rename; then commit(): no whole record gives way to a torn one
 #      done, unkept  file, directory, unlink, directory: it is not in its older place again
-#      a key's state file, directory; then the task (_KeyStates)
+#      of a key      its state, as file and directory; then the task: file, rename, directory
 # ==================================================================================================
 
 _MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
@@ -1131,7 +1127,7 @@ class _Files:
     def exists(self, path: str) -> bool:
         """Whether a file is there. os.path.lexists() takes every error for "no"."""
         try:
-            os.lstat(self.root + path)
+            self.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
@@ -1223,6 +1219,8 @@ class _Files:
                 raise CorruptTask(ident, "not a regular file") from None
             raise
 
+    read_listed = read  # of a name that was listed just now
+
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return key and length of a payload by its header; (None, None) if that is invalid."""
         try:
@@ -1264,14 +1262,13 @@ class _Files:
         data: _BytesLike,
         path: str,
         *,
-        key: str = "",
         sync: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside> and rename it to `path`: the task exists from then on.
         It is synced after that: one journal commit instead of two. sync: of one of a batch, whose
         directory is synced later, whether to sync the file; None: it is for the queue to say."""
         payload = data if type(data) is bytes else _as_bytes(data)
-        header = _header(payload, key)
+        header = _header(payload)
         source, sync_dir = f"creating/{aside}", False
         if sync is None:
             sync = sync_dir = self.is_durable
@@ -1307,18 +1304,21 @@ class _Files:
             self.remove(path)
             raise
 
-    def swap(self, aside: str, path: str) -> bool | None:
-        """Exchange a file with the one at `path`, in one step. False: there is none at `path`.
-        None: names can't be exchanged here (NFS, FUSE; not Linux), and nothing was done."""
+    def swap(self, aside: str, path: str, or_rename: bool) -> bool | None:
+        """Exchange a file with the one at `path`, in one step. Where names can't be exchanged (NFS,
+        FUSE; not Linux) rename it over that, and return False; a person who moves that away in the
+        same instant makes two of one. Or do nothing, and return None. Raises FileNotFoundError if
+        there is none at `path`."""
         try:
             _exchange(self.root + aside, self.root + path)
             return True
-        except FileNotFoundError:
-            return False
         except OSError as error:
             if error.errno not in _NO_EXCHANGE_ERRNOS:
                 raise
-        return None
+        if not or_rename:
+            return None
+        self.move_over(aside, path, must_exist=True)
+        return False
 
     def move(self, source: str, target: str) -> str:
         """Rename a task's file, over one that is there; target "": remove it. Return target."""
@@ -1876,12 +1876,10 @@ class _Worker:
         return _stamp_of(lease) - self.clock.now_ns()
 
     def place_before(self, lease: str, source: str | None) -> str:
-        """Return where a leased task was claimed from, `source`, to move it back uncounted; with a
-        newer payload it begins anew. "": not known. None: it is counted."""
-        attempts = _attempts_of(lease)
-        if not source:
-            return _front_path(_id_of(lease), max(0, attempts - (source is not None)))
-        return _reset_path(source, None) if attempts == 1 else source
+        """Return where a leased task was claimed from, `source`, to move it back uncounted. "": not
+        known, but for its push's place. None: there, and it is counted."""
+        attempts = max(0, _attempts_of(lease) - (source is not None))
+        return source or _front_path(_id_of(lease), attempts)
 
     # From in flight, by others
 
@@ -2034,14 +2032,13 @@ class _Worker:
         if ident:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
-        with self.keys.lock(_key_tag(key)) as states:  # again: the caller has it
-            path, _ = self.keys.find_task(states, key)
+        path = self.keys.path_of(key)
         is_later = path.startswith("scheduled/") and _stamp_of(path) > time.time_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
         """Read a claimed task, unless it has had its attempts (_Processing looks at that, too); it
-        is in `unread` yet. None: it is gone (undo the claim), a dead letter now, or for later.
+        is in `unread` yet. None: it is gone (undo the claim), a dead letter now, or waits again.
         CRASH: it is in flight, and counted, until a reclaim()."""
         path = lease.path
         ident = path[-_ID_LENGTH:]
@@ -2051,19 +2048,18 @@ class _Worker:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
                 raise CorruptTask(ident, why)  # it goes where a corrupt one does
             data, key = self.files.read(path, ident)
-            payload = data if key is None else self.keys.claimed(lease, key, data, waiting)
+            payload = data if key is None else self.keys.claimed(path, key, data, waiting)
         except CorruptTask as error:
             payload = None
-            self.quarantine(lease.path, error.reason)
+            self.quarantine(path, error.reason)
         except FileNotFoundError:
             self.house.look_again()
             self.lease_dir.undo_claim(lease, waiting)
             return None
         if payload is None:
-            self.lease_dir.unread.pop(lease.path, None)
+            self.lease_dir.unread.pop(path, None)
             return None
-        attempts = before + 1 if lease.path is path else 1  # a newer payload: anew
-        task = FemtoTask(ident, payload, attempts, key, lease, self.clock.anchor_ns)
+        task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
         if "~" in waiting:  # it may have been delivered before
             task.checkpoint = _read_checkpoint(self, ident, payload)
             lease.has_checkpoint = task.checkpoint is not None
@@ -2533,10 +2529,9 @@ class FemtoQueue:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
         name, payload = _encode_key(key), _as_bytes(data)
-        while True:
-            ident = self._worker.keys.put(name, payload, if_in_flight, due_ns)
-            if ident:
-                return ident  # RACE: else a pop() took it, and we see it in flight now
+        while True:  # RACE: a pop() took it, and we see it in flight now
+            if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
+                return ident
 
     # Consuming
 
@@ -2859,7 +2854,7 @@ class FemtoQueue:
         if (id is None) == (key is None):
             raise TypeError("peek takes an id or a key")
         if id is None:
-            path = self._worker.keys.path_of(key)
+            path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
             _check_id(id)
@@ -2868,7 +2863,7 @@ class FemtoQueue:
 
     def contains(self, key: str) -> bool:
         """Say whether a task of that key waits or is in flight."""
-        return self._worker.keys.path_of(key) != ""
+        return self._worker.keys.path_of(_encode_key(key)) != ""
 
     def keys(self, state: str) -> Iterator[str]:
         """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
@@ -2963,14 +2958,14 @@ class FemtoQueue:
 
 
 class _States(dict[str, "tuple[str, str]"]):
-    """By encoded key: where its task was last, and the name in keys/ of the newer payload behind it
-    ("": none). `saved`: what keys/<hash> says; None: there is no such file."""
+    """By encoded key: where its task was last, and the path in keys/ of the newer payload behind it
+    ("": none). `saved`: what keys/<hash> says; "": there is no such file."""
 
-    saved: str | None = None
+    saved = ""
 
-    def text(self) -> str | None:
-        lines = (f"{key} {path} {newer or '-'}\n" for key, (path, newer) in self.items())
-        return "".join(lines) or None
+    def text(self) -> str:
+        known = ((key, path, newer[5:]) for key, (path, newer) in self.items() if path)
+        return "".join(f"{key} {path} {newer or '-'}\n" for key, path, newer in known)
 
 
 def _parse_key_states(content: bytes, tag: str) -> _States:
@@ -2978,25 +2973,19 @@ def _parse_key_states(content: bytes, tag: str) -> _States:
     for match in map(_parse_key_state, text.splitlines()):
         # One that leads to a task of no key, or of another hash, would have it overwritten.
         if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
-            states[match[1]] = match[2], match[4].strip("-")
+            states[match[1]] = match[2], "" if match[4] == "-" else f"keys/{match[4]}"
     states.saved = f"{text}\n"
     return states
 
 
-class _KeyLocks(threading.local):
-    """The locks of keys that this thread holds, by name; each has the states of its hashes, by tag.
-    Weak: what Ctrl-C leaves locked, between any two lines, ends with its frame."""
-
-    def __init__(self) -> None:
-        self.locks: weakref.WeakValueDictionary[str, _FileLock] = weakref.WeakValueDictionary()
-
-
 class _KeyStates:
-    """The states of keys, in files that are read and written under their locks."""
+    """The states of keys, in files that are read and written under their locks. `_held`: the locks,
+    by thread and name; each has the states of its hashes, by tag. Weak: what Ctrl-C leaves locked,
+    between any two lines, ends with its frame."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
-        self._held = _KeyLocks()
+        self._held = weakref.WeakValueDictionary[tuple[int, str], _FileLock]()
 
     @contextlib.contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
@@ -3007,13 +2996,13 @@ class _KeyStates:
         also that of a signal handler, takes the same lock, and shares the states.
         """
         name = tag[-2:]
-        outer = self._held.locks.get(name)
-        if outer is not None and outer.fd < 0:
-            outer = None  # Ctrl-C came while it was closed
-        lock = outer or self._open_lock(name)
+        holder = threading.get_ident(), name
+        lock = outer = self._held.get(holder)
+        if lock is None or lock.fd < 0:  # Ctrl-C came while it was closed
+            lock = self._open_lock(name)
         try:
             lock.acquire_exclusive(wait)
-            self._held.locks[name] = lock
+            self._held[holder] = lock
             states = lock.states.get(tag)
             if states is None:
                 states = lock.states.setdefault(tag, self._load(tag))
@@ -3023,7 +3012,7 @@ class _KeyStates:
                 with contextlib.suppress(OSError):  # nothing depends on a hint
                     self._save(tag, states)
         finally:
-            if outer is None:
+            if lock is not outer:
                 with contextlib.suppress(OSError):  # what was done under the lock is done
                     lock.close()
 
@@ -3031,13 +3020,16 @@ class _KeyStates:
         try:
             return self._files.open_lock(f"locks/{name}")
         except FileNotFoundError:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(f"{self._files.root}locks")  # FileNotFoundError if data_dir is gone
+            self._make_dir("locks")
             return self._files.open_lock(f"locks/{name}")
 
-    def lock_of(
-        self, ident: str, wait: bool = True
-    ) -> contextlib.AbstractContextManager[_States | None]:
+    def _make_dir(self, name: str) -> None:
+        """Make a directory that is missing. Raises FileNotFoundError if data_dir is."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(self._files.root + name)
+        self._files.commit_dir("")
+
+    def lock_of(self, ident: str, wait: bool = True) -> contextlib.AbstractContextManager[Any]:
         return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else contextlib.nullcontext()
 
     def _load(self, tag: str) -> _States:
@@ -3052,37 +3044,28 @@ class _KeyStates:
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
         """Write keys/<hash> if the states have changed; remove it if there are none."""
-        path = f"{self._files.root}keys/{tag}"
+        path = f"keys/{tag}"
         while (text := states.text()) != states.saved:  # again, if a signal handler saved meanwhile
-            if text is None:
-                _unlink_if_exists(path)
+            if text:
+                self._write(path, f"{text}\n".encode("ascii"))
             else:
-                self._write(path, f"{text}\n".encode("ascii"), sync)
+                self._files.remove(path)
             states.saved = text
+            if sync:
+                self._files.commit(path)
 
-    def _write(self, path: str, content: bytes, sync: bool) -> None:
+    def _write(self, path: str, content: bytes) -> None:
         """Write over the beginning of a file in keys/."""
-        flags = os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        path, flags = self._files.root + path, os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
         try:
             fd = os.open(path, flags, 0o666)
         except FileNotFoundError:
-            self._make_dir(sync)
+            self._make_dir("keys")
             fd = os.open(path, flags, 0o666)
         try:
             os.pwrite(fd, content, 0)
-            if sync:
-                os.fsync(fd)
         finally:
             os.close(fd)
-        if sync:
-            _sync_dir(os.path.dirname(path))
-
-    def _make_dir(self, sync: bool) -> None:
-        """Make keys/ if it is missing. Raises FileNotFoundError if data_dir is."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(f"{self._files.root}keys")
-        if sync:
-            _sync_dir(self._files.root)
 
 
 # ==================================================================================================
@@ -3097,8 +3080,8 @@ class _KeyStates:
 
 def _later(newer: str) -> int | None:
     """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
-    due_ns = _due_of(newer)
-    return due_ns if due_ns is not None and due_ns > time.time_ns() else None
+    due_ns = _stamp_of(newer) if "~" in newer else 0
+    return due_ns if due_ns > time.time_ns() else None
 
 
 class _KeyedTasks(_KeyStates):
@@ -3112,32 +3095,22 @@ class _KeyedTasks(_KeyStates):
     def find_task(
         self, states: _States, name: str, where: tuple[str, ...] = _LIVE
     ) -> tuple[str, str]:
-        """Return where the task of an encoded key is ("": it has none), and the name in keys/ of
-        the payload behind it; correct its state. where: it is looked for in these."""
-        path, hint = states.get(name, ("", ""))
-        newer = self._name_behind(hint)
-        if path and not self._files.exists(path):
-            path = self._locate(path, where)
-        if not path and newer:
-            # CRASH: the task before it ended, and it did not come up. Or a person removed that.
-            path, newer = self._promote(newer), ""
-        elif not path and hint:  # CRASH: it came up, and that was not noted
-            path = self._locate(hint, where)
-        if path:
-            states[name] = path, newer
-        else:
-            states.pop(name, None)
+        """Return where the task of an encoded key is ("": it has none), and the payload behind it;
+        correct its state. where: the task is looked for in these."""
+        task, behind = states.get(name, ("", ""))
+        # CRASH: before a payload came to keys/, before it got that name, or after it left.
+        path, newer = self._locate(task, where), self._locate(behind, ("keys",))
+        if not path:
+            # CRASH: the task before it ended, and it did not come up, or that was not noted. Or a
+            # person removed that task.
+            path, newer = self._promote(newer) or self._locate(behind, where), ""
+        states[name] = path, newer
         return path, newer
 
-    def _name_behind(self, newer: str) -> str:
-        """Return the name that a payload has in keys/ by now, "" if it is not there. CRASH: before
-        it came there, before it got that name, or after it left."""
-        if not newer or self._files.exists(f"keys/{newer}"):
-            return newer
-        return self._locate(newer, ("keys",)).partition("/")[2]
-
     def _locate(self, path: str, where: tuple[str, ...]) -> str:
-        """Return where a task is by now, "" if it is in none of these states."""
+        """Return the path that a record has by now, "" if it is in none of these states."""
+        if not path or self._files.exists(path):
+            return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
@@ -3145,8 +3118,8 @@ class _KeyedTasks(_KeyStates):
         """Whether an encoded key may have a task: "no" is cheap to know."""
         return self._files.exists(f"keys/{_key_tag(name)}")
 
-    def path_of(self, key: str | None) -> str:
-        name = _encode_key(key)
+    def path_of(self, name: str) -> str:
+        """Return where the task of an encoded key is, "" if it has none."""
         if not self.may_have_task(name):
             return ""
         with self.lock(_key_tag(name)) as states:
@@ -3157,78 +3130,69 @@ class _KeyedTasks(_KeyStates):
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             for path, newer in self._load(_tag_of(entry.id)).values():
                 if newer and _id_of(path) == entry.id:
-                    return f"keys/{newer}"
+                    return newer
         return entry.path
 
     # Claiming
 
-    def claimed(self, held: _Lease, key: str, data: bytes, waiting: str) -> bytes | None:
+    def claimed(self, lease: str, key: str, data: bytes, waiting: str) -> bytes | None:
         """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
-        None: it is not to be delivered. Raises FileNotFoundError if the lease has ended.
+        None: it is not to be delivered now. Raises FileNotFoundError if the lease has ended.
 
         The state, read without the lock, names a payload that was put behind the task before the
         claim. RACE: unless this lease has ended, and another worker took that along; so the lease
         is looked at afterwards. `mv failed/ID pending/`, or a state lost with power, makes two
         tasks of one key.
         """
-        name, ident = _encode_key(key), _id_of(held.path)
-        if self._is_alone(name, ident):
-            self._must_hold(held.path)
+        name = _encode_key(key)
+        if self._is_alone(name, lease):
             return data
-        with self.lock(_tag_of(ident)) as states:
-            self._must_hold(held.path)
-            if other := self._other_task(states, name, held.path):
-                self._give_way(key, held.path, other)
+        with self.lock(_tag_of(lease)) as states:
+            if self._gave_way(states, name, lease):
                 return None
             if not states[name][1]:
                 return data
-            return self._take_along(states, name, held, waiting)
+            return self._take_along(states, name, waiting)
 
-    def _must_hold(self, lease: str) -> None:
+    def _is_alone(self, name: str, lease: str) -> bool:
+        path, newer = self._load(_tag_of(lease)).get(name, ("", ""))
         self._files.lstat(lease)
+        return _id_of(path) == _id_of(lease) and not newer
 
-    def _is_alone(self, name: str, ident: str) -> bool:
-        path, newer = self._load(_tag_of(ident)).get(name, ("", ""))
-        return _id_of(path) == ident and not newer
-
-    def _other_task(self, states: _States, name: str, lease: str) -> str:
-        """Return where the key's task is if that is not the one just leased, else ""."""
+    def _gave_way(self, states: _States, name: str, lease: str) -> bool:
+        """Note a task that was just leased as that of its key. If the key has another, return True:
+        the one that was leased is a dead letter now."""
+        self._files.lstat(lease)
         path, newer = states.get(name, ("", ""))
         if _id_of(path) == _id_of(lease):
             states[name] = lease, newer
         path, newer = self.find_task(states, name)
         if path and _id_of(path) != _id_of(lease):
-            return path
+            self._end_second(name, lease, path)
+            return True
         states[name] = lease, newer
-        return ""
+        return False
 
-    def _give_way(self, key: str, lease: str, other: str) -> None:
-        """Do not deliver a task that was just leased, for its key has another."""
-        self._worker.quarantine(lease, str(KeyInFlight(key, _id_of(other))))
+    def _end_second(self, name: str, path: str, other: str) -> None:
+        self._worker.quarantine(path, str(KeyInFlight(_decode_key(name), _id_of(other))))
 
-    def _take_along(self, states: _States, name: str, held: _Lease, waiting: str) -> bytes | None:
-        """Put the payload behind a leased task into its place, as of a first attempt, and return
-        it. None: it is for later, and so is the task now; take(id=...) takes it again.
-
-        If a person moves the task meanwhile, the payload stays behind. CRASH: between the renames,
-        the old payload is at the new time, or begun anew, with the newer one behind it; after them,
-        find_task() sees that the payload of the state is not there.
-        """
-        (lease, newer), unread = states[name], self._worker.lease_dir.unread
+    def _take_along(self, states: _States, name: str, waiting: str) -> bytes | None:
+        """Put the payload behind a leased task into its place, and return it. None: the task waits
+        again, for that is for later; or for a claim that is its first: an undone claim, or a
+        person, brought it back with the attempts of its old payload. If a person moves it
+        meanwhile, the payload stays behind. CRASH: between two renames it is behind a task that
+        waits; after them, find_task() sees that it is not in keys/ any more."""
+        lease, newer = states[name]
         due_ns = _later(newer)
-        target = _first_lease(lease) if due_ns is None else _reset_path(waiting, due_ns)
-        if target != lease:  # of a lease: an undone claim, or a person, brought it back
-            try:
-                self._files.move(lease, target)
-            finally:  # also when Ctrl-C came between the rename and here
-                if due_ns is None and self._files.exists(target):
-                    held.path = target
-                    unread[target] = unread.pop(lease, "")
-            states[name] = target, newer
-        self._files.move_over(f"keys/{newer}", target, must_exist=True)
-        states[name] = target, ""
-        if due_ns is None:
-            return self._files.read(target, _id_of(target))[0]
+        if due_ns is None and _attempts_of(lease) == 1:
+            self._files.move_over(newer, lease, must_exist=True)
+            states[name] = lease, ""
+            return self._files.read(lease, _id_of(lease))[0]
+        target = self._files.move(lease, _reset_path(waiting, due_ns))
+        states[name] = target, newer
+        if due_ns is not None:  # no pop() takes it from scheduled/
+            self._files.move_over(newer, target, must_exist=True)
+            states[name] = target, ""
         self._worker.note(target)
         return None
 
@@ -3241,27 +3205,26 @@ class _KeyedTasks(_KeyStates):
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
-            newer = self._name_behind(states[name][1]) if name else ""
+            newer = self._locate(states[name][1], ("keys",)) if name else ""
             if newer and _state_of(target) in _WAITING_DIRS:
                 target = _reset_path(target, _later(newer))
             try:
                 target = self._files.move(source, target)
-                if name and not _is_end(target):
-                    states[name] = target, newer
-                elif name and newer and (path := self._promote(newer)):
-                    states[name] = path, ""
+                if name and _is_end(target):
+                    states[name] = self._promote(newer), ""
                 elif name:
-                    del states[name]
+                    states[name] = target, newer
             except BaseException:
                 self.needs_repair = True  # the next pop() promotes what stands behind it
                 raise
         return target
 
     def _promote(self, newer: str) -> str:
-        """Make a task of a payload in keys/, as its key has none. "": a person removed it."""
-        path = f"{'pending' if _due_of(newer) is None else 'scheduled'}/{newer}"
+        """Make a task of a payload in keys/; return its path, "" if there is none (any more)."""
+        if not newer:
+            return ""
         try:
-            path = self._files.move(f"keys/{newer}", path)
+            path = self._files.move(newer, _waiting_path(newer))
         except FileNotFoundError:
             return ""
         self._worker.note(path)
@@ -3278,12 +3241,12 @@ class _KeyedTasks(_KeyStates):
         if path:
             raise KeyInFlight(_decode_key(name), _id_of(path))
         states[name] = target, ""
-        self._save(_tag_of(source), states, self._files.is_durable)
+        self._save(_tag_of(source), states, sync=True)
 
     def _key_in(self, path: str) -> str:
         """Return the encoded key of a record; "": it has none, or pop() will quarantine it."""
         try:
-            _, key = self._files.read(path, _id_of(path))
+            _, key = self._files.read_listed(path, _id_of(path))
         except CorruptTask:
             return ""
         return "" if key is None else _encode_key(key)
@@ -3292,51 +3255,42 @@ class _KeyedTasks(_KeyStates):
 
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
-        self.needs_repair, errors, found = False, _FirstError(), self._found(_FORMS["keys"])
+        self.needs_repair, errors = False, _FirstError()
+        payloads = {path for path in self._found() if "-" in path}
         idle = {_tag_of(path) for path in self.idle()}
-        for tag in sorted(idle.union(map(_tag_of, found))):
+        for tag in sorted(idle.union(map(_tag_of, payloads))):
             # Of an idle one all directories have been listed: a claim is what may have come since.
             where = ("inflight",) if tag in idle else _LIVE
             with errors:
                 try:
-                    self._repair(tag, where, {it for it in found if _tag_of(it) == tag})
+                    with self.lock(tag, wait=False) as states:
+                        for name in [*states]:
+                            self.find_task(states, name, where)
+                        self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
                 except BlockingIOError:  # RACE: another process is at work on a key of its hash
                     self._worker.house.repairing.sooner(1)
         errors.raise_if_any()
 
-    def _repair(self, tag: str, where: tuple[str, ...], found: set[str]) -> None:
-        """Repair the keys of one hash; found: the payloads of that in keys/."""
-        with self.lock(tag, wait=False) as states:
-            for name in [*states]:
-                self.find_task(states, name, where)
-            for newer in found:
-                self._adopt(states, newer)
-
-    def _adopt(self, states: _States, newer: str) -> None:
-        """Note a payload in keys/ that no state knows: power loss, or a person, took the state."""
-        if any(newer == known for _, known in states.values()):
-            return
-        try:
-            name = self._key_in(f"keys/{newer}")
-        except FileNotFoundError:
-            return  # promoted just now, or a person removed it
-        path, known = states.get(name, ("", ""))
-        if not path:
-            path, newer = self._promote(newer), ""
-        if name and path and not known:
-            states[name] = path, newer
+    def _adopt(self, states: _States, payloads: set[str]) -> None:
+        """Note the payloads in keys/ that no state knows: power loss, or a person, took it."""
+        for newer in sorted(payloads.difference(it for _, it in states.values())):
+            with contextlib.suppress(FileNotFoundError):  # promoted just now, or a person has it
+                name = self._key_in(newer) or "?"  # of no key: pop() will set it aside
+                path, before = states.get(name, ("", ""))
+                states[name] = path, before or newer
+                self.find_task(states, name)
 
     def idle(self) -> list[str]:
         """Return the paths in keys/, states and newer payloads, of keys that have no task."""
-        names = self._found(_parse_tag) + self._found(_FORMS["keys"])
-        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if names else set()
-        return [f"keys/{name}" for name in names if _tag_of(name) not in busy]
+        found = self._found()
+        busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
+        return [path for path in found if _tag_of(path) not in busy]
 
-    def _found(self, parse: Callable[[str], object]) -> list[str]:
+    def _found(self) -> list[str]:
         none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
-            files = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
-            return sorted(filter(parse, files))
+            files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
+            return [f"keys/{it}" for it in files if _parse_tag(it) or _FORMS["keys"](it)]
         return []
 
 
@@ -3350,120 +3304,101 @@ class _Keys(_KeyedTasks):
         person was quicker at the task that waited: again, then."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_task(states, name)
-            if not path:
-                return self._push_first(states, name, payload, due_ns)
             is_leased = _state_of(path) == "inflight"
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
             header = _header(payload, name)
             with self._files.replacement(self._clock.new_id(), header, payload) as aside:
+                if not path:
+                    return self._add(states, name, aside, due_ns)
                 with contextlib.suppress(FileNotFoundError):
                     if not is_leased:
                         self._replace(states, name, aside, due_ns)
                     elif if_in_flight == "update" and not newer:
                         self._put_over(aside, path)
                     else:
-                        return self._put_behind(states, name, aside, due_ns)
+                        return self._add(states, name, aside, due_ns)
                     return _id_of(path)
                 self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
                 return ""
 
-    def _push_first(
-        self, states: _States, name: str, payload: bytes | memoryview, due_ns: int | None
-    ) -> str:
-        """Push the only task of a key."""
-        tag = _key_tag(name)
-        ident = _new_name(self._clock.next_order(), tag)
-        path = f"pending/{ident}" if due_ns is None else f"scheduled/{_task_name(due_ns, 0, ident)}"
-        states[name] = path, ""
+    def _add(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+        """Make a payload the task of a key that has none; or put it behind the task, where it takes
+        the place of one that is there. Return its id."""
+        path, before = states.get(name, ("", ""))
+        younger = _order_of(_id_of(path)) + 1 if path else 0  # hosts' clocks differ
+        order = max(self._clock.next_order(), younger)
+        ident = _id_of(before) or _new_name(order, _key_tag(name))
+        newer = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
+        target = newer if path else _waiting_path(newer)
+        states[name] = (path, newer) if path else (target, "")
         try:
             # The state is there first: a task that it does not know would be one too many.
-            self._save(tag, states, self._files.is_durable)
-            self._files.publish(ident, payload, path, key=name)
+            self._save(_key_tag(name), states, sync=True)
+            if before:
+                with self._renamed(before, target, aside):
+                    self._put_over(aside, target)
+            else:
+                self._files.move_over(aside, target)
+                self._files.commit_dir(os.path.dirname(target))
         except BaseException:
+            if not before:
+                self._files.remove(target)
             with contextlib.suppress(OSError):
                 self.find_task(states, name)  # a consumer that was quicker keeps what it has
             raise
-        self._worker.note(path)
-        return ident
-
-    def _put_over(self, aside: str, path: str, must_swap: bool = False) -> bool:
-        """Put a payload into the place of one. Raises FileNotFoundError if that is gone. Where
-        names can't be exchanged, return False if must_swap is set; else a person who moves the task
-        in the same instant makes two of one."""
-        if not self._files.swap(aside, path):
-            if must_swap:
-                self._files.lstat(path)  # FileNotFoundError
-                return False
-            self._files.move_over(aside, path, must_exist=True)
-        self._commit_swapped(aside, path)
-        return True
-
-    def _commit_swapped(self, aside: str, path: str) -> None:
-        """Sync a record that was exchanged with the old one, which is at `aside`; if that fails,
-        exchange them again: a push that raised changed nothing."""
-        try:
-            self._files.commit(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                self._files.swap(aside, path)
-            raise
-        self._files.remove(aside)  # until now the disk may know only that
-
-    def _put_behind(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Put a payload behind the task of a key, or into the place of the one behind it; return
-        its id. CRASH: find_task() knows it by its id, under its old name too."""
-        path, before = states[name]
-        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
-        ident = _id_of(before) or _new_name(order, _key_tag(name))
-        newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
-        states[name] = path, newer
-        target = f"keys/{newer}"
-        try:
-            self._save(_key_tag(name), states, self._files.is_durable)
-            if before not in ("", newer):  # CRASH: after it, the old payload at the new time
-                self._files.move(f"keys/{before}", target)
-            if before and self._files.swap(aside, target):
-                self._commit_swapped(aside, target)
-            else:
-                self._files.move_over(aside, target)
-                self._files.commit(target)
-        except BaseException:  # a push that raised changed nothing
-            states[name] = path, before
-            if not before:
-                self._files.remove(target)
-            elif before != newer:
-                with contextlib.suppress(OSError):
-                    self._files.move(target, f"keys/{before}")
-            raise
+        self._worker.note(target)
         return ident
 
     def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> None:
         """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
-        the new time. Raises FileNotFoundError if another was quicker. CRASH: after the rename, the
-        old payload at the new time, or begun anew; the other order could deliver the new payload
-        before its time. After the exchange, the old one is a leftover in creating/.
+        the new time. Raises FileNotFoundError if another was quicker.
 
         Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
         reads the state after its rename. Before our save it delivers the old payload, and the new
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
-        target = _reset_path(path, due_ns)
-        if target != path:
-            target = self._files.move(path, target)
-        states[name] = target, newer
-        try:
-            if target != path:  # else btrfs, after power loss, has the old name, too
-                self._files.commit(target)
-            # No pop() takes it from scheduled/.
-            if newer or not self._put_over(aside, target, _state_of(target) == "pending"):
-                self._put_behind(states, name, aside, due_ns)
-        except OSError:
-            with contextlib.suppress(OSError):  # a push that raised changed nothing
-                states[name] = self._files.move(target, path), newer
-            raise
+        with self._renamed(path, _reset_path(path, due_ns), aside) as target:
+            states[name] = target, newer
+            is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
+            if newer or not self._put_over(aside, target, or_rename=is_safe):
+                self._add(states, name, aside, due_ns)
         self._worker.note(target)
+
+    @contextlib.contextmanager
+    def _renamed(self, path: str, target: str, aside: str) -> Iterator[str]:
+        """Give a record another name before its payload is replaced by the one aside; if that
+        fails, the old one: a push that raised changed nothing. CRASH: the old payload at the new
+        time, or begun anew; the other order could deliver the new one before its time."""
+        if target == path:
+            yield path
+            return
+        target = self._files.move(path, target)
+        try:
+            self._files.commit(target)  # else btrfs, after power loss, has the old name, too
+            yield target
+        except OSError:
+            with contextlib.suppress(OSError):
+                if self._files.exists(aside):  # else it is in the place of the old one, for good
+                    self._files.move(target, path)
+            raise
+
+    def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:
+        """Put a payload into the place of one; return whether that was done, as in swap(). Raises
+        FileNotFoundError if that is gone. CRASH: the old one is a leftover in creating/."""
+        is_swapped = self._files.swap(aside, path, or_rename)
+        if is_swapped is None:
+            return False
+        try:
+            self._files.commit(path)
+        except BaseException:
+            if is_swapped:
+                with contextlib.suppress(OSError):
+                    self._files.swap(aside, path, or_rename=False)
+            raise
+        self._files.remove(aside)  # until now the disk may know only that
+        return True
 
 
 # ==================================================================================================
@@ -4533,7 +4468,7 @@ class TicketQueue:
 #       phantom   A name that is yet to be healed is listed for minutes and leads to nothing
 #                 (GlusterFS): read_listed().
 #       healed    A name that was renamed during a network cut may come back as a second link to the
-#                 file, or with the record that was replaced meanwhile (GlusterFS): drop_done(); and
+#                 file, or with the record that was replaced meanwhile (GlusterFS): is_done(); and
 #                 of a key the youngest task counts, as far as the clocks of hosts agree.
 #       replies   A rename that was carried out may raise ENOENT: a server that rebooted before it
 #                 answered is asked again (NFS; perhaps others, but not GlusterFS): _found_moved(),
@@ -4553,7 +4488,8 @@ _NETWORK_TYPES = {
     **{0x19830326: "BeeGFS"},
 }
 _LOOKS = 4  # for a file that was replaced; three were needed
-_STALE_S = 12.0  # until a name that leads to nothing is a phantom
+_STALE_S = 12.0  # until a name that leads to nothing is a phantom: the pauses of so many looks
+_LISTED_LOOKS = 33
 _LOCK_POLL_S = 0.01
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -4642,16 +4578,15 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """`phantoms`: the paths of those that were met. `clock`: the queue's, set by its lease
-    directory; tickets have none."""
+    """`heals`: it is GlusterFS, which loses no replies. `phantoms`: the paths of those that were
+    met. `clock`: the queue's, set by its lease directory; tickets have none."""
 
     syncs_after_rename = False  # until then, another host could read a torn file
     clock: _QueueClock
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
         super().__init__(data_dir, is_durable)
-        self._heals = fs_type == _GLUSTERFS_TYPE
-        self.loses_replies = not self._heals
+        self.heals = fs_type == _GLUSTERFS_TYPE
         self.phantoms: set[str] = set()
         if kind := _NETWORK_TYPES.get(fs_type):
             ends = "other hosts' leases end by their deadlines only"
@@ -4665,10 +4600,6 @@ class _SharedFiles(_Files):
     _read_once = _afresh(_Files.read)
     sync_file = _afresh(_Files.sync_file)
 
-    @_afresh
-    def _listdir(self, directory: str) -> list[str]:
-        return os.listdir(self.root + directory)
-
     def _refresh(self, directory: str) -> None:
         """Have the names of a directory looked up anew: opening it does (close-to-open, nfs(5))."""
         with contextlib.suppress(OSError):  # the look that follows gets it too
@@ -4676,15 +4607,11 @@ class _SharedFiles(_Files):
 
     def exists(self, path: str) -> bool:
         self._refresh(os.path.dirname(path))
-        try:
-            self.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        return super().exists(path)
 
     def names(self, directory: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):
-            return self._listdir(directory)
+            return _afresh(os.listdir)(self.root + directory)
         self._refresh("")  # the directory may be new
         return super().names(directory)
 
@@ -4701,14 +4628,12 @@ class _SharedFiles(_Files):
         return self._read_once(path, ident)
 
     def read_listed(self, path: str, ident: str) -> tuple[bytes, str | None]:
-        """Read a record that was listed just now, and again for as long as its name is listed: it
-        may be replaced, or a phantom. The time alone says nothing: a mount that hung knows no more
-        than before. Raises FileNotFoundError."""
+        """Read a record that was listed just now, and again while its name is listed: it may be
+        replaced, or a phantom. A phantom takes so many looks, not so much time: a mount that hung
+        knows no more than before. Raises FileNotFoundError."""
         directory, name = os.path.split(path)
-        tries, end_s = 20, time.monotonic() + _STALE_S
-        if path in self.phantoms:
-            tries, end_s = 5, 0.0
-        for count, pause_s in enumerate(_backoff_s(_STALE_S / 60), 1):
+        looks = 5 if path in self.phantoms else _LISTED_LOOKS
+        for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
             try:
                 record = self._read_once(path, ident)
                 self.phantoms.discard(path)
@@ -4716,30 +4641,20 @@ class _SharedFiles(_Files):
             except FileNotFoundError:
                 if name not in self.names(directory):
                     raise
-                if count >= tries and time.monotonic() > end_s:
-                    self.phantoms.add(path)
-                    raise
             time.sleep(pause_s)
-        raise AssertionError("pauses never end")
+        self.phantoms.add(path)
+        raise _os_error(errno.ENOENT, path)
 
     def is_done(self, path: str) -> bool:
         """Whether a task's file is in done/ too (healed); not a copy, by which a person runs it
         again. In failed/ the second link may be the outdated name, of a task retried since."""
-        if not self._heals:
+        if not self.heals:
             return False
         try:
             ours = self.lstat(path)
             return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
         except FileNotFoundError:
             return False  # not done; if its file is gone, whoever reads it will see
-
-    def drop_done(self, path: str) -> bool:
-        """Remove the second name of a task that is in done/ too; False if it is not."""
-        if not self.is_done(path):
-            return False
-        _log().warning("task %s is done; %s, which came back, is removed", _id_of(path), path)
-        self.remove(path)
-        return True
 
     # Moving
 
@@ -4752,7 +4667,7 @@ class _SharedFiles(_Files):
     def _free_path(self, path: str) -> str:
         """Return the path of a keyed task that is to wait, with more attempts if another record is
         there (healed): it may be the newer one, and may be lost."""
-        is_at_risk = self._heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
+        is_at_risk = self.heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
         while is_at_risk and self.exists(path):
             name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
             path = f"{_state_of(path)}/{name}"
@@ -4768,7 +4683,7 @@ class _SharedFiles(_Files):
         a lease that was over before, another delivery may have ended the task."""
         number = 0
         is_lease = _state_of(source) == "inflight"
-        if self.loses_replies and not (is_lease and _stamp_of(source) <= self.clock.now_ns()):
+        if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
             number = os.lstat(self.root + source).st_ino
         try:
             yield
@@ -4808,15 +4723,17 @@ class _SharedLeaseDir(_LeaseDir):
             if not self._was_claimed(lease.path):
                 return False
             self.unread[lease.path] = source
-        if not self._files.drop_done(lease.path):
+        if not self._files.is_done(lease.path):
             return True
+        _log().warning("%s, which came back, is removed: its task is done", lease.path)
+        self._files.remove(lease.path)
         self.unread.pop(lease.path, None)
         self.orphans.add(lease.path)  # should it stay
         return False
 
     def _was_claimed(self, lease: str) -> bool:
         """Whether a claim that failed was carried out all the same."""
-        if not self._files.loses_replies:
+        if self._files.heals:
             return False
         try:
             return os.path.basename(lease) in os.listdir(self.path)
@@ -4853,29 +4770,25 @@ class _SharedKeys(_Keys):
             if name := self._key_at(entry):
                 path, newer = states.get(name, ("", ""))
                 if entry.directory == "keys":
-                    states[name] = path, max(newer, entry.name, key=_id_of)
+                    states[name] = path, max(newer, entry.path, key=_id_of)
                 elif entry.id >= _id_of(path):  # an older one has come back (healed)
                     states[name] = entry.path, _younger(newer, entry.path)
-        states.saved = states.text()
         return states
 
     def _key_at(self, entry: _Entry) -> str:
-        """Return the encoded key of a record, "" if it has none or is not whole. Raises
-        FileNotFoundError for a new phantom: its task may have moved to what was listed before."""
+        """Do as _key_in(). Raises FileNotFoundError for a new phantom: its task may have moved to
+        what was listed before."""
         was_phantom = entry.path in self._files.phantoms
         try:
-            _, key = self._files.read_listed(entry.path, entry.id)
-        except CorruptTask:
-            return ""
+            return self._key_in(entry.path)
         except FileNotFoundError:
             if not was_phantom:
                 raise
             return ""
-        return "" if key is None else _encode_key(key)
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        if states.text() != states.saved:
-            self._make_dir(sync)
+        if sync:
+            self._make_dir("keys")
 
     def may_have_task(self, name: str) -> bool:
         return True
@@ -4885,35 +4798,31 @@ class _SharedKeys(_Keys):
         is_behind = any(_tag_of(newer.id) == tag for newer in self._files.entries("keys"))
         return super().newest_of(entry) if is_behind else entry.path
 
-    def _must_hold(self, lease: str) -> None:
-        directory, name = os.path.split(lease)
-        if name not in self._files.names(directory):
-            raise _os_error(errno.ENOENT, lease)
-
-    def _is_alone(self, name: str, ident: str) -> bool:
+    def _is_alone(self, name: str, lease: str) -> bool:
         return False
 
-    def _other_task(self, states: _States, name: str, lease: str) -> str:
-        """Do as on a local file system; but an older task that does not run is a dead letter
-        instead (healed). Of two that were claimed at once, each lists the other."""
-        path, newer = self._load(_key_tag(name), but=lease).get(name, ("", ""))
-        if path and _id_of(path) != _id_of(lease):
-            runs = _state_of(path) == "inflight" and self._worker.left_ns(path) > 0
-            if runs or _id_of(path) > _id_of(lease):
-                return path
-            super()._give_way(_decode_key(name), path, lease)
+    def _gave_way(self, states: _States, name: str, lease: str) -> bool:
+        """Do as on a local file system; but wait, uncounted, for an older task that runs, or whose
+        lease came back, and make a dead letter of one that does not (healed). Of two that were
+        claimed at once, each lists the other."""
+        directory, ident = os.path.dirname(lease), _id_of(lease)
+        if os.path.basename(lease) not in self._files.names(directory):
+            raise _os_error(errno.ENOENT, lease)
+        path, newer = self._load(_tag_of(lease), but=lease).get(name, ("", ""))
+        other = _id_of(path)
+        if other > ident:
+            self._end_second(name, lease, path)
+            return True
+        if path and other < ident:
+            left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
+            if left_ns > 0:
+                due_ns = time.time_ns() + min(left_ns, int(_STALE_S * 1e9))
+                target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
+                self._worker.note(self._files.move(lease, target))
+                return True
+            self._end_second(name, path, lease)
         states[name] = lease, _younger(newer, lease)
-        return ""
-
-    def _give_way(self, key: str, lease: str, other: str) -> None:
-        """Wait for an older task that runs, or whose lease came back (healed); uncounted."""
-        ident = _id_of(lease)
-        if _id_of(other) > ident:
-            super()._give_way(key, lease, other)
-            return
-        due_ns = time.time_ns() + min(self._worker.left_ns(other), int(_STALE_S * 1e9))
-        target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
-        self._worker.note(self._files.move(lease, target))
+        return False
 
 
 class _SharedNumbers(_Numbers):
