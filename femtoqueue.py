@@ -5190,15 +5190,6 @@ def _argument(words: str, text: str | None = None, **settings: Any) -> _Declarat
     return operator.methodcaller("add_argument", *names, help=text, **settings)
 
 
-def _either(*declarations: _Declaration) -> _Declaration:
-    def declare(parser: Any) -> None:
-        group = parser.add_mutually_exclusive_group()
-        for add in declarations:
-            add(group)
-
-    return declare
-
-
 def _parse_arguments(argv: list[str]) -> Any:
     """Return the options of a command line; `run` is its command. Exits if the line is wrong."""
     import argparse
@@ -5268,6 +5259,7 @@ Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."""
 _HOW = "if leased: buffer, update or reject"
 _TIMES = "2026-12-01T08:00, or 2026-12-01T08:00+01:00"
 _TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
+_IDS = _argument("ids ID", nargs="+")
 _LEASE = _argument("--timeout TIME", "length of the lease", default="30s")
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
@@ -5352,10 +5344,8 @@ def _fields(row: dict[str, Any]) -> str:
     _argument("payloads PAYLOAD", "a task", nargs="*", default=()),
     _argument("--lines", "push each line of standard input"),
     _argument("-0 --null", "push each piece that a zero byte ends"),
-    _either(
-        _argument("--delay TIME", "wait for TIME before it joins the queue"),
-        _argument("--at WHEN", f"wait until {_TIMES}"),
-    ),
+    _argument("--delay TIME", "wait for TIME before it joins the queue"),
+    _argument("--at WHEN", f"wait until {_TIMES}"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
     _argument("--if-in-flight HOW", _HOW, choices=_IF_IN_FLIGHT, default="buffer"),
     _SYNC,
@@ -5372,6 +5362,8 @@ def _push_command(options: Any) -> None:
     end = b"\0" if options.null else b"\n" if options.lines else b""
     if words and end:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
+    if options.at is not None and options.delay is not None:
+        options.error("--at and --delay exclude each other")
     if options.key is not None:
         _encode_key(options.key)  # raises for an invalid one, before anything is made
         if len(words) > 1 or end:
@@ -5475,19 +5467,13 @@ def _work_command(options: Any) -> int:
         options.error("there is no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
-    is_new, watchdog = not os.path.isdir(options.dir), _start_watchdog()  # before there is a thread
-    with FemtoQueue(
-        options.dir,
-        options.node,
-        options.timeout * 1000,
-        options.sync,
-        max_attempts=options.max_attempts or None,
-        keep_done=options.keep_done,
-        retry_delay_s=options.retry_delay,
-    ) as q:
+    settings = {"keep_done": options.keep_done, "max_attempts": options.max_attempts or None}
+    settings |= {"timeout_stale_ms": options.timeout * 1000, "retry_delay_s": options.retry_delay}
+    is_new, console = not os.path.isdir(options.dir), _Console(options)
+    watchdog = _start_watchdog()  # before there is a thread
+    with FemtoQueue(options.dir, options.node, sync_after_write=options.sync, **settings) as q:
         if is_new:
             _write_error(f"{options.dir} was not there: a new queue")
-        console = _Console(options)
         logging.basicConfig(stream=console, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         status = _CommandPool(q, watchdog, console, options).run_reported()
     if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
@@ -5570,8 +5556,7 @@ class _CommandPool(_WorkerPool):
                 reporter.join()
         if len(self.signals) > 1:
             return 128 + self.signals[-1]
-        has_failed = self.counts["failed"] or not self._queue.join(0)
-        return 1 if self._options.drain and has_failed else 0
+        return int(self._drain and (self.counts["failed"] > 0 or not self._queue.join(0)))
 
     def _report(self, is_over: threading.Event) -> None:
         """Show counts, rate and time left until it is over; then say what was done."""
@@ -5771,9 +5756,8 @@ def _start_watchdog() -> int:
         os.close(writing)
         os.setsid()
         groups: set[int] = set()
-        with os.fdopen(reading) as reports:
-            for report in map(int, reports):
-                (groups.add if report > 0 else groups.discard)(abs(report))
+        for report in map(int, os.fdopen(reading, closefd=False)):
+            (groups.add if report > 0 else groups.discard)(abs(report))
         for group in groups:
             _signal_group(group, signal.SIGKILL)
     finally:
@@ -5788,10 +5772,8 @@ def _start_watchdog() -> int:
     _argument("--wait TIME", "wait for TIME if there is no task", default="0s"),
     _argument("--node NODE", "name of the worker", default="cli"),
     _argument("--payload", "print the payload"),
-    _either(
-        _argument("--key KEY", "lease the task of this key, out of turn"),
-        _argument("--id ID", "lease this task, due or not"),
-    ),
+    _argument("--key KEY", "lease the task of this key, out of turn"),
+    _argument("--id ID", "lease this task, due or not"),
 )
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
@@ -5803,11 +5785,14 @@ def _pop_command(options: Any) -> int:
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
     """
+    if options.key is not None and options.id is not None:
+        options.error("--key and --id exclude each other")
     lease_ms = options.timeout * 1000
     with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
-        is_named = options.key is not None or options.id is not None
-        take = functools.partial(q.take, options.key, id=options.id) if is_named else q.pop
-        task = take(timeout=options.wait)
+        if options.key is None and options.id is None:
+            task = q.pop(options.wait)
+        else:
+            task = q.take(options.key, options.wait, id=options.id)
         if task is None:
             return 1
         try:
@@ -5821,7 +5806,7 @@ def _pop_command(options: Any) -> int:
     return 0
 
 
-@_command(_argument("ids ID", nargs="+"))
+@_command(_IDS)
 def _cancel_command(options: Any) -> int:
     """Delete tasks that wait, due or not.
 
@@ -5840,7 +5825,7 @@ def _cancel_command(options: Any) -> int:
     return _for_each_id(options, cancel, keep_done=False)
 
 
-@_command(_argument("ids ID", nargs="+"))
+@_command(_IDS)
 def _done_command(options: Any) -> int:
     """End tasks that `pop` leased: they move to done/.
 
@@ -5849,7 +5834,7 @@ def _done_command(options: Any) -> int:
     return _for_each_id(options, lambda q, name: q.done(q.attach(name)))
 
 
-@_command(_argument("ids ID", nargs="+"), _argument("--reason TEXT", "why it failed"))
+@_command(_IDS, _argument("--reason TEXT", "why it failed"))
 def _fail_command(options: Any) -> int:
     """Make dead letters of tasks that are in flight, with a reason.
 
@@ -5860,14 +5845,10 @@ def _fail_command(options: Any) -> int:
 
 @_command(
     _argument("ids ID", nargs="*"),
-    _either(
-        _argument("--all", "all that are in flight"),
-        _argument("--node NODE", "all that the worker of that name has in flight"),
-    ),
-    _either(
-        _argument("--front", "to the front of the queue"),
-        _argument("--delay TIME", "to the back, after TIME", default="0s"),
-    ),
+    _argument("--all", "all that are in flight"),
+    _argument("--node NODE", "all that the worker of that name has in flight"),
+    _argument("--front", "to the front of the queue"),
+    _argument("--delay TIME", "to the back, after TIME", default="0s"),
 )
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
@@ -5877,8 +5858,10 @@ def _release_command(options: Any) -> int:
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
-    if bool(options.ids) == (options.all or options.node is not None):
+    if [bool(options.ids), options.all, options.node is not None].count(True) != 1:
         options.error("give IDs, --all or --node")
+    if options.front and options.delay:
+        options.error("--front and --delay exclude each other")
     to = {"front": options.front, "delay_s": options.delay}
     if options.ids:
         return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
@@ -5900,7 +5883,7 @@ def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
     return False
 
 
-@_command(_argument("ids ID", nargs="+"), _LEASE)
+@_command(_IDS, _LEASE)
 def _extend_command(options: Any) -> int:
     """Renew leases, and print their new paths.
 
@@ -5978,14 +5961,13 @@ def _stat_command(options: Any) -> int:
     figures |= {f"workers_{it}": live[it] for it in ("alive", "dead", "unknown")}
     figures["paused"] = q.paused
     print(json.dumps(figures) if options.json else _fields(figures))
-    age_s, status = stats.oldest_pending_age_s or 0, 0
-    if stats.pending > options.max_pending:
+    age_s = stats.oldest_pending_age_s or 0
+    is_full, is_late = stats.pending > options.max_pending, age_s > options.max_age
+    if is_full:
         _write_error(f"{stats.pending} tasks are pending")
-        status = 1
-    if age_s > options.max_age:
+    if is_late:
         _write_error(f"the oldest task waits for {_time_text(age_s)}")
-        status = 1
-    return status
+    return int(is_full or is_late)
 
 
 @_command(

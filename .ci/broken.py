@@ -1301,8 +1301,8 @@ a lease that `pop` can't print is given back | CommandLine
 +        except ZeroDivisionError:
 +            raise
 `work --drain` is status 1 if a task failed | CommandLine
--        return 1 if self._options.drain and has_failed else 0
-+        return 1 if self._options.drain and self.signals else 0
+-        return int(self._drain and (
++        return int(bool(self.signals) and (
 `check` is status 1 if something is odd | CommandLine
 -    return int(not all(it.repaired for it in findings))
 +    return int(not all(it.text for it in findings))
