@@ -5375,10 +5375,8 @@ def _push_command(options: Any) -> None:
     if sys.stdin.isatty() and not words:
         _write_error(f"reading the payload of a task for {options.dir}; end it with Ctrl-D")
     payloads: Iterable[bytes] = map(os.fsencode, words)
-    if end:
-        payloads = _read_pieces(sys.stdin.buffer, end)
-    elif not words:
-        payloads = [sys.stdin.buffer.read()]
+    if not words:
+        payloads = _read_pieces(sys.stdin.buffer, end) if end else [sys.stdin.buffer.read()]
         if payloads == [b""]:
             options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
     due_s = options.at if options.delay is None else time.time() + options.delay
@@ -5501,8 +5499,8 @@ class _Console:
     def relay(self, data: bytes, fd: int) -> bytes:
         """Write what a command wrote, as far as it is whole lines, and return the rest. To a file
         of its own, and where nothing comes between, write all of it."""
-        end = data.rfind(b"\n") + 1 if self._is_by_lines and fd <= 2 else len(data)
-        if len(data) - end > 1 << 16:  # too long to wait for its end
+        end = data.rfind(b"\n") + 1
+        if not self._is_by_lines or fd > 2 or len(data) - end > 1 << 16:  # too long to wait for
             end = len(data)
         if end:
             self._write(data[:end], fd)
@@ -5532,8 +5530,7 @@ class _CommandPool(_WorkerPool):
     def __init__(self, queue: FemtoQueue, watchdog: int, console: _Console, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
-        # A signal must not come between a command's start and its report.
-        self._is_threaded = True
+        self._is_threaded = True  # no signal must come between a command's start and its report
         self._watchdog, self._console, self._options = watchdog, console, options
         self._processes: set[Any] = set()
         self._is_told = threading.Event()  # that the first signal came
@@ -5591,7 +5588,7 @@ class _CommandPool(_WorkerPool):
                 payload.write(task.data)
                 payload.seek(0)  # and it is flushed; /dev/fd may share the position with us
                 if output_dir is not None:
-                    paths = [os.path.join(output_dir, f"{task.id}.{it}") for it in ("out", "err")]
+                    paths = [f"{output_dir}/{task.id}.{it}" for it in ("out", "err")]
                     fds = [files.enter_context(open(it, "ab")).fileno() for it in paths]
                 process = files.enter_context(self._start(task, payload.fileno()))
                 self._follow(task, process, fds)
@@ -5672,12 +5669,12 @@ class _CommandPool(_WorkerPool):
                     raise SystemExit("the watchdog of this worker was killed") from None
         if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
+        what = f"killed after {_time_text(timeout_s)}"
+        if status is not None:
+            what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         if is_stopped:
             self._queue.release(task, front=True, counted=False)
-        elif status is None:
-            raise _CommandFailed(f"killed after {_time_text(timeout_s)}\n{tail}".rstrip())
-        elif status:
-            what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
+        elif status != 0:
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
@@ -5789,10 +5786,9 @@ def _pop_command(options: Any) -> int:
         options.error("--key and --id exclude each other")
     lease_ms = options.timeout * 1000
     with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
-        if options.key is None and options.id is None:
-            task = q.pop(options.wait)
-        else:
-            task = q.take(options.key, options.wait, id=options.id)
+        is_named = options.key is not None or options.id is not None
+        take = functools.partial(q.take, options.key, id=options.id) if is_named else q.pop
+        task = take(timeout=options.wait)
         if task is None:
             return 1
         try:
