@@ -4159,8 +4159,9 @@ class _WorkerPool:
     def _work_in_threads(self) -> None:
         """Work in threads until they end, or until the second signal."""
         # Daemons: a handler that does not return must not keep the process alive.
-        number = range(self._concurrency)
-        threads = [threading.Thread(target=self._work, daemon=True) for _ in number]
+        threads = [
+            threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
+        ]
         try:
             for thread in threads:
                 thread.start()
@@ -4174,9 +4175,11 @@ class _WorkerPool:
     def _work(self) -> None:
         """Take tasks, and handle them, until the pool is stopped or the queue is drained."""
         try:
-            while not self._is_stopping():
+            while True:
                 with self._turn:
-                    task = None if self._is_stopping() else self._take()
+                    if self._is_stopping():
+                        return
+                    task = self._take()
                 if task is not None:
                     self._process(task)
         except BaseException as error:
@@ -5164,30 +5167,29 @@ def _write_error(text: str) -> None:
 # Command line: how commands are declared, and parsed
 
 _Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
-_Declaration = Callable[[Any], object]  # adds to a parser
-_COMMANDS: dict[str, tuple[_Run, tuple[_Declaration, ...]]] = {}
+_Argument = tuple[list[str], dict[str, Any]]  # of add_argument()
+_COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
-def _command(*declarations: _Declaration) -> Callable[[_Run], _Run]:
+def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
     """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR."""
 
     def declare(run: _Run) -> _Run:
-        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, declarations
+        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
         return run
 
     return declare
 
 
-def _argument(words: str, text: str | None = None, **settings: Any) -> _Declaration:
+def _argument(words: str, text: str | None = None, **settings: Any) -> _Argument:
     """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing. A
     default that is a text is read as if it were given, and shown."""
     *names, value = words.split()
     if value.startswith("-"):
-        return operator.methodcaller("add_argument", *names, value, action="store_true", help=text)
+        return [*names, value], {"action": "store_true", "help": text}
     if isinstance(settings.get("default"), str):
         text = f"{text} (default: %(default)s)"
-    settings = {"type": _TYPES.get(value, str), "metavar": value} | settings
-    return operator.methodcaller("add_argument", *names, help=text, **settings)
+    return names, {"type": _TYPES.get(value, str), "metavar": value, "help": text} | settings
 
 
 def _parse_arguments(argv: list[str]) -> Any:
@@ -5207,15 +5209,15 @@ def _parse_arguments(argv: list[str]) -> Any:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     default_dir = os.environ.get("FEMTOQUEUE_DIR")
     note = f"No word is DIR: FEMTOQUEUE_DIR is {default_dir}" if default_dir else None
-    for name, (run, declarations) in _COMMANDS.items():
+    for name, (run, arguments) in _COMMANDS.items():
         text = re.sub("(?m)^    ", "", run.__doc__ or "").replace("femtoqueue ", f"{program} ")
         command = commands.add_parser(name, help=text.split("\n")[0], description=text, epilog=note)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
-        for add in declarations:
-            add(command)
+        for names, settings in arguments:
+            command.add_argument(*names, **settings)
     if not argv or argv[0] not in commands.choices:
         parser.parse_args(argv[:1])  # exits
     dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)

@@ -1119,8 +1119,8 @@ work() leaves the signal handlers as they were | Work
 -                signal.signal(number, handler)
 +            before.clear()
 work() runs no more than `concurrency` handlers | Work
--        number = range(self._concurrency)
-+        number = range(self._concurrency + 1)
+-for _ in range(self._concurrency)
++for _ in range(self._concurrency + 1)
 check(repair=True) leaves what is in flight alone | Checking
 -                mend = self._repair and entry.directory in _WAITING_DIRS
 +                mend = self._repair and bool(entry.directory)
