@@ -120,7 +120,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -564,9 +564,14 @@ def _encode_key(key: object) -> str:
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
+    return _quote_key(raw)  # not the key itself: that may be an Enum, whose text is another
+
+
+def _quote_key(key: str | bytes) -> str:
+    """Percent-encode a key, of any length: an earlier version may have pushed it."""
     from urllib.parse import quote  # 2 ms, which no program needs that has no keys
 
-    return quote(raw, "~:/@")  # not the key itself: that may be an Enum, whose text is another
+    return quote(key, "~:/@")
 
 
 def _decode_key(name: str) -> str:
@@ -5167,7 +5172,7 @@ def _write_error(text: str) -> None:
 # Command line: how commands are declared, and parsed
 
 _Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
-_Argument = tuple[list[str], dict[str, Any]]  # of add_argument()
+_Argument = tuple[str, list[str], dict[str, Any]]  # its group, and what add_argument() takes
 _COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
@@ -5181,15 +5186,16 @@ def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
     return declare
 
 
-def _argument(words: str, text: str | None = None, **settings: Any) -> _Argument:
+def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
     """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing. A
-    default that is a text is read as if it were given, and shown."""
+    default that is a text is read as if it were given, and shown. One of a group may be given."""
     *names, value = words.split()
     if value.startswith("-"):
-        return [*names, value], {"action": "store_true", "help": text}
+        return group, [*names, value], {"action": "store_true", "help": text}
     if isinstance(settings.get("default"), str):
         text = f"{text} (default: %(default)s)"
-    return names, {"type": _TYPES.get(value, str), "metavar": value, "help": text} | settings
+    settings = {"type": _TYPES.get(value, str), "metavar": value, "help": text, **settings}
+    return group, names, settings
 
 
 def _parse_arguments(argv: list[str]) -> Any:
@@ -5216,8 +5222,9 @@ def _parse_arguments(argv: list[str]) -> Any:
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
-        for names, settings in arguments:
-            command.add_argument(*names, **settings)
+        groups: dict[str, Any] = defaultdict(command.add_mutually_exclusive_group, {"": command})
+        for group, names, settings in arguments:
+            groups[group].add_argument(*names, **settings)
     if not argv or argv[0] not in commands.choices:
         parser.parse_args(argv[:1])  # exits
     dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
@@ -5271,7 +5278,7 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises FileNotFoundError if there is none."""
-    if not os.path.isdir(os.path.join(options.dir, "pending")):
+    if not os.path.isdir(f"{options.dir}/pending"):
         raise FileNotFoundError(errno.ENOENT, "there is no queue; push makes one", options.dir)
     return FemtoQueue(options.dir, **settings)
 
@@ -5319,11 +5326,7 @@ def _cell(name: str, value: Any) -> str:
     """Return a field of a row as text; a key as one word, percent-encoded as in a header."""
     if value is None:
         return "-"
-    if name == "key":  # of any length: an earlier version may have pushed it
-        from urllib.parse import quote
-
-        return quote(value, safe="/:@")
-    return str(value)
+    return _quote_key(value) if name == "key" else str(value)
 
 
 def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
@@ -5346,8 +5349,8 @@ def _fields(row: dict[str, Any]) -> str:
     _argument("payloads PAYLOAD", "a task", nargs="*", default=()),
     _argument("--lines", "push each line of standard input"),
     _argument("-0 --null", "push each piece that a zero byte ends"),
-    _argument("--delay TIME", "wait for TIME before it joins the queue"),
-    _argument("--at WHEN", f"wait until {_TIMES}"),
+    _argument("--delay TIME", "wait for TIME before it joins the queue", "when"),
+    _argument("--at WHEN", f"wait until {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
     _argument("--if-in-flight HOW", _HOW, choices=_IF_IN_FLIGHT, default="buffer"),
     _SYNC,
@@ -5364,8 +5367,6 @@ def _push_command(options: Any) -> None:
     end = b"\0" if options.null else b"\n" if options.lines else b""
     if words and end:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
-    if options.at is not None and options.delay is not None:
-        options.error("--at and --delay exclude each other")
     if options.key is not None:
         _encode_key(options.key)  # raises for an invalid one, before anything is made
         if len(words) > 1 or end:
@@ -5568,8 +5569,8 @@ class _CommandPool(_WorkerPool):
                 looks.append((look_s, done + failed, waiting))
                 seconds, ours, more = map(operator.sub, looks[-1], looks[0])
                 left = f", {_time_text(waiting * seconds / -more)} left" if more < 0 else ""
-                rate = f"{ours / (seconds or 1):.1f}/s"
-                text = f"done {done}, failed {failed}, waiting {waiting}, {rate}{left}"
+                rate = ours / (seconds or 1)
+                text = f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}"
                 console.progress = text
                 console.write("" if console.is_terminal else f"femtoqueue: {text}\n")
             cost_s = time.monotonic() - look_s
@@ -5671,12 +5672,12 @@ class _CommandPool(_WorkerPool):
                     raise SystemExit("the watchdog of this worker was killed") from None
         if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
-        what = f"killed after {_time_text(timeout_s)}"
-        if status is not None:
-            what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
         if is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif status != 0:
+            what = f"killed after {_time_text(timeout_s)}"
+            if status is not None:
+                what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
@@ -5771,8 +5772,8 @@ def _start_watchdog() -> int:
     _argument("--wait TIME", "wait for TIME if there is no task", default="0s"),
     _argument("--node NODE", "name of the worker", default="cli"),
     _argument("--payload", "print the payload"),
-    _argument("--key KEY", "lease the task of this key, out of turn"),
-    _argument("--id ID", "lease this task, due or not"),
+    _argument("--key KEY", "lease the task of this key, out of turn", "which"),
+    _argument("--id ID", "lease this task, due or not", "which"),
 )
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
@@ -5784,8 +5785,6 @@ def _pop_command(options: Any) -> int:
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
              femtoqueue done jobs "$task"
     """
-    if options.key is not None and options.id is not None:
-        options.error("--key and --id exclude each other")
     lease_ms = options.timeout * 1000
     with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
         is_named = options.key is not None or options.id is not None
@@ -5843,10 +5842,10 @@ def _fail_command(options: Any) -> int:
 
 @_command(
     _argument("ids ID", nargs="*"),
-    _argument("--all", "all that are in flight"),
-    _argument("--node NODE", "all that the worker of that name has in flight"),
-    _argument("--front", "to the front of the queue"),
-    _argument("--delay TIME", "to the back, after TIME", default="0s"),
+    _argument("--all", "all that are in flight", "which"),
+    _argument("--node NODE", "all that the worker of that name has in flight", "which"),
+    _argument("--front", "to the front of the queue", "where"),
+    _argument("--delay TIME", "to the back, after TIME", "where", default="0s"),
 )
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
@@ -5856,10 +5855,8 @@ def _release_command(options: Any) -> int:
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
-    if [bool(options.ids), options.all, options.node is not None].count(True) != 1:
+    if bool(options.ids) == (options.all or options.node is not None):
         options.error("give IDs, --all or --node")
-    if options.front and options.delay:
-        options.error("--front and --delay exclude each other")
     to = {"front": options.front, "delay_s": options.delay}
     if options.ids:
         return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))

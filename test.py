@@ -8182,8 +8182,8 @@ class CommandLine(QueueCase):
         ("a TIME is 500ms, 30s", "push jobs --delay 3weeks x"),
         ("2026-12-01T08:00", "push jobs --at noon x"),
         ("invalid int value: 'many'", "stat jobs --max-pending many"),
-        ("exclude each other", "push jobs --at 2050-12-01 --delay 1 x"),
-        ("exclude each other", "pop jobs --id TASK --key k", "release jobs TASK --front --delay 1"),
+        ("not allowed with", "push jobs --at 2050-12-01 --delay 1 x", "pop jobs --id TASK --key k"),
+        ("not allowed with", "release jobs TASK --front --delay 1", "release jobs --all --node n"),
         ("for an empty task, give '' as PAYLOAD", "push jobs"),
         ("leave PAYLOAD out", "push jobs --lines x"),
         ("--key goes with one payload", "push jobs --key k 1 2", "push jobs --key k --lines"),
@@ -8195,7 +8195,6 @@ class CommandLine(QueueCase):
         ("must be greater than 0", "work jobs --timeout 0 -- true"),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
         ("give IDs, --all or --node; see", "release jobs", "release jobs TASK --all"),
-        ("give IDs, --all or --node; see", "release jobs --all --node n"),
         ("give each ID, or --all", "retry jobs", "retry jobs --all TASK"),
         ("pending: there is no queue; push makes one", "ls pending"),
     )
