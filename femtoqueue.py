@@ -5228,9 +5228,8 @@ def _parse_arguments(argv: list[str]) -> Any:
     if not argv or argv[0] not in commands.choices:
         parser.parse_args(argv[:1])  # exits
     dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
-    options = commands.choices[argv[0]].parse_intermixed_args(argv[1:dashes])
-    options.after_dashes = argv[dashes + 1 :]
-    return options
+    options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
+    return commands.choices[argv[0]].parse_intermixed_args(argv[1:dashes], options)
 
 
 def _invalid(text: str, wanted: str) -> Exception:
@@ -5265,7 +5264,6 @@ def _id_argument(text: str) -> str:
 _SUMMARY = "A durable task queue in a directory, DIR. COMMAND --help says more."
 _NOTES = """If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds.
 Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."""
-_HOW = "if leased: buffer, update or reject"
 _TIMES = "2026-12-01T08:00, or 2026-12-01T08:00+01:00"
 _TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
 _IDS = _argument("ids ID", nargs="+")
@@ -5352,7 +5350,7 @@ def _fields(row: dict[str, Any]) -> str:
     _argument("--delay TIME", "wait for TIME before it joins the queue", "when"),
     _argument("--at WHEN", f"wait until {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
-    _argument("--if-in-flight HOW", _HOW, choices=_IF_IN_FLIGHT, default="buffer"),
+    _argument("--if-in-flight HOW", "buffer (default), update or reject", choices=_IF_IN_FLIGHT),
     _SYNC,
 )
 def _push_command(options: Any) -> None:
@@ -5371,7 +5369,7 @@ def _push_command(options: Any) -> None:
         _encode_key(options.key)  # raises for an invalid one, before anything is made
         if len(words) > 1 or end:
             options.error("--key goes with one payload: of a key, one task waits")
-    elif options.if_in_flight != "buffer":
+    elif options.if_in_flight not in (None, "buffer"):
         options.error("--if-in-flight goes with --key")
     if sys.stderr.isatty() and os.environ.get("FEMTOQUEUE_DIR"):
         _write_error(f"pushing to {options.dir} (FEMTOQUEUE_DIR)")
@@ -5386,7 +5384,7 @@ def _push_command(options: Any) -> None:
     with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
         push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         for payload in payloads:
-            ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
+            ident = push(payload, key=options.key, if_in_flight=options.if_in_flight or "buffer")
             with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
                 print(ident, flush=True)
 
@@ -5621,12 +5619,11 @@ class _CommandPool(_WorkerPool):
 
         program, *given = self._options.after_dashes
         words = [os.fsencode(it).replace(b"{}", task.data) for it in given]
-        key = (task.key or "").replace("\0", "%00")
         ours = {"FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
         try:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", program, *words],
-                env={**os.environ, **ours, "FEMTOQUEUE_KEY": key},
+                env={**os.environ, **ours, "FEMTOQUEUE_KEY": (task.key or "").replace("\0", "%00")},
                 stdin=self._watchdog,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -6062,8 +6059,7 @@ def _purge_command(options: Any) -> None:
 
     Example: femtoqueue purge jobs --older-than 7d
     """
-    states = ("done", "failed") if options.failed else ("done",)
-    print(_open_queue(options).purge(options.older_than, states))
+    print(_open_queue(options).purge(options.older_than, _ENDED if options.failed else "done"))
 
 
 if __name__ == "__main__":

@@ -795,8 +795,8 @@ a key of more than 200 bytes is refused | Keyed
 -_MAX_KEY_BYTES = 200
 +_MAX_KEY_BYTES = 300
 a key that is an Enum goes by its value | Keyed
--    return quote(raw, "~:/@")  # not the key itself
-+    return quote(str(key), "~:/@")  # not the key itself
+-    return _quote_key(raw)  # not the key itself
++    return _quote_key(str(key))  # not the key itself
 front=True leads to the place of the push | Lifecycle
 -    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
 +    return f"pending/{_task_name(_order_of(ident) + 10**15, attempts, ident)}"
