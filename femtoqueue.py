@@ -120,7 +120,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -560,9 +560,14 @@ def _encode_key(key: object) -> str:
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
+    return _quote_key(raw)  # not the key itself: that may be an Enum, whose text is another
+
+
+def _quote_key(key: str | bytes) -> str:
+    """Percent-encode a key, of any length: an earlier version may have pushed it."""
     from urllib.parse import quote  # 2 ms, which no program needs that has no keys
 
-    return quote(raw, "~:/@")  # not the key itself: that may be an Enum, whose text is another
+    return quote(key, "~:/@")
 
 
 def _decode_key(name: str) -> str:
@@ -3841,8 +3846,8 @@ class _Processing:
                 self._end(error)
         except LeaseLost as lost:
             raise lost from error
-        except OSError:
-            self.abandon()  # another worker may deliver it again
+        except Exception:  # trouble with the disk, or of the error's text
+            self.abandon()
             raise
         finally:
             self._worker.renewer.remove(task)
@@ -3881,11 +3886,11 @@ _AFTER_FAILURE = {
 
 class _WorkerPool:
     """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
-    If concurrency is 1, the calling thread does, unless in_threads is set. is_stopped: asked
-    between two tasks. Invariant: a task is in _running from before its handler is called until its
-    delivery is counted, by the thread that removes it. _changed is held where these change."""
+    If concurrency is 1, the calling thread does. is_stopped: asked between two tasks. Invariant: a
+    task is in _running from before its handler is called until its delivery is counted, by the
+    thread that removes it. _changed is held where these change."""
 
-    in_threads = False
+    stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop it
 
     def __init__(
         self,
@@ -3895,22 +3900,25 @@ class _WorkerPool:
         drain: bool,
         is_stopped: Callable[[], object] = _no_op,
         *,
-        idle_timeout_s: float | None = None,
-        time_limit_s: float | None = None,
+        idle_timeout_s: float | None,
+        time_limit_s: float | None,
     ) -> None:
-        self._pid = os.getpid()
+        import signal
+
         self._queue, self._handler, self._concurrency = queue, handler, concurrency
         self._drain, self._is_stopped = drain, is_stopped
-        self._is_threaded = self.in_threads or concurrency > 1
-        self._idle_timeout_s, self._end_s = idle_timeout_s, _end_s(time_limit_s, "time_limit_s")
+        self._is_threaded = concurrency > 1
+        self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
+        # 0 when the queue is drained, or this worker idle.
+        self._end_s = _end_s(time_limit_s, "time_limit_s")
+        self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
         self.signals: list[int] = []  # that came
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
         self._running: dict[int, FemtoTask] = {}  # by their id()
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
-        self.is_drained = self._is_idle = False
         self._is_interruptible = False  # a handler runs that signals interrupt
         self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
 
@@ -3919,9 +3927,7 @@ class _WorkerPool:
         a pop() or of a task's end, unless a signal came before what ran had finished."""
         with self._signals_handled():
             if self._is_threaded:
-                for thread in self._start_threads():
-                    while thread.is_alive() and len(self.signals) < 2:
-                        thread.join(_BASE_INTERVAL_S)
+                self._work_in_threads()
             else:
                 self._work()
             if len(self.signals) > 1:
@@ -3932,25 +3938,29 @@ class _WorkerPool:
                 raise self._error
         return WorkCounts(**self.counts)
 
-    def _start_threads(self) -> list[threading.Thread]:
-        threads: list[threading.Thread] = []
-        for _ in range(self._concurrency):
-            # A daemon: a handler that does not return must not keep the process alive.
-            thread = threading.Thread(target=self._work, daemon=True)
-            try:
+    def _work_in_threads(self) -> None:
+        """Work in threads until they end, or until the second signal."""
+        # Daemons: a handler that does not return must not keep the process alive.
+        threads = [
+            threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
+        ]
+        try:
+            for thread in threads:
                 thread.start()
-            except RuntimeError:
-                if not threads:  # else the running ones are enough
-                    raise
-                break
-            threads.append(thread)
-        return threads
+        except RuntimeError:  # no more threads: those that run are enough
+            if threads[0].ident is None:
+                raise
+        for thread in threads:
+            while thread.is_alive() and len(self.signals) < 2:
+                thread.join(_BASE_INTERVAL_S)
 
     def _work(self) -> None:
         """Take tasks, and handle them, until the pool is stopped or the queue is drained."""
         try:
-            while not self._is_stopping():
+            while True:
                 with self._turn:
+                    if self._is_stopping():
+                        return
                     task = self._take()
                 if task is not None:
                     self._process(task)
@@ -3958,24 +3968,21 @@ class _WorkerPool:
             self._error = self._error or error
 
     def _is_stopping(self) -> bool:
-        is_over = self.signals or self.is_drained or self._is_idle or self._error is not None
-        return bool(is_over or time.monotonic() >= self._end_s or self._is_stopped())
+        is_over = self.signals or self._error is not None or time.monotonic() >= self._end_s
+        return bool(is_over or self._is_stopped())
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, or wait for one a moment: no event says that is_stopped() has changed, or,
-        with drain, that others have ended the last task."""
+        """Take a task, or wait for one a moment: no event says that is_stopped() has changed."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
-        if self._is_stopping():
-            return None
-        task: FemtoTask | None = queue.pop(0 if self._drain else wait_s)
-        if task is None and self._drain:
-            self.is_drained = queue.join(0)
-            if not self.is_drained:
-                task = queue.pop(min(wait_s, queue.poll_interval_s))
+        task: FemtoTask | None = None if self._drain else queue.pop(wait_s)
+        if self._drain:
+            task = next(queue.drain(wait_s), None)
+        is_drained = self._drain and task is None and queue.join(0)
         with self._changed:
             if task is None:
-                if not self._running and time.monotonic() >= self._idle_end_s:
-                    self._is_idle = True
+                is_idle = not self._running and time.monotonic() >= self._idle_end_s
+                if is_drained or is_idle:
+                    self._end_s = 0.0
                 return None
             if not self._is_stopping():
                 self._running[id(task)] = task
@@ -3985,6 +3992,8 @@ class _WorkerPool:
 
     def _process(self, task: FemtoTask) -> None:
         """Handle a task; log how its delivery failed, and count how it ended."""
+        import traceback
+
         processing, has_begun = self._queue.processing(task), False
         try:
             with processing:
@@ -3995,14 +4004,14 @@ class _WorkerPool:
         except Exception as error:
             then = _AFTER_FAILURE.get(processing.outcome, processing.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
-            why = str(error).partition("\n")[0]
+            # Its str() may raise.
+            why = str(error) if cause is None else traceback.format_exception_only(cause)[-1]
             text = "%s: try %d failed, %s: %s"
-            _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
+            first_line = why.partition("\n")[0]
+            _log().error(text, task.id, task.attempts, then, first_line, exc_info=cause)
             if not processing.outcome:  # trouble with the disk, or no more threads: as of pop()
                 self._error = self._error or error
-                if has_begun:
-                    processing.abandon()
-                else:
+                if not has_begun:
                     self._give_back(task)
         finally:
             self._count(task, processing.outcome or "lost")
@@ -4040,23 +4049,18 @@ class _WorkerPool:
             self._queue.processing(task).abandon()
         return False
 
-    def _stop_signals(self) -> tuple[int, ...]:
-        import signal
-
-        return signal.SIGINT, signal.SIGTERM
-
     @contextlib.contextmanager
     def _signals_handled(self) -> Iterator[None]:
         """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
-        before = {n: signal.getsignal(n) for n in self._stop_signals() if is_main}
+        pid, before = os.getpid(), {n: signal.getsignal(n) for n in self.stop_numbers if is_main}
         # Not those that are ignored, as by nohup, or have a handler that Python did not set.
         before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
 
         def handle(number: int, frame: object) -> None:
-            if os.getpid() == self._pid:
+            if os.getpid() == pid:
                 self._on_signal(number)
             else:  # a child that a handler forked gets its signals as before
                 signal.signal(number, before[number])
@@ -4885,10 +4889,10 @@ def main(argv: list[str] | None = None) -> int:
 def _open_closed_streams() -> None:
     """Open /dev/null in place of a standard stream that is closed (`>&-`): otherwise the next
     file that is opened, a task's, would get its descriptor and what is printed to it."""
-    for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+    for fd, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), fd)  # open() returns fd, the lowest free one
-            setattr(sys, name, os.fdopen(fd, mode, closefd=False))
+            setattr(sys, name, os.fdopen(fd, "r+", closefd=False))
 
 
 def _error_text(error: BaseException) -> str:
@@ -4907,43 +4911,34 @@ def _write_error(text: str) -> None:
 # Command line: how commands are declared, and parsed
 
 _Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
-_Declaration = Callable[[Any], object]  # adds to a parser
-_argument = functools.partial(operator.methodcaller, "add_argument")
-_COMMANDS: dict[str, tuple[_Run, tuple[_Declaration, ...]]] = {}
+_Argument = tuple[str, list[str], dict[str, Any]]  # its group, and what add_argument() takes
+_COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
-def _command(*declarations: _Declaration) -> Callable[[_Run], _Run]:
+def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
     """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR."""
 
     def declare(run: _Run) -> _Run:
-        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, declarations
+        _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
         return run
 
     return declare
 
 
-def _either(*declarations: _Declaration) -> _Declaration:
-    def declare(parser: Any) -> None:
-        group = parser.add_mutually_exclusive_group()
-        for add in declarations:
-            add(group)
-
-    return declare
+def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
+    """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing. A
+    default that is a text is read as if it were given, and shown. One of a group may be given."""
+    *names, value = words.split()
+    if value.startswith("-"):
+        return group, [*names, value], {"action": "store_true", "help": text}
+    if isinstance(settings.get("default"), str):
+        text = f"{text} (default: %(default)s)"
+    settings = {"type": _TYPES.get(value, str), "metavar": value, "help": text, **settings}
+    return group, names, settings
 
 
 def _parse_arguments(argv: list[str]) -> Any:
     """Return the options of a command line; `run` is its command. Exits if the line is wrong."""
-    parser, commands = _make_parsers()
-    if not argv or argv[0] not in commands:
-        parser.parse_args(argv[:1])  # exits
-    dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
-    options = commands[argv[0]].parse_intermixed_args(argv[1:dashes])
-    options.after_dashes = argv[dashes + 1 :]
-    return options
-
-
-def _make_parsers() -> tuple[Any, dict[str, Any]]:
-    """Return the parser of the first word, and that of each command."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
@@ -4954,24 +4949,26 @@ def _make_parsers() -> tuple[Any, dict[str, Any]]:
     program = "femtoqueue"
     if os.path.basename(sys.argv[0]) == "femtoqueue.py":  # copied, not installed
         program = f"{os.path.basename(sys.executable) or 'python'} -m femtoqueue"
-    summary = "A durable task queue in a directory, DIR. COMMAND --help says more."
-    words = "If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds"
-    status = "Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."
-    parser = Parser(prog=program, description=summary, epilog=f"{words}. {status}")
+    parser = Parser(prog=program, description=_SUMMARY, epilog=_NOTES)
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     default_dir = os.environ.get("FEMTOQUEUE_DIR")
     note = f"No word is DIR: FEMTOQUEUE_DIR is {default_dir}" if default_dir else None
-    for name, (run, declarations) in _COMMANDS.items():
+    for name, (run, arguments) in _COMMANDS.items():
         text = re.sub("(?m)^    ", "", run.__doc__ or "").replace("femtoqueue ", f"{program} ")
         command = commands.add_parser(name, help=text.split("\n")[0], description=text, epilog=note)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
-        for add in declarations:
-            add(command)
-    return parser, commands.choices
+        groups: dict[str, Any] = defaultdict(command.add_mutually_exclusive_group, {"": command})
+        for group, names, settings in arguments:
+            groups[group].add_argument(*names, **settings)
+    if not argv or argv[0] not in commands.choices:
+        parser.parse_args(argv[:1])  # exits
+    dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
+    options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
+    return commands.choices[argv[0]].parse_intermixed_args(argv[1:dashes], options)
 
 
 def _invalid(text: str, wanted: str) -> Exception:
@@ -5003,15 +5000,14 @@ def _id_argument(text: str) -> str:
     return text
 
 
-_HOW = "if that is leased: buffer (default), update or reject"
+_SUMMARY = "A durable task queue in a directory, DIR. COMMAND --help says more."
+_NOTES = """If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds.
+Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."""
 _TIMES = "2026-12-01T08:00, or 2026-12-01T08:00+01:00"
-_flag = functools.partial(_argument, action="store_true")
-_piece = functools.partial(_argument, action="store_const", dest="end")
-_number = functools.partial(_argument, type=int, metavar="N")
-_time_span = functools.partial(_argument, type=_seconds, metavar="TIME")
-_ids = functools.partial(_argument, "ids", type=_id_argument, metavar="ID")
-_LEASE = _time_span("--timeout", default=30.0, help="length of the lease (default: 30s)")
-_SYNC = _flag("--sync", help="survive power loss, not only the death of processes")
+_TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
+_IDS = _argument("ids ID", nargs="+")
+_LEASE = _argument("--timeout TIME", "length of the lease", default="30s")
+_SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
 
 # Command line: what several commands use
@@ -5019,7 +5015,7 @@ _SYNC = _flag("--sync", help="survive power loss, not only the death of processe
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises FileNotFoundError if there is none."""
-    if not os.path.isdir(os.path.join(options.dir, "pending")):
+    if not os.path.isdir(f"{options.dir}/pending"):
         raise FileNotFoundError(errno.ENOENT, "there is no queue; push makes one", options.dir)
     return FemtoQueue(options.dir, **settings)
 
@@ -5067,11 +5063,7 @@ def _cell(name: str, value: Any) -> str:
     """Return a field of a row as text; a key as one word, percent-encoded as in a header."""
     if value is None:
         return "-"
-    if name == "key":  # of any length: an earlier version may have pushed it
-        from urllib.parse import quote
-
-        return quote(value, safe="/:@")
-    return str(value)
+    return _quote_key(value) if name == "key" else str(value)
 
 
 def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
@@ -5091,15 +5083,13 @@ def _fields(row: dict[str, Any]) -> str:
 
 
 @_command(
-    _argument("payloads", metavar="PAYLOAD", nargs="*", default=(), help="a task"),
-    _piece("--lines", const=b"\n", help="push each line of standard input"),
-    _piece("-0", "--null", const=b"\0", help="push each piece that a zero byte ends"),
-    _either(
-        _time_span("--delay", help="wait for TIME before it joins the queue"),
-        _argument("--at", type=_timestamp, metavar="WHEN", help=f"wait until {_TIMES}"),
-    ),
-    _argument("--key", help="replace the payload of this key's task, if one waits"),
-    _argument("--if-in-flight", choices=_IF_IN_FLIGHT, default="buffer", metavar="HOW", help=_HOW),
+    _argument("payloads PAYLOAD", "a task", nargs="*", default=()),
+    _argument("--lines", "push each line of standard input"),
+    _argument("-0 --null", "push each piece that a zero byte ends"),
+    _argument("--delay TIME", "wait for TIME before it joins the queue", "when"),
+    _argument("--at WHEN", f"wait until {_TIMES}", "when"),
+    _argument("--key KEY", "replace the payload of this key's task, if one waits"),
+    _argument("--if-in-flight HOW", "buffer (default), update or reject", choices=_IF_IN_FLIGHT),
     _SYNC,
 )
 def _push_command(options: Any) -> None:
@@ -5111,30 +5101,29 @@ def _push_command(options: Any) -> None:
     Example: femtoqueue push jobs 'resize 42.png'
     """
     words = [*options.payloads, *options.after_dashes]
-    if words and options.end:
+    end = b"\0" if options.null else b"\n" if options.lines else b""
+    if words and end:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
     if options.key is not None:
         _encode_key(options.key)  # raises for an invalid one, before anything is made
-        if len(words) > 1 or options.end:
+        if len(words) > 1 or end:
             options.error("--key goes with one payload: of a key, one task waits")
-    elif options.if_in_flight != "buffer":
+    elif options.if_in_flight not in (None, "buffer"):
         options.error("--if-in-flight goes with --key")
     if sys.stderr.isatty() and os.environ.get("FEMTOQUEUE_DIR"):
         _write_error(f"pushing to {options.dir} (FEMTOQUEUE_DIR)")
     if sys.stdin.isatty() and not words:
         _write_error(f"reading the payload of a task for {options.dir}; end it with Ctrl-D")
     payloads: Iterable[bytes] = map(os.fsencode, words)
-    if options.end:
-        payloads = _read_pieces(sys.stdin.buffer, options.end)
-    elif not words:
-        payloads = [sys.stdin.buffer.read()]
+    if not words:
+        payloads = _read_pieces(sys.stdin.buffer, end) if end else [sys.stdin.buffer.read()]
         if payloads == [b""]:
             options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
     due_s = options.at if options.delay is None else time.time() + options.delay
     with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
         push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         for payload in payloads:
-            ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
+            ident = push(payload, key=options.key, if_in_flight=options.if_in_flight or "buffer")
             with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
                 print(ident, flush=True)
 
@@ -5161,20 +5150,20 @@ _START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 
 
 @_command(
-    _argument("words", metavar="-- CMD", nargs="*", default=(), help="what to run for each task"),
-    _number("-j", "--jobs", default=1, help="run N at a time (default: 1)"),
-    _flag("--drain", help="exit when no task waits or is in flight"),
-    _time_span("--idle-timeout", help="exit when this worker got nothing for TIME"),
-    _time_span("--time-limit", help="take nothing more after TIME, and exit"),
-    _number("--max-attempts", default=3, help="give up after N tries; 0: never (default: 3)"),
-    _time_span("--retry-delay", default=1.0, help="before a second try; doubles (default: 1s)"),
+    _argument("words CMD", "what to run for each task", nargs="*", default=(), metavar="-- CMD"),
+    _argument("-j --jobs N", "run N at a time", default="1"),
+    _argument("--drain", "exit when no task waits or is in flight"),
+    _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
+    _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
+    _argument("--max-attempts N", "give up after N tries; 0: never", default="3"),
+    _argument("--retry-delay TIME", "before a second try; doubles", default="1s"),
     _LEASE,
-    _time_span("--task-timeout", help="kill CMD after TIME (default: never)"),
-    _argument("--output-dir", help="write output to OUTPUT_DIR/ID.out and .err"),
-    _time_span("--keep-done", default=True, help="delete what is done after TIME"),
-    _argument("--node", help="name of this worker (default: a fresh one)"),
+    _argument("--task-timeout TIME", "kill CMD after TIME (default: never)"),
+    _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
+    _argument("--keep-done TIME", "delete what is done after TIME", default=True),
+    _argument("--node NODE", "name of this worker (default: a fresh one)"),
     _SYNC,
-    _flag("-q", "--quiet", help="report no progress"),
+    _argument("-q --quiet", "report no progress"),
 )
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
@@ -5216,44 +5205,18 @@ def _work_command(options: Any) -> int:
         options.error("there is no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
-    console, is_new = _Console(options), not os.path.isdir(options.dir)
-    logging.basicConfig(stream=console, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    settings = {"keep_done": options.keep_done, "retry_delay_s": options.retry_delay}
-    settings |= {"timeout_stale_ms": options.timeout * 1000, "sync_after_write": options.sync}
-    settings |= {"node_id": options.node, "max_attempts": options.max_attempts or None}
+    settings = {"keep_done": options.keep_done, "max_attempts": options.max_attempts or None}
+    settings |= {"timeout_stale_ms": options.timeout * 1000, "retry_delay_s": options.retry_delay}
+    is_new, console = not os.path.isdir(options.dir), _Console(options)
     watchdog = _start_watchdog()  # before there is a thread
-    with FemtoQueue(options.dir, **settings) as q:
+    with FemtoQueue(options.dir, options.node, sync_after_write=options.sync, **settings) as q:
         if is_new:
             _write_error(f"{options.dir} was not there: a new queue")
-        status = _run_pool(_CommandPool(q, watchdog, console, options), console, options)
+        logging.basicConfig(stream=console, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        status = _CommandPool(q, watchdog, console, options).run_reported()
     if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
         os._exit(status)
     return status
-
-
-def _run_pool(pool: _CommandPool, console: _Console, options: Any) -> int:
-    """Handle tasks until told to stop, report what was done, and return the exit status."""
-    import signal
-
-    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    is_over = threading.Event()
-    reporter = threading.Thread(target=pool.report, args=(is_over,), daemon=True)
-    if not options.quiet:
-        reporter.start()
-    try:
-        pool.run()
-    except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
-        console.write(f"femtoqueue: {error}\n")
-        return 2
-    finally:
-        # After two signals, a thread that is stuck in a write may hold the console.
-        if reporter.is_alive() and len(pool.signals) < 2:
-            is_over.set()
-            reporter.join()
-    if len(pool.signals) > 1:
-        return 128 + pool.signals[-1]
-    return 1 if options.drain and (pool.counts["failed"] or not pool.is_drained) else 0
 
 
 class _Console:
@@ -5276,17 +5239,12 @@ class _Console:
     def relay(self, data: bytes, fd: int) -> bytes:
         """Write what a command wrote, as far as it is whole lines, and return the rest. To a file
         of its own, and where nothing comes between, write all of it."""
-        end = data.rfind(b"\n") + 1 if self._is_by_lines and fd <= 2 else len(data)
-        if len(data) - end > 1 << 16:  # too long to wait for its end
+        end = data.rfind(b"\n") + 1
+        if not self._is_by_lines or fd > 2 or len(data) - end > 1 << 16:  # too long to wait for
             end = len(data)
         if end:
             self._write(data[:end], fd)
         return data[end:]
-
-    def show(self, text: str) -> None:
-        """Show a progress line until the next one; where there is no terminal, write it."""
-        self.progress = text
-        self.write("" if self.is_terminal else f"femtoqueue: {text}\n")
 
     def _write(self, data: bytes, fd: int) -> None:
         with self._lock:
@@ -5306,20 +5264,57 @@ class _CommandPool(_WorkerPool):
     """The pool of `work`: its handler runs CMD for a task. At the second signal commands are ended;
     threads give the tasks back. Invariant: a process that may run is in _processes."""
 
-    in_threads = True  # a signal must not come between a command's start and its report
+    # HUP: the terminal is gone. Schedulers send USR1 and USR2 as a warning.
+    stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
 
     def __init__(self, queue: FemtoQueue, watchdog: int, console: _Console, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
+        self._is_threaded = True  # no signal must come between a command's start and its report
         self._watchdog, self._console, self._options = watchdog, console, options
         self._processes: set[Any] = set()
         self._is_told = threading.Event()  # that the first signal came
 
-    def _stop_signals(self) -> tuple[int, ...]:
-        import signal
+    def run_reported(self) -> int:
+        """Work until told to stop, report what was done, and return the exit status."""
+        is_over = threading.Event()
+        reporter = threading.Thread(target=self._report, args=(is_over,), daemon=True)
+        if not self._options.quiet:
+            reporter.start()
+        try:
+            self.run()
+        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
+            self._console.write(f"femtoqueue: {error}\n")
+            return 2
+        finally:
+            # After two signals, a thread that is stuck in a write may hold the console.
+            if reporter.is_alive() and len(self.signals) < 2:
+                is_over.set()
+                reporter.join()
+        if len(self.signals) > 1:
+            return 128 + self.signals[-1]
+        return int(self._drain and (self.counts["failed"] > 0 or not self._queue.join(0)))
 
-        stops = signal.SIGHUP, signal.SIGINT, signal.SIGTERM  # HUP: the terminal is gone
-        return (*stops, signal.SIGUSR1, signal.SIGUSR2)  # schedulers send these as a warning
+    def _report(self, is_over: threading.Event) -> None:
+        """Show counts, rate and time left until it is over; then say what was done."""
+        console, path, cost_s, began_s = self._console, self._queue.data_dir, 0.0, time.monotonic()
+        looks: deque[tuple[float, int, int]] = deque(maxlen=20)  # when, what we ended, what waited
+        while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
+            look_s, done, failed = time.monotonic(), self.counts["done"], self.counts["failed"]
+            with contextlib.suppress(OSError):  # pop() meets it, too
+                waiting = sum(len(os.listdir(f"{path}/{it}")) for it in _WAITING_DIRS)
+                looks.append((look_s, done + failed, waiting))
+                seconds, ours, more = map(operator.sub, looks[-1], looks[0])
+                left = f", {_time_text(waiting * seconds / -more)} left" if more < 0 else ""
+                rate = ours / (seconds or 1)
+                text = f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}"
+                console.progress = text
+                console.write("" if console.is_terminal else f"femtoqueue: {text}\n")
+            cost_s = time.monotonic() - look_s
+        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
+        took = _time_text(time.monotonic() - began_s)
+        console.progress = ""
+        console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
 
     def _run_command(self, task: FemtoTask) -> None:
         """Run CMD for a task. Raises _CommandFailed unless that ends with status 0, and SystemExit
@@ -5333,31 +5328,12 @@ class _CommandPool(_WorkerPool):
                 payload.write(task.data)
                 payload.seek(0)  # and it is flushed; /dev/fd may share the position with us
                 if output_dir is not None:
-                    paths = [os.path.join(output_dir, f"{task.id}.{it}") for it in ("out", "err")]
+                    paths = [f"{output_dir}/{task.id}.{it}" for it in ("out", "err")]
                     fds = [files.enter_context(open(it, "ab")).fileno() for it in paths]
                 process = files.enter_context(self._start(task, payload.fileno()))
                 self._follow(task, process, fds)
         except OSError as error:  # no descriptors, memory or room; nobody reads what it wrote
             raise SystemExit(_error_text(error)) from error
-
-    def report(self, is_over: threading.Event) -> None:
-        """Show counts, rate and time left until it is over; then say what was done."""
-        console, path, cost_s, began_s = self._console, self._queue.data_dir, 0.0, time.monotonic()
-        looks: deque[tuple[float, int, int]] = deque(maxlen=20)  # when, what we ended, what waited
-        while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
-            look_s, done, failed = time.monotonic(), self.counts["done"], self.counts["failed"]
-            with contextlib.suppress(OSError):  # pop() meets it, too
-                waiting = sum(len(os.listdir(f"{path}/{it}")) for it in _WAITING_DIRS)
-                looks.append((look_s, done + failed, waiting))
-                seconds, ours, more = map(operator.sub, looks[-1], looks[0])
-                left = f", {_time_text(waiting * seconds / -more)} left" if more < 0 else ""
-                rate = f"{ours / (seconds or 1):.1f}/s"
-                console.show(f"done {done}, failed {failed}, waiting {waiting}, {rate}{left}")
-            cost_s = time.monotonic() - look_s
-        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
-        took = _time_text(time.monotonic() - began_s)
-        console.progress = ""
-        console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
 
     def _tell_stop(self) -> None:
         """Tell of the first signal, in its handler, unless that would block. Not by the console:
@@ -5382,30 +5358,48 @@ class _CommandPool(_WorkerPool):
 
         program, *given = self._options.after_dashes
         words = [os.fsencode(it).replace(b"{}", task.data) for it in given]
-        command = ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", program, *words]
-        env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
-        env["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00")
-        settings: dict[str, Any] = {"env": env, "pass_fds": [payload], "start_new_session": True}
-        settings |= {"stdin": self._watchdog, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        ours = {"FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
         try:
-            return subprocess.Popen(command, **settings)
-        except (OSError, ValueError) as error:  # ValueError: a zero byte
-            has_payload = "{}" in " ".join(given)
-            if not has_payload or getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
+            return subprocess.Popen(
+                ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", program, *words],
+                env={**os.environ, **ours, "FEMTOQUEUE_KEY": (task.key or "").replace("\0", "%00")},
+                stdin=self._watchdog,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                pass_fds=[payload],
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:  # E2BIG; ValueError: a zero byte
+            is_payload = "{}" in " ".join(given)  # else the environment, which fits no task
+            if not is_payload or getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
                 raise
             text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
             self._queue.fail(task, text)  # now: another try would end so, too
             raise _CommandFailed(text) from None
 
     def _follow(self, task: FemtoTask, process: Any, fds: list[int]) -> None:
-        """Wait until the process of a task ends; see _run_command(). If it fails as this worker is
-        told to stop, the task is given back."""
-        is_guarded = True
+        """Wait until the process of a task ends, or its time is over; see _run_command(). If it
+        fails as this worker is told to stop, the task is given back."""
+        import subprocess
+
+        timeout_s = self._options.task_timeout
+        end_s = _end_s(timeout_s)
         self._processes.add(process)
         try:
             if len(self.signals) > 1:  # RACE: _abort() may not have seen this process
                 raise SystemExit
-            status, tail, is_stopped = self._wait(task, process, fds)
+            tail = self._relay(process, fds, end_s)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout_s and max(0, end_s - time.monotonic()))
+            status = process.returncode  # None: it runs yet
+            # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
+            may_be_stop = abs(status or 0) % 128 in self.stop_numbers  # -15; 143, of a shell
+            may_be_stop |= task.attempts == self._options.max_attempts
+            is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
+            # CMD may be a shell whose program still saves its state: not twice at once.
+            while is_stopped and self._is_alive(process):
+                time.sleep(0.05)
+                self._relay(process, fds, time.monotonic() + 0.1)
         finally:
             if process.returncode is None:
                 self._terminate([process])
@@ -5413,66 +5407,38 @@ class _CommandPool(_WorkerPool):
             try:
                 os.write(self._watchdog, b"-%d\n" % process.pid)
             except BrokenPipeError:
-                is_guarded = False
-        if status == 0:
-            return
-        if len(self.signals) > 1:
-            raise SystemExit  # _abort() ended it
-        if not is_guarded:
-            raise SystemExit("the watchdog of this worker was killed")
+                if process.returncode:
+                    raise SystemExit("the watchdog of this worker was killed") from None
         if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
         if is_stopped:
             self._queue.release(task, front=True, counted=False)
-            return
-        what = f"killed after {_time_text(self._options.task_timeout)}"
-        if status is not None:
-            what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
-        raise _CommandFailed(f"{what}\n{tail}".rstrip())
-
-    def _wait(self, task: FemtoTask, process: Any, fds: list[int]) -> tuple[int | None, str, bool]:
-        """Wait until a process ends, or its time is over. Return its status (None: it runs yet),
-        the end of its standard error, and whether it failed as this worker is told to stop."""
-        import subprocess
-
-        timeout_s = self._options.task_timeout
-        end_s = _end_s(timeout_s)
-        tail = self._relay(process, fds, end_s)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout_s and max(0, end_s - time.monotonic()))
-        status = process.returncode
-        is_stopped = bool(status) and self._is_stop(status, task)
-        # CMD may be a shell whose program still saves its state: not twice at once.
-        while is_stopped and self._is_alive(process):
-            time.sleep(0.05)
-            self._relay(process, fds, time.monotonic() + 0.1)
-        return status, tail, is_stopped
-
-    def _is_stop(self, status: int, task: FemtoTask) -> bool:
-        # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
-        may_be_stop = (-status if status < 0 else status - 128) in self._stop_signals()
-        is_last_try = task.attempts == self._options.max_attempts
-        return self._is_told.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
+        elif status != 0:
+            what = f"killed after {_time_text(timeout_s)}"
+            if status is not None:
+                what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
+            raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
         """Relay what a process writes until it ends, or end_s; return its standard error's end."""
-        import selectors
+        import select
 
-        tail, rests = b"", dict.fromkeys(fds, b"")  # rests: of lines that have not ended
-        with selectors.DefaultSelector() as selector:
-            for fd, pipe in zip(fds, (process.stdout, process.stderr), strict=True):
-                selector.register(pipe, selectors.EVENT_READ, fd)
-            while selector.get_map() and time.monotonic() < end_s:
-                for key, _ in selector.select(0.1):
-                    data = os.read(key.fd, 1 << 16)
-                    if not data:
-                        selector.unregister(key.fileobj)
-                    if key.fileobj is process.stderr:
-                        tail = (tail + data)[-4096:]  # enough for a reason
-                    rests[key.data] = self._console.relay(rests[key.data] + data, key.data)
-                if process.poll() is not None:
-                    # What it left running in the background still has the pipes, and may write.
-                    end_s = min(end_s, time.monotonic() + 0.1)
+        poll, tail, rests = select.poll(), b"", dict.fromkeys(fds, b"")  # rests: of lines
+        pipes = dict(zip((process.stdout.fileno(), process.stderr.fileno()), fds, strict=True))
+        for pipe in pipes:
+            poll.register(pipe, select.POLLIN)
+        while pipes and time.monotonic() < end_s:
+            for pipe, _ in poll.poll(100):
+                data, fd = os.read(pipe, 1 << 16), pipes[pipe]
+                rests[fd] = self._console.relay(rests[fd] + data, fd)
+                if fd == fds[1]:
+                    tail = (tail + data)[-4096:]  # enough for a reason
+                if not data:
+                    poll.unregister(pipe)
+                    del pipes[pipe]
+            if process.poll() is not None:
+                # What it left running in the background still has the pipes, and may write.
+                end_s = min(end_s, time.monotonic() + 0.1)
         for fd, rest in rests.items():
             self._console.relay(rest and rest + b"\n", fd)
         return tail.decode("utf-8", "replace")
@@ -5487,8 +5453,7 @@ class _CommandPool(_WorkerPool):
         for process in processes:
             while self._is_alive(process) and time.monotonic() < end_s:
                 time.sleep(0.01)
-            if self._is_alive(process):
-                _signal_group(process.pid, signal.SIGKILL)
+            _signal_group(process.pid, signal.SIGKILL)
             process.wait()
 
     def _is_alive(self, process: Any) -> bool:
@@ -5517,6 +5482,8 @@ def _start_watchdog() -> int:
     """
     import signal
 
+    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reading, writing = os.pipe()
     # Signals to all processes of a group, or of a scheduler's job, are not for the watchdog.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
@@ -5528,9 +5495,8 @@ def _start_watchdog() -> int:
         os.close(writing)
         os.setsid()
         groups: set[int] = set()
-        with os.fdopen(reading) as reports:
-            for report in map(int, reports):
-                (groups.add if report > 0 else groups.discard)(abs(report))
+        for report in map(int, os.fdopen(reading, closefd=False)):
+            (groups.add if report > 0 else groups.discard)(abs(report))
         for group in groups:
             _signal_group(group, signal.SIGKILL)
     finally:
@@ -5542,13 +5508,11 @@ def _start_watchdog() -> int:
 
 @_command(
     _LEASE,
-    _time_span("--wait", default=0.0, help="wait for TIME if there is no task (default: 0s)"),
-    _argument("--node", default="cli", help="name of the worker (default: cli)"),
-    _flag("--payload", help="print the payload"),
-    _either(
-        _argument("--key", help="lease the task of this key, out of turn"),
-        _argument("--id", type=_id_argument, help="lease this task, due or not"),
-    ),
+    _argument("--wait TIME", "wait for TIME if there is no task", default="0s"),
+    _argument("--node NODE", "name of the worker", default="cli"),
+    _argument("--payload", "print the payload"),
+    _argument("--key KEY", "lease the task of this key, out of turn", "which"),
+    _argument("--id ID", "lease this task, due or not", "which"),
 )
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
@@ -5578,7 +5542,7 @@ def _pop_command(options: Any) -> int:
     return 0
 
 
-@_command(_ids(nargs="+"))
+@_command(_IDS)
 def _cancel_command(options: Any) -> int:
     """Delete tasks that wait, due or not.
 
@@ -5597,7 +5561,7 @@ def _cancel_command(options: Any) -> int:
     return _for_each_id(options, cancel, keep_done=False)
 
 
-@_command(_ids(nargs="+"))
+@_command(_IDS)
 def _done_command(options: Any) -> int:
     """End tasks that `pop` leased: they move to done/.
 
@@ -5606,7 +5570,7 @@ def _done_command(options: Any) -> int:
     return _for_each_id(options, lambda q, name: q.done(q.attach(name)))
 
 
-@_command(_ids(nargs="+"), _argument("--reason", help="why it failed"))
+@_command(_IDS, _argument("--reason TEXT", "why it failed"))
 def _fail_command(options: Any) -> int:
     """Make dead letters of tasks that are in flight, with a reason.
 
@@ -5616,15 +5580,11 @@ def _fail_command(options: Any) -> int:
 
 
 @_command(
-    _ids(nargs="*"),
-    _either(
-        _flag("--all", help="all that are in flight"),
-        _argument("--node", help="all that the worker of that name has in flight"),
-    ),
-    _either(
-        _flag("--front", help="to the front of the queue"),
-        _time_span("--delay", default=0.0, help="to the back, after TIME (default: 0s)"),
-    ),
+    _argument("ids ID", nargs="*"),
+    _argument("--all", "all that are in flight", "which"),
+    _argument("--node NODE", "all that the worker of that name has in flight", "which"),
+    _argument("--front", "to the front of the queue", "where"),
+    _argument("--delay TIME", "to the back, after TIME", "where", default="0s"),
 )
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
@@ -5651,14 +5611,13 @@ def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
     for name in (task.path, task.id, task.id):  # RACE: renewed just now, it has another path
         with contextlib.suppress(LeaseLost):
             held = q.attach(name)
-            if held.attempts != task.attempts:
-                break
-            q.release(held, **to)
-            return True
+            if held.attempts == task.attempts:
+                q.release(held, **to)
+                return True
     return False
 
 
-@_command(_ids(nargs="+"), _LEASE)
+@_command(_IDS, _LEASE)
 def _extend_command(options: Any) -> int:
     """Renew leases, and print their new paths.
 
@@ -5677,9 +5636,9 @@ def _extend_command(options: Any) -> int:
 
 
 @_command(
-    _argument("states", metavar="STATE", nargs="*", default=()),
-    _flag("--all", help="list every state, done too"),
-    _flag("--json", help="print a JSON object on each line"),
+    _argument("states STATE", nargs="*", default=()),
+    _argument("--all", "list every state, done too"),
+    _argument("--json", "print a JSON object on each line"),
 )
 def _ls_command(options: Any) -> None:
     """List the tasks that are alive or failed, or those of each STATE.
@@ -5700,15 +5659,16 @@ def _ls_command(options: Any) -> None:
         print(line)
 
 
-@_command(_ids(), _flag("--payload", help="print the payload only"))
+@_command(_argument("id ID"), _argument("--payload", "print the payload only"))
 def _show_command(options: Any) -> None:
     """Print the fields of a task, and its payload.
 
     Example: femtoqueue show jobs 01795243500123456789-0a1b2c3d
     """
-    task = _open_queue(options).peek(_id_of(options.ids))
+    ident = _id_of(options.id)
+    task = _open_queue(options).peek(ident)
     if task is None:
-        raise TaskNotFound(f"no task {_id_of(options.ids)}")
+        raise TaskNotFound(f"no task {ident}")
     if not options.payload:
         reason = {} if task.error is None else {"reason": task.error}
         print(_fields(_task_row(task) | reason), end="\n\n", flush=True)
@@ -5716,9 +5676,9 @@ def _show_command(options: Any) -> None:
 
 
 @_command(
-    _flag("--json", help="print a JSON object"),
-    _time_span("--max-age", default=float("inf"), help="status 1 if a pending task is older"),
-    _number("--max-pending", default=float("inf"), help="status 1 if more tasks are pending"),
+    _argument("--json", "print a JSON object"),
+    _argument("--max-age TIME", "status 1 if a pending task is older", default=float("inf")),
+    _argument("--max-pending N", "status 1 if more tasks are pending", default=float("inf")),
 )
 def _stat_command(options: Any) -> int:
     """Count the tasks in each state; for monitors, too.
@@ -5736,16 +5696,17 @@ def _stat_command(options: Any) -> int:
     figures["paused"] = q.paused
     print(json.dumps(figures) if options.json else _fields(figures))
     age_s = stats.oldest_pending_age_s or 0
-    if stats.pending > options.max_pending:
+    is_full, is_late = stats.pending > options.max_pending, age_s > options.max_age
+    if is_full:
         _write_error(f"{stats.pending} tasks are pending")
-    if age_s > options.max_age:
+    if is_late:
         _write_error(f"the oldest task waits for {_time_text(age_s)}")
-    return int(stats.pending > options.max_pending or age_s > options.max_age)
+    return int(is_full or is_late)
 
 
 @_command(
-    _time_span("--interval", default=1.0, help="time between two looks (default: 1s)"),
-    _number("-n", "--count", help="exit after N looks (default: no limit)"),
+    _argument("--interval TIME", "time between two looks", default="1s"),
+    _argument("-n --count N", "exit after N looks (default: no limit)"),
 )
 def _top_command(options: Any) -> None:
     """Show the queue live: counts, workers and their leases.
@@ -5803,7 +5764,7 @@ def _resume_command(options: Any) -> None:
     _open_queue(options).resume()
 
 
-@_command(_flag("--repair", help="repair what is safe to repair"))
+@_command(_argument("--repair", "repair what is safe to repair"))
 def _check_command(options: Any) -> int:
     """Look for what is odd in DIR, and print a line for each finding.
 
@@ -5811,15 +5772,13 @@ def _check_command(options: Any) -> int:
 
     Example: femtoqueue check jobs --repair
     """
-    status = 0
-    for finding in _open_queue(options).check(options.repair):
-        result = "mended" if finding.repaired else "odd"
-        print(finding.kind, ascii(finding.path)[1:-1], finding.text, result, sep="\t")
-        status = status if finding.repaired else 1
-    return status
+    findings = _open_queue(options).check(options.repair)
+    for kind, path, text, repaired in findings:
+        print(kind, ascii(path)[1:-1], text, "mended" if repaired else "odd", sep="\t")
+    return int(not all(it.repaired for it in findings))
 
 
-@_command(_ids(nargs="*", default=()), _flag("--all", help="retry all that failed"))
+@_command(_argument("ids ID", nargs="*"), _argument("--all", "retry all that failed"))
 def _retry_command(options: Any) -> int:
     """Put failed tasks at the back of the queue, as if they were new.
 
@@ -5834,16 +5793,15 @@ def _retry_command(options: Any) -> int:
 
 
 @_command(
-    _time_span("--older-than", required=True, help="delete what ended more than TIME ago"),
-    _flag("--failed", help="delete dead letters, too"),
+    _argument("--older-than TIME", "delete what ended more than TIME ago", required=True),
+    _argument("--failed", "delete dead letters, too"),
 )
 def _purge_command(options: Any) -> None:
     """Delete tasks that were done long ago, and print how many.
 
     Example: femtoqueue purge jobs --older-than 7d
     """
-    states = ("done", "failed") if options.failed else ("done",)
-    print(_open_queue(options).purge(options.older_than, states))
+    print(_open_queue(options).purge(options.older_than, _ENDED if options.failed else "done"))
 
 
 if __name__ == "__main__":

@@ -7457,19 +7457,24 @@ class Checkpoints(QueueCase):
 
 class Work(QueueCase):
     def test_it_counts_what_became_of_each_and_goes_on_after_a_failure(self) -> None:
+        """Whatever the handler raised: also what can't be told."""
         q = self.queue(max_attempts=2, retry_delay_s=0)
         q.push_many([b"good", b"bad", b"good"])
 
+        class Unspeakable(ValueError):
+            def __str__(self) -> str:
+                raise RuntimeError
+
         def handle(task: FemtoTask) -> None:
             if task.data == b"bad":
-                raise ValueError(task.data)
+                raise Unspeakable
 
         LOG.disabled = False
         with self.assertLogs("femtoqueue", "ERROR") as logs:
             counts = q.work(handle, drain=True)
         self.assertEqual((counts.done, counts.retried, counts.failed), (2, 1, 1))
         self.assertEqual(len(logs.output), 2)
-        self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*ValueError")
+        self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*Unspeakable")
         self.assertEqual(self.states(), {"done": 2, "failed": 1})
 
     def test_as_many_run_at_a_time_as_were_asked_for(self) -> None:

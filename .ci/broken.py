@@ -796,8 +796,8 @@ a key of more than 200 bytes is refused | Keyed
 -_MAX_KEY_BYTES = 200
 +_MAX_KEY_BYTES = 300
 a key that is an Enum goes by its value | Keyed
--    return quote(raw, "~:/@")  # not the key itself
-+    return quote(str(key), "~:/@")  # not the key itself
+-    return _quote_key(raw)  # not the key itself
++    return _quote_key(str(key))  # not the key itself
 front=True leads to the place of the push | Lifecycle
 -    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
 +    return f"pending/{_task_name(_order_of(ident) + 10**15, attempts, ident)}"
@@ -1131,8 +1131,8 @@ work() leaves the signal handlers as they were | Work
 -                signal.signal(number, handler)
 +            before.clear()
 work() runs no more than `concurrency` handlers | Work
--        for _ in range(self._concurrency):
-+        for _ in range(self._concurrency + 1):
+-for _ in range(self._concurrency)
++for _ in range(self._concurrency + 1)
 check(repair=True) leaves what is in flight alone | Checking
 -                mend = self._repair and entry.directory in _WAITING_DIRS
 +                mend = self._repair and bool(entry.directory)
@@ -1143,20 +1143,14 @@ a setting is not changed in silence | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a try that a stop ended is no failure | CommandLine
--        return self._is_told.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
-+        return self._is_told.wait(0)
+-            is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
++            is_stopped = bool(status) and self._is_told.is_set()
 a program that outlives its shell in a stop has its task until then | CommandLine
 -        while is_stopped and self._is_alive(process):
 +        while is_stopped and self._is_told.wait(60) is None:
 a command that ends well after the second signal has done its task | CommandLine
--        if status == 0:
--            return
--        if len(self.signals) > 1:
--            raise SystemExit  # _abort() ended it
-+        if len(self.signals) > 1:
-+            raise SystemExit  # _abort() ended it
-+        if status == 0:
-+            return
+-            is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
++            is_stopped = len(self.signals) > 1 or (status and self._is_told.wait(_ONE_SIGNAL_S))
 a first signal ends work though standard error is full | CommandLine hangs
 -            if select.select([], [2], [], 0)[1]:
 +            if select.select([], [], [], 0):
@@ -1217,20 +1211,20 @@ a claim that is lost leaves another's of the same task alone | Meeting hangs
 +        return False
 a task that can't be ended ends work() | Work
 -                self._error = self._error or error
--                if has_begun:
-+                if has_begun:
+-                if not has_begun:
++                if not has_begun:
 `release --all` gives back what is renewed meanwhile | CommandLine
 -(task.path, task.id, task.id)
 +(task.path, task.path, task.path)
 a command that a signal ends alone has failed | CommandLine
--        return self._is_told.wait(_ONE_SIGNAL_S if may_be_stop or is_last_try else 0)
-+        return may_be_stop or self._is_told.is_set()
+-            is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
++            is_stopped = bool(status) and (status < 0 or self._is_told.wait(_ONE_SIGNAL_S))
 an idle worker that runs a task is not idle | Work
--                if not self._running and time.monotonic() >= self._idle_end_s:
-+                if time.monotonic() >= self._idle_end_s:
+-                is_idle = not self._running and time.monotonic() >= self._idle_end_s
++                is_idle = time.monotonic() >= self._idle_end_s
 a worker takes nothing after its time limit | Work
--        return bool(is_over or time.monotonic() >= self._end_s or self._is_stopped())
-+        return bool(is_over or self._is_stopped())
+-or time.monotonic() >= self._end_s
++or not self._end_s
 release() with a delay is not at the front | Lifecycle
 - or (front and delay_s):
 +:
@@ -1314,11 +1308,11 @@ a lease that `pop` can't print is given back | CommandLine
 +        except ZeroDivisionError:
 +            raise
 `work --drain` is status 1 if a task failed | CommandLine
--    return 1 if options.drain and (pool.counts["failed"] or not pool.is_drained) else 0
-+    return 1 if options.drain and pool.signals else 0
+-        return int(self._drain and (
++        return int(bool(self.signals) and (
 `check` is status 1 if something is odd | CommandLine
--        status = status if finding.repaired else 1
-+        status = status if finding.text else 1
+-    return int(not all(it.repaired for it in findings))
++    return int(not all(it.text for it in findings))
 the last piece of --null needs no zero byte | CommandLine
 -    if rest:
 -        yield bytes(rest)
