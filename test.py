@@ -118,11 +118,12 @@ def memory_dir() -> str | None:
 
 
 class Clock:
-    """Stands in for the time module in femtoqueue: real time, shifted by hand."""
+    """Stands in for the time module in femtoqueue: real time, shifted by hand; or only so, from two
+    times of the wall clock and the monotonic one, by which a seed does the same in every run."""
 
-    def __init__(self) -> None:
+    def __init__(self, *stands_at_s: float) -> None:
         self.wall_shift_s = self.monotonic_shift_s = 0.0
-        self._stands_at_s: tuple[float, float] | None = None  # the wall clock, the monotonic one
+        self._stands_at_s = stands_at_s
 
     def time(self) -> float:
         return (self._stands_at_s or (time.time(), 0))[0] + self.wall_shift_s
@@ -352,18 +353,20 @@ def interrupt() -> NoReturn:
 
 
 @contextlib.contextmanager
-def interrupted_at_line(number: int) -> Iterator[list[str]]:
-    """Let Ctrl-C come before the n-th line of femtoqueue that the block runs. Yields a list that is
-    not empty once it came: a generator that is dropped prints what comes as it ends."""
+def at_line(
+    number: int, happen: Callable[[], object], within: tuple[str, ...] = ()
+) -> Iterator[list[str]]:
+    """Let something happen before the n-th line of femtoqueue that the block runs, in any thread;
+    within: of the lines of these functions. Yields a list that is not empty once it did."""
     came = list[str]()
     left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
     last: dict[int, int] = {}  # line of a frame, by its id()
 
     def trace(frame: types.FrameType, event: str, arg: object) -> Any:
-        if frame.f_code.co_filename != femtoqueue.__file__:
+        name, caller = frame.f_code.co_name, frame.f_back
+        if frame.f_code.co_filename != femtoqueue.__file__ or (within and name not in within):
             return None
-        caller = frame.f_back
-        if "__del__" in (frame.f_code.co_name, caller.f_code.co_name if caller else ""):
+        if "__del__" in (name, caller.f_code.co_name if caller else ""):
             return None  # what a finalizer raises is printed, and ends nothing
         line, before = frame.f_lineno, last.get(id(frame), 0)
         last[id(frame)] = 0 if event == "call" else line
@@ -371,61 +374,46 @@ def interrupted_at_line(number: int) -> Iterator[list[str]]:
         is_end = event == "line" and line < before and source[line - 1].lstrip().startswith("with ")
         if event == "line" and not is_end and next(left) == 0:
             sys.settrace(None)
-            came.append(f"{frame.f_code.co_name}:{line}")
-            raise KeyboardInterrupt
+            came.append(f"{name}:{line}")
+            happen()
         return trace
 
+    threading.settrace(trace)
     sys.settrace(trace)
     try:
         yield came
     finally:
         sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
 
 
 # What a name is, and what a record: told here by other code than femtoqueue's.
 
-HEX = "0123456789abcdef"
+NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # a nanosecond before the year 2255; random
+ID, KEYED_ID, STAMP = f"{NUMBER}-{TAG}", f"{NUMBER}-[89a-f][0-9a-f]{{7}}", f"{NUMBER}~[0-9]{{1,6}}~"
+TASKS = {  # the names of tasks, as the docstring has them
+    **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),  # moved by hand
+    "scheduled": STAMP + ID,
+    "inflight": f"{STAMP}{TAG}~{ID}",
+    "keys": f"({STAMP})?{KEYED_ID}",
+}
+COMPANIONS = {"creating": rf"{ID}(\.(clock|error|pending))?", "failed": rf"{ID}\.error"}
+COMPANIONS["keys"] = "[89a-f][0-9a-f]{7}"
 Record = tuple[bytes, "str | None"]
 
 
-def is_number(text: str) -> bool:
-    """20 digits, of a nanosecond before the year 2255."""
-    return len(text) == 20 and set(text) <= set("0123456789") and int(text) < 9 * 10**18
-
-
-def is_hex(text: str) -> bool:
-    return len(text) == 8 and set(text) <= set(HEX)
-
-
 def is_id(text: str) -> bool:
-    return len(text) == 29 and text[20] == "-" and is_number(text[:20]) and is_hex(text[21:])
+    return re.fullmatch(ID, text) is not None
 
 
 def is_task(state: str, name: str) -> bool:
-    """Whether that is the name of a task in that state, as the docstring has them."""
-    *stamp, ident = name.split("~")
-    if not is_id(ident) or (state == "keys" and ident[21] not in "89abcdef"):
-        return False
-    if not stamp:
-        return state in ("pending", "done", "failed", "keys")
-    number, attempts = stamp[0], stamp[1] if len(stamp) > 1 else ""
-    if not is_number(number) or not 1 <= len(attempts) <= 6 or not set(attempts) <= set(HEX[:10]):
-        return False
-    # By hand, a task may come from anywhere under the name that it had there.
-    allowed = {"scheduled": (2,), "keys": (2,), "inflight": (3,)}.get(state, (2, 3))
-    return len(stamp) in allowed and all(map(is_hex, stamp[2:]))
+    """Whether that is the name of a task in that state."""
+    return re.fullmatch(TASKS.get(state, "(?!)"), name) is not None
 
 
 def is_ours(state: str, name: str) -> bool:
     """Whether the queue may do with that file what it likes: a task, or a companion of one."""
-    stem, dot, kind = name.partition(".")
-    if state == "creating":
-        return is_id(stem) and (not dot or kind in ("clock", "error", "pending"))
-    if state == "failed" and name.endswith(".error"):
-        return is_id(name[:-6])
-    if state == "keys" and is_hex(name):
-        return name[0] in "89abcdef"
-    return is_task(state, name)
+    return is_task(state, name) or re.fullmatch(COMPANIONS.get(state, "(?!)"), name) is not None
 
 
 def read_record(content: bytes) -> Record | None:
@@ -2146,10 +2134,16 @@ class LeftBehind(QueueCase):
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
         closer = threading.Thread(target=q.close)
-        with self.started_at_line(number, closer):
+
+        def close() -> None:
+            closer.start()
+            closer.join(0.01)  # it waits for us if we are at a claim
+
+        with at_line(number, close, self.DELIVERS) as came:
             task = deliver(q)
-        if closer.ident is None:
+        if not came:
             return False
+        until(lambda: closer.ident is not None)
         closer.join()
         while task is None:  # a thread that looks for coroutines may have it yet
             self.assertEqual(q.stats().failed, 0)
@@ -2159,27 +2153,6 @@ class LeftBehind(QueueCase):
         self.assertEqual((q.pop(), q.stats().failed, task.attempts), (None, is_lost, 1))
         q.close()
         return True
-
-    @contextlib.contextmanager
-    def started_at_line(self, number: int, thread: threading.Thread) -> Iterator[None]:
-        """Start a thread before the n-th line of what delivers a task, in any thread."""
-        lines = itertools.count()
-
-        def trace(frame: Any, event: str, arg: object) -> Any:
-            if frame.f_code.co_name not in self.DELIVERS:
-                return None
-            if event == "line" and next(lines) == number:
-                thread.start()
-                thread.join(0.01)  # it waits for us if we are at a claim
-            return trace
-
-        threading.settrace(trace)
-        sys.settrace(trace)
-        try:
-            yield
-        finally:
-            sys.settrace(None)
-            threading.settrace(None)
 
 
 # Keyed tasks
@@ -2372,7 +2345,7 @@ class KeyedTable(QueueCase):
             q.push(b"1", key=key)
             task, pushed = self.take(q, key), b"1"
             try:
-                with interrupted_at_line(number) as came:
+                with at_line(number, interrupt) as came:
                     q.push(b"2", key=key)
                     pushed = b"2"
                     q.release(task)
@@ -4391,16 +4364,6 @@ class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted, InterruptedOnSharedFi
 # Random lives against a model in memory
 
 
-class StandingClock(Clock):
-    """Moves only when it is told to, so that a seed does the same in every run."""
-
-    def time(self) -> float:
-        return 2e9 + self.wall_shift_s
-
-    def monotonic(self) -> float:
-        return 1000 + self.monotonic_shift_s
-
-
 def demand(holds: object, why: str) -> None:
     if not holds:
         raise AssertionError(why)
@@ -4694,7 +4657,7 @@ class Fuzz:
 
     def __init__(self, path: str, seed: int) -> None:
         self.path, self.seed, self.chance = path, seed, random.Random(seed)
-        self.clock = StandingClock()
+        self.clock = Clock(2e9, 1000)
         self.model = Twin(self.clock)
         self.said: deque[str] = deque(maxlen=12)
         self.held: list[Held] = []
@@ -5999,8 +5962,8 @@ class SharedTickets(TicketCase):
 
     def test_a_touch_that_came_late_does_not_make_up_for_it(self) -> None:
         """The thread of turn() touches the ticket, and tells nobody that it was late."""
-        clock, touches = StandingClock(), threading.Semaphore(0)
-        self.patched(mock.patch.object(femtoqueue, "time", clock))
+        clock, touches = self.clock(), threading.Semaphore(0)
+        clock.stand_still()
         line = self.line(stale_timeout=0.04)
         with hooked(at_call("utime", None, touches.release), after=True), line.turn() as ticket:
             clock.advance(0.032)
@@ -6549,7 +6512,7 @@ class Waiting(QueueCase):
 
     def test_a_listing_of_what_is_scheduled_is_paid_for_before_the_next(self) -> None:
         """Each push of others to scheduled/ would cost every pop() a listing of it."""
-        clock = StandingClock()
+        clock = Clock(2e9, 1000)
         self.patched(mock.patch.object(femtoqueue, "time", clock))
         q, other, seconds = self.queue(), self.queue("n2"), list[float]()
 
@@ -7036,9 +6999,8 @@ class Processing(QueueCase):
 
     def test_an_exception_is_tried_again_after_a_delay_that_doubles(self) -> None:
         """A half of it at least, an hour at most."""
-        clock = StandingClock()
-        self.patched(mock.patch.object(femtoqueue, "time", clock))
-        q = self.queue(retry_delay_s=100)
+        q, clock = self.queue(retry_delay_s=100), self.clock()
+        clock.stand_still()
         for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
             delays_s = [self.delay_s(q, clock, attempts) for _ in range(50)]
             self.assertLessEqual(max(delays_s), longest_s)
@@ -7698,7 +7660,6 @@ class Checking(QueueCase):
 # <lease...>, the path of a lease; from there on it is that one, also as $name in a command. Two
 # names are two values. Besides the shell's commands: `states` counts the tasks in each directory,
 # `payloads STATE` prints payloads.
-ID = r"[0-9]{20}-[0-9a-f]{8}"
 LEASE = rf"inflight-\w+/[0-9]{{20}}~[0-9]+~0{{8}}~{ID}"
 TRANSCRIPTS = r"""
 # push takes arguments, standard input, its lines and its pieces, and prints ids
