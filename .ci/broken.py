@@ -1165,7 +1165,7 @@ a fork copies no lock that another thread is opening | Meeting
 a renewal gets the lock of a key that is pushed all the time | Meeting
 -                if lease.outcome or time.monotonic() >= end_s:
 +                if end_s:
-a synced push that raises puts back what was there | Meeting
+a synced push that raises puts back what was there | KeyedTable
 -                self._files.swap(aside, path)
 -            raise
 +                pass
