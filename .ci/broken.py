@@ -798,7 +798,7 @@ a key of more than 200 bytes is refused | Keyed
 a key that is an Enum goes by its value | Keyed
 -    return _quote_key(raw)  # not the key itself
 +    return _quote_key(str(key))  # not the key itself
-front=True leads to the place of the push | Lifecycle
+front=True leads to the place of the push | Model
 -    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
 +    return f"pending/{_task_name(_order_of(ident) + 10**15, attempts, ident)}"
 a NaN is refused as an argument | Lifecycle
@@ -897,7 +897,7 @@ a large pending/ is replaced only when it is empty | Shrinking
 a finished task of which a second name came back is not delivered | TwoNames
 -        if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
 +        if not source:
-orders of one object strictly increase | Ordering
+orders of one object strictly increase | Model
 -            self._order = now_ns if now_ns > self._order else self._order + 1
 +            self._order = now_ns
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
@@ -917,10 +917,10 @@ a name of the year 2200 does not carry the clock along | Ordering
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
-what comes back to the front is delivered next | Lifecycle
+what comes back to the front is delivered next | Model
 -            if self.names and name < self.names[-1]:
 +            if self.names and name > self.names[-1]:
-who comes back under its node_id takes back what it had | Liveness
+who comes back under its node_id takes back what it had | Model
 -            elif self._first_open and lock.try_exclusive() and lock.is_at_path():
 +            elif self._first_open and not lock.try_exclusive():
 a detached lease outlives a restart of its node_id | CommandLine
@@ -933,7 +933,7 @@ a claim that is interrupted is undone | Faults
 a worker can start on a full disk | Faults
 -                if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
 +                if not error.errno:
-close() gives back what it had | Liveness
+close() gives back what it had | Model
 -                if is_alone:
 -                    self._worker
 +                if not is_alone:
@@ -947,7 +947,7 @@ the interpreter ends though a thread opened a lock | LeftBehind hangs
 close() leaves a namesake's leases alone | PlaceLost
 -            if is_alone is None or (is_alone and lock.is_at_path()):
 +            if is_alone in (None, True):
-what a dead worker had comes back at once | Liveness
+what a dead worker had comes back at once | Model
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():
 a dead worker's lease of another boot ends by its deadline | Liveness
@@ -959,17 +959,17 @@ a lease of another host that was just renewed is not taken | Healed
 the empty directory of another host's worker stays for a minute | Liveness
 - < _IDLE_NS:
 + < 0:
-a lease ends at its deadline | Leases
+a lease ends at its deadline | Model
 -            if entry.stamp_ns > now_ns:
 -                running
 +            if entry.stamp_ns > now_ns - 10**10:
 +                running
-a lease lasts until its deadline | Leases
+a lease lasts until its deadline | Model
 -            if entry.stamp_ns > now_ns:
 -                running
 +            if entry.stamp_ns > now_ns + 10**10:
 +                running
-nothing is delivered before its time | Lifecycle
+nothing is delivered before its time | Model
 -            if entry.stamp_ns > now_ns:
 -                self
 +            if entry.stamp_ns > now_ns + 10**9:
@@ -988,10 +988,10 @@ nothing is delivered while PAUSED is there | ByHand
 done tasks are kept for keep_done seconds | Lifecycle
 - + _PURGE_SLICE_S, time.time() - self._keep_done
 + + _PURGE_SLICE_S, time.time()
-max_attempts is a limit | Lifecycle
+max_attempts is a limit | Model
 -            if self.max_attempts is not None and before >= self.max_attempts:
 +            if self.max_attempts is not None and before > self.max_attempts:
-attempts are counted | Lifecycle
+attempts are counted | Model
 -        attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
 +        attempts = 1
 a corrupt task goes to failed/, and pop() goes on | Corruption
@@ -1010,10 +1010,10 @@ the rename to failed/ is the fence: the reason is written after it | Leases
 -                self.files.move_over(path, f"{target}.error")
 +                self.files.move_over(path, f"{target}.error")
 +                self.move_leased(lease, target, "failed")
-a retried task has no reason any more | Lifecycle
+a retried task has no reason any more | Model
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
 +                os.stat(f"{self.files.root}failed")
-retry() puts a task at the back | Lifecycle
+retry() puts a task at the back | Model
 -        ident, target = _id_of(source), self.back_path(source, 0)
 +        ident, target = _id_of(source), _front_path(_id_of(source), 0)
 a checkpoint goes with its task | Checkpoints
@@ -1171,7 +1171,7 @@ a fork copies no lock that another thread is opening | Meeting
 a renewal gets the lock of a key that is pushed all the time | Meeting
 -                time.sleep(_LOCK_PAUSE_S)
 +                return False
-a synced push that raises puts back what was there | Meeting
+a synced push that raises puts back what was there | KeyedTable
 -                    self._files.swap(aside, path, or_rename=False)
 +                    pass
 repair() comes again soon for a busy key | Meeting

@@ -20,6 +20,7 @@ import binascii
 import contextlib
 import os
 import random
+import re
 import signal
 import tempfile
 import time
@@ -34,11 +35,11 @@ from proof import Violation, ends, litter, must_catch, parser, say
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
 from test import (
+    TAG,
+    Clock,
     Fuzz,
     Record,
-    StandingClock,
     demand,
-    is_hex,
     is_id,
     is_ours,
     is_task,
@@ -77,7 +78,7 @@ class Names:
     )
 
     def __init__(self, path: str, seed: int) -> None:
-        self.path, self.chance, self.clock = path, random.Random(seed), StandingClock()
+        self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
         self.put: dict[str, tuple[str, str, bytes]] = {}  # path: state, kind, payload
         self.ids: set[str] = set()
         self.delivered: Counter[bytes] = Counter()
@@ -215,7 +216,7 @@ class Contents:
     KEYS = ("a", "b", "c", "größe %", "k3985819", "k4420602")
 
     def __init__(self, path: str, seed: int) -> None:
-        self.path, self.chance, self.clock = path, random.Random(seed), StandingClock()
+        self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
         self.numbers = iter(range(10**9))
         self.keys: dict[bytes, str | None] = {}  # by payload
         self.pushed: dict[str, bytes] = {}  # by id, the newest
@@ -266,7 +267,7 @@ class Contents:
     def hints(self) -> list[str]:
         keys = os.path.join(self.path, "keys")
         names = sorted(os.listdir(keys)) if os.path.isdir(keys) else []
-        return [os.path.join(keys, name) for name in names if is_hex(name)]
+        return [os.path.join(keys, name) for name in names if re.fullmatch(TAG, name)]
 
     def damage_record(self, path: str, others: list[str]) -> None:
         with open(path, "rb") as file:
