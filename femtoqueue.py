@@ -161,18 +161,18 @@ _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x0102199
 _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
-_OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+_OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed what our descriptor refers to (NFS, GlusterFS).
-_MISSING_ERRNOS = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
-_NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP)
+_MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
+_NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 # O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not block pop().
 _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
-_DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+_DIR_FLAGS = _NO_FOLLOW_OR_BLOCK | getattr(os, "O_DIRECTORY", 0)
 
 
 def _utc(ns: int) -> datetime:
@@ -203,48 +203,35 @@ def _os_error(code: int, path: str) -> OSError:
     return OSError(code, os.strerror(code), path)
 
 
-def _libc_error(path: str) -> OSError:
+def _call_libc(name: str, path: str, *args: object) -> None:
+    """Make a system call that returns 0. Raises OSError, of `path`, if it does not; ENOSYS where
+    there is no such call."""
+    call = getattr(_libc(), name, None)
+    if call is None:
+        raise _os_error(errno.ENOSYS, path)
     import ctypes
 
-    return _os_error(ctypes.get_errno(), path)
+    if call(*args):
+        raise _os_error(ctypes.get_errno(), path)
 
 
 def _fs_type(path: str) -> int:
     """Return f_type of statfs(2), 0 where there is no such call. Raises OSError if it fails."""
-    libc = _libc()
-    if libc is None:
+    if _libc() is None:
         return 0
     import ctypes
 
     # struct statfs begins with the type; 256 bytes are enough for any of them.
     status = (ctypes.c_long * 32)()
-    if libc.statfs(os.fsencode(path), status):
-        raise _libc_error(path)
+    _call_libc("statfs", path, os.fsencode(path), status)
     return status[0] & 0xFFFFFFFF
-
-
-def _find_syncfs(directory: str) -> Callable[[int], None] | None:
-    """Return syncfs(2) if it exists and the directory's file system is known to obey it."""
-    libc = _libc()
-    if libc is None or _fs_type(directory) not in _SYNCFS_TYPES:
-        return None
-
-    def call(fd: int) -> None:
-        if libc.syncfs(fd):
-            raise _libc_error(directory)
-
-    return call
 
 
 def _exchange(first: str, second: str) -> None:
     """Swap what two absolute paths lead to: renameat2(2) with RENAME_EXCHANGE. Raises ENOSYS where
     there is no such call, EINVAL where the file system has none, else as rename() does."""
-    renameat2 = getattr(_libc(), "renameat2", None)
-    if renameat2 is None:
-        raise _os_error(errno.ENOSYS, second)
     places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
-    if renameat2(*places, _RENAME_EXCHANGE):
-        raise _libc_error(second)
+    _call_libc("renameat2", second, *places, _RENAME_EXCHANGE)
 
 
 def _read_boot_id() -> str | None:
@@ -325,27 +312,20 @@ def _sync_path(path: str, flags: int) -> None:
 
 def _sync_dir(path: str) -> None:
     if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
+        _sync_path(path, os.O_DIRECTORY)  # a link to a directory is one, here
 
 
-class _FirstError:
-    """Ends the `with` blocks that it guards at an OSError, and keeps the first for raise_if_any():
-    one task or directory with an error must not keep the others waiting."""
-
-    _error: OSError | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, OSError):
-            return False
-        self._error = self._error or error
-        return True
-
-    def raise_if_any(self) -> None:
-        if self._error is not None:
-            raise self._error
+def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
+    """Act on each: one task or directory with an OSError must not keep the others waiting. The
+    first such error is raised last."""
+    errors = []
+    for item in items:
+        try:
+            act(item)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _no_op(*args: object) -> None:
@@ -1084,14 +1064,13 @@ def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
     """Return what makes durable what is renamed into a directory from now on; and whether its files
     are to be synced before: where syncfs() is not known to take them to the disk (FUSE; not Linux).
     The directory is opened now: syncfs() reports the write errors since (Linux 5.8)."""
-    syncfs = _find_syncfs(directory)
-    if syncfs is None:
+    if _fs_type(directory) not in _SYNCFS_TYPES:
         return functools.partial(_sync_dir, directory), True
     fd = os.open(directory, _DIR_FLAGS)
 
     def sync() -> None:
         try:
-            syncfs(fd)
+            _call_libc("syncfs", directory, fd)
         finally:
             os.close(fd)
 
@@ -1942,12 +1921,8 @@ class _Transitions:
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
         """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
-        first_error = _FirstError()
-        for entry in self.files.entries(directory):
-            if entry.boot != _DETACHED and boot in (None, entry.boot):
-                with first_error:
-                    self.reclaim(entry)
-        first_error.raise_if_any()
+        leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
+        _for_each(self.reclaim, [it for it in leases if boot in (None, it.boot)])
 
     # To failed/, and back
 
@@ -2263,7 +2238,7 @@ class _Housekeeper:
             # What is nearly due too: a waiting worker is woken once for all of them.
             soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
             for job in self._jobs:
-                if soon_s >= job.at_s or (job is self.repairing and self._keys.needs_repair):
+                if soon_s >= job.at_s:
                     job.run()
             if time.monotonic() >= self._backlog.refill_s:
                 self._list_pending()
@@ -2329,32 +2304,29 @@ class _Housekeeper:
         """Move what is due to the back of pending/, in the order in which it came due."""
         now_ns = time.time_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
-        first_error = _FirstError()
+        due = []
         for entry in self._files.entries("scheduled"):
             if entry.stamp_ns > now_ns:
                 self.enqueuing.sooner((entry.stamp_ns - now_ns) / 1e9)
                 break
-            with first_error:
-                try:
-                    self._worker.enqueue_scheduled(entry.path, wait=False)
-                except FileNotFoundError:
-                    continue  # RACE: another worker moved it
-                except BlockingIOError:
-                    # RACE: another process is at work on its key; soon
-                    self.enqueuing.sooner(_LOOK_INTERVAL_S)
-        first_error.raise_if_any()
+            due.append(entry.path)
+        _for_each(self._enqueue, due)
+
+    def _enqueue(self, path: str) -> None:
+        try:
+            self._worker.enqueue_scheduled(path, wait=False)
+        except FileNotFoundError:
+            pass  # RACE: another worker moved it
+        except BlockingIOError:
+            # RACE: another process is at work on its key; soon
+            self.enqueuing.sooner(_LOOK_INTERVAL_S)
 
     def reclaim_ended(self) -> None:
-        """Reclaim leases that are past their deadline or held by dead workers. An OSError comes
-        last: it must not keep the other directories waiting."""
-        first_error = _FirstError()
+        """Reclaim leases that are past their deadline or held by dead workers."""
         with self._lock:  # check(repair=True) calls this too
-            for directory in self._files.node_dirs():
-                with first_error:
-                    self._reclaim_from(directory, first_error)
-        first_error.raise_if_any()
+            _for_each(self._reclaim_from, self._files.node_dirs())
 
-    def _reclaim_from(self, directory: str, first_error: _FirstError) -> None:
+    def _reclaim_from(self, directory: str) -> None:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
         now_ns = self._clock.now_ns()
         is_own = directory == self._lease_dir.directory
@@ -2362,19 +2334,21 @@ class _Housekeeper:
         marked = {*orphans}
         leases = self._files.entries(directory)
         orphans -= marked.difference(entry.name for entry in leases)  # gone, or never made
-        running = []
+        ended, running = [], []
         for entry in leases:
             is_orphan = entry.name in orphans
             if entry.stamp_ns > now_ns and not is_orphan:
                 running.append(entry.stamp_ns)
             elif is_orphan or not self._renewed_recently(entry):
-                with first_error:
-                    self._worker.reclaim(entry)
+                ended.append(entry)
         if running:
             self.reclaiming.sooner((running[0] - now_ns) / 1e9)
         has_ours = any(entry.boot == self._clock.boot for entry in leases)
-        if not is_own and (has_ours or not running):
-            self._reclaim_dead_worker(directory, has_ours)
+        try:
+            _for_each(self._worker.reclaim, ended)
+        finally:
+            if not is_own and (has_ours or not running):
+                self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Whether another host's lease was taken or renewed less than our own lease length ago,
@@ -2399,8 +2373,7 @@ class _Housekeeper:
         try:
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
-                self._keys.needs_repair = True  # it may have died before it promoted a payload
-                self.repairing.sooner(0)
+                self.repairing.sooner(0)  # it may have died before it promoted a payload
                 if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # Not with another boot's leases, foreign files.
                     _remove_empty_dir(self._files.root + directory)
@@ -3242,10 +3215,7 @@ def _later(newer: str) -> int | None:
 
 
 class _KeyedTasks(_KeyStates):
-    """The tasks with a key, once they are pushed. `needs_repair` is set when one may have ended
-    without the payload behind it: repair() is due."""
-
-    needs_repair = False
+    """The tasks with a key, once they are pushed."""
 
     # Finding
 
@@ -3393,7 +3363,8 @@ class _KeyedTasks(_KeyStates):
                 elif name:
                     del states[name]
             except BaseException:
-                self.needs_repair = True  # the next pop() promotes what stands behind it
+                with self._worker.lock:  # no job runs: it sets its next time when it ends
+                    self._worker.house.repairing.sooner(_BASE_INTERVAL_S)  # of what is behind it
                 raise
         return target
 
@@ -3432,25 +3403,22 @@ class _KeyedTasks(_KeyStates):
 
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
-        self.needs_repair, errors, found = False, _FirstError(), self._found(_FORMS["keys"])
-        idle = {_tag_of(path) for path in self.idle()}
-        for tag in sorted(idle.union(map(_tag_of, found))):
+        found, idle = self._found(_FORMS["keys"]), {_tag_of(path) for path in self.idle()}
+
+        def repair(tag: str) -> None:
             # Of an idle one all directories have been listed: a claim is what may have come since.
             where = ("inflight",) if tag in idle else _LIVE
-            with errors:
-                try:
-                    self._repair(tag, where, {it for it in found if _tag_of(it) == tag})
-                except BlockingIOError:  # RACE: another process is at work on a key of its hash
-                    self._worker.house.repairing.sooner(1)
-        errors.raise_if_any()
+            try:
+                with self.lock(tag, wait=False) as states:
+                    for name in [*states]:
+                        self.find_task(states, name, where)
+                    for newer in found:
+                        if _tag_of(newer) == tag:
+                            self._adopt(states, newer)
+            except BlockingIOError:  # RACE: another process is at work on a key of its hash
+                self._worker.house.repairing.sooner(1)
 
-    def _repair(self, tag: str, where: tuple[str, ...], found: set[str]) -> None:
-        """Repair the keys of one hash; found: the payloads of that in keys/."""
-        with self.lock(tag, wait=False) as states:
-            for name in [*states]:
-                self.find_task(states, name, where)
-            for newer in found:
-                self._adopt(states, newer)
+        _for_each(repair, sorted(idle.union(map(_tag_of, found))))
 
     def _adopt(self, states: _States, newer: str) -> None:
         """Note a payload in keys/ that no state knows: power loss, or a person, took the state."""

@@ -159,7 +159,7 @@ SEAMS = {
     "file system type": "_fs_type",
     "exchange": "_exchange",
     "C library": "_libc",
-    "syncfs": "_find_syncfs",
+    "sync of a batch": "_batch_sync",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -3382,11 +3382,11 @@ class Durability(StepCase):
     def test_push_many_syncs_the_batch_once(self) -> None:
         """With syncfs no fsync; without, one a file and one of pending/. Without sync, neither."""
         q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[int]()
-        with seam("syncfs", lambda _: None):
+        with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
         self.assertEqual(Counter(calls), {"move": 3, "file": 3, "directory": 1})
         self.assertEqual(calls[-1], "directory")
-        with seam("syncfs", lambda _: synced.append):
+        with seam("sync of a batch", lambda _: (functools.partial(synced.append, 1), False)):
             for pushing in (q, other):
                 calls = self.moves_and_syncs(functools.partial(pushing.push_many, [b"4", b"5"]))
                 self.assertEqual((calls, len(synced)), (["move"] * 2, 1))
@@ -3394,22 +3394,21 @@ class Durability(StepCase):
 
     def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
         q = self.queue(sync_after_write=True)
-        find = seam("syncfs", lambda _: lambda _: fail_with(errno.EIO))
-        with find, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
+        batch = functools.partial(fail_with, errno.EIO), False
+        sync = seam("sync of a batch", lambda _: batch)
+        with sync, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
             q.push_many([b"1", b"2"])
         self.assertEqual(self.states(), {})
 
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
         """The real one, on the file system of the temporary directory if it is a known one."""
-        sync = through_seam("syncfs")(self.path)
-        if sync is None:
+        sync, syncs_each = through_seam("sync of a batch")(self.path)
+        if syncs_each:
             self.skipTest(f"not known whether the file system of {self.path} obeys syncfs")
-        fd = os.open(self.path, os.O_RDONLY)
-        sync(fd)
-        os.close(fd)
+        sync()
         with self.assertRaisesRegex(OSError, rf"\[Errno {errno.EBADF}\]"):
-            sync(fd)
+            sync()  # it has closed the directory
 
 
 # After these a directory is as it was before: a process that dies then leaves the same.

@@ -343,7 +343,7 @@ def without(is_synced: Callable[[str], bool]) -> list[Patch]:
         if is_synced(f"/proc/self/fd/{fd}"):
             os.fsync(fd)
 
-    no_syncfs = (femtoqueue, "_find_syncfs", lambda directory: None)  # PRIVATE
+    no_syncfs = (femtoqueue, "_SYNCFS_TYPES", ())  # PRIVATE
     return [*calls(fsync=sync, fdatasync=sync), no_syncfs]
 
 
@@ -775,10 +775,8 @@ purge() counts age from the move, not from the push | Lifecycle
 -        if status.st_ctime > before_s or
 +        if status.st_mtime > before_s or
 an error in one directory does not keep the others waiting | Faults
--        self._error = self._error or error
--        return True
-+        self._error = self._error or error
-+        return False
+-            errors.append(error)
++            raise error
 the id tells that a task has a key | Keyed
 -binascii.crc32(name.encode()) | 1 << 31:08x
 +binascii.crc32(name.encode()) & ~(1 << 31):08x
@@ -952,8 +950,8 @@ what a dead worker had comes back at once | Liveness
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():
 a dead worker's lease of another boot ends by its deadline | Liveness
--            if entry.boot != _DETACHED and boot in (None, entry.boot):
-+            if entry.boot != _DETACHED:
+-[it for it in leases if boot in (None, it.boot)])
++leases)
 a lease of another host that was just renewed is not taken | Healed
 -            elif is_orphan or not self._renewed_recently(entry):
 +            elif entry:
@@ -1171,8 +1169,8 @@ a synced push that raises puts back what was there | Meeting
 +                pass
 +            raise
 repair() comes again soon for a busy key | Meeting
--                    self._worker.house.repairing.sooner(1)
-+                    pass
+-                self._worker.house.repairing.sooner(1)
++                pass
 take_async() looks again soon at a busy key | Meeting
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 +                pass
@@ -1279,10 +1277,8 @@ a sync of what another host took is no error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
 a failed statfs() is an error | Faults
--    if libc.statfs(os.fsencode(path), status):
--        raise _libc_error(path)
-+    if libc.statfs(os.fsencode(path), status):
-+        return 0
+-    _call_libc("statfs", path, os.fsencode(path), status)
++    _libc().statfs(os.fsencode(path), status)
 a file that was replaced is looked up again | Healed hangs
 -        for _ in range(_LOOKS):
 +        for _ in range(1):
