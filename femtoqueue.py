@@ -350,9 +350,6 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # A new state goes in here and into _FORMS; then into Stats (3), _Transitions (10), purge() (12).
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
-# Where the record of a task may be, in the order in which tasks move: a look in this order misses
-# none that moves on meanwhile.
-_PLACES = ("keys", "scheduled", "pending", "inflight", *_ENDED)
 # Of tasks that have not ended. A claim needs no lock, nor does its undoing: in this order a task
 # that does one of them meanwhile is not missed; one that does both is.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
@@ -375,10 +372,11 @@ _BOOT = "([0-9a-f]{8})"
 # Written without <boot>, and in done/ and failed/ only as an id; but a person may move a task here
 # from anywhere, under the name that it had there.
 _WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
-# Each form has the groups attempts, boot, id.
+# Of each directory of data_dir the form of its names: of tasks, with the groups attempts, boot, id.
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
+        ".": "PAUSED|clock-[0-9a-f]{8}",
         "creating": rf"()(){_ID}(?:\.(?:clock|error|pending))?",
         "pending": _WAITING,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
@@ -388,11 +386,12 @@ _FORMS = {
         "checkpoints": f"()(){_ID}",
         "done": _WAITING,
         "failed": _WAITING,
-        "reason": rf"()(){_ID}\.error",
+        "locks": "[0-9a-f]{2}",
+        "spare": "(?!)",  # of ours there is none in it
     }.items()
 }
+_parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # in failed/, too
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
-_parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
@@ -400,15 +399,6 @@ _parse_key_state = re.compile(
     r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
 ).fullmatch
-
-# For each directory of data_dir the forms of its names.
-_NAMES_IN: dict[str, tuple[Callable[[str], object], ...]] = {
-    **{name: (_FORMS[name],) for name in (*_STATE_DIRS, "checkpoints")},
-    "failed": (_FORMS["failed"], _FORMS["reason"]),
-    "keys": (_FORMS["keys"], _parse_tag),
-    "locks": (re.compile("[0-9a-f]{2}").fullmatch,),
-    "spare": (),
-}
 
 
 class _Entry(NamedTuple):
@@ -431,9 +421,9 @@ class _Entry(NamedTuple):
         return int(self.name[:20])
 
 
-def _parse(directory: str, name: str, form: str = "") -> _Entry | None:
-    """Return the entry of a name, None if it is not ours. form: if not that of the directory."""
-    match = _FORMS[form or _state_of(directory)](name)
+def _parse(directory: str, name: str) -> _Entry | None:
+    """Return the entry of a name; None if it is not that of a task, or what belongs to one."""
+    match = _FORMS[_state_of(directory)](name)
     if match is None:
         return None
     attempts, boot, ident = match.groups()
@@ -446,10 +436,6 @@ def _state_of(path: str) -> str:
     return "inflight" if directory.startswith("inflight-") else directory
 
 
-def _node_of(path: str) -> str:
-    return path.partition("/")[0][len("inflight-") :]
-
-
 def _id_of(path: str) -> str:
     return path[-_ID_LENGTH:]
 
@@ -458,12 +444,9 @@ def _tag_of(ident: str) -> str:
     return ident[-8:]
 
 
-def _order_of(ident: str) -> int:
-    return int(ident[:20])
-
-
 def _stamp_of(path: str) -> int:
-    """Return the number in front of a task's name: order, due time or deadline, in ns."""
+    """Return the number in front of a name, or of the last part of a path: in ns, the order of an
+    id, a due time or a deadline; of a ticket, its number."""
     return int(path.rpartition("/")[2][:20])
 
 
@@ -472,13 +455,9 @@ def _attempts_of(path: str) -> int:
     return int(parts[1]) if len(parts) > 1 else 0
 
 
-def _due_of(buffered: str) -> int | None:
-    return _stamp_of(buffered) if "~" in buffered else None
-
-
 def _is_end(path: str) -> bool:
     """Whether a task that moves there, or nowhere (""), has come to its end."""
-    return path.partition("/")[0] in ("", *_ENDED)
+    return not path or path.startswith(_ENDED)
 
 
 def _is_keyed(ident: str) -> bool:
@@ -501,17 +480,7 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 
 def _front_path(ident: str, attempts: int) -> str:
     """Return the path in pending/ of a task at the place of its push."""
-    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
-
-
-def _with_stamp(path: str, stamp_ns: int) -> str:
-    directory, _, name = path.rpartition("/")
-    return f"{directory}/{stamp_ns:020d}{name[20:]}"
-
-
-def _first_lease(path: str) -> str:
-    deadline, _, rest = path.split("~", 2)
-    return f"{deadline}~1~{rest}"
+    return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
 def _reset_path(path: str, due_ns: int | None) -> str:
@@ -521,14 +490,6 @@ def _reset_path(path: str, due_ns: int | None) -> str:
     if "~" not in path:
         return path
     return f"{_state_of(path)}/{_task_name(_stamp_of(path), 0, _id_of(path))}"
-
-
-def _ticket_name(number: int, boot: str, member: str) -> str:
-    return f"{number:020d}~{boot}~{member}"
-
-
-def _number_of(ticket: str) -> int:
-    return int(ticket[:20])
 
 
 def _key_tag(name: str) -> str:
@@ -695,12 +656,13 @@ class FemtoTask:
     @property
     def node(self) -> str | None:
         """The node_id of the worker that has it in flight, else None."""
-        return _node_of(self.path) if self.state == "inflight" else None
+        directory = self.path.partition("/")[0]
+        return directory[len("inflight-") :] if self.state == "inflight" else None
 
     @property
     def created(self) -> datetime:
         """When it was pushed: UTC, read from the id, by the queue clock (see FemtoQueue)."""
-        return _utc(_order_of(self.id))
+        return _utc(_stamp_of(self.id))
 
     @property
     def until(self) -> datetime | None:
@@ -772,8 +734,7 @@ def _finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not abs(value) < _MAX_NUMBER:  # NaN neither
-        given = value if isinstance(value, float) else "an int of so many digits"
-        raise ValueError(f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {given}")
+        raise ValueError(f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {value!r}")
     return value
 
 
@@ -898,11 +859,11 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     payload = head[start:]
     if len(payload) < length:  # a large one: in one piece, unless the system gives less at a time
         os.lseek(fd, start, os.SEEK_SET)
-        payload = os.read(fd, length)
+        payload = b""
     while len(payload) < length and (part := os.read(fd, length - len(payload))):
         payload += part
     name = (header[3] or b"").decode()
-    if b"%08x" % binascii.crc32(payload, binascii.crc32(name.encode())) != header[1]:
+    if _header(payload, name) != header[0]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
     if not name:
         return payload, None
@@ -921,10 +882,7 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
-_NO_FLOCK_ERRNOS = (
-    *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
-    *(errno.EBADF, errno.EINVAL),
-)
+_NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
@@ -981,7 +939,7 @@ class _FileLock:
 
     def is_at_path(self) -> bool:
         try:
-            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
+            return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
         except OSError as error:
             if error.errno not in _MISSING_ERRNOS:
                 raise
@@ -1113,20 +1071,20 @@ class _Files:
     def exists(self, path: str) -> bool:
         """Whether a file is there. os.path.lexists() takes every error for "no"."""
         try:
-            os.lstat(self.root + path)
+            self.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
 
-    def entries(self, directory: str, form: str = "") -> list[_Entry]:
-        """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
+    def entries(self, directory: str) -> list[_Entry]:
+        """Return our names in a directory, sorted; others' are left out."""
         try:
             names = self.names(directory)
         except NotADirectoryError:
             if directory in _STATE_DIRS:
                 raise
             return []  # a foreign file of such a name
-        return [entry for name in sorted(names) if (entry := _parse(directory, name, form))]
+        return [entry for name in sorted(names) if (entry := _parse(directory, name))]
 
     def names(self, directory: str) -> list[str]:
         """Return all names in a directory; none if it was removed with its worker, or is not there
@@ -1176,11 +1134,6 @@ class _Files:
             for directory in ("keys", "scheduled", "pending", *self.node_dirs())
         )
 
-    def reason_of(self, ident: str) -> str | None:
-        with contextlib.suppress(FileNotFoundError):
-            return self.text(f"failed/{ident}.error").removesuffix("\n")
-        return None
-
     def text(self, path: str) -> str:
         with open(self.root + path, "rb") as file:
             return file.read().decode("utf-8", "replace")
@@ -1207,16 +1160,13 @@ class _Files:
 
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return key and length of a payload by its header; (None, None) if that is invalid."""
-        try:
+        header = None
+        if self._is_regular(path):
             fd = os.open(self.root + path, _READ_FLAGS)
             try:
                 header = _match_header(os.read(fd, _HEAD_BYTES))
             finally:
                 os.close(fd)
-        except OSError:
-            if self._is_regular(path):
-                raise
-            header = None
         if header is None:
             return None, None
         return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
@@ -1410,7 +1360,7 @@ def _compute_anchor(files: _Files) -> int:
     newest_ns = _EARLIEST_NS
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         with contextlib.suppress(PermissionError):  # another user's: no reason not to start
-            orders = [_order_of(entry.id) for entry in files.entries(directory)]
+            orders = [_stamp_of(entry.id) for entry in files.entries(directory)]
             newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
     return max(time.time_ns(), newest_ns + 1) - time.monotonic_ns()
 
@@ -1440,7 +1390,7 @@ class _QueueClock:
             return f"0{self._order}-{self.tag}"
 
     def next_order(self) -> int:
-        return _order_of(self.new_id())
+        return _stamp_of(self.new_id())
 
     def _open(self) -> tuple[str, int]:
         """Return this boot's tag and its clock's anchor; set the anchor if we are the first."""
@@ -1874,7 +1824,8 @@ class _Transitions:
         with self.keys.lock_of(task.id), self.lock:
             if lease.is_renewed:  # the next renewal is due only then
                 length_ns = max(length_ns, lease.length_ns)
-            renewed, path = False, _with_stamp(lease.path, self.clock.now_ns() + length_ns)
+            deadline_ns = self.clock.now_ns() + length_ns
+            renewed, path = False, re.sub("/[0-9]{20}", f"/{deadline_ns:020d}", lease.path)
             try:
                 self.move_leased(lease, path)
                 renewed = True
@@ -2290,9 +2241,6 @@ class _Housekeeper:
             self._backlog.clear()
             self._look_s = 0.0
 
-    def rest_s(self) -> float:
-        return self.wake_s - time.monotonic()
-
     def end_scan(self) -> None:
         scan, self._done_scan = self._done_scan, None
         if scan is not None:
@@ -2330,10 +2278,8 @@ class _Housekeeper:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
         now_ns = self._clock.now_ns()
         is_own = directory == self._lease_dir.directory
-        orphans = self._lease_dir.orphans if is_own else set()
-        marked = {*orphans}
+        orphans = self._lease_dir.orphans if is_own else ()
         leases = self._files.entries(directory)
-        orphans -= marked.difference(entry.name for entry in leases)  # gone, or never made
         ended, running = [], []
         for entry in leases:
             is_orphan = entry.name in orphans
@@ -2391,7 +2337,8 @@ class _Housekeeper:
         if is_free and any(entry.boot == self._clock.boot for entry in leases):
             liveness = "dead"
         expired = sum(entry.stamp_ns <= now_ns for entry in leases)
-        return NodeStats(_node_of(directory), len(leases), expired, liveness)
+        node = directory.removeprefix("inflight-")
+        return NodeStats(node, len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
         """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
@@ -2426,7 +2373,7 @@ class _Housekeeper:
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
             old -= {it.id for it in self._files.find(*_LIVE)}
         stale, before_ns = sorted(old), self._clock.now_ns() - _LEFTOVER_NS
-        creating = [it for it in self._files.entries("creating") if _order_of(it.id) < before_ns]
+        creating = [it for it in self._files.entries("creating") if _stamp_of(it.id) < before_ns]
         return [f"checkpoints/{ident}" for ident in stale] + [entry.path for entry in creating]
 
 
@@ -2455,8 +2402,9 @@ def _read_task(files: _Files, entry: _Entry, record: str, anchor_ns: int, data: 
     if not data:
         task.size_bytes = size_bytes
     if entry.directory == "failed":
-        with contextlib.suppress(PermissionError):  # another user's: the task is shown all the same
-            task.error = files.reason_of(entry.id)
+        # There is none, or it is another user's: the task is shown all the same.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            task.error = files.text(f"failed/{entry.id}.error").removesuffix("\n")
     return task
 
 
@@ -2929,9 +2877,10 @@ class FemtoQueue:
         root, before_s = self._files.root, time.time() - older_than_s
         entries = self._files.find(*sorted(wanted))
         count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
-        for entry in self._files.entries("failed", "reason") if "failed" in wanted else ():
-            if not self._files.exists(f"failed/{entry.id}"):
-                _unlink_if_older(root + entry.path, before_s)
+        reasons = filter(_parse_reason, self._files.names("failed") if "failed" in wanted else ())
+        for name in reasons:
+            if not self._files.exists(f"failed/{name[:_ID_LENGTH]}"):
+                _unlink_if_older(f"{root}failed/{name}", before_s)
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -2988,7 +2937,7 @@ class FemtoQueue:
             entry = _parse(*path.split("/")) if path else None
         else:
             _check_id(id)
-            entry = self._files.find_id(id, *_PLACES)
+            entry = self._files.find_id(id, "keys", *_LIVE, *_ENDED)  # in which it may move on
         return None if entry is None else self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
@@ -3210,8 +3159,8 @@ class _KeyStates:
 
 def _later(newer: str) -> int | None:
     """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
-    due_ns = _due_of(newer)
-    return due_ns if due_ns is not None and due_ns > time.time_ns() else None
+    due_ns = _stamp_of(newer) if "~" in newer else 0
+    return due_ns if due_ns > time.time_ns() else None
 
 
 class _KeyedTasks(_KeyStates):
@@ -3326,7 +3275,8 @@ class _KeyedTasks(_KeyStates):
         """
         (lease, newer), unread = states[name], self._worker.lease_dir.unread
         due_ns = _later(newer)
-        target = _first_lease(lease) if due_ns is None else _reset_path(waiting, due_ns)
+        first = re.sub("~[0-9]+~", "~1~", lease, count=1)
+        target = first if due_ns is None else _reset_path(waiting, due_ns)
         if target != lease:  # of a lease: an undone claim, or a person, brought it back
             try:
                 self._files.move(lease, target)
@@ -3370,7 +3320,7 @@ class _KeyedTasks(_KeyStates):
 
     def _promote(self, newer: str) -> str:
         """Make a task of a payload in keys/, as its key has none. "": a person removed it."""
-        path = f"{'pending' if _due_of(newer) is None else 'scheduled'}/{newer}"
+        path = f"{'scheduled' if '~' in newer else 'pending'}/{newer}"
         try:
             path = self._files.move(f"keys/{newer}", path)
         except FileNotFoundError:
@@ -3522,7 +3472,7 @@ class _Keys(_KeyedTasks):
         """Put a payload behind the task of a key, or into the place of the one behind it; return
         its id. CRASH: find_task() knows it by its id, under its old name too."""
         path, before = states[name]
-        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
+        order = max(self._clock.next_order(), _stamp_of(_id_of(path)) + 1)  # hosts' clocks differ
         ident = _id_of(before) or _new_name(order, _key_tag(name))
         newer = ident if due_ns is None else _task_name(due_ns, 0, ident)
         states[name] = path, newer
@@ -3697,7 +3647,7 @@ class _Waits:
                 left_s = end_s - time.monotonic()
                 if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
                     return self.accept(found)
-                rest_s, pause_s = self._house.rest_s(), next(pauses_s)
+                rest_s, pause_s = self._house.wake_s - time.monotonic(), next(pauses_s)
                 if rest_s <= 0:  # a job failed, or another thread runs it
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
@@ -4326,8 +4276,8 @@ class _Inspector:
 
     def _directories(self) -> list[str]:
         root = self._files.root
-        names = sorted(it for it in os.listdir(root) if it in _NAMES_IN or _parse_node_dir(it))
-        return [name for name in names if os.path.isdir(root + name)]
+        names = [it for it in _FORMS if it not in (".", "inflight")]
+        return [it for it in sorted(names) + self._files.node_dirs() if os.path.isdir(root + it)]
 
     def _queue_clock(self) -> Iterator[Finding]:
         clock = self._worker.clock
@@ -4338,11 +4288,12 @@ class _Inspector:
 
     def _foreign(self) -> Iterator[Finding]:
         directories = self._directories()
-        forms = {name: _NAMES_IN.get(name, (_FORMS["inflight"],)) for name in directories}
+        others: dict[str, Callable[[str], object]]
+        others = {".": directories.__contains__, "failed": _parse_reason, "keys": _parse_tag}
         for directory in (".", *directories):
-            known = forms.get(directory, ({*directories, "PAUSED"}.__contains__, _parse_clock))
+            is_known, is_other = _FORMS[_state_of(directory)], others.get(directory, _no_op)
             for name in sorted(os.listdir(self._files.root + directory)):
-                if not any(form(name) for form in known):
+                if not (is_known(name) or is_other(name)):
                     path = os.path.normpath(f"{directory}/{name}")
                     yield Finding("foreign", path, "not of the queue's")
 
@@ -4482,7 +4433,7 @@ class TicketQueue:
         off, and others registered, again and again meanwhile."""
         member, held = self._join_line()
         self._held[member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
-        return _number_of(member), member
+        return _stamp_of(member), member
 
     def _join_line(self) -> tuple[str, _HeldTicket]:
         """Take the next ticket, as register() does; return its member and its file."""
@@ -4500,9 +4451,9 @@ class TicketQueue:
         """Take the next ticket, with the lock of "last" held; return its member and its file. RACE:
         a host that was cut off has lost that lock (replies). If another one registered meanwhile,
         or took our file for that of a dead process, raises OSError: ENOENT, ESTALE or EEXIST."""
-        number = self._numbers.draw(last, max(map(_number_of, self._tickets()), default=0))
+        number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
-        name = _ticket_name(number, self._boot, os.urandom(8).hex())
+        name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
         lock = self._files.open_lock(f".{name}")  # not a ticket yet: it must appear locked
         try:
             lock.acquire_exclusive()
@@ -4520,9 +4471,9 @@ class TicketQueue:
         False, too, if ours was not touched for so long that another host may have passed it over.
         If it never was the first, it is removed. If it was, its turn may be another's by now: stop,
         and remove() it."""
-        is_first = ticket == next(map(_number_of, filter(self._lives, self._tickets())), None)
+        is_first = ticket == next(map(_stamp_of, filter(self._lives, self._tickets())), None)
         for member, held in list(self._held.items()):
-            if _number_of(member) != ticket:
+            if _stamp_of(member) != ticket:
                 continue
             if not self._touch(held):  # after the look: that may have taken long
                 if not held.had_turn:
@@ -4572,7 +4523,7 @@ class TicketQueue:
         member, over = "", threading.Event()
         try:
             member, held = self._join_line()
-            self._held[member], ticket = held, _number_of(member)
+            self._held[member], ticket = held, _stamp_of(member)
             if self.stale_timeout is not None:
                 threading.Thread(target=self._touch_until, args=(member, over), daemon=True).start()
             while not self.is_head(ticket):
@@ -4819,11 +4770,7 @@ class _SharedFiles(_Files):
 
     def exists(self, path: str) -> bool:
         self._refresh(os.path.dirname(path))
-        try:
-            self.lstat(path)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return True
+        return super().exists(path)
 
     def names(self, directory: str) -> list[str]:
         with contextlib.suppress(FileNotFoundError):

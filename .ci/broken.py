@@ -767,9 +767,9 @@ a directory of the queue's own is made durable with its parent | Durability
 +    if sync and not path:
 +        _sync_dir(parent)
 what can't be looked at is not taken for missing | Faults
--            os.lstat(self.root + path)
+-            self.lstat(path)
 -        except (FileNotFoundError, NotADirectoryError):
-+            os.lstat(self.root + path)
++            self.lstat(path)
 +        except OSError:
 purge() counts age from the move, not from the push | Lifecycle
 -        if status.st_ctime > before_s or
@@ -796,8 +796,8 @@ a key that is an Enum goes by its value | Keyed
 -    return quote(raw, "~:/@")  # not the key itself
 +    return quote(str(key), "~:/@")  # not the key itself
 front=True leads to the place of the push | Lifecycle
--    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
-+    return f"pending/{_task_name(_order_of(ident) + 10**15, attempts, ident)}"
+-    return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
++    return f"pending/{_task_name(_stamp_of(ident) + 10**15, attempts, ident)}"
 a NaN is refused as an argument | Lifecycle
 -    if not abs(value) < _MAX_NUMBER:  # NaN neither
 +    if abs(value) >= _MAX_NUMBER:  # NaN neither
@@ -815,8 +815,8 @@ a payload that is a str is refused | Lifecycle
 +    if isinstance(data, str):
 +        raise TypeError("data must be bytes, not str
 a record with a wrong checksum is never delivered | Corruption
--    if b"%08x" % binascii.crc32(payload, binascii.crc32(name.encode())) != header[1]:
-+    if not header[1]:
+-    if _header(payload, name) != header[0]:
++    if not header[0]:
 a record with bytes behind its payload is never delivered | Corruption
 -    if status.st_size - start != length:
 +    if status.st_size - start < length:
@@ -1071,7 +1071,7 @@ a task that came back is on disk in its new place before its payload is replaced
 -            if target != path:  # else btrfs
 +            if not path:  # else btrfs
 what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
--        order = max(self._clock.next_order(), _order_of(_id_of(path)) + 1)  # hosts' clocks differ
+-        order = max(self._clock.next_order(), _stamp_of(_id_of(path)) + 1)  # hosts' clocks differ
 +        order = self._clock.next_order()
 retry() of a task whose key has another raises | Keyed
 -        if path:
