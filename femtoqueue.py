@@ -50,25 +50,22 @@ Each move is one system call, and takes effect when that call returns:
     promote    _KeyedTasks.move_keyed         keys/<id>         pending/, scheduled/     rename
     save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
-move_keyed() moves a task with a key, under the lock of the key; _Files.move any other. Replace may
-first give the task a new time; a quarantine that can't write to failed/ moves it to the back.
-
-Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
-task: the rename gives it a *lease*, which ends at its *deadline* or with the worker. The exact name
-of the lease is the *fence*: when it is gone, done(), fail(), release() and extend() raise LeaseLost
-and change nothing. A task is *settled* by done(), fail() or release(), or *reclaimed* from a worker
-that died or was late. A *dead letter* is in failed/; what can't be delivered is *quarantined*
-there. *Housekeeping* is what else pop() does. A newer payload of a key is *buffered* behind a task.
+A *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a task: the
+rename gives it a *lease*, which ends at its *deadline* or with the worker. The name of the lease is
+the *fence*: when it is gone, what would end or extend it raises LeaseLost, and changes nothing. A
+task is *settled* by done(), fail() or release(), or *reclaimed* from a worker that died or is late.
+A *dead letter* is in failed/; what can't be delivered is *quarantined* there (or, if failed/ can't
+be written to, moved to the back). *Housekeeping* is what else pop() does. A newer payload of a key
+is *buffered* behind a task; tasks with a key move under its lock (move_keyed).
 
 Of two workers that rename one task, one succeeds; the other gets ENOENT and takes the next. A
 living worker holds a shared flock on its inflight-<node>/, which the kernel drops with the process:
 who gets the exclusive one knows that the worker is dead. There is no server, and no thread but of
 processing(), work(), the async methods and TicketQueue.turn(). The command `work` forks a watchdog.
 
-Guaranteed: at least once. A task whose push() returned is delivered until a done() or fail()
-returned, whatever is killed at whichever instant. Order is that of push() across the processes of
-a host, restarts, reboots and steps of the wall clock. What is corrupt is never delivered; it ends
-in failed/ with the reason. With sync_after_write=True what returned also survives power loss.
+Guaranteed: a task whose push() returned is delivered until a done() or fail() returned, whatever is
+killed when. Order is that of push(), on a host, over restarts, reboots and set clocks. What is
+corrupt ends in failed/. With sync_after_write=True, what returned survives power loss.
 
 Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without sync)
 when power was lost after done(): make handlers idempotent. Between hosts, a cut network may do the
@@ -79,8 +76,7 @@ wall clocks within a second of each other, one timeout_stale_ms, and node_ids of
 of another host ends by its deadline only, as do all without flock or boot id (not Linux). Files
 whose names have none of these forms are foreign: never delivered, moved or removed.
 
-Rooms of this file: the core, where each uses only those above it; the face; and the annexes, each
-of which the others name at one door only.
+Rooms: the core, where each uses only those above it; the face; annexes, each with one door.
 
      1. System              constants and system calls that Python lacks
      2. Names               of tasks, directories and keys
@@ -176,9 +172,9 @@ _DIR_FLAGS = _NO_FOLLOW_OR_BLOCK | getattr(os, "O_DIRECTORY", 0)
 
 
 def _utc(ns: int) -> datetime:
-    from datetime import datetime, timedelta, timezone
+    from datetime import datetime, timezone
 
-    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=ns // 1000)
+    return datetime.fromtimestamp(ns / 1e9, timezone.utc)
 
 
 def _log() -> logging.Logger:
@@ -189,13 +185,12 @@ def _log() -> logging.Logger:
 
 @functools.lru_cache(maxsize=1)
 def _libc() -> Any:
-    """Return the C library if it is that of a Linux with every call used here, else None."""
-    with contextlib.suppress(ImportError, OSError, AttributeError, TypeError):
+    """Return the C library of a Linux, else None."""
+    with contextlib.suppress(ImportError, OSError):
         import ctypes
 
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch:
-            return libc
+        if sys.platform == "linux":
+            return ctypes.CDLL(None, use_errno=True)
     return None
 
 
@@ -254,43 +249,39 @@ def _boot_tag(boot_id: str, directory: str) -> str:
 def _make_dir(path: str, mode: int, sync: bool) -> None:
     """mkdir -p; with sync, what was made reaches the disk with its parent."""
     parent = os.path.dirname(path)
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        if parent == path or os.path.lexists(parent):  # a dangling link: mkdir can not help
-            raise
+    if parent != path and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
-        _make_dir(path, mode, sync)
-        return
-    if sync:
-        _sync_dir(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, mode)
+        if sync:
+            _sync_dir(parent)
 
 
-def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
-    """Remove a file; return whether it was removed. or_fail=False: ignore an OSError."""
-    try:
+def _unlink_if_exists(path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _none_is_fine() -> Iterator[None]:
+    """End the block if its file, or the directory of that, is not there (any more)."""
+    try:
+        yield
     except OSError as error:
-        if or_fail and not isinstance(error, FileNotFoundError):
+        if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
             raise
-        return False
-    return True
 
 
 def _unlink_if_older(path: str, before_s: float) -> bool:
     """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
-    try:
+    with _none_is_fine():  # RACE: another process retried or removed it
         status = os.lstat(path)
-        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
-            return False
-        os.unlink(path)
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
-        return False  # RACE: another process retried or removed it
-    return True
+        if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
+            os.unlink(path)
+            return True
+    return False
 
 
 def _remove_empty_dir(path: str) -> None:
@@ -938,12 +929,9 @@ class _FileLock:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
 
     def is_at_path(self) -> bool:
-        try:
+        with _none_is_fine():
             return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-            return False
+        return False
 
     def close(self) -> None:
         """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock."""
@@ -1001,23 +989,6 @@ _MAX_REPLACED = 1000  # times that a target directory may be replaced during one
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
-def _write_new(
-    path: str, head: bytes, payload: bytes | memoryview = b"", sync: bool = False
-) -> None:
-    """Create a file and write it; remove it if that fails. Raises FileExistsError."""
-    fd = os.open(path, _CREATE_FLAGS, 0o666)
-    try:
-        try:
-            _write_record(fd, head, payload)
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        _unlink_if_exists(path, or_fail=False)
-        raise
-
-
 def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
     """Return what makes durable what is renamed into a directory from now on; and whether its files
     are to be synced before: where syncfs() is not known to take them to the disk (FUSE; not Linux).
@@ -1052,14 +1023,13 @@ class _Files:
 
     def make_dirs(self) -> None:
         """Make the directories of the states where they are missing, and the spare one."""
-        data_dir = os.path.dirname(self.root)
         for name in _STATE_DIRS:
             _make_dir(self.root + name, 0o777, sync=False)
         if self.is_durable:
-            _sync_dir(data_dir)
+            _sync_dir(self.root)
             # Another may just have made it, without sync. One that we may not read was there.
             with contextlib.suppress(PermissionError):
-                _sync_dir(os.path.dirname(data_dir))
+                _sync_dir(f"{self.root}..")
         try:
             os.mkdir(f"{self.root}spare")
         except OSError as error:
@@ -1078,21 +1048,17 @@ class _Files:
 
     def entries(self, directory: str) -> list[_Entry]:
         """Return our names in a directory, sorted; others' are left out."""
-        try:
-            names = self.names(directory)
-        except NotADirectoryError:
-            if directory in _STATE_DIRS:
-                raise
-            return []  # a foreign file of such a name
-        return [entry for name in sorted(names) if (entry := _parse(directory, name))]
+        names = sorted(self.names(directory))
+        return [entry for name in names if (entry := _parse(directory, name))]
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory; none if it was removed with its worker, or is not there
-        yet. Raises FileNotFoundError for one that must be there."""
+        """Return all names in a directory; none if it was removed with its worker, is not there yet
+        or is a foreign file. Raises FileNotFoundError or the like for one that must be there."""
         for is_last in (False, True):
             try:
                 return os.listdir(self.root + directory)
-            except FileNotFoundError:  # RACE: perhaps it was replaced as we read (shrink_pending)
+            except (FileNotFoundError, NotADirectoryError):
+                # RACE: perhaps it was replaced as we read (shrink_pending).
                 if is_last and directory in _STATE_DIRS:
                     raise
         return []
@@ -1117,13 +1083,10 @@ class _Files:
 
     def has_entries(self, directory: str) -> bool:
         """Whether a task is in a directory; it is read only up to the first one."""
-        try:
-            with os.scandir(self.root + directory) as entries:
-                return any(_parse(directory, entry.name) for entry in entries)
-        except OSError as error:
-            if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
-                raise
-            return False  # no keys yet; RACE: removed with its worker just now
+        # No keys yet; RACE: removed with its worker just now.
+        with _none_is_fine(), os.scandir(self.root + directory) as entries:
+            return any(_parse(directory, entry.name) for entry in entries)
+        return False
 
     def has_work(self) -> bool:
         """Whether a task waits or is leased. RACE: tasks move both ways meanwhile; four looks, as
@@ -1154,14 +1117,14 @@ class _Files:
             finally:
                 os.close(fd)  # must raise what it raises: that the file was replaced, say
         except OSError:
-            if not self._is_regular(path):
+            if not self.is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
             raise
 
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return key and length of a payload by its header; (None, None) if that is invalid."""
         header = None
-        if self._is_regular(path):
+        if self.is_regular(path):
             fd = os.open(self.root + path, _READ_FLAGS)
             try:
                 header = _match_header(os.read(fd, _HEAD_BYTES))
@@ -1171,7 +1134,7 @@ class _Files:
             return None, None
         return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
-    def _is_regular(self, path: str) -> bool:
+    def is_regular(self, path: str) -> bool:
         return stat.S_ISREG(os.lstat(self.root + path).st_mode)
 
     # Locking
@@ -1181,12 +1144,9 @@ class _Files:
 
     def open_dir(self, directory: str) -> _FileLock | None:
         """Open a lease directory to lock it; None if it is gone, or a foreign file."""
-        try:
+        with _none_is_fine():
             return _FileLock(self.root + directory, _DIR_FLAGS)
-        except OSError as error:
-            if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
-                raise
-            return None
+        return None
 
     # Moving
 
@@ -1228,12 +1188,20 @@ class _Files:
             raise
 
     @contextlib.contextmanager
-    def replacement(self, name: str, header: bytes, payload: bytes | memoryview) -> Iterator[str]:
+    def replacement(
+        self, name: str, header: bytes, payload: bytes | memoryview = b""
+    ) -> Iterator[str]:
         """Write a file creating/<name> that the block puts in the place of another; if the block
         fails, it goes. It is synced first: power loss must leave one of the two whole."""
         path = f"creating/{name}"
-        _write_new(self.root + path, header, payload, self.is_durable)
+        fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
+            try:
+                _write_record(fd, header, payload)
+                if self.is_durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
             yield path
         except BaseException:
             self.remove(path)
@@ -1288,9 +1256,12 @@ class _Files:
         except FileNotFoundError:
             self._move_again(source, target)
 
-    def remove(self, path: str) -> None:
-        """Remove a file if it is there; ignore any OSError."""
-        _unlink_if_exists(self.root + path, or_fail=False)
+    def remove(self, path: str) -> bool:
+        """Remove a file, if that can be done; return whether it was."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.root + path)
+            return True
+        return False
 
     def commit(self, path: str) -> None:
         """If the queue is durable, sync a task's file, then its directory. That alone is not
@@ -1302,14 +1273,14 @@ class _Files:
         self.commit_dir(os.path.dirname(path))
 
     def sync_file(self, path: str) -> None:
-        if self._is_regular(path):
+        if self.is_regular(path):
             _sync_path(self.root + path, _READ_FLAGS)
 
     def commit_dir(self, directory: str) -> None:
         if self.is_durable:
             _sync_dir(self.root + directory)
 
-    def shrink_pending(self, new_id: Callable[[], str]) -> None:
+    def shrink_pending(self, aside: str) -> None:
         """Replace an empty pending/ that was large once: ext4 never shrinks a directory. rename()
         succeeds only on an empty one; a push that comes between finds out in _move_again()."""
         pending = f"{self.root}pending"
@@ -1318,7 +1289,7 @@ class _Files:
             return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
             return  # rights that we don't know how to copy
-        fresh = f"{self.root}creating/{new_id()}.pending"
+        fresh = f"{self.root}creating/{aside}.pending"
         # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
         with contextlib.suppress(OSError):
             os.mkdir(fresh)
@@ -1338,30 +1309,15 @@ class _Files:
 # ==================================================================================================
 
 
-def _read_anchor(path: str) -> int | None:
-    """Return the anchor; None if there is none, or the file is invalid (it is made again then)."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-    except FileNotFoundError:
-        return None
-    try:
-        content = os.read(fd, 40) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
-    if not re.fullmatch(rb"-?[0-9]{1,19}\n", content):
-        return None
-    anchor_ns = int(content)
-    return anchor_ns if _EARLIEST_NS <= anchor_ns + time.monotonic_ns() < _FARTHEST_NS else None
-
-
 def _compute_anchor(files: _Files) -> int:
     """Return the anchor that starts the clock at the wall clock, or after the newest id if later:
     what stands first in a name may be a due time of next year, moved to pending/ by hand."""
     newest_ns = _EARLIEST_NS
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         with contextlib.suppress(PermissionError):  # another user's: no reason not to start
-            orders = [_stamp_of(entry.id) for entry in files.entries(directory)]
-            newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
+            for entry in files.entries(directory):
+                if (order_ns := _stamp_of(entry.id)) < _FARTHEST_NS:
+                    newest_ns = max(newest_ns, order_ns)
     return max(time.time_ns(), newest_ns + 1) - time.monotonic_ns()
 
 
@@ -1395,39 +1351,43 @@ class _QueueClock:
     def _open(self) -> tuple[str, int]:
         """Return this boot's tag and its clock's anchor; set the anchor if we are the first."""
         boot_id = _read_boot_id()
-        if boot_id is None:
-            return os.urandom(4).hex(), _compute_anchor(self._files)
-        boot = _boot_tag(boot_id, self._files.root)
-        path = f"{self._files.root}clock-{boot}"
-        anchor_ns = _read_anchor(path)
-        if anchor_ns is None:
-            anchor_ns = _compute_anchor(self._files)
+        if boot_id is not None:
+            boot = _boot_tag(boot_id, self._files.root)
+            anchor_ns = self._read(f"clock-{boot}")
             try:
-                self._create(path, anchor_ns)
+                return boot, anchor_ns or self._create(f"clock-{boot}")
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
                 # To look, to drain and to purge, a clock of our own is good enough.
                 _log().warning("no shared clock for this process: %s", error)
-                return os.urandom(4).hex(), anchor_ns
-            anchor_ns = _read_anchor(path) or anchor_ns  # RACE: another process was first
-        return boot, anchor_ns
+        return os.urandom(4).hex(), _compute_anchor(self._files)
 
-    def _create(self, path: str, anchor_ns: int) -> None:
-        """Write the clock file aside and put it in place, unless a valid one is there."""
-        aside = f"{self._files.root}creating/{_new_name(time.time_ns(), self.tag)}.clock"
-        _write_new(aside, b"%d\n" % anchor_ns)
-        try:
-            os.chmod(aside, 0o644)  # for all users of this boot, whatever our umask
+    def _read(self, name: str) -> int | None:
+        """Return the anchor; None if there is none, or the file is invalid (it is made again)."""
+        anchor_ns = 0
+        with contextlib.suppress(FileNotFoundError):
+            text = self._files.text(name) if self._files.is_regular(name) else ""
+            anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
+        now_ns = anchor_ns + time.monotonic_ns()
+        return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
+
+    def _create(self, name: str) -> int:
+        """Write the clock file aside and put it in place, unless a valid one is there. Return the
+        anchor that counts."""
+        root, anchor_ns = self._files.root, _compute_anchor(self._files)
+        aside_name = f"{_new_name(time.time_ns(), self.tag)}.clock"
+        with self._files.replacement(aside_name, b"%d\n" % anchor_ns) as aside:
+            os.chmod(root + aside, 0o644)  # for all users of this boot, whatever our umask
             try:
-                os.link(aside, path)
+                os.link(root + aside, root + name)
             except (AttributeError, OSError):
                 # One is there. Or there are no hard links: then two processes that come at once
                 # may disagree by the microseconds between them.
-                if _read_anchor(path) is None:
-                    os.replace(aside, path)
-        finally:
-            _unlink_if_exists(aside)
+                if self._read(name) is None:
+                    os.replace(root + aside, root + name)
+            self._files.remove(aside)
+        return self._read(name) or anchor_ns  # RACE: another process was first
 
 
 # ==================================================================================================
@@ -1805,7 +1765,7 @@ class _Transitions:
             error = "".join(traceback.format_exception(error))
         text = error if error.endswith("\n") else error + "\n"
         aside = f"{self.clock.new_id()}.error"
-        return self.files.replacement(aside, text.encode("utf-8", "backslashreplace"), b"")
+        return self.files.replacement(aside, text.encode("utf-8", "backslashreplace"))
 
     def requeue(self, task: FemtoTask, target: str) -> None:
         gone_to = self.move_leased(_lease_of(task), target, "released")
@@ -2129,33 +2089,34 @@ class _Job:
 
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
         self._house, self._run, self.every_s = house, run, every_s
-        self.at_s = 0.0  # when it is to run next; all times are of the monotonic clock
+        # When it is to run next, and sooner, for a reason; all times are of the monotonic clock.
+        self._next_s, self._sooner_s = 0.0, 0.0
         self.rested_s = 0.0  # when it may, if there is a reason to
         self.error: OSError | None = None
 
+    @property
+    def at_s(self) -> float:
+        return min(self._next_s, self._sooner_s)
+
     def sooner(self, seconds: float) -> None:
         """Run within so many seconds: there is a reason to."""
-        self.at_s = min(self.at_s, time.monotonic() + seconds)
-        self._house.wake_s = min(self._house.wake_s, self.at_s)
+        self._sooner_s = min(self._sooner_s, time.monotonic() + seconds)
+        self._house.wake_s = min(self._house.wake_s, self._sooner_s)
 
     def run(self) -> None:
         """Run it now, set its next time, and keep its OSError."""
         started_s, self.error = time.monotonic(), None
-        # If Ctrl-C ends it, it is to go on soon.
-        at_s, self.at_s = started_s + min(self.every_s, _BASE_INTERVAL_S), float("inf")
+        self._next_s = started_s + min(self.every_s, _BASE_INTERVAL_S)  # if Ctrl-C ends it
+        self._sooner_s = float("inf")  # RACE: who calls sooner() from now on is heard next time
         try:
-            try:
-                self._run()  # it may call sooner()
-            except OSError as error:
-                self.error = error
-            ended_s = time.monotonic()
-            # It may only have hung once.
-            self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-            # A failed job waits too: it must not run at each pop().
-            at_s = max(ended_s + self.every_s, self.rested_s)
-        finally:  # no call before it is set: Ctrl-C there would end the job for ever
-            known_s, self.at_s = self.at_s, at_s
-            self.at_s = min(known_s, at_s)
+            self._run()
+        except OSError as error:
+            self.error = error
+        ended_s = time.monotonic()
+        # It may only have hung once.
+        self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
+        # A failed job waits too: it must not run at each pop().
+        self._next_s = max(ended_s + self.every_s, self.rested_s)
 
 
 class _Housekeeper:
@@ -2163,19 +2124,19 @@ class _Housekeeper:
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
-        self._lease_dir, self._keys, self._worker = worker.lease_dir, worker.keys, worker
+        self._lease_dir, self._worker = worker.lease_dir, worker
         self._lock, self._keep_done = worker.lock, worker.keep_done
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
         self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
-        ends_every_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
-        self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
-        self.reclaiming = _Job(self, self.reclaim_ended, ends_every_s)
-        self.repairing = _Job(self, self._keys.repair, _REPAIR_INTERVAL_S)
-        self._sweeping = _Job(self, self.remove_stale_files, _REPAIR_INTERVAL_S)
-        self._purging = _Job(self, self._purge_done, _BASE_INTERVAL_S)
-        self._jobs = [self.enqueuing, self.reclaiming, self.repairing, self._sweeping]
+        often_s, seldom_s = _BASE_INTERVAL_S, _REPAIR_INTERVAL_S
+        self.enqueuing = _Job(self, self._enqueue_due, often_s)
+        self.reclaiming = _Job(self, self.reclaim_ended, min(often_s, worker.length_ns / 4e9))
+        self.repairing = _Job(self, worker.keys.repair, seldom_s)
+        self._purging = _Job(self, self._purge_done, often_s)
+        sweeping = _Job(self, self.remove_stale_files, seldom_s)
+        self._jobs = [self.enqueuing, self.reclaiming, self.repairing, sweeping]
         if not isinstance(worker.keep_done, bool):
             self._jobs.append(self._purging)
 
@@ -2206,9 +2167,9 @@ class _Housekeeper:
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            may_look = self.enqueuing not in jobs and time.monotonic() >= self.enqueuing.rested_s
             # Whether a task came to scheduled/, or left it, since it was listed.
-            if may_look and self._scheduled_mtime_ns() != self._due_seen_ns:
+            is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
+            if is_changed and time.monotonic() >= self.enqueuing.rested_s:
                 jobs.append(self.enqueuing)
             for job in jobs:
                 job.run()
@@ -2227,7 +2188,7 @@ class _Housekeeper:
             self._worker.open_lease_dir()
             self._is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
-                self._files.shrink_pending(self._clock.new_id)
+                self._files.shrink_pending(self._clock.new_id())
             self._look_s = now_s + _LOOK_INTERVAL_S
         if self._is_paused:
             self._backlog.clear()
@@ -2373,7 +2334,7 @@ class _Housekeeper:
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
             old -= {it.id for it in self._files.find(*_LIVE)}
         stale, before_ns = sorted(old), self._clock.now_ns() - _LEFTOVER_NS
-        creating = [it for it in self._files.entries("creating") if _stamp_of(it.id) < before_ns]
+        creating = [it for it in self._files.entries("creating") if it.stamp_ns < before_ns]
         return [f"checkpoints/{ident}" for ident in stale] + [entry.path for entry in creating]
 
 
@@ -2542,7 +2503,7 @@ class FemtoQueue:
                 is_synced = True
         except Exception as error:
             if not is_synced:
-                ids = [it for it in ids if not _unlink_if_exists(f"{pending}/{it}", or_fail=False)]
+                ids = [it for it in ids if not self._files.remove(f"pending/{it}")]
             _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
             error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
@@ -3313,8 +3274,7 @@ class _KeyedTasks(_KeyStates):
                 elif name:
                     del states[name]
             except BaseException:
-                with self._worker.lock:  # no job runs: it sets its next time when it ends
-                    self._worker.house.repairing.sooner(_BASE_INTERVAL_S)  # of what is behind it
+                self._worker.house.repairing.sooner(_BASE_INTERVAL_S)  # of what is behind it
                 raise
         return target
 
@@ -4557,16 +4517,13 @@ class TicketQueue:
     def _touch(self, held: _HeldTicket) -> bool:
         """Touch a ticket; False if it may have been passed over, also just now."""
         began_s = time.time()
-        try:
+        with _none_is_fine():
             os.utime(held.lock.fd)
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-            return False
-        if self._numbers.may_be_passed_over(time.time() - held.touched_s, self._stale_s):
-            return False
-        held.touched_s = began_s
-        return True
+            age_s = time.time() - held.touched_s
+            if not self._numbers.may_be_passed_over(age_s, self._stale_s):
+                held.touched_s = began_s
+                return True
+        return False
 
     @property
     def _stale_s(self) -> float:
@@ -4596,8 +4553,7 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Say whether a member lives; remove its ticket if not."""
-        path = self._root + member
-        try:
+        with _none_is_fine():  # RACE: given up just now
             lock = self._files.open_lock(member, os.O_RDWR)
             try:
                 if member.split("~")[1] == self._boot:
@@ -4606,13 +4562,10 @@ class TicketQueue:
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
             finally:
                 lock.close()
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-            return False  # RACE: given up just now
-        if is_dead:
-            _unlink_if_exists(path)
-        return not is_dead
+            if not is_dead:
+                return True
+            os.unlink(self._root + member)
+        return False
 
 
 # ==================================================================================================
@@ -4876,7 +4829,7 @@ class _SharedFiles(_Files):
             return True
         return self.exists(target) and self.lstat(target).st_ino == number
 
-    def shrink_pending(self, new_id: Callable[[], str]) -> None:
+    def shrink_pending(self, aside: str) -> None:
         """Do nothing: other hosts may look into the old directory for long (stale)."""
 
     @_afresh
@@ -5019,7 +4972,7 @@ class _SharedNumbers(_Numbers):
         if noted:
             os.rename(self._root + noted, f"{self._root}last~{number:020d}")
         else:
-            _write_new(f"{self._root}last~{number:020d}", b"")
+            os.close(os.open(f"{self._root}last~{number:020d}", _CREATE_FLAGS, 0o666))
         return number
 
     def _noted(self) -> str:

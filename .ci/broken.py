@@ -762,18 +762,18 @@ def parse_faults(text: str) -> Iterator[Fault]:
 
 FAULTS = r"""
 a directory of the queue's own is made durable with its parent | Durability
--    if sync:
--        _sync_dir(parent)
-+    if sync and not path:
-+        _sync_dir(parent)
+-        if sync:
+-            _sync_dir(parent)
++        if sync and not path:
++            _sync_dir(parent)
 what can't be looked at is not taken for missing | Faults
 -            self.lstat(path)
 -        except (FileNotFoundError, NotADirectoryError):
 +            self.lstat(path)
 +        except OSError:
 purge() counts age from the move, not from the push | Lifecycle
--        if status.st_ctime > before_s or
-+        if status.st_mtime > before_s or
+-        if status.st_ctime <= before_s and
++        if status.st_mtime <= before_s and
 an error in one directory does not keep the others waiting | Faults
 -            errors.append(error)
 +            raise error
@@ -866,8 +866,12 @@ sync_after_write: the directory of a finished task is synced | Durability
 -            _sync_dir(self.root + directory)
 +            os.path.isdir(self.root + directory)
 a file that takes the place of another is synced before | Durability
--        _write_new(self.root + path, header, payload, self.is_durable)
-+        _write_new(self.root + path, header, payload)
+-                if self.is_durable:
+-                    os.fsync(fd)
+-            finally:
++                if not path:
++                    os.fsync(fd)
++            finally:
 a push that raises leaves nothing in creating/ | Faults
 -            for leftover in (source, path):
 +            for leftover in (path,):
@@ -901,16 +905,16 @@ after a boot with an earlier date, new tasks sort behind old ones | Ordering
 -max(time.time_ns(), newest_ns + 1)
 +max(time.time_ns(), _EARLIEST_NS)
 the processes of a boot agree on one clock | Ordering
--        os.link(aside, path)
-+        os.replace(aside, path)
+-        os.link(root + aside, root + name)
++        os.replace(root + aside, root + name)
 setting the date changes neither order nor deadlines | Ordering
 -        with self._lock:
 -            now_ns = time.monotonic_ns() + self.anchor_ns
 +        with self._lock:
 +            now_ns = time.time_ns()
 a name of the year 2200 does not carry the clock along | Ordering
--            newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
-+            newest_ns = max([newest_ns, *orders])
+-                if (order_ns := _stamp_of(entry.id)) < _FARTHEST_NS:
++                if order_ns := _stamp_of(entry.id):
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
