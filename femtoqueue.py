@@ -442,8 +442,7 @@ def _stamp_of(path: str) -> int:
 
 
 def _attempts_of(path: str) -> int:
-    parts = path.split("~")
-    return int(parts[1]) if len(parts) > 1 else 0
+    return int(path.split("~")[1]) if "~" in path else 0
 
 
 def _is_end(path: str) -> bool:
@@ -1418,9 +1417,7 @@ def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
             if len(names) > 2 * keep:
                 names = sorted(names, reverse=True)[-keep:]
                 youngest = names[0]
-    names.sort(reverse=True)
-    del names[:-keep]
-    return names, seen
+    return sorted(names, reverse=True)[-keep:], seen
 
 
 class _Backlog:
@@ -1443,9 +1440,8 @@ class _Backlog:
             if len(self.names) <= _AT_ONCE:
                 return
             began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
-            newer = sum(1 for _ in itertools.takewhile(began.__le__, self.names))
-            if newer < len(self.names):
-                del self.names[:newer]
+            if older := [name for name in self.names if name < began]:
+                self.names = older
                 return
             now_s = time.monotonic()
 
@@ -2147,10 +2143,9 @@ class _Housekeeper:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            # What is nearly due too: a waiting worker is woken once for all of them.
-            soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
             for job in self._jobs:
-                if soon_s >= job.at_s:
+                # What is nearly due too: a waiting worker is woken once for all of them.
+                if job.at_s <= time.monotonic() + _BASE_INTERVAL_S / 5:
                     job.run()
             if time.monotonic() >= self._backlog.refill_s:
                 self._list_pending()
@@ -2237,13 +2232,10 @@ class _Housekeeper:
 
     def _reclaim_from(self, directory: str) -> None:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
-        now_ns = self._clock.now_ns()
-        is_own = directory == self._lease_dir.directory
-        orphans = self._lease_dir.orphans if is_own else ()
-        leases = self._files.entries(directory)
+        now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
-            is_orphan = entry.name in orphans
+            is_orphan = entry.name in self._lease_dir.orphans
             if entry.stamp_ns > now_ns and not is_orphan:
                 running.append(entry.stamp_ns)
             elif is_orphan or not self._renewed_recently(entry):
@@ -2254,7 +2246,7 @@ class _Housekeeper:
         try:
             _for_each(self._worker.reclaim, ended)
         finally:
-            if not is_own and (has_ours or not running):
+            if directory != self._lease_dir.directory and (has_ours or not running):
                 self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
@@ -2333,9 +2325,9 @@ class _Housekeeper:
                     old.add(entry.id)
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
             old -= {it.id for it in self._files.find(*_LIVE)}
-        stale, before_ns = sorted(old), self._clock.now_ns() - _LEFTOVER_NS
-        creating = [it for it in self._files.entries("creating") if it.stamp_ns < before_ns]
-        return [f"checkpoints/{ident}" for ident in stale] + [entry.path for entry in creating]
+        before_ns = self._clock.now_ns() - _LEFTOVER_NS
+        creating = [it.path for it in self._files.entries("creating") if it.stamp_ns < before_ns]
+        return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
 
 # ==================================================================================================
@@ -4726,7 +4718,7 @@ class _SharedFiles(_Files):
         return super().exists(path)
 
     def names(self, directory: str) -> list[str]:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return self._listdir(directory)
         self._refresh("")  # the directory may be new
         return super().names(directory)

@@ -1735,7 +1735,7 @@ STEPS = {
     "push x, take | release later": Row("move", "move file directory"),
     "push x, take | extend": Row("move", "move"),
     "push x, take | save 1": Row(
-        "open write close stat mkdir move move", "file directory move move directory"
+        "open write close stat stat mkdir move move", "file directory move move directory"
     ),
 }
 KEY_STEPS = {
@@ -5329,8 +5329,15 @@ class ForeignFiles(QueueCase):
 
     def test_what_is_not_ours_is_never_delivered_moved_removed_or_a_crash(self) -> None:
         """Files, folders, links and names of any bytes, in every directory; and what only looks
-        like a lease directory."""
-        q, clock = self.queue("n1"), self.clock()
+        like a lease directory. On file systems of several hosts, too."""
+        clock = self.clock()
+        for fs_type in (EXT4, NFS):
+            self.path = self.new_dir(self.memory)
+            self.patched(on_file_system(fs_type))
+            self.check_what_is_foreign_stays(clock)
+
+    def check_what_is_foreign_stays(self, clock: Clock) -> None:
+        q = self.queue("n1")
         q.push(b"1")
         q.close()
         self.queue("n2").pop()

@@ -1157,7 +1157,7 @@ a signal to all processes of a job does not end the watchdog | CommandLine
 -    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 +    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 of two pushes during a listing, the younger does not come first | Meeting
--                del self.names[:newer]
+-                self.names = older
 +                pass
 a fork copies no lock that another thread is opening | Meeting
 -        with _no_fork():
