@@ -265,18 +265,19 @@ def _unlink_if_exists(path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _none_is_fine() -> Iterator[None]:
-    """End the block if its file, or the directory of that, is not there (any more)."""
+def _ignore_missing(*others: int) -> Iterator[None]:
+    """End the block, without an error, if its file, or the directory of that, is not there (any
+    more), or at an OSError of these other numbers."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
+        if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR, *others):
             raise
 
 
 def _unlink_if_older(path: str, before_s: float) -> bool:
     """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
-    with _none_is_fine():  # RACE: another process retried or removed it
+    with _ignore_missing():  # RACE: another process retried or removed it
         status = os.lstat(path)
         if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
             os.unlink(path)
@@ -285,12 +286,9 @@ def _unlink_if_older(path: str, before_s: float) -> bool:
 
 
 def _remove_empty_dir(path: str) -> None:
-    try:
+    # EEXIST: not empty, as ENOTEMPTY; POSIX leaves the choice to the file system.
+    with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST):
         os.rmdir(path)
-    except OSError as error:
-        # EEXIST: not empty, as ENOTEMPTY; POSIX leaves the choice to the file system.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
-            raise
 
 
 def _sync_path(path: str, flags: int) -> None:
@@ -928,7 +926,7 @@ class _FileLock:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
 
     def is_at_path(self) -> bool:
-        with _none_is_fine():
+        with _ignore_missing():
             return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
         return False
 
@@ -1029,11 +1027,8 @@ class _Files:
             # Another may just have made it, without sync. One that we may not read was there.
             with contextlib.suppress(PermissionError):
                 _sync_dir(f"{self.root}..")
-        try:
+        with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
             os.mkdir(f"{self.root}spare")
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, *_NO_WRITE_ERRNOS):
-                raise
 
     # Looking
 
@@ -1083,7 +1078,7 @@ class _Files:
     def has_entries(self, directory: str) -> bool:
         """Whether a task is in a directory; it is read only up to the first one."""
         # No keys yet; RACE: removed with its worker just now.
-        with _none_is_fine(), os.scandir(self.root + directory) as entries:
+        with _ignore_missing(), os.scandir(self.root + directory) as entries:
             return any(_parse(directory, entry.name) for entry in entries)
         return False
 
@@ -1143,7 +1138,7 @@ class _Files:
 
     def open_dir(self, directory: str) -> _FileLock | None:
         """Open a lease directory to lock it; None if it is gone, or a foreign file."""
-        with _none_is_fine():
+        with _ignore_missing():
             return _FileLock(self.root + directory, _DIR_FLAGS)
         return None
 
@@ -4509,7 +4504,7 @@ class TicketQueue:
     def _touch(self, held: _HeldTicket) -> bool:
         """Touch a ticket; False if it may have been passed over, also just now."""
         began_s = time.time()
-        with _none_is_fine():
+        with _ignore_missing():
             os.utime(held.lock.fd)
             age_s = time.time() - held.touched_s
             if not self._numbers.may_be_passed_over(age_s, self._stale_s):
@@ -4545,7 +4540,7 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Say whether a member lives; remove its ticket if not."""
-        with _none_is_fine():  # RACE: given up just now
+        with _ignore_missing():  # RACE: given up just now
             lock = self._files.open_lock(member, os.O_RDWR)
             try:
                 if member.split("~")[1] == self._boot:
