@@ -32,7 +32,7 @@ from time import perf_counter, process_time, sleep
 from typing import Any
 
 import femtoqueue
-from femtoqueue import FemtoQueue, FemtoTask, __version__, _find_syncfs
+from femtoqueue import FemtoQueue, FemtoTask, __version__, _batch_sync
 
 PAYLOAD = b"x" * 100
 RECORD = b"FQ1 00000000 100\n" + PAYLOAD
@@ -409,8 +409,9 @@ def synced_push(base: str, results: Results, count: int) -> None:
     with fresh_dir(base) as path:
         floor = Floor(path)
         times = {"floor": repeated(lambda: floor.push(sync=True), count)}
-        sync_all = _find_syncfs(path) or (lambda fd: os.sync())
-        floor_many = repeated(floor.push, 100) * 100 + repeated(lambda: sync_all(floor.pending), 1)
+        syncfs, is_unknown = _batch_sync(path)
+        sync_all = os.sync if is_unknown else syncfs
+        floor_many = repeated(floor.push, 100) * 100 + repeated(sync_all, 1)
         check("floor", len(os.listdir(floor.pending)), count + 100)
         floor.close()
     with fresh_dir(base) as path, FemtoQueue(path, "bench", sync_after_write=True) as q:

@@ -50,25 +50,22 @@ Each move is one system call, and takes effect when that call returns:
     promote    _KeyedTasks.move_keyed         keys/<id>         pending/, scheduled/     rename
     save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
-move_keyed() moves a task with a key, under the lock of the key; _Files.move any other. Replace may
-first give the task a new time; a quarantine that can't write to failed/ moves it to the back.
-
-Words: a *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a
-task: the rename gives it a *lease*, which ends at its *deadline* or with the worker. The exact name
-of the lease is the *fence*: when it is gone, done(), fail(), release() and extend() raise LeaseLost
-and change nothing. A task is *settled* by done(), fail() or release(), or *reclaimed* from a worker
-that died or was late. A *dead letter* is in failed/; what can't be delivered is *quarantined*
-there. *Housekeeping* is what else pop() does. A newer payload of a key is *buffered* behind a task.
+A *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a task: the
+rename gives it a *lease*, which ends at its *deadline* or with the worker. The name of the lease is
+the *fence*: when it is gone, what would end or extend it raises LeaseLost, and changes nothing. A
+task is *settled* by done(), fail() or release(), or *reclaimed* from a worker that died or is late.
+A *dead letter* is in failed/; what can't be delivered is *quarantined* there (or, if failed/ can't
+be written to, moved to the back). *Housekeeping* is what else pop() does. A newer payload of a key
+is *buffered* behind a task; tasks with a key move under its lock (move_keyed).
 
 Of two workers that rename one task, one succeeds; the other gets ENOENT and takes the next. A
 living worker holds a shared flock on its inflight-<node>/, which the kernel drops with the process:
 who gets the exclusive one knows that the worker is dead. There is no server, and no thread but of
 processing(), work(), the async methods and TicketQueue.turn(). The command `work` forks a watchdog.
 
-Guaranteed: at least once. A task whose push() returned is delivered until a done() or fail()
-returned, whatever is killed at whichever instant. Order is that of push() across the processes of
-a host, restarts, reboots and steps of the wall clock. What is corrupt is never delivered; it ends
-in failed/ with the reason. With sync_after_write=True what returned also survives power loss.
+Guaranteed: a task whose push() returned is delivered until a done() or fail() returned, whatever is
+killed when. Order is that of push(), on a host, over restarts, reboots and set clocks. What is
+corrupt ends in failed/. With sync_after_write=True, what returned survives power loss.
 
 Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without sync)
 when power was lost after done(): make handlers idempotent. Between hosts, a cut network may do the
@@ -79,8 +76,7 @@ wall clocks within a second of each other, one timeout_stale_ms, and node_ids of
 of another host ends by its deadline only, as do all without flock or boot id (not Linux). Files
 whose names have none of these forms are foreign: never delivered, moved or removed.
 
-Rooms of this file: the core, where each uses only those above it; the face; and the annexes, each
-of which the others name at one door only.
+Rooms: the core, where each uses only those above it; the face; annexes, each with one door.
 
      1. System              constants and system calls that Python lacks
      2. Names               of tasks, directories and keys
@@ -161,24 +157,24 @@ _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x0102199
 _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
 
-_OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
+_OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 # ESTALE: another host removed what our descriptor refers to (NFS, GlusterFS).
-_MISSING_ERRNOS = (errno.ENOENT, getattr(errno, "ESTALE", errno.ENOENT))
-_NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP)
+_MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
+_NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 # O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not block pop().
 _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
-_DIR_FLAGS = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+_DIR_FLAGS = _NO_FOLLOW_OR_BLOCK | getattr(os, "O_DIRECTORY", 0)
 
 
 def _utc(ns: int) -> datetime:
-    from datetime import datetime, timedelta, timezone
+    from datetime import datetime, timezone
 
-    return datetime(1970, 1, 1, tzinfo=timezone.utc) + timedelta(microseconds=ns // 1000)
+    return datetime.fromtimestamp(ns / 1e9, timezone.utc)
 
 
 def _log() -> logging.Logger:
@@ -189,13 +185,12 @@ def _log() -> logging.Logger:
 
 @functools.lru_cache(maxsize=1)
 def _libc() -> Any:
-    """Return the C library if it is that of a Linux with every call used here, else None."""
-    with contextlib.suppress(ImportError, OSError, AttributeError, TypeError):
+    """Return the C library of a Linux, else None."""
+    with contextlib.suppress(ImportError, OSError):
         import ctypes
 
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.statfs and libc.syncfs and libc.inotify_init1 and libc.inotify_add_watch:
-            return libc
+        if sys.platform == "linux":
+            return ctypes.CDLL(None, use_errno=True)
     return None
 
 
@@ -203,48 +198,35 @@ def _os_error(code: int, path: str) -> OSError:
     return OSError(code, os.strerror(code), path)
 
 
-def _libc_error(path: str) -> OSError:
+def _call_libc(name: str, path: str, *args: object) -> None:
+    """Make a system call that returns 0. Raises OSError, of `path`, if it does not; ENOSYS where
+    there is no such call."""
+    call = getattr(_libc(), name, None)
+    if call is None:
+        raise _os_error(errno.ENOSYS, path)
     import ctypes
 
-    return _os_error(ctypes.get_errno(), path)
+    if call(*args):
+        raise _os_error(ctypes.get_errno(), path)
 
 
 def _fs_type(path: str) -> int:
     """Return f_type of statfs(2), 0 where there is no such call. Raises OSError if it fails."""
-    libc = _libc()
-    if libc is None:
+    if _libc() is None:
         return 0
     import ctypes
 
     # struct statfs begins with the type; 256 bytes are enough for any of them.
     status = (ctypes.c_long * 32)()
-    if libc.statfs(os.fsencode(path), status):
-        raise _libc_error(path)
+    _call_libc("statfs", path, os.fsencode(path), status)
     return status[0] & 0xFFFFFFFF
-
-
-def _find_syncfs(directory: str) -> Callable[[int], None] | None:
-    """Return syncfs(2) if it exists and the directory's file system is known to obey it."""
-    libc = _libc()
-    if libc is None or _fs_type(directory) not in _SYNCFS_TYPES:
-        return None
-
-    def call(fd: int) -> None:
-        if libc.syncfs(fd):
-            raise _libc_error(directory)
-
-    return call
 
 
 def _exchange(first: str, second: str) -> None:
     """Swap what two absolute paths lead to: renameat2(2) with RENAME_EXCHANGE. Raises ENOSYS where
     there is no such call, EINVAL where the file system has none, else as rename() does."""
-    renameat2 = getattr(_libc(), "renameat2", None)
-    if renameat2 is None:
-        raise _os_error(errno.ENOSYS, second)
     places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
-    if renameat2(*places, _RENAME_EXCHANGE):
-        raise _libc_error(second)
+    _call_libc("renameat2", second, *places, _RENAME_EXCHANGE)
 
 
 def _read_boot_id() -> str | None:
@@ -267,52 +249,46 @@ def _boot_tag(boot_id: str, directory: str) -> str:
 def _make_dir(path: str, mode: int, sync: bool) -> None:
     """mkdir -p; with sync, what was made reaches the disk with its parent."""
     parent = os.path.dirname(path)
-    try:
-        os.mkdir(path, mode)
-    except FileExistsError:
-        return
-    except FileNotFoundError:
-        if parent == path or os.path.lexists(parent):  # a dangling link: mkdir can not help
-            raise
+    if parent != path and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
-        _make_dir(path, mode, sync)
-        return
-    if sync:
-        _sync_dir(parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(path, mode)
+        if sync:
+            _sync_dir(parent)
 
 
-def _unlink_if_exists(path: str, or_fail: bool = True) -> bool:
-    """Remove a file; return whether it was removed. or_fail=False: ignore an OSError."""
-    try:
+def _unlink_if_exists(path: str) -> bool:
+    with contextlib.suppress(FileNotFoundError):
         os.unlink(path)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def _ignore_missing(*others: int) -> Iterator[None]:
+    """End the block, without an error, if its file, or the directory of that, is not there (any
+    more), or at an OSError of these other numbers."""
+    try:
+        yield
     except OSError as error:
-        if or_fail and not isinstance(error, FileNotFoundError):
+        if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR, *others):
             raise
-        return False
-    return True
 
 
 def _unlink_if_older(path: str, before_s: float) -> bool:
     """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
-    try:
+    with _ignore_missing():  # RACE: another process retried or removed it
         status = os.lstat(path)
-        if status.st_ctime > before_s or stat.S_ISDIR(status.st_mode):
-            return False
-        os.unlink(path)
-    except OSError as error:
-        if error.errno not in _MISSING_ERRNOS:
-            raise
-        return False  # RACE: another process retried or removed it
-    return True
+        if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
+            os.unlink(path)
+            return True
+    return False
 
 
 def _remove_empty_dir(path: str) -> None:
-    try:
+    # EEXIST: not empty, as ENOTEMPTY; POSIX leaves the choice to the file system.
+    with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST):
         os.rmdir(path)
-    except OSError as error:
-        # EEXIST: not empty, as ENOTEMPTY; POSIX leaves the choice to the file system.
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT, errno.ENOTDIR):
-            raise
 
 
 def _sync_path(path: str, flags: int) -> None:
@@ -325,27 +301,20 @@ def _sync_path(path: str, flags: int) -> None:
 
 def _sync_dir(path: str) -> None:
     if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, os.O_RDONLY | os.O_DIRECTORY)  # a link to a directory is one, here
+        _sync_path(path, os.O_DIRECTORY)  # a link to a directory is one, here
 
 
-class _FirstError:
-    """Ends the `with` blocks that it guards at an OSError, and keeps the first for raise_if_any():
-    one task or directory with an error must not keep the others waiting."""
-
-    _error: OSError | None = None
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        if not isinstance(error, OSError):
-            return False
-        self._error = self._error or error
-        return True
-
-    def raise_if_any(self) -> None:
-        if self._error is not None:
-            raise self._error
+def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
+    """Act on each: one task or directory with an OSError must not keep the others waiting. The
+    first such error is raised last."""
+    errors = []
+    for item in items:
+        try:
+            act(item)
+        except OSError as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def _no_op(*args: object) -> None:
@@ -370,9 +339,6 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # A new state goes in here and into _FORMS; then into Stats (3), _Worker (10), purge() (12).
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
-# Where the record of a task may be, in the order in which tasks move: a look in this order misses
-# none that moves on meanwhile.
-_PLACES = ("keys", "scheduled", "pending", "inflight", *_ENDED)
 # Of tasks that have not ended. A claim needs no lock, nor does its undoing: in this order a task
 # that does one of them meanwhile is not missed; one that does both is.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
@@ -395,10 +361,11 @@ _BOOT = "([0-9a-f]{8})"
 # Written without <boot>, and in done/ and failed/ only as an id; but a person may move a task here
 # from anywhere, under the name that it had there.
 _WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
-# Each form has the groups attempts, boot, id.
+# Of each directory of data_dir the form of its names: of tasks, with the groups attempts, boot, id.
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
+        ".": "PAUSED|clock-[0-9a-f]{8}",
         "creating": rf"()(){_ID}(?:\.(?:clock|error|pending))?",
         "pending": _WAITING,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
@@ -408,11 +375,12 @@ _FORMS = {
         "checkpoints": f"()(){_ID}",
         "done": _WAITING,
         "failed": _WAITING,
-        "reason": rf"()(){_ID}\.error",
+        "locks": "[0-9a-f]{2}",
+        "spare": "(?!)",  # of ours there is none in it
     }.items()
 }
+_parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # in failed/, too
 _parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
-_parse_clock = re.compile("clock-[0-9a-f]{8}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
@@ -420,15 +388,6 @@ _parse_key_state = re.compile(
     r"([!-~]+) ((?:pending|scheduled|inflight-[A-Za-z0-9._-]{1,100})/"
     rf"(?:[0-9a-f~]+~)?{_ID}) ((?:[0-9~]+~)?{_NS}-[0-9a-f]{{8}}|-)"
 ).fullmatch
-
-# For each directory of data_dir the forms of its names.
-_NAMES_IN: dict[str, tuple[Callable[[str], object], ...]] = {
-    **{name: (_FORMS[name],) for name in (*_STATE_DIRS, "checkpoints")},
-    "failed": (_FORMS["failed"], _FORMS["reason"]),
-    "keys": (_FORMS["keys"], _parse_tag),
-    "locks": (re.compile("[0-9a-f]{2}").fullmatch,),
-    "spare": (),
-}
 
 
 class _Entry(NamedTuple):
@@ -451,9 +410,9 @@ class _Entry(NamedTuple):
         return int(self.name[:20])
 
 
-def _parse(directory: str, name: str, form: str = "") -> _Entry | None:
-    """Return the entry of a name, None if it is not ours. form: if not that of the directory."""
-    match = _FORMS[form or _state_of(directory)](name)
+def _parse(directory: str, name: str) -> _Entry | None:
+    """Return the entry of a name; None if it is not that of a task, or what belongs to one."""
+    match = _FORMS[_state_of(directory)](name)
     if match is None:
         return None
     attempts, boot, ident = match.groups()
@@ -466,10 +425,6 @@ def _state_of(path: str) -> str:
     return "inflight" if directory.startswith("inflight-") else directory
 
 
-def _node_of(path: str) -> str:
-    return path.partition("/")[0][len("inflight-") :]
-
-
 def _id_of(path: str) -> str:
     return path[-_ID_LENGTH:]
 
@@ -478,23 +433,19 @@ def _tag_of(ident: str) -> str:
     return ident[-8:]
 
 
-def _order_of(ident: str) -> int:
-    return int(ident[:20])
-
-
 def _stamp_of(path: str) -> int:
-    """Return the number in front of a task's name: order, due time or deadline, in ns."""
+    """Return the number in front of a name, or of the last part of a path: in ns, the order of an
+    id, a due time or a deadline; of a ticket, its number."""
     return int(path.rpartition("/")[2][:20])
 
 
 def _attempts_of(path: str) -> int:
-    parts = path.split("~")
-    return int(parts[1]) if len(parts) > 1 else 0
+    return int(path.split("~")[1]) if "~" in path else 0
 
 
 def _is_end(path: str) -> bool:
     """Whether a task that moves there, or nowhere (""), has come to its end."""
-    return path.partition("/")[0] in ("", *_ENDED)
+    return not path or path.startswith(_ENDED)
 
 
 def _is_keyed(ident: str) -> bool:
@@ -517,17 +468,12 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 
 def _front_path(ident: str, attempts: int) -> str:
     """Return the path in pending/ of a task at the place of its push."""
-    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
+    return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
 def _waiting_path(newer: str) -> str:
     """Return the path that a payload in keys/ gets as a task."""
     return newer.replace("keys", "scheduled" if "~" in newer else "pending")
-
-
-def _with_stamp(path: str, stamp_ns: int) -> str:
-    directory, _, name = path.rpartition("/")
-    return f"{directory}/{stamp_ns:020d}{name[20:]}"
 
 
 def _reset_path(path: str, due_ns: int | None) -> str:
@@ -537,14 +483,6 @@ def _reset_path(path: str, due_ns: int | None) -> str:
     if "~" not in path:
         return path
     return f"{_state_of(path)}/{_task_name(_stamp_of(path), 0, _id_of(path))}"
-
-
-def _ticket_name(number: int, boot: str, member: str) -> str:
-    return f"{number:020d}~{boot}~{member}"
-
-
-def _number_of(ticket: str) -> int:
-    return int(ticket[:20])
 
 
 def _key_tag(name: str) -> str:
@@ -714,12 +652,13 @@ class FemtoTask:
     @property
     def node(self) -> str | None:
         """The node_id of the worker that has it in flight, else None."""
-        return _node_of(self.path) if self.state == "inflight" else None
+        directory = self.path.partition("/")[0]
+        return directory[len("inflight-") :] if self.state == "inflight" else None
 
     @property
     def created(self) -> datetime:
         """When it was pushed: UTC, read from the id, by the queue clock (see FemtoQueue)."""
-        return _utc(_order_of(self.id))
+        return _utc(_stamp_of(self.id))
 
     @property
     def until(self) -> datetime | None:
@@ -791,8 +730,7 @@ def _finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
     if not abs(value) < _MAX_NUMBER:  # NaN neither
-        given = value if isinstance(value, float) else "an int of so many digits"
-        raise ValueError(f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {given}")
+        raise ValueError(f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {value!r}")
     return value
 
 
@@ -916,11 +854,11 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     payload = head[start:]
     if len(payload) < length:  # a large one: in one piece, unless the system gives less at a time
         os.lseek(fd, start, os.SEEK_SET)
-        payload = os.read(fd, length)
+        payload = b""
     while len(payload) < length and (part := os.read(fd, length - len(payload))):
         payload += part
     name = (header[3] or b"").decode()
-    if b"%08x" % binascii.crc32(payload, binascii.crc32(name.encode())) != header[1]:
+    if _header(payload, name) != header[0]:
         raise CorruptTask(ident, f"wrong checksum over {length} bytes")
     if not name:
         return payload, None
@@ -939,10 +877,7 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
-_NO_FLOCK_ERRNOS = (
-    *(errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP),
-    *(errno.EBADF, errno.EINVAL),
-)
+_NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
@@ -998,12 +933,9 @@ class _FileLock:
             raise OSError(errno.ENOTSUP, _NO_FLOCK, self.path)
 
     def is_at_path(self) -> bool:
-        try:
-            return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-            return False
+        with _ignore_missing():
+            return os.path.samestat(os.lstat(self.path), os.fstat(self.fd))
+        return False
 
     def close(self) -> None:
         """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock."""
@@ -1061,35 +993,17 @@ _MAX_REPLACED = 1000  # times that a target directory may be replaced during one
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
-def _write_new(
-    path: str, head: bytes, payload: bytes | memoryview = b"", sync: bool = False
-) -> None:
-    """Create a file and write it; remove it if that fails. Raises FileExistsError."""
-    fd = os.open(path, _CREATE_FLAGS, 0o666)
-    try:
-        try:
-            _write_record(fd, head, payload)
-            if sync:
-                os.fsync(fd)
-        finally:
-            os.close(fd)
-    except BaseException:
-        _unlink_if_exists(path, or_fail=False)
-        raise
-
-
 def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
     """Return what makes durable what is renamed into a directory from now on; and whether its files
     are to be synced before: where syncfs() is not known to take them to the disk (FUSE; not Linux).
     The directory is opened now: syncfs() reports the write errors since (Linux 5.8)."""
-    syncfs = _find_syncfs(directory)
-    if syncfs is None:
+    if _fs_type(directory) not in _SYNCFS_TYPES:
         return functools.partial(_sync_dir, directory), True
     fd = os.open(directory, _DIR_FLAGS)
 
     def sync() -> None:
         try:
-            syncfs(fd)
+            _call_libc("syncfs", directory, fd)
         finally:
             os.close(fd)
 
@@ -1113,19 +1027,15 @@ class _Files:
 
     def make_dirs(self) -> None:
         """Make the directories of the states where they are missing, and the spare one."""
-        data_dir = os.path.dirname(self.root)
         for name in _STATE_DIRS:
             _make_dir(self.root + name, 0o777, sync=False)
         if self.is_durable:
-            _sync_dir(data_dir)
+            _sync_dir(self.root)
             # Another may just have made it, without sync. One that we may not read was there.
             with contextlib.suppress(PermissionError):
-                _sync_dir(os.path.dirname(data_dir))
-        try:
+                _sync_dir(f"{self.root}..")
+        with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
             os.mkdir(f"{self.root}spare")
-        except OSError as error:
-            if error.errno not in (errno.EEXIST, *_NO_WRITE_ERRNOS):
-                raise
 
     # Looking
 
@@ -1137,23 +1047,19 @@ class _Files:
             return False
         return True
 
-    def entries(self, directory: str, form: str = "") -> list[_Entry]:
-        """Return our names in a directory, sorted; others' are left out. form: as in _parse()."""
-        try:
-            names = self.names(directory)
-        except NotADirectoryError:
-            if directory in _STATE_DIRS:
-                raise
-            return []  # a foreign file of such a name
-        return [entry for name in sorted(names) if (entry := _parse(directory, name, form))]
+    def entries(self, directory: str) -> list[_Entry]:
+        """Return our names in a directory, sorted; others' are left out."""
+        names = sorted(self.names(directory))
+        return [entry for name in names if (entry := _parse(directory, name))]
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory; none if it was removed with its worker, or is not there
-        yet. Raises FileNotFoundError for one that must be there."""
+        """Return all names in a directory; none if it was removed with its worker, is not there yet
+        or is a foreign file. Raises FileNotFoundError or the like for one that must be there."""
         for is_last in (False, True):
             try:
                 return os.listdir(self.root + directory)
-            except FileNotFoundError:  # RACE: perhaps it was replaced as we read (shrink_pending)
+            except (FileNotFoundError, NotADirectoryError):
+                # RACE: perhaps it was replaced as we read (shrink_pending).
                 if is_last and directory in _STATE_DIRS:
                     raise
         return []
@@ -1178,13 +1084,10 @@ class _Files:
 
     def has_entries(self, directory: str) -> bool:
         """Whether a task is in a directory; it is read only up to the first one."""
-        try:
-            with os.scandir(self.root + directory) as entries:
-                return any(_parse(directory, entry.name) for entry in entries)
-        except OSError as error:
-            if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
-                raise
-            return False  # no keys yet; RACE: removed with its worker just now
+        # No keys yet; RACE: removed with its worker just now.
+        with _ignore_missing(), os.scandir(self.root + directory) as entries:
+            return any(_parse(directory, entry.name) for entry in entries)
+        return False
 
     def has_work(self) -> bool:
         """Whether a task waits or is leased. RACE: tasks move both ways meanwhile; four looks, as
@@ -1194,11 +1097,6 @@ class _Files:
             for _ in range(4)
             for directory in ("keys", "scheduled", "pending", *self.node_dirs())
         )
-
-    def reason_of(self, ident: str) -> str | None:
-        with contextlib.suppress(FileNotFoundError):
-            return self.text(f"failed/{ident}.error").removesuffix("\n")
-        return None
 
     def text(self, path: str) -> str:
         with open(self.root + path, "rb") as file:
@@ -1220,7 +1118,7 @@ class _Files:
             finally:
                 os.close(fd)  # must raise what it raises: that the file was replaced, say
         except OSError:
-            if not self._is_regular(path):
+            if not self.is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
             raise
 
@@ -1228,21 +1126,18 @@ class _Files:
 
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return key and length of a payload by its header; (None, None) if that is invalid."""
-        try:
+        header = None
+        if self.is_regular(path):
             fd = os.open(self.root + path, _READ_FLAGS)
             try:
                 header = _match_header(os.read(fd, _HEAD_BYTES))
             finally:
                 os.close(fd)
-        except OSError:
-            if self._is_regular(path):
-                raise
-            header = None
         if header is None:
             return None, None
         return (_decode_key(header[3].decode()) if header[3] else None), int(header[2])
 
-    def _is_regular(self, path: str) -> bool:
+    def is_regular(self, path: str) -> bool:
         return stat.S_ISREG(os.lstat(self.root + path).st_mode)
 
     # Locking
@@ -1252,12 +1147,9 @@ class _Files:
 
     def open_dir(self, directory: str) -> _FileLock | None:
         """Open a lease directory to lock it; None if it is gone, or a foreign file."""
-        try:
+        with _ignore_missing():
             return _FileLock(self.root + directory, _DIR_FLAGS)
-        except OSError as error:
-            if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR):
-                raise
-            return None
+        return None
 
     # Moving
 
@@ -1298,12 +1190,20 @@ class _Files:
             raise
 
     @contextlib.contextmanager
-    def replacement(self, name: str, header: bytes, payload: bytes | memoryview) -> Iterator[str]:
+    def replacement(
+        self, name: str, header: bytes, payload: bytes | memoryview = b""
+    ) -> Iterator[str]:
         """Write a file creating/<name> that the block puts in the place of another; if the block
         fails, it goes. It is synced first: power loss must leave one of the two whole."""
         path = f"creating/{name}"
-        _write_new(self.root + path, header, payload, self.is_durable)
+        fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
+            try:
+                _write_record(fd, header, payload)
+                if self.is_durable:
+                    os.fsync(fd)
+            finally:
+                os.close(fd)
             yield path
         except BaseException:
             self.remove(path)
@@ -1361,9 +1261,12 @@ class _Files:
         except FileNotFoundError:
             self._move_again(source, target)
 
-    def remove(self, path: str) -> None:
-        """Remove a file if it is there; ignore any OSError."""
-        _unlink_if_exists(self.root + path, or_fail=False)
+    def remove(self, path: str) -> bool:
+        """Remove a file, if that can be done; return whether it was."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.root + path)
+            return True
+        return False
 
     def commit(self, path: str) -> None:
         """If the queue is durable, sync a task's file, then its directory. That alone is not
@@ -1375,14 +1278,14 @@ class _Files:
         self.commit_dir(os.path.dirname(path))
 
     def sync_file(self, path: str) -> None:
-        if self._is_regular(path):
+        if self.is_regular(path):
             _sync_path(self.root + path, _READ_FLAGS)
 
     def commit_dir(self, directory: str) -> None:
         if self.is_durable:
             _sync_dir(self.root + directory)
 
-    def shrink_pending(self, new_id: Callable[[], str]) -> None:
+    def shrink_pending(self, aside: str) -> None:
         """Replace an empty pending/ that was large once: ext4 never shrinks a directory. rename()
         succeeds only on an empty one; a push that comes between finds out in _move_again()."""
         pending = f"{self.root}pending"
@@ -1391,7 +1294,7 @@ class _Files:
             return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
             return  # rights that we don't know how to copy
-        fresh = f"{self.root}creating/{new_id()}.pending"
+        fresh = f"{self.root}creating/{aside}.pending"
         # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
         with contextlib.suppress(OSError):
             os.mkdir(fresh)
@@ -1411,30 +1314,15 @@ class _Files:
 # ==================================================================================================
 
 
-def _read_anchor(path: str) -> int | None:
-    """Return the anchor; None if there is none, or the file is invalid (it is made again then)."""
-    try:
-        fd = os.open(path, _READ_FLAGS)
-    except FileNotFoundError:
-        return None
-    try:
-        content = os.read(fd, 40) if stat.S_ISREG(os.fstat(fd).st_mode) else b""
-    finally:
-        os.close(fd)
-    if not re.fullmatch(rb"-?[0-9]{1,19}\n", content):
-        return None
-    anchor_ns = int(content)
-    return anchor_ns if _EARLIEST_NS <= anchor_ns + time.monotonic_ns() < _FARTHEST_NS else None
-
-
 def _compute_anchor(files: _Files) -> int:
     """Return the anchor that starts the clock at the wall clock, or after the newest id if later:
     what stands first in a name may be a due time of next year, moved to pending/ by hand."""
     newest_ns = _EARLIEST_NS
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         with contextlib.suppress(PermissionError):  # another user's: no reason not to start
-            orders = [_order_of(entry.id) for entry in files.entries(directory)]
-            newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
+            for entry in files.entries(directory):
+                if (order_ns := _stamp_of(entry.id)) < _FARTHEST_NS:
+                    newest_ns = max(newest_ns, order_ns)
     return max(time.time_ns(), newest_ns + 1) - time.monotonic_ns()
 
 
@@ -1463,44 +1351,48 @@ class _QueueClock:
             return f"0{self._order}-{self.tag}"
 
     def next_order(self) -> int:
-        return _order_of(self.new_id())
+        return _stamp_of(self.new_id())
 
     def _open(self) -> tuple[str, int]:
         """Return this boot's tag and its clock's anchor; set the anchor if we are the first."""
         boot_id = _read_boot_id()
-        if boot_id is None:
-            return os.urandom(4).hex(), _compute_anchor(self._files)
-        boot = _boot_tag(boot_id, self._files.root)
-        path = f"{self._files.root}clock-{boot}"
-        anchor_ns = _read_anchor(path)
-        if anchor_ns is None:
-            anchor_ns = _compute_anchor(self._files)
+        if boot_id is not None:
+            boot = _boot_tag(boot_id, self._files.root)
+            anchor_ns = self._read(f"clock-{boot}")
             try:
-                self._create(path, anchor_ns)
+                return boot, anchor_ns or self._create(f"clock-{boot}")
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
                 # To look, to drain and to purge, a clock of our own is good enough.
                 _log().warning("no shared clock for this process: %s", error)
-                return os.urandom(4).hex(), anchor_ns
-            anchor_ns = _read_anchor(path) or anchor_ns  # RACE: another process was first
-        return boot, anchor_ns
+        return os.urandom(4).hex(), _compute_anchor(self._files)
 
-    def _create(self, path: str, anchor_ns: int) -> None:
-        """Write the clock file aside and put it in place, unless a valid one is there."""
-        aside = f"{self._files.root}creating/{_new_name(time.time_ns(), self.tag)}.clock"
-        _write_new(aside, b"%d\n" % anchor_ns)
-        try:
-            os.chmod(aside, 0o644)  # for all users of this boot, whatever our umask
+    def _read(self, name: str) -> int | None:
+        """Return the anchor; None if there is none, or the file is invalid (it is made again)."""
+        anchor_ns = 0
+        with contextlib.suppress(FileNotFoundError):
+            text = self._files.text(name) if self._files.is_regular(name) else ""
+            anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
+        now_ns = anchor_ns + time.monotonic_ns()
+        return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
+
+    def _create(self, name: str) -> int:
+        """Write the clock file aside and put it in place, unless a valid one is there. Return the
+        anchor that counts."""
+        root, anchor_ns = self._files.root, _compute_anchor(self._files)
+        aside_name = f"{_new_name(time.time_ns(), self.tag)}.clock"
+        with self._files.replacement(aside_name, b"%d\n" % anchor_ns) as aside:
+            os.chmod(root + aside, 0o644)  # for all users of this boot, whatever our umask
             try:
-                os.link(aside, path)
+                os.link(root + aside, root + name)
             except (AttributeError, OSError):
                 # One is there. Or there are no hard links: then two processes that come at once
                 # may disagree by the microseconds between them.
-                if _read_anchor(path) is None:
-                    os.replace(aside, path)
-        finally:
-            _unlink_if_exists(aside)
+                if self._read(name) is None:
+                    os.replace(root + aside, root + name)
+            self._files.remove(aside)
+        return self._read(name) or anchor_ns  # RACE: another process was first
 
 
 # ==================================================================================================
@@ -1531,9 +1423,7 @@ def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
             if len(names) > 2 * keep:
                 names = sorted(names, reverse=True)[-keep:]
                 youngest = names[0]
-    names.sort(reverse=True)
-    del names[:-keep]
-    return names, seen
+    return sorted(names, reverse=True)[-keep:], seen
 
 
 class _Backlog:
@@ -1556,9 +1446,8 @@ class _Backlog:
             if len(self.names) <= _AT_ONCE:
                 return
             began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
-            newer = sum(1 for _ in itertools.takewhile(began.__le__, self.names))
-            if newer < len(self.names):
-                del self.names[:newer]
+            if older := [name for name in self.names if name < began]:
+                self.names = older
                 return
             now_s = time.monotonic()
 
@@ -1852,7 +1741,7 @@ class _Worker:
 
             text = "".join(traceback.format_exception(error))
         content = (text.removesuffix("\n") + "\n").encode("utf-8", "backslashreplace")
-        return self.files.replacement(f"{self.clock.new_id()}.error", content, b"")
+        return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
         gone_to = self.move_leased(_lease_of(task), target, "released")
@@ -1868,7 +1757,8 @@ class _Worker:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
             elif id(task) in self.renewer.blocks:  # the next renewal is due only then
                 length_ns = max(length_ns, lease.length_ns)
-            path = _with_stamp(lease.path, self.clock.now_ns() + length_ns)
+            deadline_ns = self.clock.now_ns() + length_ns
+            path = re.sub("/[0-9]{20}", f"/{deadline_ns:020d}", lease.path)
             try:
                 lease.path = self.move_leased(lease, path)
             except BaseException:  # Ctrl-C may have come after the rename
@@ -1908,12 +1798,8 @@ class _Worker:
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
         """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
-        first_error = _FirstError()
-        for entry in self.files.entries(directory):
-            if entry.boot != _DETACHED and boot in (None, entry.boot):
-                with first_error:
-                    self.reclaim(entry.path)
-        first_error.raise_if_any()
+        leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
+        _for_each(self.reclaim, [it.path for it in leases if boot in (None, it.boot)])
 
     # To failed/, and back
 
@@ -2105,33 +1991,34 @@ class _Job:
 
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
         self._house, self._run, self.every_s = house, run, every_s
-        self.at_s = 0.0  # when it is to run next; all times are of the monotonic clock
+        # When it is to run next, and sooner, for a reason; all times are of the monotonic clock.
+        self._next_s, self._sooner_s = 0.0, 0.0
         self.rested_s = 0.0  # when it may, if there is a reason to
         self.error: OSError | None = None
 
+    @property
+    def at_s(self) -> float:
+        return min(self._next_s, self._sooner_s)
+
     def sooner(self, seconds: float) -> None:
         """Run within so many seconds: there is a reason to."""
-        self.at_s = min(self.at_s, time.monotonic() + seconds)
-        self._house.wake_s = min(self._house.wake_s, self.at_s)
+        self._sooner_s = min(self._sooner_s, time.monotonic() + seconds)
+        self._house.wake_s = min(self._house.wake_s, self._sooner_s)
 
     def run(self) -> None:
         """Run it now, set its next time, and keep its OSError."""
         started_s, self.error = time.monotonic(), None
-        # If Ctrl-C ends it, it is to go on soon.
-        at_s, self.at_s = started_s + min(self.every_s, _BASE_INTERVAL_S), float("inf")
+        self._next_s = started_s + min(self.every_s, _BASE_INTERVAL_S)  # if Ctrl-C ends it
+        self._sooner_s = float("inf")  # RACE: who calls sooner() from now on is heard next time
         try:
-            try:
-                self._run()  # it may call sooner()
-            except OSError as error:
-                self.error = error
-            ended_s = time.monotonic()
-            # It may only have hung once.
-            self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-            # A failed job waits too: it must not run at each pop().
-            at_s = max(ended_s + self.every_s, self.rested_s)
-        finally:  # no call before it is set: Ctrl-C there would end the job for ever
-            known_s, self.at_s = self.at_s, at_s
-            self.at_s = min(known_s, at_s)
+            self._run()
+        except OSError as error:
+            self.error = error
+        ended_s = time.monotonic()
+        # It may only have hung once.
+        self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
+        # A failed job waits too: it must not run at each pop().
+        self._next_s = max(ended_s + self.every_s, self.rested_s)
 
 
 class _Housekeeper:
@@ -2139,19 +2026,19 @@ class _Housekeeper:
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
-        self._lease_dir, self._keys, self._worker = worker.lease_dir, worker.keys, worker
+        self._lease_dir, self._worker = worker.lease_dir, worker
         self._lock, self._keep_done = worker.lock, worker.keep_done
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
         self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
-        ends_every_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
-        self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
-        self.reclaiming = _Job(self, self.reclaim_ended, ends_every_s)
-        self.repairing = _Job(self, self._keys.repair, _REPAIR_INTERVAL_S)
-        self._sweeping = _Job(self, self.remove_stale_files, _REPAIR_INTERVAL_S)
-        self._purging = _Job(self, self._purge_done, _BASE_INTERVAL_S)
-        self._jobs = [self.enqueuing, self.reclaiming, self.repairing, self._sweeping]
+        often_s, seldom_s = _BASE_INTERVAL_S, _REPAIR_INTERVAL_S
+        self.enqueuing = _Job(self, self._enqueue_due, often_s)
+        self.reclaiming = _Job(self, self.reclaim_ended, min(often_s, worker.length_ns / 4e9))
+        self.repairing = _Job(self, worker.keys.repair, seldom_s)
+        self._purging = _Job(self, self._purge_done, often_s)
+        sweeping = _Job(self, self.remove_stale_files, seldom_s)
+        self._jobs = [self.enqueuing, self.reclaiming, self.repairing, sweeping]
         if not isinstance(worker.keep_done, bool):
             self._jobs.append(self._purging)
 
@@ -2162,10 +2049,9 @@ class _Housekeeper:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            # What is nearly due too: a waiting worker is woken once for all of them.
-            soon_s = time.monotonic() + _BASE_INTERVAL_S / 5
             for job in self._jobs:
-                if soon_s >= job.at_s or (job is self.repairing and self._keys.needs_repair):
+                # What is nearly due too: a waiting worker is woken once for all of them.
+                if job.at_s <= time.monotonic() + _BASE_INTERVAL_S / 5:
                     job.run()
             if time.monotonic() >= self._backlog.refill_s:
                 self._list_pending()
@@ -2182,9 +2068,9 @@ class _Housekeeper:
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            may_look = self.enqueuing not in jobs and time.monotonic() >= self.enqueuing.rested_s
             # Whether a task came to scheduled/, or left it, since it was listed.
-            if may_look and self._scheduled_mtime_ns() != self._due_seen_ns:
+            is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
+            if is_changed and time.monotonic() >= self.enqueuing.rested_s:
                 jobs.append(self.enqueuing)
             for job in jobs:
                 job.run()
@@ -2203,7 +2089,7 @@ class _Housekeeper:
             self._lease_dir.ensure_open()
             self._is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
-                self._files.shrink_pending(self._clock.new_id)
+                self._files.shrink_pending(self._clock.new_id())
             self._look_s = now_s + _LOOK_INTERVAL_S
         if self._is_paused:
             self._backlog.clear()
@@ -2217,9 +2103,6 @@ class _Housekeeper:
             self._backlog.clear()
             self._look_s = 0.0
 
-    def rest_s(self) -> float:
-        return self.wake_s - time.monotonic()
-
     def end_scan(self) -> None:
         scan, self._done_scan = self._done_scan, None
         if scan is not None:
@@ -2231,50 +2114,46 @@ class _Housekeeper:
         """Move what is due to the back of pending/, in the order in which it came due."""
         now_ns = time.time_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
-        first_error = _FirstError()
+        due = []
         for entry in self._files.entries("scheduled"):
             if entry.stamp_ns > now_ns:
                 self.enqueuing.sooner((entry.stamp_ns - now_ns) / 1e9)
                 break
-            with first_error:
-                try:
-                    self._worker.enqueue_scheduled(entry.path)
-                except FileNotFoundError:
-                    continue  # RACE: another worker moved it
-                except BlockingIOError:
-                    # RACE: another process is at work on its key; soon
-                    self.enqueuing.sooner(_LOOK_INTERVAL_S)
-        first_error.raise_if_any()
+            due.append(entry.path)
+        _for_each(self._enqueue, due)
+
+    def _enqueue(self, path: str) -> None:
+        try:
+            self._worker.enqueue_scheduled(path)
+        except FileNotFoundError:
+            pass  # RACE: another worker moved it
+        except BlockingIOError:
+            # RACE: another process is at work on its key; soon
+            self.enqueuing.sooner(_LOOK_INTERVAL_S)
 
     def reclaim_ended(self) -> None:
-        """Reclaim leases that are past their deadline or held by dead workers. An OSError comes
-        last: it must not keep the other directories waiting."""
-        first_error = _FirstError()
+        """Reclaim leases that are past their deadline or held by dead workers."""
         with self._lock:  # check(repair=True) calls this too
-            for lease in [*self._lease_dir.orphans]:
-                with first_error:
-                    self._worker.reclaim(lease)
-            for directory in self._files.node_dirs():
-                with first_error:
-                    self._reclaim_from(directory, first_error)
-        first_error.raise_if_any()
+            _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
+            _for_each(self._reclaim_from, self._files.node_dirs())
 
-    def _reclaim_from(self, directory: str, first_error: _FirstError) -> None:
+    def _reclaim_from(self, directory: str) -> None:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
-        now_ns = self._clock.now_ns()
-        leases = self._files.entries(directory)
-        running = []
+        now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
+        ended, running = [], []
         for entry in leases:
             if entry.stamp_ns > now_ns:
                 running.append(entry.stamp_ns)
             elif not self._renewed_recently(entry):
-                with first_error:
-                    self._worker.reclaim(entry.path)
+                ended.append(entry.path)
         if running:
             self.reclaiming.sooner((running[0] - now_ns) / 1e9)
         has_ours = any(entry.boot == self._clock.boot for entry in leases)
-        if directory != self._lease_dir.directory and (has_ours or not running):
-            self._reclaim_dead_worker(directory, has_ours)
+        try:
+            _for_each(self._worker.reclaim, ended)
+        finally:
+            if directory != self._lease_dir.directory and (has_ours or not running):
+                self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Whether another host's lease was taken or renewed less than our own lease length ago,
@@ -2299,8 +2178,7 @@ class _Housekeeper:
         try:
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
-                self._keys.needs_repair = True  # it may have died before it promoted a payload
-                self.repairing.sooner(0)
+                self.repairing.sooner(0)  # it may have died before it promoted a payload
                 if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # Not with another boot's leases, foreign files.
                     _remove_empty_dir(self._files.root + directory)
@@ -2318,7 +2196,8 @@ class _Housekeeper:
         if is_free and any(entry.boot == self._clock.boot for entry in leases):
             liveness = "dead"
         expired = sum(entry.stamp_ns <= now_ns for entry in leases)
-        return NodeStats(_node_of(directory), len(leases), expired, liveness)
+        node = directory.removeprefix("inflight-")
+        return NodeStats(node, len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
         """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
@@ -2352,9 +2231,9 @@ class _Housekeeper:
                     old.add(entry.id)
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
             old -= {it.id for it in self._files.find(*_LIVE)}
-        stale, before_ns = sorted(old), self._clock.now_ns() - _LEFTOVER_NS
-        creating = [it for it in self._files.entries("creating") if _order_of(it.id) < before_ns]
-        return [f"checkpoints/{ident}" for ident in stale] + [entry.path for entry in creating]
+        before_ns = self._clock.now_ns() - _LEFTOVER_NS
+        creating = [it.path for it in self._files.entries("creating") if it.stamp_ns < before_ns]
+        return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
 
 # ==================================================================================================
@@ -2497,7 +2376,7 @@ class FemtoQueue:
                 is_synced = True
         except Exception as error:
             if not is_synced:
-                ids = [it for it in ids if not _unlink_if_exists(f"{pending}/{it}", or_fail=False)]
+                ids = [it for it in ids if not self._files.remove(f"pending/{it}")]
             _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
             error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
@@ -2809,9 +2688,10 @@ class FemtoQueue:
         root, before_s = self._files.root, time.time() - older_than_s
         entries = self._files.find(*wanted)
         count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
-        for entry in self._files.entries("failed", "reason") if "failed" in wanted else ():
-            if not self._files.exists(f"failed/{entry.id}"):
-                _unlink_if_older(root + entry.path, before_s)
+        reasons = filter(_parse_reason, self._files.names("failed") if "failed" in wanted else ())
+        for name in reasons:
+            if not self._files.exists(f"failed/{name[:_ID_LENGTH]}"):
+                _unlink_if_older(f"{root}failed/{name}", before_s)
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -2863,7 +2743,7 @@ class FemtoQueue:
             entry = _parse(*path.split("/")) if path else None
         else:
             _check_id(id)
-            entry = self._files.find_id(id, *_PLACES)
+            entry = self._files.find_id(id, "keys", *_LIVE, *_ENDED)  # in which it may move on
         return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
@@ -2895,8 +2775,9 @@ class FemtoQueue:
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.size_bytes = size_bytes
         if entry.directory == "failed":
-            with contextlib.suppress(PermissionError):  # another user's: no reason not to show it
-                task.error = self._files.reason_of(entry.id)
+            # There is none, or it is another user's: no reason not to show the task.
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                task.error = self._files.text(f"failed/{entry.id}.error").removesuffix("\n")
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
@@ -3090,10 +2971,7 @@ def _later(newer: str) -> int | None:
 
 
 class _KeyedTasks(_KeyStates):
-    """The tasks with a key, once they are pushed. `needs_repair` is set when one may have ended
-    without the payload behind it: repair() is due."""
-
-    needs_repair = False
+    """The tasks with a key, once they are pushed."""
 
     # Finding
 
@@ -3220,7 +3098,7 @@ class _KeyedTasks(_KeyStates):
                 elif name:
                     states[name] = target, newer
             except BaseException:
-                self.needs_repair = True  # the next pop() promotes what stands behind it
+                self._worker.house.repairing.sooner(_BASE_INTERVAL_S)  # of what is behind it
                 raise
         return target
 
@@ -3260,21 +3138,21 @@ class _KeyedTasks(_KeyStates):
 
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
-        self.needs_repair, errors = False, _FirstError()
         payloads = {path for path in self._found() if "-" in path}
         idle = {_tag_of(path) for path in self.idle()}
-        for tag in sorted(idle.union(map(_tag_of, payloads))):
+
+        def repair(tag: str) -> None:
             # Of an idle one all directories have been listed: a claim is what may have come since.
             where = ("inflight",) if tag in idle else _LIVE
-            with errors:
-                try:
-                    with self.lock(tag, wait=False) as states:
-                        for name in [*states]:
-                            self.find_task(states, name, where)
-                        self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
-                except BlockingIOError:  # RACE: another process is at work on a key of its hash
-                    self._worker.house.repairing.sooner(1)
-        errors.raise_if_any()
+            try:
+                with self.lock(tag, wait=False) as states:
+                    for name in [*states]:
+                        self.find_task(states, name, where)
+                    self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
+            except BlockingIOError:  # RACE: another process is at work on a key of its hash
+                self._worker.house.repairing.sooner(1)
+
+        _for_each(repair, sorted(idle.union(map(_tag_of, payloads))))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
         """Note the payloads in keys/ that no state knows: power loss, or a person, took it."""
@@ -3331,7 +3209,7 @@ class _Keys(_KeyedTasks):
         """Make a payload the task of a key that has none; or put it behind the task, where it takes
         the place of one that is there. Return its id."""
         path, before = states.get(name, ("", ""))
-        younger = _order_of(_id_of(path)) + 1 if path else 0  # hosts' clocks differ
+        younger = _stamp_of(_id_of(path)) + 1 if path else 0  # hosts' clocks differ
         order = max(self._clock.next_order(), younger)
         ident = _id_of(before) or _new_name(order, _key_tag(name))
         newer = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
@@ -3518,7 +3396,8 @@ class _Waits:
                 left_s = end_s - time.monotonic()
                 if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
                     return self.accept(found)
-                rest_s, pause_s = self._worker.house.rest_s(), next(pauses_s)
+                rest_s = self._worker.house.wake_s - time.monotonic()
+                pause_s = next(pauses_s)
                 if rest_s <= 0:  # a job failed, or another thread runs it
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
@@ -4136,25 +4015,20 @@ class _Inspector:
 
     def _names(self) -> Iterator[Finding]:
         """Directories on other file systems, and foreign names."""
-        root, text = self._files.root, "not of the queue's"
-        names = sorted(os.listdir(root))
-        directories = [
-            name
-            for name in names
-            if (name in _NAMES_IN or _parse_node_dir(name)) and os.path.isdir(root + name)
-        ]
-        device = os.stat(root).st_dev
+        root, device = self._files.root, os.stat(self._files.root).st_dev
+        names = [it for it in sorted(_FORMS) if it not in (".", "inflight")]
+        directories = [it for it in names + self._files.node_dirs() if os.path.isdir(root + it)]
         for name in directories:
             if os.stat(root + name).st_dev != device:
                 yield Finding("file system", name, "another than data_dir's: rename() can't cross")
-        for name in names:
-            if name not in (*directories, "PAUSED") and not _parse_clock(name):
-                yield Finding("foreign", name, text)
-        for directory in directories:
-            forms = _NAMES_IN.get(directory, (_FORMS["inflight"],))
+        others: dict[str, Callable[[str], object]]
+        others = {".": directories.__contains__, "failed": _parse_reason, "keys": _parse_tag}
+        for directory in (".", *directories):
+            is_known, is_other = _FORMS[_state_of(directory)], others.get(directory, _no_op)
             for name in sorted(os.listdir(root + directory)):
-                if not any(form(name) for form in forms):
-                    yield Finding("foreign", f"{directory}/{name}", text)
+                if not (is_known(name) or is_other(name)):
+                    path = os.path.normpath(f"{directory}/{name}")
+                    yield Finding("foreign", path, "not of the queue's")
 
     def _records(self) -> Iterator[Finding]:
         """Ids in two places, and records that are not whole."""
@@ -4283,7 +4157,7 @@ class TicketQueue:
         off, and others registered, again and again meanwhile."""
         held = self._join_line()
         self._held[held.member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
-        return _number_of(held.member), held.member
+        return _stamp_of(held.member), held.member
 
     def _join_line(self) -> _HeldTicket:
         redraws = 0
@@ -4301,9 +4175,9 @@ class TicketQueue:
         """Take the next ticket, with the lock of "last" held. RACE: a host that was cut off has
         lost that lock (replies). If another one registered meanwhile, or took our file for that of
         a dead process, raises OSError: ENOENT, ESTALE or EEXIST."""
-        number = self._numbers.draw(last, max(map(_number_of, self._tickets()), default=0))
+        number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
-        name = _ticket_name(number, self._boot, os.urandom(8).hex())
+        name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
         lock = self._files.open_lock(f".{name}")  # not a ticket yet: it must appear locked
         try:
             lock.acquire_exclusive()
@@ -4319,9 +4193,9 @@ class TicketQueue:
         """Say whether that ticket is the first whose member lives; touch it if it is ours. False,
         too, if ours was untouched for so long that another host may have passed it over. It is
         removed then, unless it ever was first: its turn may be another's; stop, and remove() it."""
-        is_first = ticket == next(map(_number_of, filter(self._lives, self._tickets())), None)
+        is_first = ticket == next(map(_stamp_of, filter(self._lives, self._tickets())), None)
         for member, held in list(self._held.items()):
-            if _number_of(member) != ticket:
+            if _stamp_of(member) != ticket:
                 continue
             if not self._touch(held):  # after the look: that may have taken long
                 if not held.had_turn:
@@ -4368,7 +4242,7 @@ class TicketQueue:
         while it waits, another host may have passed its ticket over, or a person removed it."""
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         held, over = self._join_line(), threading.Event()
-        member, ticket = held.member, _number_of(held.member)
+        member, ticket = held.member, _stamp_of(held.member)
         try:
             self._held[member] = held
             if self.stale_timeout is not None:
@@ -4404,16 +4278,12 @@ class TicketQueue:
     def _touch(self, held: _HeldTicket) -> bool:
         """Touch a ticket; False if it may have been passed over, also just now."""
         began_s = time.time()
-        try:
+        with _ignore_missing():
             os.utime(held.lock.fd)
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-            return False
-        if time.time() - held.touched_s > self._numbers.late * self._stale_s:
-            return False
-        held.touched_s = began_s
-        return True
+            if time.time() - held.touched_s <= self._numbers.late * self._stale_s:
+                held.touched_s = began_s
+                return True
+        return False
 
     @property
     def _stale_s(self) -> float:
@@ -4443,7 +4313,7 @@ class TicketQueue:
 
     def _lives(self, member: str) -> bool:
         """Say whether a member lives; remove its ticket if not."""
-        try:
+        with _ignore_missing():  # RACE: given up just now
             lock = self._files.open_lock(member, os.O_RDWR)
             try:
                 if member.split("~")[1] == self._boot:
@@ -4452,13 +4322,10 @@ class TicketQueue:
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
             finally:
                 lock.close()
-        except OSError as error:
-            if error.errno not in _MISSING_ERRNOS:
-                raise
-            return False  # RACE: given up just now
-        if is_dead:
-            _unlink_if_exists(self._root + member)
-        return not is_dead
+            if not is_dead:
+                return True
+            os.unlink(self._root + member)
+        return False
 
 
 # ==================================================================================================
@@ -4614,7 +4481,7 @@ class _SharedFiles(_Files):
         return super().exists(path)
 
     def names(self, directory: str) -> list[str]:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return _afresh(os.listdir)(self.root + directory)
         self._refresh("")  # the directory may be new
         return super().names(directory)
@@ -4705,7 +4572,7 @@ class _SharedFiles(_Files):
             return True
         return self.exists(target) and self.lstat(target).st_ino == number
 
-    def shrink_pending(self, new_id: Callable[[], str]) -> None:
+    def shrink_pending(self, aside: str) -> None:
         """Do nothing: other hosts may look into the old directory for long (stale)."""
 
     @_afresh
@@ -4844,7 +4711,7 @@ class _SharedNumbers(_Numbers):
         if noted:
             os.rename(self._root + noted, f"{self._root}last~{number:020d}")
         else:
-            _write_new(f"{self._root}last~{number:020d}", b"")
+            os.close(os.open(f"{self._root}last~{number:020d}", _CREATE_FLAGS, 0o666))
         return number
 
     def _noted(self) -> str:

@@ -160,7 +160,7 @@ SEAMS = {
     "file system type": "_fs_type",
     "exchange": "_exchange",
     "C library": "_libc",
-    "syncfs": "_find_syncfs",
+    "sync of a batch": "_batch_sync",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -1504,7 +1504,7 @@ STEPS = {
     "push x, take | release later": Row("move", "move file directory"),
     "push x, take | extend": Row("move", "move"),
     "push x, take | save 1": Row(
-        "open write close stat mkdir move move", "file directory move move directory"
+        "open write close stat stat mkdir move move", "file directory move move directory"
     ),
 }
 KEY_STEPS = {
@@ -2958,11 +2958,11 @@ class Durability(StepCase):
     def test_push_many_syncs_the_batch_once(self) -> None:
         """With syncfs no fsync; without, one a file and one of pending/. Without sync, neither."""
         q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[int]()
-        with seam("syncfs", lambda _: None):
+        with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
         self.assertEqual(Counter(calls), {"move": 3, "file": 3, "directory": 1})
         self.assertEqual(calls[-1], "directory")
-        with seam("syncfs", lambda _: synced.append):
+        with seam("sync of a batch", lambda _: (functools.partial(synced.append, 1), False)):
             for pushing in (q, other):
                 calls = self.moves_and_syncs(functools.partial(pushing.push_many, [b"4", b"5"]))
                 self.assertEqual((calls, len(synced)), (["move"] * 2, 1))
@@ -2970,22 +2970,21 @@ class Durability(StepCase):
 
     def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
         q = self.queue(sync_after_write=True)
-        find = seam("syncfs", lambda _: lambda _: fail_with(errno.EIO))
-        with find, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
+        batch = functools.partial(fail_with, errno.EIO), False
+        sync = seam("sync of a batch", lambda _: batch)
+        with sync, self.assertRaisesRegex(OSError, rf"\[Errno {errno.EIO}\].*\(0 tasks of"):
             q.push_many([b"1", b"2"])
         self.assertEqual(self.states(), {})
 
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
         """The real one, on the file system of the temporary directory if it is a known one."""
-        sync = through_seam("syncfs")(self.path)
-        if sync is None:
+        sync, syncs_each = through_seam("sync of a batch")(self.path)
+        if syncs_each:
             self.skipTest(f"not known whether the file system of {self.path} obeys syncfs")
-        fd = os.open(self.path, os.O_RDONLY)
-        sync(fd)
-        os.close(fd)
+        sync()
         with self.assertRaisesRegex(OSError, rf"\[Errno {errno.EBADF}\]"):
-            sync(fd)
+            sync()  # it has closed the directory
 
 
 # After these a directory is as it was before: a process that dies then leaves the same.
@@ -4926,8 +4925,15 @@ class ForeignFiles(QueueCase):
 
     def test_what_is_not_ours_is_never_delivered_moved_removed_or_a_crash(self) -> None:
         """Files, folders, links and names of any bytes, in every directory; and what only looks
-        like a lease directory."""
-        q, clock = self.queue("n1"), self.clock()
+        like a lease directory. On file systems of several hosts, too."""
+        clock = self.clock()
+        for fs_type in (EXT4, NFS):
+            self.path = self.new_dir(self.memory)
+            self.patched(on_file_system(fs_type))
+            self.check_what_is_foreign_stays(clock)
+
+    def check_what_is_foreign_stays(self, clock: Clock) -> None:
+        q = self.queue("n1")
         q.push(b"1")
         q.close()
         self.queue("n2").pop()

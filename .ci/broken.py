@@ -343,7 +343,7 @@ def without(is_synced: Callable[[str], bool]) -> list[Patch]:
         if is_synced(f"/proc/self/fd/{fd}"):
             os.fsync(fd)
 
-    no_syncfs = (femtoqueue, "_find_syncfs", lambda directory: None)  # PRIVATE
+    no_syncfs = (femtoqueue, "_SYNCFS_TYPES", ())  # PRIVATE
     return [*calls(fsync=sync, fdatasync=sync), no_syncfs]
 
 
@@ -763,23 +763,21 @@ def parse_faults(text: str) -> Iterator[Fault]:
 
 FAULTS = r"""
 a directory of the queue's own is made durable with its parent | Durability
--    if sync:
--        _sync_dir(parent)
-+    if sync and not path:
-+        _sync_dir(parent)
+-        if sync:
+-            _sync_dir(parent)
++        if sync and not path:
++            _sync_dir(parent)
 what can't be looked at is not taken for missing | Faults
 -            self.lstat(path)
 -        except (FileNotFoundError, NotADirectoryError):
 +            self.lstat(path)
 +        except OSError:
 purge() counts age from the move, not from the push | Lifecycle
--        if status.st_ctime > before_s or
-+        if status.st_mtime > before_s or
+-        if status.st_ctime <= before_s and
++        if status.st_mtime <= before_s and
 an error in one directory does not keep the others waiting | Faults
--        self._error = self._error or error
--        return True
-+        self._error = self._error or error
-+        return False
+-            errors.append(error)
++            raise error
 the id tells that a task has a key | Keyed
 -binascii.crc32(name.encode()) | 1 << 31:08x
 +binascii.crc32(name.encode()) & ~(1 << 31):08x
@@ -799,8 +797,8 @@ a key that is an Enum goes by its value | Keyed
 -    return _quote_key(raw)  # not the key itself
 +    return _quote_key(str(key))  # not the key itself
 front=True leads to the place of the push | Model
--    return f"pending/{_task_name(_order_of(ident), attempts, ident)}"
-+    return f"pending/{_task_name(_order_of(ident) + 10**15, attempts, ident)}"
+-    return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
++    return f"pending/{_task_name(_stamp_of(ident) + 10**15, attempts, ident)}"
 a NaN is refused as an argument | Lifecycle
 -    if not abs(value) < _MAX_NUMBER:  # NaN neither
 +    if abs(value) >= _MAX_NUMBER:  # NaN neither
@@ -818,8 +816,8 @@ a payload that is a str is refused | Lifecycle
 +    if isinstance(data, str):
 +        raise TypeError("data must be bytes, not str
 a record with a wrong checksum is never delivered | Corruption
--    if b"%08x" % binascii.crc32(payload, binascii.crc32(name.encode())) != header[1]:
-+    if not header[1]:
+-    if _header(payload, name) != header[0]:
++    if not header[0]:
 a record with bytes behind its payload is never delivered | Corruption
 -    if status.st_size - start != length:
 +    if status.st_size - start < length:
@@ -869,8 +867,12 @@ sync_after_write: the directory of a finished task is synced | Durability
 -            _sync_dir(self.root + directory)
 +            os.path.isdir(self.root + directory)
 a file that takes the place of another is synced before | Durability
--        _write_new(self.root + path, header, payload, self.is_durable)
-+        _write_new(self.root + path, header, payload)
+-                if self.is_durable:
+-                    os.fsync(fd)
+-            finally:
++                if not path:
++                    os.fsync(fd)
++            finally:
 a push that raises leaves nothing in creating/ | Faults
 -            for leftover in (source, path):
 +            for leftover in (path,):
@@ -904,16 +906,16 @@ after a boot with an earlier date, new tasks sort behind old ones | Ordering
 -max(time.time_ns(), newest_ns + 1)
 +max(time.time_ns(), _EARLIEST_NS)
 the processes of a boot agree on one clock | Ordering
--        os.link(aside, path)
-+        os.replace(aside, path)
+-        os.link(root + aside, root + name)
++        os.replace(root + aside, root + name)
 setting the date changes neither order nor deadlines | Ordering
 -        with self._lock:
 -            now_ns = time.monotonic_ns() + self.anchor_ns
 +        with self._lock:
 +            now_ns = time.time_ns()
 a name of the year 2200 does not carry the clock along | Ordering
--            newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
-+            newest_ns = max([newest_ns, *orders])
+-                if (order_ns := _stamp_of(entry.id)) < _FARTHEST_NS:
++                if order_ns := _stamp_of(entry.id):
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
@@ -951,8 +953,8 @@ what a dead worker had comes back at once | Model
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():
 a dead worker's lease of another boot ends by its deadline | Liveness
--            if entry.boot != _DETACHED and boot in (None, entry.boot):
-+            if entry.boot != _DETACHED:
+-[it.path for it in leases if boot in (None, it.boot)])
++[it.path for it in leases])
 a lease of another host that was just renewed is not taken | Healed
 -            elif not self._renewed_recently(entry):
 +            elif entry:
@@ -1161,7 +1163,7 @@ a signal to all processes of a job does not end the watchdog | CommandLine
 -    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 +    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 of two pushes during a listing, the younger does not come first | Meeting
--                del self.names[:newer]
+-                self.names = older
 +                pass
 a fork copies no lock that another thread is opening | Meeting
 -        with _no_fork():
@@ -1175,8 +1177,8 @@ a synced push that raises puts back what was there | KeyedTable
 -                    self._files.swap(aside, path, or_rename=False)
 +                    pass
 repair() comes again soon for a busy key | Meeting
--                    self._worker.house.repairing.sooner(1)
-+                    pass
+-                self._worker.house.repairing.sooner(1)
++                pass
 take_async() looks again soon at a busy key | Meeting
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 +                pass
@@ -1280,10 +1282,8 @@ a sync of what another host took is no error | Healed
 -    sync_file = _afresh(_Files.sync_file)
 +    _sync = _afresh(_Files.sync_file)
 a failed statfs() is an error | Faults
--    if libc.statfs(os.fsencode(path), status):
--        raise _libc_error(path)
-+    if libc.statfs(os.fsencode(path), status):
-+        return 0
+-    _call_libc("statfs", path, os.fsencode(path), status)
++    _libc().statfs(os.fsencode(path), status)
 a file that was replaced is looked up again | Healed hangs
 -        for _ in range(_LOOKS):
 +        for _ in range(1):
