@@ -747,7 +747,7 @@ def _positive(name: str, value: float) -> float:
 
 
 def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
-    return if_none_ns if ms is None else min(_FOREVER_NS, int(_positive(name, ms) * 1e6))
+    return if_none_ns if ms is None else max(1, min(_FOREVER_NS, int(_positive(name, ms) * 1e6)))
 
 
 def _end_s(timeout: float | None, name: str = "timeout") -> float:

@@ -1127,6 +1127,17 @@ class Leases(QueueCase):
             holder.done(mine)
         self.assertEqual(self.names("failed"), [])
 
+    def test_a_lease_shorter_than_a_nanosecond_is_one(self) -> None:
+        """It ends at once, and who is not too late can still settle it."""
+        q = self.queue(timeout_stale_ms=1e-7)
+        for lease_ms in (None, 1e-7):
+            q.push(b"x")
+            task = q.pop(lease_ms=lease_ms)
+            assert task is not None
+            q.extend(task, 1e-7)
+            q.done(task)
+        self.assertEqual(self.states(), {"done": 2})
+
     def test_progress_is_kept_when_another_process_saves_it(self) -> None:
         """The payload that it belongs to is read, which attach() did not."""
         q, other = self.queue(), self.queue("n2")
