@@ -756,18 +756,21 @@ def _end_s(timeout: float | None, name: str = "timeout") -> float:
     return time.monotonic() + _not_negative(name, timeout)
 
 
-def _check_places(data_dir: object, node_id: object) -> None:
+def _check_data_dir(data_dir: object) -> None:
     path = os.fspath(data_dir)  # type: ignore[call-overload]
     if not isinstance(path, str):
         raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
     if not path:
         raise ValueError("data_dir must not be empty; for this directory say '.'")
-    if node_id is not None and not (
-        isinstance(node_id, str)
-        and node_id not in (".", "..")
-        and _parse_node_dir(f"inflight-{node_id}")
-    ):
+
+
+def _check_node_id(node_id: object) -> str | None:
+    if node_id is None:
+        return None
+    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
+    if match is None or match[1] in (".", ".."):
         raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
+    return match[1]  # not node_id: that may be an Enum, whose format() is another text
 
 
 def _check_max_attempts(max_attempts: object) -> None:
@@ -778,16 +781,19 @@ def _check_max_attempts(max_attempts: object) -> None:
         raise ValueError(f"max_attempts must be {wanted}, not {max_attempts!r}")
 
 
-def _check_state(state: str) -> None:
+def _check_state(state: str) -> str:
     if state not in STATES:
         raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
+    return STATES[STATES.index(state)]  # see _check_node_id
 
 
-def _check_id(id: object) -> None:
+def _check_id(id: object) -> str:
     if not isinstance(id, str):
         raise TypeError(f"id must be a str, not {id!r}")
-    if not _parse_id(id):
+    match = _parse_id(id)
+    if match is None:
         raise ValueError(f"not the id of a task: {id!r}")
+    return match[1]
 
 
 def _add_to_message(error: Exception, text: str) -> None:
@@ -1734,7 +1740,9 @@ class _Worker:
 
     def _new_reason(self, error: str | BaseException) -> contextlib.AbstractContextManager[str]:
         """Write a text, or an exception with its traceback, aside, to move it: replacement()."""
-        if isinstance(error, (str, _CommandFailed)):
+        if isinstance(error, str):
+            text = error
+        elif isinstance(error, _CommandFailed):
             text = str(error)
         else:
             import traceback
@@ -2292,7 +2300,8 @@ class FemtoQueue:
         poll_interval_s: float = 0.05,
         detached: bool = False,
     ) -> None:
-        _check_places(data_dir, node_id)
+        _check_data_dir(data_dir)
+        self._given_node_id = _check_node_id(node_id)
         self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms, _FOREVER_NS)
         _not_negative("retry_delay_s", retry_delay_s)
         _positive("poll_interval_s", poll_interval_s)
@@ -2307,7 +2316,6 @@ class FemtoQueue:
         self.retry_delay_s = retry_delay_s
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
-        self._given_node_id = node_id
         self._files = _open_files(os.fspath(data_dir), self.sync_after_write)
         self._files.make_dirs()
         self._clock = _QueueClock(self._files)
@@ -2488,10 +2496,9 @@ class FemtoQueue:
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs a key or an id")
-        if id is not None:
-            _check_id(id)
+        ident = "" if id is None else _check_id(id)
         name = "" if key is None else _encode_key(key)
-        return functools.partial(self._worker.take_named, name, id or "", length_ns, wait)
+        return functools.partial(self._worker.take_named, name, ident, length_ns, wait)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
         """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight,
@@ -2663,8 +2670,7 @@ class FemtoQueue:
     def retry(self, id: str) -> None:
         """Put a failed task at the back of the queue, its attempts at 0. Raises TaskNotFound if it
         is not in failed/, KeyInFlight if its key has another by now, ValueError for no valid id."""
-        _check_id(id)
-        entry = self._files.find_id(id, "failed")
+        entry = self._files.find_id(_check_id(id), "failed")
         if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
 
@@ -2682,9 +2688,10 @@ class FemtoQueue:
         states: "done", "failed" or both. Age counts from the move there (st_ctime, which every
         common file system sets on rename(); wall clock)."""
         _not_negative("older_than_s", older_than_s)
-        wanted = {states} if isinstance(states, str) else set(states)
-        if not wanted <= {*_ENDED}:
-            raise ValueError(f"states must be of {' and '.join(map(repr, _ENDED))}, not {wanted!r}")
+        given = {states} if isinstance(states, str) else set(states)
+        if not given <= {*_ENDED}:
+            raise ValueError(f"states must be of {' and '.join(map(repr, _ENDED))}, not {given!r}")
+        wanted = [state for state in _ENDED if state in given]
         root, before_s = self._files.root, time.time() - older_than_s
         entries = self._files.find(*wanted)
         count = sum(_unlink_if_older(root + entry.path, before_s) for entry in entries)
@@ -2728,8 +2735,7 @@ class FemtoQueue:
         One that waits has the newest payload of its key. data=False reads headers only: data is
         b"", and size_bytes None if the header is invalid. A task that moves on meanwhile is left
         out; so is, and logged, one that is corrupt or may not be read: peek() says why."""
-        _check_state(state)
-        return self._read_all(self._files.find(state), data)
+        return self._read_all(self._files.find(_check_state(state)), data)
 
     def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
         """Return the task of that id, in any state, or the one of that key that waits or is in
@@ -2742,8 +2748,8 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
-            _check_id(id)
-            entry = self._files.find_id(id, "keys", *_LIVE, *_ENDED)  # in which it may move on
+            # In the order in which it may move on.
+            entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
@@ -2752,8 +2758,8 @@ class FemtoQueue:
 
     def keys(self, state: str) -> Iterator[str]:
         """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
-        _check_state(state)
-        keyed = (entry for entry in self._files.find(state) if _is_keyed(entry.id))
+        entries = self._files.find(_check_state(state))
+        keyed = (entry for entry in entries if _is_keyed(entry.id))
         return (task.key for task in self._read_all(keyed, True) if task.key is not None)
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:

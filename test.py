@@ -810,6 +810,30 @@ class Lifecycle(QueueCase):
         self.assertFalse(os.path.exists(self.file("keys")))
         q.done(task)
 
+    def test_an_enum_is_the_text_that_it_stands_for(self) -> None:
+        """As a state, an id, a node, a directory or a reason: in names and in what is looked for,
+        though its format() is another text (Python 3.11)."""
+        ident = self.queue().push(b"x", key="k")
+
+        class Word(str, enum.Enum):
+            DIRECTORY, NODE, ID, WHY = self.path, "n2", ident, "why"
+            PENDING, FAILED = "pending", "failed"
+
+        q = self.queue(Word.NODE)
+        self.assertEqual(([*q.keys(Word.PENDING)], len([*q.tasks(Word.PENDING)])), (["k"], 1))
+        with FemtoQueue(Word.DIRECTORY, Word.NODE) as other:
+            task = other.take(id=Word.ID)
+            assert task is not None
+            self.assertEqual((task.node, type(other.node_id)), ("n2", str))
+            self.assertEqual(q.attach(Word.ID).path, task.path)
+            other.fail(task, Word.WHY)
+        for found in (q.peek(Word.ID), *q.tasks(Word.FAILED)):
+            assert found is not None
+            self.assertEqual((found.path, found.error), (f"failed/{ident}", "why"))
+        q.retry(Word.ID)
+        q.fail(self.pop(q))
+        self.assertEqual(q.purge(0, Word.FAILED), 1)
+
     def test_a_task_is_a_value(self) -> None:
         """What was leased equals what is looked at; but only the delivery ends it, and what is
         assigned to it changes nothing in the queue."""

@@ -788,8 +788,8 @@ a name with another tag than 8 hex digits is foreign | ForeignFiles
 -_ID = f"({_NS}-[0-9a-f]{{8}})"
 +_ID = f"({_NS}-[0-9a-zA-Z]{{8}})"
 a node_id that is no part of a name is refused | Faults
--        and _parse_node_dir(f"inflight-{node_id}")
-+        and node_id
+-    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
++    match = re.match("(.*)", f"{node_id}")
 a key of more than 200 bytes is refused | Keyed
 -_MAX_KEY_BYTES = 200
 +_MAX_KEY_BYTES = 300
