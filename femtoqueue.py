@@ -304,6 +304,13 @@ def _sync_dir(path: str) -> None:
         _sync_path(path, os.O_DIRECTORY)  # a link to a directory is one, here
 
 
+def _raise_if_foreign(error: OSError) -> None:
+    """Raise an OSError without errno: it is no disk trouble, but a signal handler's TimeoutError,
+    say, which means to end the call."""
+    if error.errno is None:
+        raise error
+
+
 def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
     """Act on each: one task or directory with an OSError must not keep the others waiting. The
     first such error is raised last."""
@@ -312,6 +319,7 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
         try:
             act(item)
         except OSError as error:
+            _raise_if_foreign(error)
             errors.append(error)
     if errors:
         raise errors[0]
@@ -1968,8 +1976,9 @@ class _Worker:
         """Undo a claim that was interrupted: the task returns to its place; or whose file could not
         be read: to the back, else it would block each worker that takes the oldest task first."""
         place = self.place_before(lease.path, waiting) if lease.path else ""
-        is_transient = getattr(error, "errno", None) in _TRANSIENT_ERRNOS
-        if isinstance(error, Exception) and not is_transient and place.startswith("pending/"):
+        code = getattr(error, "errno", None)  # None: raised by a signal handler
+        is_unreadable = isinstance(error, MemoryError) or code not in (None, *_TRANSIENT_ERRNOS)
+        if is_unreadable and place.startswith("pending/"):
             place = self.back_path(place, _attempts_of(place))
         if place:
             self.lease_dir.undo_claim(lease, place)
@@ -2021,6 +2030,7 @@ class _Job:
         try:
             self._run()
         except OSError as error:
+            _raise_if_foreign(error)
             self.error = error
         ended_s = time.monotonic()
         # It may only have hung once.

@@ -3703,6 +3703,7 @@ class Faults(PlainLives):
             ("open", OSError(errno.EMFILE, "no descriptors"), True),
             ("open", OSError(errno.EACCES, "not ours"), False),
             ("read", MemoryError(), False),
+            ("open", TimeoutError("raised by a signal handler"), True),
         ):
             self.path = self.new_dir(self.memory)
             q, other = self.queue(), self.queue("n2")
@@ -3721,6 +3722,27 @@ class Faults(PlainLives):
                     self.assertRaises(type(error), other.pop)
             task = self.pop(other)
             self.assertEqual((task.id, task.attempts), (ident, 1))
+
+    def test_what_a_signal_handler_raises_in_a_job_is_not_taken_for_disk_trouble(self) -> None:
+        """TimeoutError is an OSError; one that the system raises has an errno. It is raised at
+        once, though the job has met disk trouble before."""
+        ident = self.queue().push(b"x")
+        for name in ("inflight-n2", "inflight-n3"):
+            os.mkdir(self.file(name))
+        for event, part in (("list", "scheduled"), ("open", "inflight-n3")):
+
+            def ring(name: str, args: tuple[Any, ...], row: Any = (event, part)) -> None:
+                if name == "open" and str(args[0]).endswith("inflight-n2"):
+                    fail_with(errno.EIO)
+                if name == row[0] and str(args[0]).endswith(row[1]):
+                    raise TimeoutError("raised by a signal handler")
+
+            q = self.queue(event)
+            with self.subTest(event), hooked(ring):
+                self.assertRaisesRegex(TimeoutError, "signal handler", q.pop)
+            task = self.pop(q)
+            self.assertEqual((task.id, task.attempts), (ident, 1))
+            q.release(task, counted=False)
 
     def test_a_keyed_task_that_can_be_neither_read_nor_given_back_is_put_back_later(self) -> None:
         """Uncounted. No descriptors are left: reading takes one, and so does the key's lock. And
