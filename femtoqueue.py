@@ -893,15 +893,28 @@ _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+_FORK_POLL_S = 0.001
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
-_fork_lock = threading.RLock()  # held by fork()
+_no_fork_threads: set[int] = set()  # in _no_fork()
+_fork_lock = threading.RLock()  # held by fork(), and while a thread comes into that set
 
 
-def _no_fork() -> contextlib.AbstractContextManager[Any]:
-    """Hold up fork() while a descriptor is yet to come into that set. Not as the interpreter ends:
-    it has ended other threads wherever they were, with the locks that they had."""
-    return contextlib.nullcontext() if sys.is_finalizing() else _fork_lock
+@contextlib.contextmanager
+def _no_fork() -> Iterator[None]:
+    """Hold up fork() in other threads while the block opens or closes a descriptor: the child would
+    not know of it. Two such blocks don't exclude each other: on a mount that hangs, one takes long.
+    As the interpreter ends there is no fork, and other threads have ended with their locks."""
+    thread = threading.get_ident()
+    if sys.is_finalizing() or thread in _no_fork_threads:  # nested, in a handler or a finalizer
+        yield
+        return
+    try:
+        with _fork_lock:
+            _no_fork_threads.add(thread)
+        yield
+    finally:
+        _no_fork_threads.discard(thread)
 
 
 def _flock(fd: int, how: int) -> bool | None:
@@ -975,9 +988,22 @@ class _FileLock:
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
+def _before_fork() -> None:
+    """Take the lock at a moment when no other thread is in _no_fork(). Between two looks it is
+    free, so that others need not wait for this fork. Ctrl-C ends the wait, and not the fork."""
+    _fork_lock.acquire()
+    while _no_fork_threads - {threading.get_ident()}:
+        try:
+            _fork_lock.release()
+            time.sleep(_FORK_POLL_S)
+        finally:
+            _fork_lock.acquire()
+
+
 def _after_fork_in_child() -> None:
     """In a forked child: the parent's locks must end with the parent, so close them here."""
     _fork_lock.release()
+    _no_fork_threads.clear()  # after Ctrl-C, threads are in it that the child does not have
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
     for owner, hook in list(_fork_hooks.items()):
@@ -986,7 +1012,7 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_fork_lock.acquire,
+        before=_before_fork,
         after_in_parent=_fork_lock.release,
         after_in_child=_after_fork_in_child,
     )

@@ -8516,6 +8516,49 @@ class Meeting(QueueCase):
         self.assertEqual((task and task.id, got[0] and got[0].id), (last, wanted))
 
     @FORK
+    def test_a_mount_that_hangs_holds_up_no_queue_on_another(self) -> None:
+        """A thread hangs there as it opens a lock, or closes it; nor does a fork that waits for it,
+        and what a signal handler does in that thread has no need to wait for the fork."""
+        for event in ("open", "close"):
+            with self.subTest(event):
+                self.hang_at(event)
+
+    def hang_at(self, event: str) -> None:
+        self.path = self.new_dir(self.memory)
+        q, other = self.queue(), FemtoQueue(self.new_dir(self.memory))
+        self.addCleanup(other.close)
+        os.mkdir(self.file("inflight-n2"))
+        hangs, goes_on, children = threading.Event(), threading.Event(), list[Child]()
+        self.addCleanup(goes_on.set)
+        hanging = threading.Thread(target=q.stats)
+
+        def hang(name: str, args: tuple[Any, ...]) -> None:
+            if name == event and threading.current_thread() is hanging and not hangs.is_set():
+                hangs.set()
+                goes_on.wait(PATIENCE_S)
+                other.push(b"x", key="k")
+
+        forking = threading.Thread(
+            target=lambda: children.append(self.child(lambda child: child.say("forked")))
+        )
+        with hooked(hang):
+            hanging.start()
+            self.assertTrue(hangs.wait(PATIENCE_S))
+            for forks in (False, True):
+                if forks:
+                    forking.start()
+                pushing = threading.Thread(target=other.push, args=(b"x",), kwargs={"key": "k"})
+                pushing.start()
+                pushing.join(PATIENCE_S)
+                self.assertFalse(pushing.is_alive())
+            wait_until_it_stands(forking)
+            self.assertEqual(children, [])
+            goes_on.set()
+            for thread in (hanging, forking):
+                thread.join(PATIENCE_S)
+        self.assertEqual(children[0].line(), "forked")
+
+    @FORK
     def test_a_fork_as_another_thread_opens_a_lock_copies_none(self) -> None:
         q, children = self.queue(), list[Child]()
 

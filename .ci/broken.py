@@ -944,8 +944,8 @@ the interpreter ends though a thread had the worker's lock | LeftBehind hangs
 -        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
 +        if not worker.lock.acquire():
 the interpreter ends though a thread opened a lock | LeftBehind hangs
--    return contextlib.nullcontext() if sys.is_finalizing() else _fork_lock
-+    return _fork_lock
+-    if sys.is_finalizing() or thread in
++    if thread in
 close() leaves a namesake's leases alone | PlaceLost
 -            if is_alone is None or (is_alone and lock.is_at_path()):
 +            if is_alone in (None, True):
@@ -1165,6 +1165,9 @@ a signal to all processes of a job does not end the watchdog | CommandLine
 of two pushes during a listing, the younger does not come first | Meeting
 -                self.names = older
 +                pass
+a signal handler's TimeoutError is no disk trouble of a job | Faults
+-    if error.errno is None:
++    if error is None:
 a fork copies no lock that another thread is opening | Meeting
 -        with _no_fork():
 -            self.fd = os.open(path, flags, 0o666)
