@@ -2317,8 +2317,9 @@ class FemtoQueue:
     id (not Linux) each process anchors itself to the wall clock or the newest task.
 
     Threads may share an object; a forked child's copy is another worker; a pickled one is made anew
-    from its settings. Raises TypeError or ValueError for an invalid argument, OSError if a
-    directory can't be made.
+    from its settings. A signal handler may call push() and schedule(), without a key, and nothing
+    else: let it set a flag, or the Event of work(stop=). Raises TypeError or ValueError for an
+    invalid argument, OSError if a directory can't be made.
     """
 
     node_id: str
@@ -2391,8 +2392,7 @@ class FemtoQueue:
         replaces it). When the delivery ends, it joins the queue by its own id; if the task comes
         back, its next delivery carries data, as a first attempt. "update": a redelivery carries
         data, and done() ends it with the task; a payload behind the task is replaced instead.
-        "reject": raises KeyInFlight. Keyed tasks need flock: OSError without. A signal handler must
-        not push a key that the interrupted thread is at work on.
+        "reject": raises KeyInFlight. Keyed tasks need flock: OSError without.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
