@@ -1202,8 +1202,8 @@ class _Files:
         sync: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside> and rename it to `path`: the task exists from then on.
-        It is synced after that: one journal commit instead of two. sync: of one of a batch, whose
-        directory is synced later, whether to sync the file; None: it is for the queue to say."""
+        It is synced after that: one journal commit instead of two. sync: None, or, for one of a
+        batch, whose directory is synced later, whether to sync the file."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
         source, sync_dir = f"creating/{aside}", False
@@ -1250,10 +1250,10 @@ class _Files:
             raise
 
     def swap(self, aside: str, path: str, or_rename: bool) -> bool | None:
-        """Exchange a file with the one at `path`, in one step. Where names can't be exchanged (NFS,
-        FUSE; not Linux) rename it over that, and return False; a person who moves that away in the
-        same instant makes two of one. Or do nothing, and return None. Raises FileNotFoundError if
-        there is none at `path`."""
+        """Exchange a file with the one at `path`, in one step, and return True. Where names can't
+        be exchanged (NFS, FUSE; not Linux) do nothing, and return None; or_rename: rename it over
+        that one, and return False; a person who moves that away in the same instant makes two of
+        one. Raises FileNotFoundError if there is none at `path`."""
         try:
             _exchange(self.root + aside, self.root + path)
             return True
@@ -1570,7 +1570,7 @@ class _LeaseDir:
                 continue  # RACE: an observer saw no worker in it, and removed it
             # Waits while an observer looks in: it must not be taken for a second worker.
             if lock.acquire_shared() is None:
-                # Without locks none can tell who lives: leases are of a boot that no other shares.
+                # Without locks only deadlines count: leases are of a boot that no other shares.
                 self._clock.boot = os.urandom(4).hex()
             # Only the first time: later, another thread may have claimed into it just now. RACE:
             # with the exclusive lock no namesake is at work in the directory that we opened; but an
@@ -1589,7 +1589,7 @@ class _LeaseDir:
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
 
     def _make(self) -> None:
-        """Make the directory; on a full disk of the spare one: only who can start can drain it."""
+        """Make the directory; on a full disk, of the spare one: a worker must be able to start."""
         try:
             os.mkdir(self.path)
         except FileExistsError:
@@ -1680,7 +1680,7 @@ class _LeaseDir:
 
 
 class _Worker:
-    """What belongs to one process on one queue: its parts, and what they do with tasks."""
+    """What one queue object has in one process: its parts, and what they do with tasks."""
 
     def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock, node_id: str) -> None:
         self.files, self.clock, self.lock = files, clock, threading.RLock()
@@ -1813,8 +1813,8 @@ class _Worker:
         return _stamp_of(lease) - self.clock.now_ns()
 
     def place_before(self, lease: str, source: str | None) -> str:
-        """Return where a leased task was claimed from, `source`, to move it back uncounted. "": not
-        known, but for its push's place. None: there, and it is counted."""
+        """Return where a leased task goes back to: uncounted to `source`, where it was claimed
+        from; "": that is not known, to its push's place; None: there, and it is counted."""
         attempts = max(0, _attempts_of(lease) - (source is not None))
         return source or _front_path(_id_of(lease), attempts)
 
