@@ -2032,12 +2032,13 @@ class _Job:
     longer (at most _LONGEST_PAUSE_S). What comes sooner (a due time, the end of a lease) pulls its
     next time forward. `error`: with which it ended last."""
 
+    # When it is to run next, and sooner, for a reason; all times are of the monotonic clock.
+    _next_s = _sooner_s = 0.0
+    rested_s = 0.0  # when it may, if there is a reason to
+    error: OSError | None = None
+
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
         self._house, self._run, self.every_s = house, run, every_s
-        # When it is to run next, and sooner, for a reason; all times are of the monotonic clock.
-        self._next_s, self._sooner_s = 0.0, 0.0
-        self.rested_s = 0.0  # when it may, if there is a reason to
-        self.error: OSError | None = None
 
     @property
     def at_s(self) -> float:
