@@ -2215,25 +2215,29 @@ class _Housekeeper:
 
     def remove_stale_files(self) -> None:
         """Remove what a killed process left: it was never acknowledged."""
+        before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
             else:  # any other directory is foreign, whatever its name
-                _unlink_if_older(self._files.root + path, float("inf"))
+                _unlink_if_older(self._files.root + path, before_s)
 
     def stale_files(self) -> list[str]:
         """Return the files in creating/ that are an hour old, and checkpoints, an hour old, whose
-        task is gone: its worker was killed between the two, or a person ended it."""
-        old, before_ns = set(), time.time_ns() - _LEFTOVER_NS
-        for entry in self._files.entries("checkpoints"):
-            with contextlib.suppress(FileNotFoundError):  # RACE: its task has just ended
-                if self._files.lstat(entry.path).st_mtime_ns < before_ns:
-                    old.add(entry.id)
+        task is gone: its worker was killed between the two, or a person ended it. In creating/ the
+        names must be as old, too: wall clocks can be set, queue clocks of hosts drift apart."""
+        old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        creating = [it.path for it in self._files.entries("creating") if it.stamp_ns < before_ns]
+        named = [it for it in self._files.entries("creating") if it.stamp_ns < before_ns]
+        creating = [it.path for it in named if self._is_stale(it)]
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
+
+    def _is_stale(self, entry: _Entry) -> bool:
+        with contextlib.suppress(FileNotFoundError):  # RACE: its push, or its task, has just ended
+            return self._files.lstat(entry.path).st_ctime_ns < time.time_ns() - _LEFTOVER_NS
+        return False
 
 
 # ==================================================================================================
@@ -4552,25 +4556,26 @@ class _SharedFiles(_Files):
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
         """Suppress a FileNotFoundError of the block if its rename was carried out (replies); but of
         a lease that was over before, another delivery may have ended the task."""
-        number = 0
+        before = None
         is_lease = _state_of(source) == "inflight"
         if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
-            number = os.lstat(self.root + source).st_ino
+            before = os.lstat(self.root + source)
         try:
             yield
         except FileNotFoundError:
-            if not number or not self._was_moved(number, source, target):
+            if before is None or not self._was_moved(before, source, target):
                 raise
 
-    def _was_moved(self, number: int, source: str, target: str) -> bool:
-        """Whether a file of that inode is where it was to go, and not where it was any more. It may
-        have been taken on from there; but from creating/ others only sweep what is old."""
+    def _was_moved(self, before: os.stat_result, source: str, target: str) -> bool:
+        """Whether a file is where it was to go, and not where it was any more. It may have been
+        taken on from there; but from creating/ others only sweep what is old by the wall clock: our
+        monotonic clock stands still while this host is suspended."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        if not target or (is_ours and self.clock.now_ns() < _stamp_of(source) + _LEFTOVER_NS // 2):
+        if not target or (is_ours and time.time_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
-        return self.exists(target) and self.lstat(target).st_ino == number
+        return self.exists(target) and self.lstat(target).st_ino == before.st_ino
 
     def shrink_pending(self, aside: str) -> None:
         """Do nothing: other hosts may look into the old directory for long (stale)."""

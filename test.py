@@ -1704,6 +1704,45 @@ class LostReply(QueueCase):
         q.release(task)
         self.assertEqual(self.pop(q).checkpoint, b"half")
 
+    def other_later(self, seconds: float) -> FemtoQueue:
+        """Open the queue on a host whose queue clock is ahead of those of the others."""
+        path = self.file(f"clock-{self.boot()}")
+        with open(path, "r+", encoding="ascii") as file:
+            anchor_ns = int(file.read()) + int(seconds * 1e9)
+            file.seek(0)
+            file.write(f"{anchor_ns}\n")
+        return self.queue("n2")
+
+    def test_a_host_whose_queue_clock_is_ahead_does_not_sweep_what_is_written(self) -> None:
+        """Its writer's host was suspended once: its clock is behind. Wall clocks agree."""
+        for fs_type in (EXT4, NFS):
+            self.patched(on_file_system(fs_type))
+            self.path = self.new_dir(self.memory)
+            q = self.queue()
+            other = self.other_later(7200)
+            looks = list[list[str]]()
+
+            def meet(other: FemtoQueue = other, looks: list[list[str]] = looks) -> None:
+                looks.append([it.kind for it in other.check(repair=True)])
+                other.pop()
+
+            with hooked(Meanwhile(0, meet, on("move", "/creating/"))):
+                q.push(b"1")
+            self.assertEqual(self.pop(other).data, b"1")
+            self.assertNotIn("leftover", looks[0])
+
+    def test_a_push_that_was_asleep_when_it_was_swept_raises(self) -> None:
+        """Its host was suspended in mid-push: its monotonic clock stood still, but not time."""
+        q, clock = self.queue(), self.clock()
+
+        def sleep() -> None:
+            clock.wall_shift_s += 7200
+            self.other_later(7200).pop()
+
+        with hooked(Meanwhile(0, sleep, on("move", "/creating/"))):
+            self.assertRaises(FileNotFoundError, q.push, b"1")
+        self.assertEqual(self.states(), {})
+
     def test_on_other_file_systems_a_file_that_is_gone_is_gone(self) -> None:
         """ext4 and GlusterFS never ask twice: an error, as it came. On GlusterFS, after a network
         was cut, one of its replicas may show as carried out what another host was faster at."""
