@@ -1022,7 +1022,7 @@ class _Files:
     syncs_after_rename = os.name == "posix"
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
-        self.root = os.path.join(os.path.abspath(data_dir), "")
+        self.root = os.path.join(data_dir, "")
         self.is_durable = is_durable
 
     def make_dirs(self) -> None:
@@ -4372,7 +4372,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """Make data_dir if it is missing; return the steps on files for its file system. Raises OSError
     if statfs(2) fails: what other hosts write to must not be taken for local."""
-    _make_dir(os.path.abspath(data_dir), 0o700, is_durable)
+    data_dir = os.path.abspath(data_dir)  # else the kernel takes ".." behind a link elsewhere
+    _make_dir(data_dir, 0o700, is_durable)
     fs_type = _fs_type(data_dir)
     if fs_type not in (0, *_LOCAL_TYPES):
         files: _Files = _SharedFiles(data_dir, is_durable, fs_type)

@@ -3655,6 +3655,13 @@ class Crash(PlainLives):
 
 
 class Faults(PlainLives):
+    def test_the_file_system_is_that_of_the_place_where_the_queue_is_made(self) -> None:
+        """Not of the one that the kernel finds by a ".." behind a symbolic link."""
+        os.makedirs(self.file("far", "away"))
+        os.symlink(self.file("far", "away"), self.file("link"))
+        FemtoQueue(self.file("link", "..", "q"))
+        self.assertTrue(os.path.isdir(self.file("q", "pending")))
+
     def test_a_file_system_that_can_not_be_told_is_not_taken_for_local(self) -> None:
         if through_seam("C library")() is None:
             self.skipTest("needs statfs(2)")
