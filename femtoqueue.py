@@ -4275,7 +4275,8 @@ class TicketQueue:
                 self.remove(member)
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
-        while not over.wait(self._stale_s / 4) and (held := self._held.get(member)):
+        pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
+        while not over.wait(pause_s) and (held := self._held.get(member)):
             with contextlib.suppress(OSError):  # RACE: given up just now
                 self._touch(held)
 

@@ -5500,6 +5500,13 @@ class SharedTickets(TicketCase):
         """Return a line with a stale_timeout of 40 s, and the clock."""
         return self.line(stale_timeout=40), self.clock()
 
+    def test_a_stale_timeout_may_be_longer_than_a_thread_can_wait(self) -> None:
+        before = {*threading.enumerate()}
+        with self.line(stale_timeout=1e11).turn():
+            (thread,) = {*threading.enumerate()} - before
+            wait_until_it_stands(thread)
+            self.assertTrue(thread.is_alive())
+
     def test_numbers_are_names(self) -> None:
         """A host may read as it was what another has written to "last". The directory stays: a host
         may hold the lock of a "last" that was removed."""
