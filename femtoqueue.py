@@ -3394,7 +3394,7 @@ class _Waits:
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
             return self.accept(found)
-        with self._watcher() as watcher:
+        with self._watcher(closes) as watcher:
             while True:
                 found = self._look(look, closes)
                 left_s = end_s - time.monotonic()
@@ -3443,7 +3443,7 @@ class _Waits:
             _log().warning("task %s waits for the end of its lease: %s", found.id, error)
 
     @contextlib.contextmanager
-    def _watcher(self) -> Iterator[_Watcher]:
+    def _watcher(self, closes: int) -> Iterator[_Watcher]:
         try:
             watcher = self._idle.pop()
         except IndexError:
@@ -3453,12 +3453,16 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            if watcher.sees_all and len(self._idle) < _MAX_IDLE:
+            is_open = self._lease_dir.closes == closes  # else it ends with its last reference
+            if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
 
     def end_all(self, error: BaseException | None = None) -> None:
         """End all waits, as close() has been counted; or those of coroutines, with an error."""
         self._wake()
+        with contextlib.suppress(IndexError):  # no more; RACE: a wait may take the last one
+            while True:
+                self._idle.pop().close()
         for ref in self._requests.valuerefs():
             request = ref()
             if request is not None:

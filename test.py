@@ -6038,6 +6038,17 @@ class Waiting(QueueCase):
         self.assertFalse(any(it.is_alive() for it in threads))
         self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
 
+    @unittest.skipUnless(os.path.isdir("/proc/self/fd"), "no list of descriptors")
+    def test_a_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
+        """A user has 128 instances of inotify by default."""
+        before = len(os.listdir("/proc/self/fd"))
+        q = self.queue()
+        self.assertIsNone(q.pop(0.01))
+        q.close()
+        self.assertEqual(len(os.listdir("/proc/self/fd")), before)
+        self.assertIsNone(self.woken(lambda: q.pop(60), q.close))
+        self.assertEqual(len(os.listdir("/proc/self/fd")), before)
+
     def test_what_another_does_wakes_who_waits(self) -> None:
         """A task that comes due, though it was scheduled meanwhile, before all others; resume(),
         and twice is no error; of a key, a first task, and one that its holder gives back; the death
