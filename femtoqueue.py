@@ -3460,7 +3460,7 @@ class _Waits:
     def end_all(self, error: BaseException | None = None) -> None:
         """End all waits, as close() has been counted; or those of coroutines, with an error."""
         self._wake()
-        with contextlib.suppress(IndexError):  # no more; RACE: a wait may take the last one
+        with contextlib.suppress(IndexError):  # none is left; RACE: a wait took the last one
             while True:
                 self._idle.pop().close()
         for ref in self._requests.valuerefs():
@@ -4871,6 +4871,12 @@ def _timestamp(text: str) -> float:
     raise _invalid(text, f"WHEN is {_TIMES}")
 
 
+def _count(text: str) -> int:
+    if re.fullmatch("[0-9]{1,9}", text) and int(text):
+        return int(text)
+    raise _invalid(text, "it must be 1 or more")
+
+
 def _id_argument(text: str) -> str:
     """Return an id, or the path or name of a lease, as it is."""
     if not (_parse_id(text) or _FORMS["inflight"](text.rpartition("/")[2])):
@@ -5029,7 +5035,7 @@ _START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 
 @_command(
     _argument("words CMD", "what to run for each task", nargs="*", default=(), metavar="-- CMD"),
-    _argument("-j --jobs N", "run N at a time", default="1"),
+    _argument("-j --jobs N", "run N at a time", default="1", type=_count),
     _argument("--drain", "exit when no task waits or is in flight"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
@@ -5075,8 +5081,6 @@ def _work_command(options: Any) -> int:
     command = options.after_dashes
     if options.words or not command:
         options.error("put the command after --, as in: work DIR -- CMD ARGS")
-    if options.jobs < 1:
-        options.error("argument -j/--jobs: it must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found")
     if not hasattr(os, "fork"):
@@ -5584,7 +5588,7 @@ def _stat_command(options: Any) -> int:
 
 @_command(
     _argument("--interval TIME", "time between two looks", default="1s"),
-    _argument("-n --count N", "exit after N looks (default: no limit)"),
+    _argument("-n --count N", "exit after N looks (default: no limit)", type=_count),
 )
 def _top_command(options: Any) -> None:
     """Show the queue live: counts, workers and their leases.

@@ -7701,7 +7701,7 @@ class CommandLine(QueueCase):
         ("--if-in-flight goes with --key", "push jobs --if-in-flight update 1"),
         ("put the command after --", "work jobs", "work jobs echo hi", "work jobs echo -- hi"),
         ("command not found", "work jobs -- no-such-command"),
-        ("must be 1 or more", "work jobs -j 0 -- true"),
+        ("must be 1 or more", "work jobs -j 0 -- true", "top jobs -n 0", "top jobs -n -1"),
         ("must be greater than 0", "work jobs --timeout 0 -- true"),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
         ("give IDs, --all or --node; see", "release jobs", "release jobs TASK --all"),
