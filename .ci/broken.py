@@ -1139,8 +1139,8 @@ check(repair=True) leaves what is in flight alone | Checking
 -                mend = self._repair and entry.directory in _WAITING_DIRS
 +                mend = self._repair and bool(entry.directory)
 a new queue is its user's alone | Faults
--    _make_dir(os.path.abspath(data_dir), 0o700, is_durable)
-+    _make_dir(os.path.abspath(data_dir), 0o755, is_durable)
+-    _make_dir(data_dir, 0o700, is_durable)
++    _make_dir(data_dir, 0o755, is_durable)
 a setting is not changed in silence | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
