@@ -1902,8 +1902,8 @@ class _Worker:
             lease, path = _Lease(), ""
             lease.length_ns = length_ns
             try:
-                with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
-                    path = self._path_to_take(key, ident)
+                with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait) as held:
+                    path = self._path_to_take(held, key, ident)
                     with self.lock:
                         is_claimed = path != "" and self.lease_dir.claim(path, lease)
                     task = self._deliver(path, lease) if is_claimed else None
@@ -1918,12 +1918,12 @@ class _Worker:
                 return None
         return None
 
-    def _path_to_take(self, key: str, ident: str) -> str:
+    def _path_to_take(self, held: Any, key: str, ident: str) -> str:
         """Return where the task of a key or an id is to be had, "" if it is not."""
         if ident:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
-        path = self.keys.path_of(key)
+        path, _ = self.keys.find_task(held, key)
         is_later = path.startswith("scheduled/") and _stamp_of(path) > time.time_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
