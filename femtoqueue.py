@@ -577,7 +577,8 @@ class _Lease:
     """Where the file of a task was, and its delivery if it is leased (length_ns is not 0).
 
     `path` is the fencing token; a renewal writes the new one here. `length_ns`: of a renewal.
-    `outcome`: a field of WorkCounts; "" while the delivery runs. `has_checkpoint`: it may have one.
+    `outcome`: a field of WorkCounts; "" while the delivery runs, or if its end could not be
+    written. `has_checkpoint`: it may have one.
     """
 
     path = outcome = ""
@@ -3458,7 +3459,8 @@ class _Waits:
                 self._idle.append(watcher)
 
     def end_all(self, error: BaseException | None = None) -> None:
-        """End all waits, as close() has been counted; or those of coroutines, with an error."""
+        """End all waits, as close() has been counted; or those of coroutines, with an error. The
+        watchers that no wait has are closed."""
         self._wake()
         with contextlib.suppress(IndexError):  # none is left; RACE: a wait took the last one
             while True:
@@ -3568,13 +3570,6 @@ class _Waits:
 _RENEWAL = 1 / 3  # of its length, after which a lease is renewed
 _LOCK_PAUSE_S = 0.0005  # between two tries of a renewal to get the lock of a key
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
-
-
-def _retry_delay_s(first_s: float, attempts: int) -> float:
-    """Return how long a task waits after a failure. The delay doubles with each attempt; a random
-    part of up to half is subtracted, so that tasks that failed together spread out."""
-    delay_s = min(first_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
-    return delay_s * (1 - os.urandom(1)[0] / 512)
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
@@ -3700,16 +3695,11 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The block of FemtoQueue.processing(). Of queue, only public methods are used. outcome: a
-    field of WorkCounts; "" while the delivery runs, or if its end could not be written."""
+    """The block of FemtoQueue.processing(). Of queue, only public methods are used."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
-
-    @property
-    def outcome(self) -> str:
-        return self._lease.outcome
 
     def __enter__(self) -> FemtoTask:
         """Check or renew the lease, and have it renewed. Raises LeaseLost."""
@@ -3729,7 +3719,8 @@ class _Processing:
         if os.getpid() != self._pid:
             return  # a child that was forked in the block does not own the task
         try:
-            if not self.outcome and not (isinstance(error, LeaseLost) and error.id == task.id):
+            is_lost = isinstance(error, LeaseLost) and error.id == task.id
+            if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:
             raise lost from error
@@ -3748,7 +3739,9 @@ class _Processing:
         elif queue.max_attempts is not None and attempts >= queue.max_attempts:
             queue.fail(task, error)
         else:
-            queue.release(task, delay_s=_retry_delay_s(queue.retry_delay_s, attempts))
+            delay_s = min(queue.retry_delay_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
+            # Less a random part of up to half: tasks that failed together spread out.
+            queue.release(task, delay_s=delay_s * (1 - os.urandom(1)[0] / 512))
             self._lease.outcome = "retried"
 
     def abandon(self) -> None:
@@ -3881,7 +3874,7 @@ class _WorkerPool:
         """Handle a task; log how its delivery failed, and count how it ended."""
         import traceback
 
-        processing, has_begun = self._queue.processing(task), False
+        processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
                 has_begun = True
@@ -3889,19 +3882,19 @@ class _WorkerPool:
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            then = _AFTER_FAILURE.get(processing.outcome, processing.outcome)
+            then = _AFTER_FAILURE.get(lease.outcome, lease.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
             # Its str() may raise.
             why = str(error) if cause is None else traceback.format_exception_only(cause)[-1]
             text = "%s: try %d failed, %s: %s"
             first_line = why.partition("\n")[0]
             _log().error(text, task.id, task.attempts, then, first_line, exc_info=cause)
-            if not processing.outcome:  # trouble with the disk, or no more threads: as of pop()
+            if not lease.outcome:  # trouble with the disk, or no more threads: as of pop()
                 self._error = self._error or error
                 if not has_begun:
                     self._give_back(task)
         finally:
-            self._count(task, processing.outcome or "lost")
+            self._count(task, lease.outcome or "lost")
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
@@ -5482,9 +5475,8 @@ def _release_command(options: Any) -> int:
     if options.ids:
         return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
     with _open_queue(options) as q:
-        tasks = q.tasks("inflight", data=False)
-        wanted = [it for it in tasks if options.node in (None, it.node)]
-        print(f"released {sum(_release(q, it, to) for it in wanted)}")
+        tasks = [it for it in q.tasks("inflight", data=False) if options.node in (None, it.node)]
+        print(f"released {sum(_release(q, it, to) for it in tasks)}")
     return 0
 
 
