@@ -264,15 +264,19 @@ def _unlink_if_exists(path: str) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _ignore_missing(*others: int) -> Iterator[None]:
+class _ignore_missing:
     """End the block, without an error, if its file, or the directory of that, is not there (any
-    more), or at an OSError of these other numbers."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR, *others):
-            raise
+    more), or at an OSError of these other numbers. Not a generator: the error that it ends stays in
+    a cycle with the frames of all callers (Python 3.12), and a dropped queue would live on."""
+
+    def __init__(self, *others: int) -> None:
+        self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> bool:
+        return isinstance(error, OSError) and error.errno in self._numbers
 
 
 def _unlink_if_older(path: str, before_s: float) -> bool:
