@@ -85,7 +85,7 @@ def rooms_misnumbered() -> list[str]:
 
 def rooms_not_listed() -> list[str]:
     """Return where the docstring's list of rooms and the banners differ."""
-    text = DOCSTRING.partition("Rooms of this file")[2]
+    text = DOCSTRING.partition("\n\nRooms:")[2]
     listed = re.findall(r"^ +\d+\. ([A-Z][A-Za-z ]+?)  ", text, re.MULTILINE)
     pairs = itertools.zip_longest(listed, (name for _, name, _ in BANNERS))
     return [f"{a} / {b}" for a, b in pairs if a != b]
