@@ -264,15 +264,19 @@ def _unlink_if_exists(path: str) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def _ignore_missing(*others: int) -> Iterator[None]:
+class _ignore_missing:
     """End the block, without an error, if its file, or the directory of that, is not there (any
-    more), or at an OSError of these other numbers."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (*_MISSING_ERRNOS, errno.ENOTDIR, *others):
-            raise
+    more), or at an OSError of these other numbers. Not a generator: the error that it ends stays in
+    a cycle with the frames of all callers (Python 3.12), and a dropped queue would live on."""
+
+    def __init__(self, *others: int) -> None:
+        self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> bool:
+        return isinstance(error, OSError) and error.errno in self._numbers
 
 
 def _unlink_if_older(path: str, before_s: float) -> bool:
@@ -585,7 +589,8 @@ class _Lease:
     """Where the file of a task was, and its delivery if it is leased (length_ns is not 0).
 
     `path` is the fencing token; a renewal writes the new one here. `length_ns`: of a renewal.
-    `outcome`: a field of WorkCounts; "" while the delivery runs. `has_checkpoint`: it may have one.
+    `outcome`: a field of WorkCounts; "" while the delivery runs, or if its end could not be
+    written. `has_checkpoint`: it may have one.
     """
 
     path = outcome = ""
@@ -1062,7 +1067,7 @@ class _Files:
     syncs_after_rename = os.name == "posix"
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
-        self.root = os.path.join(os.path.abspath(data_dir), "")
+        self.root = os.path.join(data_dir, "")
         self.is_durable = is_durable
 
     def make_dirs(self) -> None:
@@ -1944,8 +1949,8 @@ class _Worker:
             lease, path = _Lease(), ""
             lease.length_ns = length_ns
             try:
-                with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait):
-                    path = self._path_to_take(key, ident)
+                with self.keys.lock_of(ident or _new_name(0, _key_tag(key)), wait) as held:
+                    path = self._path_to_take(held, key, ident)
                     with self.lock:
                         is_claimed = path != "" and self.lease_dir.claim(path, lease)
                     task = self._deliver(path, lease) if is_claimed else None
@@ -1960,12 +1965,12 @@ class _Worker:
                 return None
         return None
 
-    def _path_to_take(self, key: str, ident: str) -> str:
+    def _path_to_take(self, held: Any, key: str, ident: str) -> str:
         """Return where the task of a key or an id is to be had, "" if it is not."""
         if ident:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
-        path = self.keys.path_of(key)
+        path, _ = self.keys.find_task(held, key)
         is_later = path.startswith("scheduled/") and _stamp_of(path) > time.time_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
@@ -2260,25 +2265,29 @@ class _Housekeeper:
 
     def remove_stale_files(self) -> None:
         """Remove what a killed process left: it was never acknowledged."""
+        before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
             else:  # any other directory is foreign, whatever its name
-                _unlink_if_older(self._files.root + path, float("inf"))
+                _unlink_if_older(self._files.root + path, before_s)
 
     def stale_files(self) -> list[str]:
         """Return the files in creating/ that are an hour old, and checkpoints, an hour old, whose
-        task is gone: its worker was killed between the two, or a person ended it."""
-        old, before_ns = set(), time.time_ns() - _LEFTOVER_NS
-        for entry in self._files.entries("checkpoints"):
-            with contextlib.suppress(FileNotFoundError):  # RACE: its task has just ended
-                if self._files.lstat(entry.path).st_mtime_ns < before_ns:
-                    old.add(entry.id)
+        task is gone: its worker was killed between the two, or a person ended it. In creating/ the
+        names must be as old, too: wall clocks can be set, queue clocks of hosts drift apart."""
+        old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        creating = [it.path for it in self._files.entries("creating") if it.stamp_ns < before_ns]
+        named = [it for it in self._files.entries("creating") if it.stamp_ns < before_ns]
+        creating = [it.path for it in named if self._is_stale(it)]
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
+
+    def _is_stale(self, entry: _Entry) -> bool:
+        with contextlib.suppress(FileNotFoundError):  # RACE: its push, or its task, has just ended
+            return self._files.lstat(entry.path).st_ctime_ns < time.time_ns() - _LEFTOVER_NS
+        return False
 
 
 # ==================================================================================================
@@ -3245,6 +3254,8 @@ class _Keys(_KeyedTasks):
                     else:
                         return self._add(states, name, aside, due_ns)
                     return _id_of(path)
+                for directory in _WAITING_DIRS:
+                    self._files.lstat(directory)  # one that is gone is disk trouble
                 self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
                 return ""
 
@@ -3433,7 +3444,7 @@ class _Waits:
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
             return self.accept(found)
-        with self._watcher() as watcher:
+        with self._watcher(closes) as watcher:
             while True:
                 found = self._look(look, closes)
                 left_s = end_s - time.monotonic()
@@ -3482,7 +3493,7 @@ class _Waits:
             _log().warning("task %s waits for the end of its lease: %s", found.id, error)
 
     @contextlib.contextmanager
-    def _watcher(self) -> Iterator[_Watcher]:
+    def _watcher(self, closes: int) -> Iterator[_Watcher]:
         try:
             watcher = self._idle.pop()
         except IndexError:
@@ -3492,12 +3503,17 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            if watcher.sees_all and len(self._idle) < _MAX_IDLE:
+            is_open = self._lease_dir.closes == closes  # else it ends with its last reference
+            if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
 
     def end_all(self, error: BaseException | None = None) -> None:
-        """End all waits, as close() has been counted; or those of coroutines, with an error."""
+        """End all waits, as close() has been counted; or those of coroutines, with an error. The
+        watchers that no wait has are closed."""
         self._wake()
+        with contextlib.suppress(IndexError):  # none is left; RACE: a wait took the last one
+            while True:
+                self._idle.pop().close()
         for ref in self._requests.valuerefs():
             request = ref()
             if request is not None:
@@ -3603,13 +3619,6 @@ class _Waits:
 _RENEWAL = 1 / 3  # of its length, after which a lease is renewed
 _LOCK_PAUSE_S = 0.0005  # between two tries of a renewal to get the lock of a key
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
-
-
-def _retry_delay_s(first_s: float, attempts: int) -> float:
-    """Return how long a task waits after a failure. The delay doubles with each attempt; a random
-    part of up to half is subtracted, so that tasks that failed together spread out."""
-    delay_s = min(first_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
-    return delay_s * (1 - os.urandom(1)[0] / 512)
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
@@ -3735,16 +3744,11 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The block of FemtoQueue.processing(). Of queue, only public methods are used. outcome: a
-    field of WorkCounts; "" while the delivery runs, or if its end could not be written."""
+    """The block of FemtoQueue.processing(). Of queue, only public methods are used."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
-
-    @property
-    def outcome(self) -> str:
-        return self._lease.outcome
 
     def __enter__(self) -> FemtoTask:
         """Check or renew the lease, and have it renewed. Raises LeaseLost."""
@@ -3764,7 +3768,8 @@ class _Processing:
         if os.getpid() != self._pid:
             return  # a child that was forked in the block does not own the task
         try:
-            if not self.outcome and not (isinstance(error, LeaseLost) and error.id == task.id):
+            is_lost = isinstance(error, LeaseLost) and error.id == task.id
+            if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:
             raise lost from error
@@ -3783,7 +3788,9 @@ class _Processing:
         elif queue.max_attempts is not None and attempts >= queue.max_attempts:
             queue.fail(task, error)
         else:
-            queue.release(task, delay_s=_retry_delay_s(queue.retry_delay_s, attempts))
+            delay_s = min(queue.retry_delay_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
+            # Less a random part of up to half: tasks that failed together spread out.
+            queue.release(task, delay_s=delay_s * (1 - os.urandom(1)[0] / 512))
             self._lease.outcome = "retried"
 
     def abandon(self) -> None:
@@ -3916,7 +3923,7 @@ class _WorkerPool:
         """Handle a task; log how its delivery failed, and count how it ended."""
         import traceback
 
-        processing, has_begun = self._queue.processing(task), False
+        processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
                 has_begun = True
@@ -3924,19 +3931,19 @@ class _WorkerPool:
         except LeaseLost as error:
             _log().warning("%s", error)
         except Exception as error:
-            then = _AFTER_FAILURE.get(processing.outcome, processing.outcome)
+            then = _AFTER_FAILURE.get(lease.outcome, lease.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
             # Its str() may raise.
             why = str(error) if cause is None else traceback.format_exception_only(cause)[-1]
             text = "%s: try %d failed, %s: %s"
             first_line = why.partition("\n")[0]
             _log().error(text, task.id, task.attempts, then, first_line, exc_info=cause)
-            if not processing.outcome:  # trouble with the disk, or no more threads: as of pop()
+            if not lease.outcome:  # trouble with the disk, or no more threads: as of pop()
                 self._error = self._error or error
                 if not has_begun:
                     self._give_back(task)
         finally:
-            self._count(task, processing.outcome or "lost")
+            self._count(task, lease.outcome or "lost")
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
@@ -4314,7 +4321,8 @@ class TicketQueue:
                 self.remove(member)
 
     def _touch_until(self, member: str, over: threading.Event) -> None:
-        while not over.wait(self._stale_s / 4) and (held := self._held.get(member)):
+        pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
+        while not over.wait(pause_s) and (held := self._held.get(member)):
             with contextlib.suppress(OSError):  # RACE: given up just now
                 self._touch(held)
 
@@ -4411,7 +4419,8 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
     """Make data_dir if it is missing; return the steps on files for its file system. Raises OSError
     if statfs(2) fails: what other hosts write to must not be taken for local."""
-    _make_dir(os.path.abspath(data_dir), 0o700, is_durable)
+    data_dir = os.path.abspath(data_dir)  # else the kernel takes ".." behind a link elsewhere
+    _make_dir(data_dir, 0o700, is_durable)
     fs_type = _fs_type(data_dir)
     if fs_type not in (0, *_LOCAL_TYPES):
         files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
@@ -4595,25 +4604,26 @@ class _SharedFiles(_Files):
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
         """Suppress a FileNotFoundError of the block if its rename was carried out (replies); but of
         a lease that was over before, another delivery may have ended the task."""
-        number = 0
+        before = None
         is_lease = _state_of(source) == "inflight"
         if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
-            number = os.lstat(self.root + source).st_ino
+            before = os.lstat(self.root + source)
         try:
             yield
         except FileNotFoundError:
-            if not number or not self._was_moved(number, source, target):
+            if before is None or not self._was_moved(before, source, target):
                 raise
 
-    def _was_moved(self, number: int, source: str, target: str) -> bool:
-        """Whether a file of that inode is where it was to go, and not where it was any more. It may
-        have been taken on from there; but from creating/ others only sweep what is old."""
+    def _was_moved(self, before: os.stat_result, source: str, target: str) -> bool:
+        """Whether a file is where it was to go, and not where it was any more. It may have been
+        taken on from there; but from creating/ others only sweep what is old by the wall clock: our
+        monotonic clock stands still while this host is suspended."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        if not target or (is_ours and self.clock.now_ns() < _stamp_of(source) + _LEFTOVER_NS // 2):
+        if not target or (is_ours and time.time_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
-        return self.exists(target) and self.lstat(target).st_ino == number
+        return self.exists(target) and self.lstat(target).st_ino == before.st_ino
 
     def shrink_pending(self, aside: str) -> None:
         """Do nothing: other hosts may look into the old directory for long (stale)."""
@@ -4903,6 +4913,12 @@ def _timestamp(text: str) -> float:
     raise _invalid(text, f"WHEN is {_TIMES}")
 
 
+def _count(text: str) -> int:
+    if re.fullmatch("[0-9]{1,9}", text) and int(text):
+        return int(text)
+    raise _invalid(text, "it must be 1 or more")
+
+
 def _id_argument(text: str) -> str:
     """Return an id, or the path or name of a lease, as it is."""
     if not (_parse_id(text) or _FORMS["inflight"](text.rpartition("/")[2])):
@@ -4925,7 +4941,7 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises FileNotFoundError if there is none."""
-    if not os.path.isdir(f"{options.dir}/pending"):
+    if not os.path.isdir(os.path.abspath(f"{options.dir}/pending")):
         raise FileNotFoundError(errno.ENOENT, "there is no queue; push makes one", options.dir)
     return FemtoQueue(options.dir, **settings)
 
@@ -5061,7 +5077,7 @@ _START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 
 @_command(
     _argument("words CMD", "what to run for each task", nargs="*", default=(), metavar="-- CMD"),
-    _argument("-j --jobs N", "run N at a time", default="1"),
+    _argument("-j --jobs N", "run N at a time", default="1", type=_count),
     _argument("--drain", "exit when no task waits or is in flight"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
@@ -5107,8 +5123,6 @@ def _work_command(options: Any) -> int:
     command = options.after_dashes
     if options.words or not command:
         options.error("put the command after --, as in: work DIR -- CMD ARGS")
-    if options.jobs < 1:
-        options.error("argument -j/--jobs: it must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found")
     if not hasattr(os, "fork"):
@@ -5510,9 +5524,8 @@ def _release_command(options: Any) -> int:
     if options.ids:
         return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
     with _open_queue(options) as q:
-        tasks = q.tasks("inflight", data=False)
-        wanted = [it for it in tasks if options.node in (None, it.node)]
-        print(f"released {sum(_release(q, it, to) for it in wanted)}")
+        tasks = [it for it in q.tasks("inflight", data=False) if options.node in (None, it.node)]
+        print(f"released {sum(_release(q, it, to) for it in tasks)}")
     return 0
 
 
@@ -5616,7 +5629,7 @@ def _stat_command(options: Any) -> int:
 
 @_command(
     _argument("--interval TIME", "time between two looks", default="1s"),
-    _argument("-n --count N", "exit after N looks (default: no limit)"),
+    _argument("-n --count N", "exit after N looks (default: no limit)", type=_count),
 )
 def _top_command(options: Any) -> None:
     """Show the queue live: counts, workers and their leases.

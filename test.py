@@ -1739,6 +1739,45 @@ class LostReply(QueueCase):
         q.release(task)
         self.assertEqual(self.pop(q).checkpoint, b"half")
 
+    def other_later(self, seconds: float) -> FemtoQueue:
+        """Open the queue on a host whose queue clock is ahead of those of the others."""
+        path = self.file(f"clock-{self.boot()}")
+        with open(path, "r+", encoding="ascii") as file:
+            anchor_ns = int(file.read()) + int(seconds * 1e9)
+            file.seek(0)
+            file.write(f"{anchor_ns}\n")
+        return self.queue("n2")
+
+    def test_a_host_whose_queue_clock_is_ahead_does_not_sweep_what_is_written(self) -> None:
+        """Its writer's host was suspended once: its clock is behind. Wall clocks agree."""
+        for fs_type in (EXT4, NFS):
+            self.patched(on_file_system(fs_type))
+            self.path = self.new_dir(self.memory)
+            q = self.queue()
+            other = self.other_later(7200)
+            looks = list[list[str]]()
+
+            def meet(other: FemtoQueue = other, looks: list[list[str]] = looks) -> None:
+                looks.append([it.kind for it in other.check(repair=True)])
+                other.pop()
+
+            with hooked(Meanwhile(0, meet, on("move", "/creating/"))):
+                q.push(b"1")
+            self.assertEqual(self.pop(other).data, b"1")
+            self.assertNotIn("leftover", looks[0])
+
+    def test_a_push_that_was_asleep_when_it_was_swept_raises(self) -> None:
+        """Its host was suspended in mid-push: its monotonic clock stood still, but not time."""
+        q, clock = self.queue(), self.clock()
+
+        def sleep() -> None:
+            clock.wall_shift_s += 7200
+            self.other_later(7200).pop()
+
+        with hooked(Meanwhile(0, sleep, on("move", "/creating/"))):
+            self.assertRaises(FileNotFoundError, q.push, b"1")
+        self.assertEqual(self.states(), {})
+
     def test_on_other_file_systems_a_file_that_is_gone_is_gone(self) -> None:
         """ext4 and GlusterFS never ask twice: an error, as it came. On GlusterFS, after a network
         was cut, one of its replicas may show as carried out what another host was faster at."""
@@ -2443,6 +2482,16 @@ class Keyed(StepCase):
         q.push(b"4", key="k")
         self.assertEqual(self.drain(q), [b"4"])
         self.assertTrue(not self.has_states or self.names("keys") == [])
+
+    def test_a_push_that_finds_a_directory_gone_says_so(self) -> None:
+        """It does not try again for ever, as after a pop() that was quicker."""
+        q = self.queue()
+        ident = q.push(b"1", key="k")
+        os.rmdir(self.file("scheduled"))
+        with self.assertRaises(FileNotFoundError) as caught:
+            q.schedule(b"2", time.time() * 1e6 + 1e9, key="k")
+        self.assertEqual(caught.exception.filename, self.file("scheduled"))
+        self.assertEqual((self.names("creating"), self.names("pending")), ([], [ident]))
 
     # Locks
 
@@ -3651,6 +3700,15 @@ class Crash(PlainLives):
 
 
 class Faults(PlainLives):
+    def test_the_file_system_is_that_of_the_place_where_the_queue_is_made(self) -> None:
+        """Not of the one that the kernel finds by a ".." behind a symbolic link."""
+        os.makedirs(self.file("far", "away"))
+        os.symlink(self.file("far", "away"), self.file("link"))
+        FemtoQueue(self.file("link", "..", "q"))
+        self.assertTrue(os.path.isdir(self.file("q", "pending")))
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(femtoqueue.main(["ls", self.file("link", "..", "q")]), 0)
+
     def test_a_file_system_that_can_not_be_told_is_not_taken_for_local(self) -> None:
         if through_seam("C library")() is None:
             self.skipTest("needs statfs(2)")
@@ -5511,6 +5569,13 @@ class SharedTickets(TicketCase):
         """Return a line with a stale_timeout of 40 s, and the clock."""
         return self.line(stale_timeout=40), self.clock()
 
+    def test_a_stale_timeout_may_be_longer_than_a_thread_can_wait(self) -> None:
+        before = {*threading.enumerate()}
+        with self.line(stale_timeout=1e11).turn():
+            (thread,) = {*threading.enumerate()} - before
+            wait_until_it_stands(thread)
+            self.assertTrue(thread.is_alive())
+
     def test_numbers_are_names(self) -> None:
         """A host may read as it was what another has written to "last". The directory stays: a host
         may hold the lock of a "last" that was removed."""
@@ -6041,6 +6106,17 @@ class Waiting(QueueCase):
             thread.join(60)
         self.assertFalse(any(it.is_alive() for it in threads))
         self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
+
+    @unittest.skipUnless(os.path.isdir("/proc/self/fd"), "no list of descriptors")
+    def test_a_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
+        """A user has 128 instances of inotify by default."""
+        before = len(os.listdir("/proc/self/fd"))
+        q = self.queue()
+        self.assertIsNone(q.pop(0.01))
+        q.close()
+        self.assertEqual(len(os.listdir("/proc/self/fd")), before)
+        self.assertIsNone(self.woken(lambda: q.pop(60), q.close))
+        self.assertEqual(len(os.listdir("/proc/self/fd")), before)
 
     def test_what_another_does_wakes_who_waits(self) -> None:
         """A task that comes due, though it was scheduled meanwhile, before all others; resume(),
@@ -7694,7 +7770,7 @@ class CommandLine(QueueCase):
         ("--if-in-flight goes with --key", "push jobs --if-in-flight update 1"),
         ("put the command after --", "work jobs", "work jobs echo hi", "work jobs echo -- hi"),
         ("command not found", "work jobs -- no-such-command"),
-        ("must be 1 or more", "work jobs -j 0 -- true"),
+        ("must be 1 or more", "work jobs -j 0 -- true", "top jobs -n 0", "top jobs -n -1"),
         ("must be greater than 0", "work jobs --timeout 0 -- true"),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
         ("give IDs, --all or --node; see", "release jobs", "release jobs TASK --all"),

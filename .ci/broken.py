@@ -1139,8 +1139,8 @@ check(repair=True) leaves what is in flight alone | Checking
 -                mend = self._repair and entry.directory in _WAITING_DIRS
 +                mend = self._repair and bool(entry.directory)
 a new queue is its user's alone | Faults
--    _make_dir(os.path.abspath(data_dir), 0o700, is_durable)
-+    _make_dir(os.path.abspath(data_dir), 0o755, is_durable)
+-    _make_dir(data_dir, 0o700, is_durable)
++    _make_dir(data_dir, 0o755, is_durable)
 a setting is not changed in silence | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
@@ -1261,17 +1261,23 @@ a forked child holds none of its parent's tickets | Tickets
 -lambda line: line._held.clear()
 +lambda line: None
 a rename whose reply was lost has not failed | LostReply
--            if not number or not self._was_moved(number, source, target):
+-            if before is None or not self._was_moved(before, source, target):
 +            if source:
 what is where a file was to go may be another | LostReply
--and self.lstat(target).st_ino == number
-+and number
+-and self.lstat(target).st_ino == before.st_ino
++and before
 what left creating/ where it was to go has arrived | LostReply
 -        is_ours = _state_of(source) == "creating"
 +        is_ours = False
 an old file in creating/ may have been swept | LostReply
--self.clock.now_ns() < _stamp_of(source) + _LEFTOVER_NS // 2
+-time.time_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
 +self.clock
+a host whose queue clock is ahead does not sweep what is written | LostReply
+-            return self._files.lstat(entry.path).st_ctime_ns < time.time_ns() - _LEFTOVER_NS
++            return bool(self._files.lstat(entry.path))
+a push that was asleep when it was swept says so | LostReply
+-time.time_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
++self.clock.now_ns() < _stamp_of(source) + _LEFTOVER_NS // 2
 a task whose lease was over may be another delivery's | LostReply
 -        if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
 +        if not self.heals:

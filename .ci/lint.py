@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 36_474,
-    "lines": 6104,
-    "lines of code": 4094,
-    "lines of docstrings": 880,
-    "lines of its largest class": 601,
-    "lines of test.py": 9235,
-    "lines of .ci/": 8199,
+    "tokens of code": 34_091,
+    "lines": 5731,
+    "lines of code": 3785,
+    "lines of docstrings": 856,
+    "lines of its largest class": 582,
+    "lines of test.py": 8892,
+    "lines of .ci/": 8218,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
