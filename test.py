@@ -3706,8 +3706,9 @@ class Faults(PlainLives):
         os.symlink(self.file("far", "away"), self.file("link"))
         FemtoQueue(self.file("link", "..", "q"))
         self.assertTrue(os.path.isdir(self.file("q", "pending")))
-        with contextlib.redirect_stdout(io.StringIO()):
-            self.assertEqual(femtoqueue.main(["ls", self.file("link", "..", "q")]), 0)
+        environment = mock.patch.dict(os.environ, FEMTOQUEUE_DIR=self.file("link", "..", "q"))
+        with environment, contextlib.redirect_stdout(io.StringIO()):
+            self.assertEqual(femtoqueue.main(["ls"]), 0)
 
     def test_a_file_system_that_can_not_be_told_is_not_taken_for_local(self) -> None:
         if through_seam("C library")() is None:
