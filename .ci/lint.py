@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3785,
     "lines of docstrings": 856,
     "lines of its largest class": 582,
-    "lines of test.py": 8893,
+    "lines of test.py": 8896,
     "lines of .ci/": 8218,
 }
 DOORS = {  # names of annexes that a room above them may use
