@@ -33,8 +33,8 @@ Each move is one system call, and takes effect when that call returns:
     step       room and method                from              to                       by
     publish    _Files.publish                 creating/<id>     pending/, scheduled/     rename
     due        _Worker.enqueue_scheduled      scheduled/        pending/<now>~<n>~<id>   rename
-    claim      _LeaseDir.claim                pending/          inflight-<node>/         rename
-    undo       _LeaseDir.undo_claim           inflight-<node>/  pending/                 rename
+    claim      _LeaseDir.claim                where it waits    inflight-<node>/         rename
+    undo       _LeaseDir.undo_claim           inflight-<node>/  where it waited          rename
     finish     _Worker.finish                 inflight-<node>/  done/<id>                rename
                  without keep_done            inflight-<node>/  nowhere                  unlink
     fail       _Worker.end_failed             inflight-<node>/  failed/<id>; its .error  rename
