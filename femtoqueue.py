@@ -898,7 +898,7 @@ _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-_FORK_POLL_S = 0.001
+_FORK_WAIT_S, _FORK_POLL_S = 0.5, 0.001
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
 _no_fork_threads: set[int] = set()  # in _no_fork()
@@ -994,15 +994,13 @@ _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.Wea
 
 
 def _before_fork() -> None:
-    """Take the lock at a moment when no other thread is in _no_fork(). Between two looks it is
-    free, so that others need not wait for this fork. Ctrl-C ends the wait, and not the fork."""
+    """Take the lock, and wait until no other thread is in _no_fork(). Not for long: if its mount
+    hangs, there is no descriptor yet; and one that Ctrl-C ended stays while that exception lives.
+    Ctrl-C ends the wait, and not the fork."""
     _fork_lock.acquire()
-    while _no_fork_threads - {threading.get_ident()}:
-        try:
-            _fork_lock.release()
-            time.sleep(_FORK_POLL_S)
-        finally:
-            _fork_lock.acquire()
+    end_s = time.monotonic() + _FORK_WAIT_S
+    while _no_fork_threads - {threading.get_ident()} and time.monotonic() < end_s:
+        time.sleep(_FORK_POLL_S)
 
 
 def _after_fork_in_child() -> None:
@@ -1573,24 +1571,29 @@ class _LeaseDir:
             lock = self._files.open_dir(self.directory)
             if lock is None:
                 continue  # RACE: an observer saw no worker in it, and removed it
-            # Waits while an observer looks in: it must not be taken for a second worker.
-            if lock.acquire_shared() is None:
-                # Without locks only deadlines count: leases are of a boot that no other shares.
-                self._clock.boot = os.urandom(4).hex()
-            # Only the first time: later, another thread may have claimed into it just now. RACE:
-            # with the exclusive lock no namesake is at work in the directory that we opened; but an
-            # observer may have removed that, and a namesake made it anew: then its leases run.
-            elif self._first_open and lock.try_exclusive() and lock.is_at_path():
-                with contextlib.suppress(OSError):  # the next look at leases raises it
-                    leases = self._files.entries(self.directory)
-                    self.orphans.update(it.path for it in leases if it.boot != _DETACHED)
-            lock.acquire_shared()
-            # RACE: an observer may have removed the directory before our lock was on it.
-            if lock.is_at_path():
-                # With its last reference, the old one goes now, and not sooner: it may come back,
-                # with what we hold in it.
-                self._held, self._first_open = lock, False
-                return
+            try:
+                # Waits while an observer looks in: it must not be taken for a second worker.
+                if lock.acquire_shared() is None:
+                    # Without locks only deadlines count: leases are of a boot that no other shares.
+                    self._clock.boot = os.urandom(4).hex()
+                # Only the first time: later, another thread may have claimed into it just now.
+                # RACE: with the exclusive lock no namesake is at work in the directory that we
+                # opened; but an observer may have removed that, and a namesake made it anew: then
+                # its leases run.
+                elif self._first_open and lock.try_exclusive() and lock.is_at_path():
+                    with contextlib.suppress(OSError):  # the next look at leases raises it
+                        leases = self._files.entries(self.directory)
+                        self.orphans.update(it.path for it in leases if it.boot != _DETACHED)
+                lock.acquire_shared()
+                # RACE: an observer may have removed the directory before our lock was on it.
+                if lock.is_at_path():
+                    # With its last reference, the old one goes now, and not sooner: it may come
+                    # back, with what we hold in it.
+                    self._held, self._first_open = lock, False
+                    return
+            finally:  # not with the last reference: a kept exception has this frame, and the lock
+                if lock is not self._held:
+                    lock.close()
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
 
     def _make(self) -> None:
@@ -1829,11 +1832,11 @@ class _Worker:
         """Return a task whose lease is over, orphaned or of a dead worker to its push's place."""
         orphans, unread = self.lease_dir.orphans, self.lease_dir.unread
         source = unread.pop(lease, None)
-        target = self.place_before(lease, source)
         try:
-            self.note(self.move_task(lease, target, wait=False))
+            self.note(self.move_task(lease, self.place_before(lease, source), wait=False))
         except FileNotFoundError:
-            pass  # RACE: its holder settled it, or another observer was first
+            if self.files.exists(lease):  # RACE: else its holder settled it, or another was first
+                return  # pending/ is gone just now; an orphan stays one
         except OSError as error:
             orphans.add(lease)  # if it is ours, only this mark ends it: we are alive
             if source is not None:
@@ -2184,8 +2187,10 @@ class _Housekeeper:
     def reclaim_ended(self) -> None:
         """Reclaim leases that are past their deadline or held by dead workers."""
         with self._lock:  # check(repair=True) calls this too
-            _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
-            _for_each(self._reclaim_from, self._files.node_dirs())
+            try:
+                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
+            finally:
+                _for_each(self._reclaim_from, self._files.node_dirs())
 
     def _reclaim_from(self, directory: str) -> None:
         """Reclaim the ended leases of one worker, and all of them if it is dead."""
@@ -2240,8 +2245,10 @@ class _Housekeeper:
         leases, now_ns, is_free = self._files.entries(directory), self._clock.now_ns(), None
         lock = self._files.open_dir(directory)
         if lock is not None:
-            is_free = lock.try_exclusive()
-            lock.close()
+            try:
+                is_free = lock.try_exclusive()
+            finally:
+                lock.close()
         liveness = "alive" if is_free is False else "unknown"
         if is_free and any(entry.boot == self._clock.boot for entry in leases):
             liveness = "dead"
@@ -3280,6 +3287,8 @@ class _Keys(_KeyedTasks):
                 self._files.commit_dir(os.path.dirname(target))
         except BaseException:
             if not before:
+                with contextlib.suppress(OSError):  # _renamed() sees that it took no place
+                    self._files.move_over(target, aside)
                 self._files.remove(target)
             with contextlib.suppress(OSError):
                 self.find_task(states, name)  # a consumer that was quicker keeps what it has
@@ -3511,9 +3520,7 @@ class _Waits:
         """End all waits, as close() has been counted; or those of coroutines, with an error. The
         watchers that no wait has are closed."""
         self._wake()
-        with contextlib.suppress(IndexError):  # none is left; RACE: a wait took the last one
-            while True:
-                self._idle.pop().close()
+        self._idle.clear()  # with its last reference: another thread may be about to wake one
         for ref in self._requests.valuerefs():
             request = ref()
             if request is not None:
@@ -3921,8 +3928,6 @@ class _WorkerPool:
 
     def _process(self, task: FemtoTask) -> None:
         """Handle a task; log how its delivery failed, and count how it ended."""
-        import traceback
-
         processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
@@ -3933,11 +3938,11 @@ class _WorkerPool:
         except Exception as error:
             then = _AFTER_FAILURE.get(lease.outcome, lease.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
-            # Its str() may raise.
-            why = str(error) if cause is None else traceback.format_exception_only(cause)[-1]
+            why = type(error).__name__
+            with contextlib.suppress(Exception):  # of a str() that raises
+                why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
-            first_line = why.partition("\n")[0]
-            _log().error(text, task.id, task.attempts, then, first_line, exc_info=cause)
+            _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
             if not lease.outcome:  # trouble with the disk, or no more threads: as of pop()
                 self._error = self._error or error
                 if not has_begun:
@@ -5317,7 +5322,7 @@ class _CommandPool(_WorkerPool):
                 process.wait(timeout_s and max(0, end_s - time.monotonic()))
             status = process.returncode  # None: it runs yet
             # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
-            may_be_stop = abs(status or 0) % 128 in self.stop_numbers  # -15; 143, of a shell
+            may_be_stop = any(status in (-it, 128 + it) for it in self.stop_numbers)
             may_be_stop |= task.attempts == self._options.max_attempts
             is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
             # CMD may be a shell whose program still saves its state: not twice at once.

@@ -1229,6 +1229,36 @@ class Liveness(QueueCase):
         self.assertEqual((self.pop(q).data, q.pop()), (b"2", None))
         self.assertEqual(self.names("inflight-dead"), [theirs])
 
+    def test_a_lease_that_can_not_be_moved_keeps_none_of_another_worker_from_being_ended(
+        self,
+    ) -> None:
+        """Nor in the rounds after the one in which it was met."""
+        q, dead, clock = self.queue(), self.queue("dead"), self.clock()
+        stuck = leased(dead)
+        dies(dead)
+        with hooked(at_call("move", stuck.id, raising(errno.EACCES))):
+            for node_id in ("dead2", "dead3"):
+                dead = self.queue(node_id)
+                ident = leased(dead).id
+                dies(dead)
+                clock.advance(1)
+                self.assertEqual(self.pop(q).id, ident)
+
+    def test_a_lease_directory_whose_opening_was_interrupted_is_not_locked(self) -> None:
+        """Though the exception is kept, with all the frames that it came through."""
+        q = self.queue()
+        q.push(b"x")
+        kept: list[BaseException] = []
+        with hooked(at_call("list", "inflight-n1", interrupt, times=1)):
+            try:
+                q.pop()
+            except KeyboardInterrupt as error:
+                kept.append(error)
+        self.assertEqual(len(kept), 1)
+        fd = os.open(self.file("inflight-n1"), os.O_RDONLY)
+        self.addCleanup(os.close, fd)
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
     def test_a_directory_that_another_removes_while_it_is_taken_is_made_again(self) -> None:
         """Before it is opened, or between that and the lock: an observer saw nobody in it."""
         place = self.file("inflight-n1")
@@ -2582,6 +2612,20 @@ class KeyedByRename(Keyed):
         self.assertIsNone(q.pop())
         clock.advance(100)
         self.assertEqual(self.drain(q), [b"2"])
+
+    def test_a_push_that_raised_leaves_the_attempts_of_the_task_that_waits(self) -> None:
+        q = self.queue(sync_after_write=True)
+        q.release(leased(q, key="k"))
+        before, keys = self.names("pending"), self.file("keys")
+
+        def fail(name: str, args: tuple[Any, ...]) -> None:
+            is_there = name == "fsync" and any(len(it) == 29 for it in os.listdir(keys))
+            if is_there and os.path.samestat(os.fstat(args[0]), os.stat(keys)):
+                fail_with(errno.EIO)
+
+        with hooked(fail), self.assertRaises(OSError):
+            q.push(b"2", key="k")
+        self.assertEqual((self.names("pending"), q.stats().buffered), (before, 0))
 
 
 class Healed(QueueCase):
@@ -6112,8 +6156,17 @@ class Waiting(QueueCase):
     def test_a_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
         """A user has 128 instances of inotify by default."""
         before = len(os.listdir("/proc/self/fd"))
-        q = self.queue()
+        q: Any = self.queue()
         self.assertIsNone(q.pop(0.01))
+        idle = list(q._worker.waits._idle)  # none where it polls
+
+        def write(fd: int, value: int) -> None:
+            q.close()
+            os.fstat(fd)  # it may be another file's number otherwise
+
+        with mock.patch("os.eventfd_write", write, create=True):
+            while idle:
+                idle.pop().wake()  # as another thread does, when that wait has just ended
         q.close()
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
         self.assertIsNone(self.woken(lambda: q.pop(60), q.close))
@@ -8597,8 +8650,7 @@ class Meeting(QueueCase):
 
     @FORK
     def test_a_mount_that_hangs_holds_up_no_queue_on_another(self) -> None:
-        """A thread hangs there as it opens a lock, or closes it; nor does a fork that waits for it,
-        and what a signal handler does in that thread has no need to wait for the fork."""
+        """A thread hangs there as it opens a lock, or closes it: also a fork waits but a moment."""
         for event in ("open", "close"):
             with self.subTest(event):
                 self.hang_at(event)
@@ -8631,11 +8683,9 @@ class Meeting(QueueCase):
                 pushing.start()
                 pushing.join(PATIENCE_S)
                 self.assertFalse(pushing.is_alive())
-            wait_until_it_stands(forking)
-            self.assertEqual(children, [])
+            forking.join(PATIENCE_S)
             goes_on.set()
-            for thread in (hanging, forking):
-                thread.join(PATIENCE_S)
+            hanging.join(PATIENCE_S)
         self.assertEqual(children[0].line(), "forked")
 
     @FORK

@@ -952,6 +952,18 @@ close() leaves a namesake's leases alone | PlaceLost
 what a dead worker had comes back at once | Model
 -            if lock.try_exclusive() and lock.is_at_path():
 +            if not lock.try_exclusive():
+a lease that can't be moved keeps no other from being ended | Liveness
+-            try:
+-                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
+-            finally:
+-                _for_each(
++            if True:
++                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
++                _for_each(
+an opening of the lease directory that was interrupted leaves no lock | Liveness
+-                if lock is not self._held:
+-                    lock.close()
++                pass
 a dead worker's lease of another boot ends by its deadline | Liveness
 -[it.path for it in leases if boot in (None, it.boot)])
 +[it.path for it in leases])

@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 34_091,
-    "lines": 5731,
-    "lines of code": 3785,
-    "lines of docstrings": 856,
+    "tokens of code": 34_136,
+    "lines": 5736,
+    "lines of code": 3790,
+    "lines of docstrings": 857,
     "lines of its largest class": 582,
-    "lines of test.py": 8896,
-    "lines of .ci/": 8218,
+    "lines of test.py": 8946,
+    "lines of .ci/": 8230,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
