@@ -310,6 +310,14 @@ class Events:
         troubled = (d for d in ends if not self.is_calm(d.began_s, d.ended_s))
         return self.may_come_back and any(d.ended_s < until_s for d in troubled)
 
+    def is_outdated_by_healing(self, it: Delivery) -> bool:
+        """Whether GlusterFS may have kept the payload of a delivery: its task had ended, or another
+        host claimed the same file just then, and took the newer payload behind it along."""
+        twins = (d for d in self.deliveries.get(it.id, ()) if host_of(d.actor) != host_of(it.actor))
+        is_second = any(d.attempts == it.attempts and d.got_s < it.got_s for d in twins)
+        may_be_two = self.may_come_back and not self.is_calm(it.began_s, it.got_s)
+        return self.may_have_come_back(it.id, it.got_s) or (may_be_two and is_second)
+
     def gone_s(self, actor: str) -> float:
         return self.gone.get(actor, float("inf"))
 
@@ -530,7 +538,7 @@ def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> 
     for it in deliveries:
         push = events.tried[it.name]
         newest_s = latest_s[bisect.bisect_left(ends_s, it.began_s)]
-        if push.ended_s < newest_s and not events.may_have_come_back(it.id, it.got_s):
+        if push.ended_s < newest_s and not events.is_outdated_by_healing(it):
             late_s = it.began_s - newest_s
             events.tell(it.id)
             yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
@@ -542,7 +550,7 @@ def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Pus
     That is the one that was claimed last: a pop() that hung may hand out an older one later. But
     not one that GlusterFS brought back, be it with an older payload.
     """
-    own = (it for it in deliveries if not events.may_have_come_back(it.id, it.got_s))
+    own = (it for it in deliveries if not events.is_outdated_by_healing(it))
     last = max(own, key=Delivery.claimed_s, default=None)
     last_s = events.tried[last.name].ended_s if last else 0.0
     late = [push for push in pushes if push.began_s > last_s]
