@@ -4806,7 +4806,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError) as error:
-        _write_error(_error_text(error))
+        _write_error(str(error))
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
@@ -4816,13 +4816,6 @@ def _open_closed_streams() -> None:
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then its descriptor is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
-
-
-def _error_text(error: BaseException) -> str:
-    """Return what an error says, without the number of an OSError that names its file."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error)
 
 
 def _write_error(text: str) -> None:
@@ -4905,12 +4898,11 @@ def _timestamp(text: str) -> float:
     from datetime import datetime
 
     with contextlib.suppress(ValueError):
-        return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     raise _invalid(text, f"WHEN is {_TIMES}")
 
 
 def _id_argument(text: str) -> str:
-    """Return what ends with an id (so do the names and paths of files) as it is."""
     if _parse_id(_id_of(text)):
         return text
     raise _invalid(text, "an ID is the end of a task's name, or the path that `pop` printed")
@@ -4930,9 +4922,9 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
-    """Open the queue in DIR. Raises FileNotFoundError if there is none."""
+    """Open the queue in DIR. Raises ValueError if there is none."""
     if not os.path.isdir(os.path.abspath(f"{options.dir}/pending")):
-        raise FileNotFoundError(errno.ENOENT, "there is no queue; push makes one", options.dir)
+        raise ValueError(f"{options.dir}: there is no queue; push makes one")
     return FemtoQueue(options.dir, **settings)
 
 
@@ -5151,7 +5143,7 @@ class _CommandPool(_WorkerPool):
         self._processes: set[Any] = set()
         self._output = threading.Lock()
         self._is_told = threading.Event()  # that the first signal came
-        self._reported_s = time.monotonic()
+        self._next_report_s = time.monotonic() + _REPORT_S
 
     def run_reported(self) -> int:
         """Work until told to stop, report what was done, and return the exit status."""
@@ -5168,24 +5160,25 @@ class _CommandPool(_WorkerPool):
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         super()._count(task, outcome)
-        if time.monotonic() >= self._reported_s + _REPORT_S and len(self.signals) < 2:
+        if time.monotonic() >= self._next_report_s and len(self.signals) < 2:
             self._report()
 
     def _report(self) -> None:
         """Write how many tasks ended how, and how many wait."""
-        self._reported_s = time.monotonic()
         if self._options.quiet:
             return
+        began_s, self._next_report_s = time.monotonic(), float("inf")  # not two threads at once
         with contextlib.suppress(OSError):  # pop() meets it, too
             path = self._queue.data_dir
             waiting = sum(len(os.listdir(f"{path}/{it}")) for it in _WAITING_DIRS)
             counts = [f"{name} {count}, " for name, count in self.counts.items()]
             self.write(f"femtoqueue: {''.join(counts)}waiting {waiting}\n")
+        now_s = time.monotonic()
+        self._next_report_s = now_s + max(_REPORT_S, 20 * (now_s - began_s))
 
     def write(self, text: str) -> None:
-        """Write to standard error, also for the log. A failure is ignored: the terminal may be
-        gone, and what is in hand is to be finished all the same."""
-        with contextlib.suppress(OSError):
+        """Write to standard error, also for the log."""
+        with contextlib.suppress(OSError):  # the terminal is gone; what runs is finished
             self._write(2, text.encode("utf-8", "backslashreplace"))
 
     def _write(self, fd: int, data: bytes) -> None:
@@ -5211,7 +5204,7 @@ class _CommandPool(_WorkerPool):
                 process = files.enter_context(self._start(task, payload.fileno()))
                 self._follow(task, process, fds)
         except OSError as error:  # no descriptors, memory or room; nobody reads what it wrote
-            raise SystemExit(_error_text(error)) from error
+            raise SystemExit(error) from error
 
     def _tell_stop(self) -> None:
         """Tell of the first signal, in its handler, unless that would block."""
@@ -5234,11 +5227,12 @@ class _CommandPool(_WorkerPool):
         import subprocess
 
         words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
-        ours = {"FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        env["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00")
         try:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", *words],
-                env={**os.environ, **ours, "FEMTOQUEUE_KEY": (task.key or "").replace("\0", "%00")},
+                env=env,
                 stdin=self._watchdog,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -5323,12 +5317,11 @@ class _CommandPool(_WorkerPool):
         for fd, rest in rests.items():
             self._write(fd, rest and rest + b"\n")
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(end_s - time.monotonic())
+            process.wait(self._options.task_timeout and end_s - time.monotonic())
         return process.returncode, tail.decode("utf-8", "replace")
 
     def _write_lines(self, fd: int, data: bytes) -> bytes:
-        """Write data as far as it is whole lines, and return the rest. Where no other command's
-        lines come between, write all of it."""
+        """Write whole lines, and return the rest; where no others come between, write all."""
         end = data.rfind(b"\n") + 1
         if self._options.jobs == 1 or fd > 2 or len(data) - end > 1 << 16:  # too long to wait for
             end = len(data)
@@ -5342,9 +5335,9 @@ class _CommandPool(_WorkerPool):
         end_s = time.monotonic() + _GRACE_S
         for process in processes:
             _signal_group(process.pid, number)
+        while any(map(self._is_alive, processes)) and time.monotonic() < end_s:
+            time.sleep(0.01)
         for process in processes:
-            while self._is_alive(process) and time.monotonic() < end_s:
-                time.sleep(0.01)
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
 
