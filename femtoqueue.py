@@ -108,7 +108,6 @@ import contextlib
 import errno
 import functools
 import itertools
-import operator
 import os
 import re
 import stat
@@ -116,7 +115,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -4807,24 +4806,16 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError) as error:
-        _write_error(_error_text(error))
+        _write_error(str(error))
         return 1 if isinstance(error, FemtoQueueError) else 2
 
 
 def _open_closed_streams() -> None:
     """Open /dev/null in place of a standard stream that is closed (`>&-`): otherwise the next
     file that is opened, a task's, would get its descriptor and what is printed to it."""
-    for fd, name in enumerate(("stdin", "stdout", "stderr")):
-        if getattr(sys, name) is None:
-            os.dup2(os.open(os.devnull, os.O_RDWR), fd)  # open() returns fd, the lowest free one
-            setattr(sys, name, os.fdopen(fd, "r+", closefd=False))
-
-
-def _error_text(error: BaseException) -> str:
-    """Return what an error says, without the number of an OSError that names its file."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{os.fsdecode(error.filename)}: {error.strerror}"
-    return str(error)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # then its descriptor is the lowest free one
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
 
 
 def _write_error(text: str) -> None:
@@ -4851,15 +4842,12 @@ def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
 
 
 def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
-    """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing. A
-    default that is a text is read as if it were given, and shown. One of a group may be given."""
+    """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing. One
+    of a group may be given."""
     *names, value = words.split()
     if value.startswith("-"):
         return group, [*names, value], {"action": "store_true", "help": text}
-    if isinstance(settings.get("default"), str):
-        text = f"{text} (default: %(default)s)"
-    settings = {"type": _TYPES.get(value, str), "metavar": value, "help": text, **settings}
-    return group, names, settings
+    return group, names, {"type": _TYPES.get(value), "metavar": value, "help": text, **settings}
 
 
 def _parse_arguments(argv: list[str]) -> Any:
@@ -4871,17 +4859,13 @@ def _parse_arguments(argv: list[str]) -> Any:
             _write_error(f"{message}; see {self.prog} --help")  # one line, without the usage
             sys.exit(2)
 
-    program = "femtoqueue"
-    if os.path.basename(sys.argv[0]) == "femtoqueue.py":  # copied, not installed
-        program = f"{os.path.basename(sys.executable) or 'python'} -m femtoqueue"
-    parser = Parser(prog=program, description=_SUMMARY, epilog=_NOTES)
+    parser = Parser("femtoqueue", description=_SUMMARY, epilog=_NOTES)
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     default_dir = os.environ.get("FEMTOQUEUE_DIR")
-    note = f"No word is DIR: FEMTOQUEUE_DIR is {default_dir}" if default_dir else None
     for name, (run, arguments) in _COMMANDS.items():
-        text = re.sub("(?m)^    ", "", run.__doc__ or "").replace("femtoqueue ", f"{program} ")
-        command = commands.add_parser(name, help=text.split("\n")[0], description=text, epilog=note)
+        text = re.sub("(?m)^    ", "", run.__doc__ or "")
+        command = commands.add_parser(name, help=text.split("\n")[0], description=text)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
@@ -4914,21 +4898,14 @@ def _timestamp(text: str) -> float:
     from datetime import datetime
 
     with contextlib.suppress(ValueError):
-        return datetime.fromisoformat(re.sub("Z$", "+00:00", text)).timestamp()
+        return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     raise _invalid(text, f"WHEN is {_TIMES}")
 
 
-def _count(text: str) -> int:
-    if re.fullmatch("[0-9]{1,9}", text) and int(text):
-        return int(text)
-    raise _invalid(text, "it must be 1 or more")
-
-
 def _id_argument(text: str) -> str:
-    """Return an id, or the path or name of a lease, as it is."""
-    if not (_parse_id(text) or _FORMS["inflight"](text.rpartition("/")[2])):
-        raise _invalid(text, "an ID is the end of a task's name, or the path that `pop` printed")
-    return text
+    if _parse_id(_id_of(text)):
+        return text
+    raise _invalid(text, "an ID is the end of a task's name, or the path that `pop` printed")
 
 
 _SUMMARY = "A durable task queue in a directory, DIR. COMMAND --help says more."
@@ -4937,7 +4914,7 @@ Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."""
 _TIMES = "2026-12-01T08:00, or 2026-12-01T08:00+01:00"
 _TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
 _IDS = _argument("ids ID", nargs="+")
-_LEASE = _argument("--timeout TIME", "length of the lease", default="30s")
+_LEASE = _argument("--timeout TIME", "length of the lease (default: %(default)s)", default="30s")
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
 
@@ -4945,9 +4922,9 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
-    """Open the queue in DIR. Raises FileNotFoundError if there is none."""
+    """Open the queue in DIR. Raises ValueError if there is none."""
     if not os.path.isdir(os.path.abspath(f"{options.dir}/pending")):
-        raise FileNotFoundError(errno.ENOENT, "there is no queue; push makes one", options.dir)
+        raise ValueError(f"{options.dir}: there is no queue; push makes one")
     return FemtoQueue(options.dir, **settings)
 
 
@@ -4965,14 +4942,13 @@ def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **setti
 
 
 def _time_text(seconds: float | None) -> str:
-    """Return a span of time in about six characters: 7s, 3m07s, 2h05m, 4d03h."""
+    """Return a span of time as a TIME: 7s, 3.1m, 2.1h, 4.1d."""
     if seconds is None:
         return "-"
-    sign, whole = "-" if seconds <= -1 else "", int(abs(seconds))
-    for form, unit, part in (("d{:02}h", 86400, 3600), ("h{:02}m", 3600, 60), ("m{:02}s", 60, 1)):
-        if whole >= unit:
-            return f"{sign}{whole // unit}{form.format(whole % unit // part)}"
-    return f"{sign}{whole}s"
+    for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
+        if abs(seconds) >= size:
+            return f"{seconds / size:.1f}{unit}"
+    return f"{seconds:.0f}s"
 
 
 def _task_row(task: FemtoTask) -> dict[str, Any]:
@@ -5006,8 +4982,8 @@ def _task_table(tasks: Iterable[FemtoTask]) -> Iterator[str]:
         yield form.format(*cells)
 
 
-def _fields(row: dict[str, Any]) -> str:
-    return "\n".join(f"{name:20} {_cell(name, value)}" for name, value in row.items())
+def _fields(row: dict[str, Any]) -> list[str]:
+    return [f"{name:20} {_cell(name, value)}" for name, value in row.items()]
 
 
 # Command line: push
@@ -5020,7 +4996,7 @@ def _fields(row: dict[str, Any]) -> str:
     _argument("--delay TIME", "wait for TIME before it joins the queue", "when"),
     _argument("--at WHEN", f"wait until {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
-    _argument("--if-in-flight HOW", "buffer (default), update or reject", choices=_IF_IN_FLIGHT),
+    _argument("--if-in-flight HOW", "buffer (default), update or reject", default="buffer"),
     _SYNC,
 )
 def _push_command(options: Any) -> None:
@@ -5035,26 +5011,20 @@ def _push_command(options: Any) -> None:
     end = b"\0" if options.null else b"\n" if options.lines else b""
     if words and end:
         options.error("--lines and --null read standard input: leave PAYLOAD out")
-    if options.key is not None:
-        _encode_key(options.key)  # raises for an invalid one, before anything is made
-        if len(words) > 1 or end:
-            options.error("--key goes with one payload: of a key, one task waits")
-    elif options.if_in_flight not in (None, "buffer"):
+    if options.key is None and options.if_in_flight != "buffer":
         options.error("--if-in-flight goes with --key")
-    if sys.stderr.isatty() and os.environ.get("FEMTOQUEUE_DIR"):
-        _write_error(f"pushing to {options.dir} (FEMTOQUEUE_DIR)")
-    if sys.stdin.isatty() and not words:
-        _write_error(f"reading the payload of a task for {options.dir}; end it with Ctrl-D")
     payloads: Iterable[bytes] = map(os.fsencode, words)
-    if not words:
-        payloads = _read_pieces(sys.stdin.buffer, end) if end else [sys.stdin.buffer.read()]
+    if end:
+        payloads = _read_pieces(sys.stdin.buffer, end)
+    elif not words:
+        payloads = [sys.stdin.buffer.read()]
         if payloads == [b""]:
             options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
     due_s = options.at if options.delay is None else time.time() + options.delay
     with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
         push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         for payload in payloads:
-            ident = push(payload, key=options.key, if_in_flight=options.if_in_flight or "buffer")
+            ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
             with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
                 print(ident, flush=True)
 
@@ -5074,6 +5044,7 @@ def _read_pieces(stream: Any, end: bytes) -> Iterator[bytes]:
 # Command line: work
 
 _GRACE_S = 5.0  # between a signal to a command's group and SIGKILL
+_REPORT_S = 10.0  # between two lines of progress
 # Run by sh, in the process that becomes CMD: standard input is the watchdog's pipe at first, and
 # then the payload. CRASH: if the worker dies after its fork(), the pipe has a writer until CMD is
 # known: the watchdog kills it. Not a preexec_fn: that would run Python in a fork with threads.
@@ -5082,12 +5053,16 @@ _START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 
 @_command(
     _argument("words CMD", "what to run for each task", nargs="*", default=(), metavar="-- CMD"),
-    _argument("-j --jobs N", "run N at a time", default="1", type=_count),
+    _argument("-j --jobs N", "run N at a time (default: %(default)s)", default="1"),
     _argument("--drain", "exit when no task waits or is in flight"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
-    _argument("--max-attempts N", "give up after N tries; 0: never", default="3"),
-    _argument("--retry-delay TIME", "before a second try; doubles", default="1s"),
+    _argument(
+        "--max-attempts N", "give up after N tries; 0: never (default: %(default)s)", default="3"
+    ),
+    _argument(
+        "--retry-delay TIME", "before a second try; doubles (default: %(default)s)", default="1s"
+    ),
     _LEASE,
     _argument("--task-timeout TIME", "kill CMD after TIME (default: never)"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
@@ -5106,7 +5081,8 @@ def _work_command(options: Any) -> int:
 
     If CMD exits with 0, the task is done. Else it is tried again later, and in the
     end a dead letter, whose reason is the end of CMD's standard error. Output comes
-    by whole lines with -j 2 or more and above a progress line, else at once.
+    by whole lines with -j 2 or more, else at once. Progress is a line on standard
+    error at the end, and when a task ends 10 s or more after the last such line.
 
     SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are finished.
     A second one goes to their process groups, which are killed 5 s later; tasks are
@@ -5128,122 +5104,88 @@ def _work_command(options: Any) -> int:
     command = options.after_dashes
     if options.words or not command:
         options.error("put the command after --, as in: work DIR -- CMD ARGS")
+    if options.jobs < 1:
+        options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found")
     if not hasattr(os, "fork"):
         options.error("there is no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
-    settings = {"keep_done": options.keep_done, "max_attempts": options.max_attempts or None}
-    settings |= {"timeout_stale_ms": options.timeout * 1000, "retry_delay_s": options.retry_delay}
-    is_new, console = not os.path.isdir(options.dir), _Console(options)
     watchdog = _start_watchdog()  # before there is a thread
-    with FemtoQueue(options.dir, options.node, sync_after_write=options.sync, **settings) as q:
-        if is_new:
-            _write_error(f"{options.dir} was not there: a new queue")
-        logging.basicConfig(stream=console, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-        status = _CommandPool(q, watchdog, console, options).run_reported()
+    with FemtoQueue(
+        *(options.dir, options.node, options.timeout * 1000, options.sync),
+        keep_done=options.keep_done,
+        max_attempts=options.max_attempts or None,
+        retry_delay_s=options.retry_delay,
+    ) as q:
+        pool = _CommandPool(q, watchdog, options)
+        logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+        status = pool.run_reported()
     if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
         os._exit(status)
     return status
 
 
-class _Console:
-    """Standard output and error of `work`, shared by its threads, and a progress line. Invariant:
-    _lock is held while either is written, and the progress line is erased meanwhile."""
-
-    def __init__(self, options: Any) -> None:
-        self._lock = threading.Lock()
-        self.progress = ""
-        is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-        self.is_terminal = is_terminal and not options.quiet
-        self._is_by_lines = self.is_terminal or options.jobs > 1
-
-    def write(self, text: str) -> None:
-        """Write a message to standard error. A failure is ignored: the terminal may be gone, and
-        what is in hand is to be finished all the same."""
-        with contextlib.suppress(OSError):
-            self._write(text.encode("utf-8", "backslashreplace"), 2)
-
-    def relay(self, data: bytes, fd: int) -> bytes:
-        """Write what a command wrote, as far as it is whole lines, and return the rest. To a file
-        of its own, and where nothing comes between, write all of it."""
-        end = data.rfind(b"\n") + 1
-        if not self._is_by_lines or fd > 2 or len(data) - end > 1 << 16:  # too long to wait for
-            end = len(data)
-        if end:
-            self._write(data[:end], fd)
-        return data[end:]
-
-    def _write(self, data: bytes, fd: int) -> None:
-        with self._lock:
-            self._draw("")
-            while data:
-                data = data[os.write(fd, data) :]
-            self._draw(self.progress)
-
-    def _draw(self, progress: str) -> None:
-        if self.is_terminal:
-            with contextlib.suppress(OSError):  # the terminal is gone
-                width = os.get_terminal_size(2).columns - 1
-                os.write(2, f"\r\x1b[K{progress[:width]}".encode())
-
-
 class _CommandPool(_WorkerPool):
     """The pool of `work`: its handler runs CMD for a task. At the second signal commands are ended;
-    threads give the tasks back. Invariant: a process that may run is in _processes."""
+    threads give the tasks back. Invariant: a process that may run is in _processes. _output is held
+    while standard output or error is written, so that lines are not mixed."""
 
     # HUP: the terminal is gone. Schedulers send USR1 and USR2 as a warning.
     stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
 
-    def __init__(self, queue: FemtoQueue, watchdog: int, console: _Console, options: Any) -> None:
+    def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
         self._is_threaded = True  # no signal must come between a command's start and its report
-        self._watchdog, self._console, self._options = watchdog, console, options
+        self._watchdog, self._options = watchdog, options
         self._processes: set[Any] = set()
+        self._output = threading.Lock()
         self._is_told = threading.Event()  # that the first signal came
+        self._next_report_s = time.monotonic() + _REPORT_S
 
     def run_reported(self) -> int:
         """Work until told to stop, report what was done, and return the exit status."""
-        is_over = threading.Event()
-        reporter = threading.Thread(target=self._report, args=(is_over,), daemon=True)
-        if not self._options.quiet:
-            reporter.start()
         try:
             self.run()
         except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
-            self._console.write(f"femtoqueue: {error}\n")
+            self.write(f"femtoqueue: {error}\n")
+            self._report()
             return 2
-        finally:
-            # After two signals, a thread that is stuck in a write may hold the console.
-            if reporter.is_alive() and len(self.signals) < 2:
-                is_over.set()
-                reporter.join()
-        if len(self.signals) > 1:
+        if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
             return 128 + self.signals[-1]
+        self._report()
         return int(self._drain and (self.counts["failed"] > 0 or not self._queue.join(0)))
 
-    def _report(self, is_over: threading.Event) -> None:
-        """Show counts, rate and time left until it is over; then say what was done."""
-        console, path, cost_s, began_s = self._console, self._queue.data_dir, 0.0, time.monotonic()
-        looks: deque[tuple[float, int, int]] = deque(maxlen=20)  # when, what we ended, what waited
-        while not is_over.wait(max(0.5 if console.is_terminal else 10.0, 20 * cost_s)):
-            look_s, done, failed = time.monotonic(), self.counts["done"], self.counts["failed"]
-            with contextlib.suppress(OSError):  # pop() meets it, too
-                waiting = sum(len(os.listdir(f"{path}/{it}")) for it in _WAITING_DIRS)
-                looks.append((look_s, done + failed, waiting))
-                seconds, ours, more = map(operator.sub, looks[-1], looks[0])
-                left = f", {_time_text(waiting * seconds / -more)} left" if more < 0 else ""
-                rate = ours / (seconds or 1)
-                text = f"done {done}, failed {failed}, waiting {waiting}, {rate:.1f}/s{left}"
-                console.progress = text
-                console.write("" if console.is_terminal else f"femtoqueue: {text}\n")
-            cost_s = time.monotonic() - look_s
-        counts = ", ".join(f"{name} {count}" for name, count in self.counts.items())
-        took = _time_text(time.monotonic() - began_s)
-        console.progress = ""
-        console.write(f"femtoqueue: {counts or 'no tasks'} in {took}\n")
+    def _count(self, task: FemtoTask, outcome: str) -> None:
+        super()._count(task, outcome)
+        if time.monotonic() >= self._next_report_s and len(self.signals) < 2:
+            self._report()
+
+    def _report(self) -> None:
+        """Write how many tasks ended how, and how many wait."""
+        if self._options.quiet:
+            return
+        began_s, self._next_report_s = time.monotonic(), float("inf")  # not two threads at once
+        with contextlib.suppress(OSError):  # pop() meets it, too
+            path = self._queue.data_dir
+            waiting = sum(len(os.listdir(f"{path}/{it}")) for it in _WAITING_DIRS)
+            counts = [f"{name} {count}, " for name, count in self.counts.items()]
+            self.write(f"femtoqueue: {''.join(counts)}waiting {waiting}\n")
+        now_s = time.monotonic()
+        self._next_report_s = now_s + max(_REPORT_S, 20 * (now_s - began_s))
+
+    def write(self, text: str) -> None:
+        """Write to standard error, also for the log."""
+        with contextlib.suppress(OSError):  # the terminal is gone; what runs is finished
+            self._write(2, text.encode("utf-8", "backslashreplace"))
+
+    def _write(self, fd: int, data: bytes) -> None:
+        if data:
+            with self._output:
+                while data:
+                    data = data[os.write(fd, data) :]
 
     def _run_command(self, task: FemtoTask) -> None:
         """Run CMD for a task. Raises _CommandFailed unless that ends with status 0, and SystemExit
@@ -5262,11 +5204,10 @@ class _CommandPool(_WorkerPool):
                 process = files.enter_context(self._start(task, payload.fileno()))
                 self._follow(task, process, fds)
         except OSError as error:  # no descriptors, memory or room; nobody reads what it wrote
-            raise SystemExit(_error_text(error)) from error
+            raise SystemExit(error) from error
 
     def _tell_stop(self) -> None:
-        """Tell of the first signal, in its handler, unless that would block. Not by the console:
-        its lock may be held by the very line that the signal interrupted."""
+        """Tell of the first signal, in its handler, unless that would block."""
         import select
 
         self._is_told.set()
@@ -5285,92 +5226,107 @@ class _CommandPool(_WorkerPool):
         """Start CMD in a process group of its own: a Ctrl-C is for the worker, which finishes."""
         import subprocess
 
-        program, *given = self._options.after_dashes
-        words = [os.fsencode(it).replace(b"{}", task.data) for it in given]
-        ours = {"FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
+        env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        env["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00")
         try:
             return subprocess.Popen(
-                ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", program, *words],
-                env={**os.environ, **ours, "FEMTOQUEUE_KEY": (task.key or "").replace("\0", "%00")},
+                ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", *words],
+                env=env,
                 stdin=self._watchdog,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 pass_fds=[payload],
                 start_new_session=True,
             )
-        except (OSError, ValueError) as error:  # E2BIG; ValueError: a zero byte
-            is_payload = "{}" in " ".join(given)  # else the environment, which fits no task
-            if not is_payload or getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
+        except (OSError, ValueError) as error:  # ValueError: a zero byte
+            if getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
                 raise
             text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
             self._queue.fail(task, text)  # now: another try would end so, too
             raise _CommandFailed(text) from None
 
     def _follow(self, task: FemtoTask, process: Any, fds: list[int]) -> None:
-        """Wait until the process of a task ends, or its time is over; see _run_command(). If it
-        fails as this worker is told to stop, the task is given back."""
-        import subprocess
-
-        timeout_s = self._options.task_timeout
-        end_s = _end_s(timeout_s)
+        """Wait until the process of a task has ended, or its time is over, and judge that; see
+        _run_command(). If it fails as this worker is told to stop, the task is given back."""
         self._processes.add(process)
         try:
             if len(self.signals) > 1:  # RACE: _abort() may not have seen this process
                 raise SystemExit
-            tail = self._relay(process, fds, end_s)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(timeout_s and max(0, end_s - time.monotonic()))
-            status = process.returncode  # None: it runs yet
-            # RACE: a scheduler signals CMD and us; CMD may end of it before ours has come.
-            may_be_stop = any(status in (-it, 128 + it) for it in self.stop_numbers)
-            may_be_stop |= task.attempts == self._options.max_attempts
-            is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
+            status, tail = self._relay(process, fds, _end_s(self._options.task_timeout))
+            is_stopped = self._ended_by_stop(status, task)
             # CMD may be a shell whose program still saves its state: not twice at once.
             while is_stopped and self._is_alive(process):
                 time.sleep(0.05)
                 self._relay(process, fds, time.monotonic() + 0.1)
         finally:
-            if process.returncode is None:
-                self._terminate([process])
-            self._processes.discard(process)
-            try:
-                os.write(self._watchdog, b"-%d\n" % process.pid)
-            except BrokenPipeError:
-                if process.returncode:
-                    raise SystemExit("the watchdog of this worker was killed") from None
+            self._forget(process)
         if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
         if is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif status != 0:
-            what = f"killed after {_time_text(timeout_s)}"
+            what = f"killed after {_time_text(self._options.task_timeout)}"
             if status is not None:
                 what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
-    def _relay(self, process: Any, fds: list[int], end_s: float) -> str:
-        """Relay what a process writes until it ends, or end_s; return its standard error's end."""
+    def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
+        """Whether CMD failed as this worker is told to stop. RACE: a scheduler signals CMD and us;
+        CMD may end of it before ours has come. So that is waited for, where it may be so."""
+        if not status:
+            return False
+        may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
+        may_be |= task.attempts == self._options.max_attempts
+        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
+
+    def _forget(self, process: Any) -> None:
+        """Let a process be over, for us and for the watchdog."""
+        if process.returncode is None:
+            self._terminate([process])
+        self._processes.discard(process)
+        try:
+            os.write(self._watchdog, b"-%d\n" % process.pid)
+        except BrokenPipeError:
+            if process.returncode:
+                raise SystemExit("the watchdog of this worker was killed") from None
+
+    def _relay(self, process: Any, fds: list[int], end_s: float) -> tuple[int | None, str]:
+        """Relay what a process writes until it ends, or end_s. Return its exit status (None: it
+        runs), and the end of its standard error."""
         import select
+        import subprocess
 
         poll, tail, rests = select.poll(), b"", dict.fromkeys(fds, b"")  # rests: of lines
-        pipes = dict(zip((process.stdout.fileno(), process.stderr.fileno()), fds, strict=True))
+        pipes = {process.stdout.fileno(): fds[0], process.stderr.fileno(): fds[1]}
         for pipe in pipes:
             poll.register(pipe, select.POLLIN)
-        while pipes and time.monotonic() < end_s:
+        relay_end_s = end_s
+        while pipes and time.monotonic() < relay_end_s:
             for pipe, _ in poll.poll(100):
                 data, fd = os.read(pipe, 1 << 16), pipes[pipe]
-                rests[fd] = self._console.relay(rests[fd] + data, fd)
                 if fd == fds[1]:
                     tail = (tail + data)[-4096:]  # enough for a reason
                 if not data:
                     poll.unregister(pipe)
                     del pipes[pipe]
+                rests[fd] = self._write_lines(fd, rests[fd] + data)
             if process.poll() is not None:
                 # What it left running in the background still has the pipes, and may write.
-                end_s = min(end_s, time.monotonic() + 0.1)
+                relay_end_s = min(relay_end_s, time.monotonic() + 0.1)
         for fd, rest in rests.items():
-            self._console.relay(rest and rest + b"\n", fd)
-        return tail.decode("utf-8", "replace")
+            self._write(fd, rest and rest + b"\n")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self._options.task_timeout and end_s - time.monotonic())
+        return process.returncode, tail.decode("utf-8", "replace")
+
+    def _write_lines(self, fd: int, data: bytes) -> bytes:
+        """Write whole lines, and return the rest; where no others come between, write all."""
+        end = data.rfind(b"\n") + 1
+        if self._options.jobs == 1 or fd > 2 or len(data) - end > 1 << 16:  # too long to wait for
+            end = len(data)
+        self._write(fd, data[:end])
+        return data[end:]
 
     def _terminate(self, processes: list[Any], number: int = 15) -> None:  # SIGTERM
         """Signal the groups of processes, wait, and kill after _GRACE_S what still runs in them."""
@@ -5379,9 +5335,9 @@ class _CommandPool(_WorkerPool):
         end_s = time.monotonic() + _GRACE_S
         for process in processes:
             _signal_group(process.pid, number)
+        while any(map(self._is_alive, processes)) and time.monotonic() < end_s:
+            time.sleep(0.01)
         for process in processes:
-            while self._is_alive(process) and time.monotonic() < end_s:
-                time.sleep(0.01)
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
 
@@ -5437,8 +5393,10 @@ def _start_watchdog() -> int:
 
 @_command(
     _LEASE,
-    _argument("--wait TIME", "wait for TIME if there is no task", default="0s"),
-    _argument("--node NODE", "name of the worker", default="cli"),
+    _argument(
+        "--wait TIME", "wait for TIME if there is no task (default: %(default)s)", default="0s"
+    ),
+    _argument("--node NODE", "name of the worker (default: %(default)s)", default="cli"),
     _argument("--payload", "print the payload"),
     _argument("--key KEY", "lease the task of this key, out of turn", "which"),
     _argument("--id ID", "lease this task, due or not", "which"),
@@ -5455,9 +5413,10 @@ def _pop_command(options: Any) -> int:
     """
     lease_ms = options.timeout * 1000
     with _open_queue(options, node_id=options.node, timeout_stale_ms=lease_ms, detached=True) as q:
-        is_named = options.key is not None or options.id is not None
-        take = functools.partial(q.take, options.key, id=options.id) if is_named else q.pop
-        task = take(timeout=options.wait)
+        if options.key is None and options.id is None:
+            task = q.pop(options.wait)
+        else:
+            task = q.take(options.key, options.wait, id=options.id)
         if task is None:
             return 1
         try:
@@ -5513,7 +5472,9 @@ def _fail_command(options: Any) -> int:
     _argument("--all", "all that are in flight", "which"),
     _argument("--node NODE", "all that the worker of that name has in flight", "which"),
     _argument("--front", "to the front of the queue", "where"),
-    _argument("--delay TIME", "to the back, after TIME", "where", default="0s"),
+    _argument(
+        "--delay TIME", "to the back, after TIME (default: %(default)s)", "where", default="0s"
+    ),
 )
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
@@ -5536,9 +5497,9 @@ def _release_command(options: Any) -> int:
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
     """Give back one that was seen in flight; False if that delivery has ended."""
-    for name in (task.path, task.id, task.id):  # RACE: renewed just now, it has another path
+    for _ in range(3):  # RACE: renewed just now, it has another path
         with contextlib.suppress(LeaseLost):
-            held = q.attach(name)
+            held = q.attach(task.id)
             if held.attempts == task.attempts:
                 q.release(held, **to)
                 return True
@@ -5599,7 +5560,7 @@ def _show_command(options: Any) -> None:
         raise TaskNotFound(f"no task {ident}")
     if not options.payload:
         reason = {} if task.error is None else {"reason": task.error}
-        print(_fields(_task_row(task) | reason), end="\n\n", flush=True)
+        print(*_fields(_task_row(task) | reason), "\n", sep="\n", end="", flush=True)
     sys.stdout.buffer.write(task.data)
 
 
@@ -5615,29 +5576,24 @@ def _stat_command(options: Any) -> int:
     """
     import json
 
-    q = _open_queue(options)
+    figures = _figures(_open_queue(options))
+    print(*[json.dumps(figures)] if options.json else _fields(figures), sep="\n")
+    age_s = figures["oldest_pending_age_s"] or 0
+    return int(figures["pending"] > options.max_pending or age_s > options.max_age)
+
+
+def _figures(q: FemtoQueue) -> dict[str, Any]:
     stats = q.stats()
     live = Counter(node.liveness for node in stats.nodes)
     names = (*STATES, "expired", "buffered", "oldest_pending_age_s")
     figures = {name: getattr(stats, name) for name in names}
     figures |= {f"workers_{it}": live[it] for it in ("alive", "dead", "unknown")}
-    figures["paused"] = q.paused
-    print(json.dumps(figures) if options.json else _fields(figures))
-    age_s = stats.oldest_pending_age_s or 0
-    is_full, is_late = stats.pending > options.max_pending, age_s > options.max_age
-    if is_full:
-        _write_error(f"{stats.pending} tasks are pending")
-    if is_late:
-        _write_error(f"the oldest task waits for {_time_text(age_s)}")
-    return int(is_full or is_late)
+    return {**figures, "paused": q.paused}
 
 
-@_command(
-    _argument("--interval TIME", "time between two looks", default="1s"),
-    _argument("-n --count N", "exit after N looks (default: no limit)", type=_count),
-)
+@_command(_argument("--interval TIME", "between two looks (default: %(default)s)", default="1s"))
 def _top_command(options: Any) -> None:
-    """Show the queue live: counts, workers and their leases.
+    """Show the queue live: what `stat` and `ls DIR inflight` say.
 
     Ctrl-C ends it. On a terminal it clears the screen for each look.
 
@@ -5645,30 +5601,15 @@ def _top_command(options: Any) -> None:
     """
     import shutil
 
-    is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     q = _open_queue(options)
-    for number in itertools.count(1):
-        look_s, lines = time.monotonic(), [*_top_lines(q, options.dir)]
-        if is_terminal:  # no line is wrapped, or scrolls another one away
-            columns, rows = shutil.get_terminal_size()
-            lines = [line[:columns] for line in lines[: rows - 1]]
-        print("\x1b[H\x1b[2J" * is_terminal + "\n".join(lines), flush=True)
-        if number == options.count:
-            return
-        time.sleep(max(options.interval, 20 * (time.monotonic() - look_s)))
-
-
-def _top_lines(q: FemtoQueue, path: str) -> Iterator[str]:
-    stats = q.stats()
-    yield f"{path}   {time.strftime('%H:%M:%S')}{'   PAUSED' if q.paused else ''}"
-    yield "   ".join(f"{name} {getattr(stats, name)}" for name in (*STATES, "buffered"))
-    yield f"oldest {_time_text(stats.oldest_pending_age_s)}"
-    yield ""
-    yield f"{'NODE':32} {'IS':8} {'IN FLIGHT':>9} {'EXPIRED':>8}"
-    for node in stats.nodes:
-        yield f"{node.node:32} {node.liveness:8} {node.inflight:>9} {node.expired:>8}"
-    yield ""
-    yield from _task_table(itertools.islice(q.tasks("inflight", data=False), 100))
+    while True:
+        columns, rows = shutil.get_terminal_size((999, 999))  # no terminal: it all fits
+        table = _task_table(q.tasks("inflight", data=False))
+        title = f"{options.dir} {time.strftime('%H:%M:%S')}"
+        lines = itertools.chain([title], _fields(_figures(q)), table)
+        text = "\n".join(line[:columns] for line in itertools.islice(lines, rows - 1))
+        print("\x1b[H\x1b[2J" * sys.stdout.isatty() + text, flush=True)
+        time.sleep(options.interval)
 
 
 # Command line: maintenance

@@ -165,6 +165,7 @@ SEAMS = {
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
     "grace": "_GRACE_S",
+    "report": "_REPORT_S",
     "base interval": "_BASE_INTERVAL_S",
     "longest pause": "_LONGEST_PAUSE_S",
     "renewal": "_RENEWAL",
@@ -7352,14 +7353,14 @@ $ payloads pending -> 2
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue push jobs 3 --key 'user 42' --if-in-flight reject -> ! femtoqueue: ... [1]
 $ states -> inflight-cli 1
-$ femtoqueue push jobs 4 --key 'user 42' -> <new>
+$ femtoqueue push jobs 3 4 --key 'user 42' -> <new> ...
 $ femtoqueue show jobs $new -> state buffered ... key user%2042 node - 4
 # push --delay, and --at a local time or another
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
 $ TZ=EET-2 femtoqueue push jobs utc --at 2050-12-01T08:00:00Z -> <utc>
 $ ls jobs/scheduled -> ...~0~<later> 02553487200000000000~0~<local> 02553494400000000000~0~<utc>
-$ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 59m...s - - ...
+$ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 ...m - - ...
 # FEMTOQUEUE_DIR is DIR, and then no word is
 $ FEMTOQUEUE_DIR=jobs femtoqueue push hello -> <a>
 $ FEMTOQUEUE_DIR=jobs femtoqueue push jobs -> <b>
@@ -7371,7 +7372,6 @@ $ states -> done 1, pending 1
 $ FEMTOQUEUE_DIR=jobs femtoqueue ls --help
 usage: femtoqueue ls [-h] [--all] [--json] [STATE ...]
 ...
-No word is DIR: FEMTOQUEUE_DIR is jobs
 $ femtoqueue ls --help -> usage: femtoqueue ls [-h] [--all] [--json] DIR [STATE ...] ...
 $ femtoqueue --help -> ... If FEMTOQUEUE_DIR is set, no word is DIR. ...
 # a lease outlives pop, until done, fail or release; the path that it prints is the fence
@@ -7384,7 +7384,7 @@ $ femtoqueue pop jobs -> [1]
 $ states -> inflight-cli 2, inflight-me 1
 $ femtoqueue extend jobs $lease_b --timeout 1h -> <lease_longer>
 $ femtoqueue done jobs $lease_b -> ! ...task <b>: it is not in flight by that name (any more) [1]
-$ femtoqueue ls jobs -> ... inflight <b> ...s 1 1 59m...s - cli ...
+$ femtoqueue ls jobs -> ... inflight <b> ...s 1 1 ...m - cli ...
 $ femtoqueue done jobs $lease_a
 $ femtoqueue fail jobs $c --reason 'no such image'
 $ femtoqueue release jobs $(basename $lease_longer)
@@ -7440,8 +7440,8 @@ $ femtoqueue ls jobs
 STATE ID AGE TRY BYTES LEFT KEY NODE
 pending 00000000000000000001-0000aaaa ... 0 - - - -
 pending <x> ...s 0 1 - - -
-scheduled <later> ...s 0 5 1h59m - -
-inflight <keyed> ...s 2 5 59m...s a%20b%0A/%C3%A9:@-._~ cli
+scheduled <later> ...s 0 5 2.0h - -
+inflight <keyed> ...s 2 5 ...m a%20b%0A/%C3%A9:@-._~ cli
 $ femtoqueue ls jobs inflight --json
 {"state": "inflight", "id": "<keyed>", ... "key": "a b\n/\u00e9:@-._~", "node": "cli"}
 $ femtoqueue show jobs $keyed -> state inflight id <keyed> ... a%20b%0A/%C3%A9:@-._~ node cli 12345
@@ -7464,14 +7464,12 @@ $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue stat jobs -> pending 1 scheduled 0 inflight 1 ... workers_unknown 1 paused False
 $ femtoqueue stat jobs --json --max-pending 1 --max-age 1h -> {"pending": 1, "scheduled": 0, ...}
-$ femtoqueue stat jobs --max-pending 0 -> pending 1 ... ! femtoqueue: 1 tasks are pending [1]
-$ femtoqueue stat jobs --max-age 0s -> ... ! femtoqueue: the oldest task waits for ...s [1]
-$ femtoqueue top jobs -n 2 --interval 10ms | grep -e cli -e flight
-pending 1 scheduled 0 inflight 1 done 0 failed 0 buffered 0
-cli unknown 1 0
+$ femtoqueue stat jobs --max-pending 0 -> pending 1 ... [1]
+$ femtoqueue stat jobs --max-age 0s -> ... [1]
+$ femtoqueue top jobs --interval 10ms | grep -e cli -e ^pending | head -n 4
+pending 1
 inflight <a> ...s 1 1 ...s - cli
-pending 1 scheduled 0 inflight 1 done 0 failed 0 buffered 0
-cli unknown 1 0
+pending 1
 inflight <a> ...s 1 1 ...s - cli
 # pause, resume, retry, check and purge
 $ femtoqueue push jobs x -> <x>
@@ -7532,7 +7530,7 @@ $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
 # work keeps what is done for as long as asked, and says at the end what it did
 $ femtoqueue push jobs x -> <x>
-$ femtoqueue work jobs --drain --keep-done 1h -- true -> ! femtoqueue: done 1 in ...s
+$ femtoqueue work jobs --drain --keep-done 1h -- true -> ! femtoqueue: done 1, waiting 0
 $ states -> done 1
 $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --keep-done 0s -- true
@@ -7814,7 +7812,7 @@ class CommandLine(QueueCase):
         ("unrecognized arguments: x; see", "pop jobs x", "stat jobs x", "show jobs TASK x"),
         ("argument ID: invalid 'why'", "fail jobs TASK why", "cancel jobs why"),
         ("argument --id: invalid '7'; an ID is the end of a task's name", "pop jobs --id 7"),
-        ("an ID is the end of a task's name, or the path that `pop`", "cancel jobs pending/TASK"),
+        ("the end of a task's name, or the path that `pop` printed", "cancel jobs TASK~1"),
         ("a TIME is 500ms, 30s", "push jobs --delay 3weeks x"),
         ("2026-12-01T08:00", "push jobs --at noon x"),
         ("invalid int value: 'many'", "stat jobs --max-pending many"),
@@ -7822,12 +7820,10 @@ class CommandLine(QueueCase):
         ("not allowed with", "release jobs TASK --front --delay 1", "release jobs --all --node n"),
         ("for an empty task, give '' as PAYLOAD", "push jobs"),
         ("leave PAYLOAD out", "push jobs --lines x"),
-        ("--key goes with one payload", "push jobs --key k 1 2", "push jobs --key k --lines"),
-        ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
         ("--if-in-flight goes with --key", "push jobs --if-in-flight update 1"),
         ("put the command after --", "work jobs", "work jobs echo hi", "work jobs echo -- hi"),
         ("command not found", "work jobs -- no-such-command"),
-        ("must be 1 or more", "work jobs -j 0 -- true", "top jobs -n 0", "top jobs -n -1"),
+        ("must be 1 or more", "work jobs -j 0 -- true", "work jobs -j -1 -- true"),
         ("must be greater than 0", "work jobs --timeout 0 -- true"),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
         ("give IDs, --all or --node; see", "release jobs", "release jobs TASK --all"),
@@ -7836,6 +7832,8 @@ class CommandLine(QueueCase):
     )
     WRONG_USES_OF_A_QUEUE = (
         ("must be greater than 0", "pop jobs --timeout 0s"),
+        ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
+        ("if_in_flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
         ("jobs/file: there is no queue", "ls jobs/file"),
         ("jobs/file", "push jobs/file x"),
@@ -7859,15 +7857,6 @@ class CommandLine(QueueCase):
         status, out, err = self.run_it(*line.split())
         self.assertEqual((status, out, err.count("\n")), (2, "", 1), f"{line}\n{err}")
         self.assertIn(text, err)
-
-    def test_errors_and_help_name_what_a_person_who_copied_the_file_can_type(self) -> None:
-        copied = os.path.join(HERE, "femtoqueue.py")
-        python = f"{os.path.basename(sys.executable)} -m femtoqueue"
-        for argv0, program in ((copied, python), ("/usr/local/bin/femtoqueue", "femtoqueue")):
-            with mock.patch.object(sys, "argv", [argv0]):
-                self.check_wrong("ls", f"required: DIR; see {program} ls --help\n")
-                self.assertIn(f"usage: {program} ls [-h]", self.ok("ls", "--help"))
-                self.assertIn(f"Example: {program} ls jobs", self.ok("ls", "--help"))
 
     def test_help_fits_a_terminal_of_80_columns_and_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
@@ -7903,6 +7892,17 @@ class CommandLine(QueueCase):
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
     # work
+
+    def test_work_tells_of_its_progress_as_tasks_end(self) -> None:
+        """At most once in 10 s, and at the end; with --quiet it tells nothing."""
+        wanted = {0.0: [(1, 2), (2, 1), (3, 0), (3, 0)], 1000.0: [(3, 0)]}
+        for report_s, counts in wanted.items():
+            for quiet in ([], ["--quiet"]):
+                self.queue(None).push_many([b"x"] * 3)
+                words = ("work", "jobs", "--drain", *quiet, "--", "true")
+                _, _, err = run_guarded(*self.python({"report": report_s}), *words, env=self.env)
+                lines = [f"femtoqueue: done {done}, waiting {left}" for done, left in counts]
+                self.assertEqual(err.splitlines(), [] if quiet else lines)
 
     def working(self, script: str, *words: str) -> Command:
         """Work by a shell's script, in a process of its own."""
@@ -8235,14 +8235,14 @@ class Terminal(QueueCase):
         self.top()
         lines = self.see(task.id)
         self.assertTrue(lines[0].startswith(self.path), lines)
-        self.assertTrue(lines[1].startswith("pending 0   scheduled 0   inflight 1 "), lines)
-        self.assertRegex("\n".join(lines), r"(?m)^n1 +alive +1 +0$")
+        self.assertEqual([it.split() for it in lines[1:4:2]], [["pending", "0"], ["inflight", "1"]])
+        self.assertRegex("\n".join(lines), r"(?m)^workers_alive +1$")
         self.assertRegex("\n".join(lines), rf"(?m)^inflight +{task.id} .* user:42 n1$")
         q.push(b"y")
         q.done(task)
-        self.see("pending 1 ")
+        self.see(f"pending {1:14}")
         lines = self.see(task.id, False)
-        self.assertEqual(len(lines), 8, "the line of the task is gone")
+        self.assertEqual(len(lines), 14, "the line of the task is gone")
         self.type("\x03")
         self.assertEqual(self.end(), 128 + signal.SIGINT)
         self.assert_restored()
@@ -8250,28 +8250,22 @@ class Terminal(QueueCase):
     def test_top_in_a_small_window_shows_what_fits(self) -> None:
         """To the last column, and in another size when it changes."""
         task = leased(self.queue())
-        self.top(size=(7, 20))
-        lines = self.see("NODE")
-        self.assertEqual((lines[1], len(lines)), ("pending 0   schedule", 6))
+        self.top(size=(7, 12))
+        lines = self.see("failed")
+        self.assertEqual((lines[3], len(lines)), ("inflight", 6))
         self.resize(30, 60)
         lines = self.see(f"inflight  {task.id}")
-        self.assertEqual(len([line for line in lines if "pending 0" in line]), 1)
+        self.assertEqual(len([line for line in lines if "pending " in line]), 1)
 
     def test_top_ends_when_its_terminal_goes_away(self) -> None:
         """Without a traceback; and where no signal says so, by what it can't write."""
         self.queue()
         for is_controlling, status in ((True, -signal.SIGHUP), (False, 2)):
             self.top(is_controlling=is_controlling, stderr=subprocess.PIPE)
-            self.see("pending 0")
+            self.see("pending")
             self.hang_up()
             self.assertEqual(self.end(), status)
             self.assertNotIn(b"Traceback", self.process.communicate()[1])
-
-    def test_top_on_a_dumb_terminal_prints_blocks(self) -> None:
-        self.queue()
-        self.top("-n", "2", env={"TERM": "dumb"})
-        self.assertEqual(self.end(), 0)
-        self.assertEqual(str(self.screen).count("pending 0"), 2)
 
     # work
 
@@ -8298,48 +8292,11 @@ class Terminal(QueueCase):
 
         until(is_written)
 
-    def test_work_shows_its_progress_in_the_last_line(self) -> None:
-        """Under what the commands print; in the end it makes room for the counts."""
-        self.work("--drain")
-        lines = self.see("done 0")
-        self.assertEqual(lines, ["begun", "done 0, failed 0, waiting 1, 0.0/s"])
-        self.let_one_go_on()
-        lines = self.see("begun\nbegun\ndone 1, failed 0, waiting 0, ")
-        self.assertEqual((lines[:2], len(lines)), (["begun"] * 2, 3))
-        self.let_one_go_on()
-        self.assertEqual(self.end(), 0)
-        self.assertRegex(str(self.screen), r"^begun\nbegun\nfemtoqueue: done 2 in \d+s$")
-        self.assert_restored()
-
-    def test_work_estimates_the_time_left_by_the_rate_of_all_workers(self) -> None:
-        """By how what waits shrinks; not at all while it does not."""
-        q = self.queue()
-        q.push_many([b"x"] * 14)
-        self.work()
-        self.assertNotIn("left", self.see("waiting 15, ")[-1])
-        q.done(self.pop(q))
-        self.let_one_go_on()
-        line = self.see("done 1, failed 0, waiting 13, ")[-1]
-        found = re.search(r", (\d+\.\d)/s, (\d+)s left", line)
-        assert found is not None, line
-        rate, left_s = 2 * float(found[1]), int(found[2])  # half of the rate is this worker's
-        self.assertIn(left_s, range(int(13 / (rate + 0.12)), 1 + int(13 / (rate - 0.12))))
-
-    def test_the_progress_of_work_fits_into_a_narrow_window(self) -> None:
-        """Else it could not be drawn over; though standard output is no terminal."""
-        self.work("--drain", size=(10, 20), stdout=subprocess.DEVNULL)
-        self.see("done 0, failed")
-        self.let_one_go_on()
-        lines = self.see("done 1, failed")
-        self.assertEqual([it for it in lines if "done" in it], ["done 1, failed 0, w"])
-        self.let_one_go_on()
-        self.assertEqual(self.end(), 0)
-
     def test_ctrl_c_and_a_terminal_that_goes_away_finish_what_runs(self) -> None:
         """The terminal signals the worker only: commands are in sessions of their own."""
         for count, leave in enumerate((lambda: self.type("\x03"), self.hang_up), 1):
             self.work()
-            self.see("begun\ndone 0, failed 0, waiting")
+            self.see("begun")
             leave()
             if self.master >= 0:
                 self.see("finishing what runs")
@@ -8349,25 +8306,8 @@ class Terminal(QueueCase):
             self.let_one_go_on()
             self.assertEqual(self.end(), 0)
             if self.master >= 0:
-                self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1 in \d+s$")
+                self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1, waiting \d$")
             self.assertEqual(self.states()["done"], count)
-
-    # push
-
-    def test_push_says_that_it_reads_the_terminal(self) -> None:
-        """Who forgot DIR or PAYLOAD would wait for nothing otherwise."""
-        self.start("push", self.path, size=(24, 200))
-        self.see(f"reading the payload of a task for {self.path}; end it with Ctrl-D")
-        self.type("resize 42.png\n\x04")
-        self.assertEqual(self.end(), 0)
-        self.assertEqual(self.drain(self.queue()), [b"resize 42.png\n"])
-
-    def test_push_says_where_to_if_the_environment_says_where(self) -> None:
-        said = f"femtoqueue: pushing to {self.path} (FEMTOQUEUE_DIR)"
-        for words, env in ((("a",), {"FEMTOQUEUE_DIR": self.path}), ((self.path, "a"), {})):
-            self.start("push", *words, env=env, size=(24, 200))
-            self.assertEqual(self.end(), 0)
-            self.assertEqual(said in str(self.screen), bool(env))
 
 
 # Words and weight

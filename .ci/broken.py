@@ -1157,14 +1157,14 @@ a setting is not changed in silence | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a try that a stop ended is no failure | CommandLine
--            is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
-+            is_stopped = bool(status) and self._is_told.is_set()
+-        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
++        return self._is_told.is_set()
 a program that outlives its shell in a stop has its task until then | CommandLine
 -        while is_stopped and self._is_alive(process):
 +        while is_stopped and self._is_told.wait(60) is None:
 a command that ends well after the second signal has done its task | CommandLine
--            is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
-+            is_stopped = len(self.signals) > 1 or (status and self._is_told.wait(_ONE_SIGNAL_S))
+-        if not status:
++        if not status and len(self.signals) < 2:
 a first signal ends work though standard error is full | CommandLine hangs
 -            if select.select([], [2], [], 0)[1]:
 +            if select.select([], [], [], 0):
@@ -1231,11 +1231,11 @@ a task that can't be ended ends work() | Work
 -                if not has_begun:
 +                if not has_begun:
 `release --all` gives back what is renewed meanwhile | CommandLine
--(task.path, task.id, task.id)
-+(task.path, task.path, task.path)
+-            held = q.attach(task.id)
++            held = q.attach(task.path)
 a command that a signal ends alone has failed | CommandLine
--            is_stopped = bool(status) and self._is_told.wait(_ONE_SIGNAL_S * may_be_stop)
-+            is_stopped = bool(status) and (status < 0 or self._is_told.wait(_ONE_SIGNAL_S))
+-        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
++        return status < 0 or self._is_told.wait(_ONE_SIGNAL_S * may_be)
 an idle worker that runs a task is not idle | Work
 -                is_idle = not self._running and time.monotonic() >= self._idle_end_s
 +                is_idle = time.monotonic() >= self._idle_end_s
