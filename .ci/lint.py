@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 34_136,
-    "lines": 5736,
-    "lines of code": 3790,
-    "lines of docstrings": 857,
+    "tokens of code": 33_472,
+    "lines": 5677,
+    "lines of code": 3740,
+    "lines of docstrings": 856,
     "lines of its largest class": 582,
-    "lines of test.py": 8946,
+    "lines of test.py": 8892,
     "lines of .ci/": 8256,
 }
 DOORS = {  # names of annexes that a room above them may use
