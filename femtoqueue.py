@@ -5143,10 +5143,10 @@ class _CommandPool(_WorkerPool):
         self._processes: set[Any] = set()
         self._output = threading.Lock()
         self._is_told = threading.Event()  # that the first signal came
-        self._next_report_s = time.monotonic() + _REPORT_S
 
     def run_reported(self) -> int:
         """Work until told to stop, report what was done, and return the exit status."""
+        self._next_report_s = time.monotonic() + _REPORT_S
         try:
             self.run()
         except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
