@@ -539,7 +539,7 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
             held_until_s, holder = until_s, it
 
 
-def outdated(
+def superseded(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[tuple[Delivery, float]]:
     """Yield the deliveries of a key whose payload had been replaced before their calls began, and
@@ -553,9 +553,9 @@ def outdated(
             yield it, it.began_s - newest_s
 
 
-def delivered_late(events: Events, late: list[tuple[Delivery, float]]) -> Iterator[str]:
-    """Yield what is wrong with the deliveries that were outdated()."""
-    for it, late_s in late:
+def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
+    """Yield what is wrong with the deliveries of a key whose payload had been replaced before."""
+    for it, late_s in superseded(events, deliveries, pushes):
         if not events.is_outdated_by_healing(it):
             events.tell(it.id)
             yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
@@ -564,10 +564,12 @@ def delivered_late(events: Events, late: list[tuple[Delivery, float]]) -> Iterat
 def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> list[str]:
     """Return what is wrong with the pushes of a key that began after that of the last payload.
 
-    That is the one that was claimed last: a pop() that hung may hand out an older one later.
-    deliveries: but for those that were outdated().
+    That is the one that was claimed last: a pop() that hung may hand out an older one later. But
+    none that was superseded().
     """
-    last = max(deliveries, key=Delivery.claimed_s, default=None)
+    old = [it for it, _ in superseded(events, deliveries, pushes)]
+    in_time = (it for it in deliveries if it not in old)
+    last = max(in_time, key=Delivery.claimed_s, default=None)
     last_s = events.tried[last.name].ended_s if last else 0.0
     late = [push for push in pushes if push.began_s > last_s]
     return [f"a push to {push.key} at {push.began_s:.3f} came after {last}" for push in late]
@@ -721,10 +723,8 @@ def key_faults(events: Events) -> dict[str, list[str]]:
     for deliveries, pushes in by_key(events):
         looked += bound(events, deliveries, pushes)
         found["overlapping deliveries"] += overlapping(events, deliveries)
-        late = [*outdated(events, deliveries, pushes)]
-        found["outdated deliveries"] += delivered_late(events, late)
-        in_time = [it for it in deliveries if not any(it is old for old, _ in late)]
-        found["pushes never delivered"] += never_delivered(events, in_time, pushes)
+        found["outdated deliveries"] += outdated(events, deliveries, pushes)
+        found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
     found["look-ups that found nothing"] += unseen(looked)
     report_look_ups(events, looked)
     return found
