@@ -4192,6 +4192,11 @@ class Known:
     def order_ns(self) -> int:
         return int(self.id[:20])
 
+    @property
+    def is_new(self) -> bool:
+        """Whether its name is its id, which comes before another name of that instant."""
+        return (self.at_ns, self.attempts) == (self.order_ns, 0)
+
 
 class Twin:
     """A queue in memory: what has to be in the directory after each operation.
@@ -4234,8 +4239,7 @@ class Twin:
         """Return the tasks of these states in the order of their names. Not of their directories:
         the node_ids that are drawn must not make a seed another one."""
         known = [task for task in self.tasks.values() if task.state in states]
-        # Of one instant, a name that is an id comes before one that begins with another number.
-        return sorted(known, key=lambda it: (it.at_ns, it.at_ns != it.order_ns, it.attempts, it.id))
+        return sorted(known, key=lambda it: (it.at_ns, not it.is_new, it.attempts, it.id))
 
     # Moves
 
