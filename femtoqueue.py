@@ -4845,6 +4845,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
     """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing. One
     of a group may be given."""
     *names, value = words.split()
+    if isinstance(settings.get("default"), str):
+        text += " (default: %(default)s)"
     if value.startswith("-"):
         return group, [*names, value], {"action": "store_true", "help": text}
     return group, names, {"type": _TYPES.get(value), "metavar": value, "help": text, **settings}
@@ -4914,7 +4916,7 @@ Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."""
 _TIMES = "2026-12-01T08:00, or 2026-12-01T08:00+01:00"
 _TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
 _IDS = _argument("ids ID", nargs="+")
-_LEASE = _argument("--timeout TIME", "length of the lease (default: %(default)s)", default="30s")
+_LEASE = _argument("--timeout TIME", "length of the lease", default="30s")
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
 
@@ -4996,7 +4998,7 @@ def _fields(row: dict[str, Any]) -> list[str]:
     _argument("--delay TIME", "wait for TIME before it joins the queue", "when"),
     _argument("--at WHEN", f"wait until {_TIMES}", "when"),
     _argument("--key KEY", "replace the payload of this key's task, if one waits"),
-    _argument("--if-in-flight HOW", "buffer (default), update or reject", default="buffer"),
+    _argument("--if-in-flight HOW", "buffer, update or reject", default="buffer"),
     _SYNC,
 )
 def _push_command(options: Any) -> None:
@@ -5053,16 +5055,12 @@ _START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 
 @_command(
     _argument("words CMD", "what to run for each task", nargs="*", default=(), metavar="-- CMD"),
-    _argument("-j --jobs N", "run N at a time (default: %(default)s)", default="1"),
+    _argument("-j --jobs N", "run N at a time", default="1"),
     _argument("--drain", "exit when no task waits or is in flight"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
-    _argument(
-        "--max-attempts N", "give up after N tries; 0: never (default: %(default)s)", default="3"
-    ),
-    _argument(
-        "--retry-delay TIME", "before a second try; doubles (default: %(default)s)", default="1s"
-    ),
+    _argument("--max-attempts N", "give up after N tries; 0: never", default="3"),
+    _argument("--retry-delay TIME", "before a second try; doubles", default="1s"),
     _LEASE,
     _argument("--task-timeout TIME", "kill CMD after TIME (default: never)"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
@@ -5393,10 +5391,8 @@ def _start_watchdog() -> int:
 
 @_command(
     _LEASE,
-    _argument(
-        "--wait TIME", "wait for TIME if there is no task (default: %(default)s)", default="0s"
-    ),
-    _argument("--node NODE", "name of the worker (default: %(default)s)", default="cli"),
+    _argument("--wait TIME", "wait for TIME if there is no task", default="0s"),
+    _argument("--node NODE", "name of the worker", default="cli"),
     _argument("--payload", "print the payload"),
     _argument("--key KEY", "lease the task of this key, out of turn", "which"),
     _argument("--id ID", "lease this task, due or not", "which"),
@@ -5472,9 +5468,7 @@ def _fail_command(options: Any) -> int:
     _argument("--all", "all that are in flight", "which"),
     _argument("--node NODE", "all that the worker of that name has in flight", "which"),
     _argument("--front", "to the front of the queue", "where"),
-    _argument(
-        "--delay TIME", "to the back, after TIME (default: %(default)s)", "where", default="0s"
-    ),
+    _argument("--delay TIME", "to the back, after TIME", "where", default="0s"),
 )
 def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
@@ -5591,7 +5585,7 @@ def _figures(q: FemtoQueue) -> dict[str, Any]:
     return {**figures, "paused": q.paused}
 
 
-@_command(_argument("--interval TIME", "between two looks (default: %(default)s)", default="1s"))
+@_command(_argument("--interval TIME", "between two looks", default="1s"))
 def _top_command(options: Any) -> None:
     """Show the queue live: what `stat` and `ls DIR inflight` say.
 
