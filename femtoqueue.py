@@ -104,7 +104,6 @@ Rooms: the core, where each uses only those above it; the face; annexes, each wi
 from __future__ import annotations
 
 import binascii
-import contextlib
 import errno
 import functools
 import itertools
@@ -117,6 +116,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -185,7 +185,7 @@ def _log() -> logging.Logger:
 @functools.lru_cache(maxsize=1)
 def _libc() -> Any:
     """Return the C library of a Linux, else None."""
-    with contextlib.suppress(ImportError, OSError):
+    with suppress(ImportError, OSError):
         import ctypes
 
         if sys.platform == "linux":
@@ -235,7 +235,7 @@ def _read_boot_id() -> str | None:
             boot_id = file.read().strip()
     except OSError:
         return None  # not Linux, or no /proc
-    with contextlib.suppress(OSError):  # Linux 5.6: a time namespace has its own monotonic clock
+    with suppress(OSError):  # Linux 5.6: a time namespace has its own monotonic clock
         boot_id += os.readlink("/proc/self/ns/time")
     return boot_id
 
@@ -250,14 +250,14 @@ def _make_dir(path: str, mode: int, sync: bool) -> None:
     parent = os.path.dirname(path)
     if parent != path and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
-    with contextlib.suppress(FileExistsError):
+    with suppress(FileExistsError):
         os.mkdir(path, mode)
         if sync:
             _sync_dir(parent)
 
 
 def _unlink_if_exists(path: str) -> bool:
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         os.unlink(path)
         return True
     return False
@@ -881,7 +881,7 @@ def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
     if not name:
         return payload, None
     key = _decode_key(name)
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         if _encode_key(key) == name and _key_tag(name) == _tag_of(ident):
             return payload, key
     raise CorruptTask(ident, "its key is invalid, or not quoted as push() does, or not of its id")
@@ -904,7 +904,7 @@ _no_fork_threads: set[int] = set()  # in _no_fork()
 _fork_lock = threading.RLock()  # held by fork(), and while a thread comes into that set
 
 
-@contextlib.contextmanager
+@contextmanager
 def _no_fork() -> Iterator[None]:
     """Hold up fork() in other threads while the block opens or closes a descriptor: the child would
     not know of it. Two such blocks don't exclude each other: on a mount that hangs, one takes long.
@@ -973,7 +973,7 @@ class _FileLock:
         fd = self.fd
         if fd < 0:
             return
-        with contextlib.suppress(OSError):  # no locks here
+        with suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_UN)
         with _no_fork():
             _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
@@ -984,7 +984,7 @@ class _FileLock:
         # os is None when the interpreter ends. In a forked child the descriptor is closed already
         # (_after_fork_in_child), and its number may be another's.
         if self.fd >= 0 and os is not None and self._pid == os.getpid():
-            with contextlib.suppress(OSError):  # closed by code that did not open it
+            with suppress(OSError):  # closed by code that did not open it
                 self.close()
 
 
@@ -1074,7 +1074,7 @@ class _Files:
         if self.is_durable:
             _sync_dir(self.root)
             # Another may just have made it, without sync. One that we may not read was there.
-            with contextlib.suppress(PermissionError):
+            with suppress(PermissionError):
                 _sync_dir(f"{self.root}..")
         with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
             os.mkdir(f"{self.root}spare")
@@ -1231,7 +1231,7 @@ class _Files:
                 self.remove(leftover)
             raise
 
-    @contextlib.contextmanager
+    @contextmanager
     def replacement(
         self, name: str, header: bytes, payload: bytes | memoryview = b""
     ) -> Iterator[str]:
@@ -1289,7 +1289,7 @@ class _Files:
         for _ in range(_MAX_REPLACED):
             if not target or not (self.exists(source) and os.path.isdir(directory)):
                 break
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 os.replace(self.root + source, self.root + target)
                 return
         raise _os_error(errno.ENOENT, self.root + source)
@@ -1305,7 +1305,7 @@ class _Files:
 
     def remove(self, path: str) -> bool:
         """Remove a file, if that can be done; return whether it was."""
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(self.root + path)
             return True
         return False
@@ -1315,7 +1315,7 @@ class _Files:
         enough: after power loss btrfs showed a finished task in its old directory too."""
         if not self.is_durable:
             return
-        with contextlib.suppress(FileNotFoundError):  # RACE: another process moved it on
+        with suppress(FileNotFoundError):  # RACE: another process moved it on
             self.sync_file(path)
         self.commit_dir(os.path.dirname(path))
 
@@ -1338,14 +1338,14 @@ class _Files:
             return  # rights that we don't know how to copy
         fresh = f"{self.root}creating/{aside}.pending"
         # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.mkdir(fresh)
             os.chmod(fresh, stat.S_IMODE(old.st_mode))
             new = os.stat(fresh)
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
                 os.rename(fresh, pending)
                 _sync_dir(self.root)  # else files synced into it later could be lost with it
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.rmdir(fresh)
 
 
@@ -1361,7 +1361,7 @@ def _compute_anchor(files: _Files) -> int:
     what stands first in a name may be a due time of next year, moved to pending/ by hand."""
     newest_ns = _EARLIEST_NS
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        with contextlib.suppress(PermissionError):  # another user's: no reason not to start
+        with suppress(PermissionError):  # another user's: no reason not to start
             for entry in files.entries(directory):
                 if (order_ns := _stamp_of(entry.id)) < _FARTHEST_NS:
                     newest_ns = max(newest_ns, order_ns)
@@ -1413,7 +1413,7 @@ class _QueueClock:
     def _read(self, name: str) -> int | None:
         """Return the anchor; None if there is none, or the file is invalid (it is made again)."""
         anchor_ns = 0
-        with contextlib.suppress(FileNotFoundError):
+        with suppress(FileNotFoundError):
             text = self._files.text(name) if self._files.is_regular(name) else ""
             anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
         now_ns = anchor_ns + time.monotonic_ns()
@@ -1580,7 +1580,7 @@ class _LeaseDir:
                 # opened; but an observer may have removed that, and a namesake made it anew: then
                 # its leases run.
                 elif self._first_open and lock.try_exclusive() and lock.is_at_path():
-                    with contextlib.suppress(OSError):  # the next look at leases raises it
+                    with suppress(OSError):  # the next look at leases raises it
                         leases = self._files.entries(self.directory)
                         self.orphans.update(it.path for it in leases if it.boot != _DETACHED)
                 lock.acquire_shared()
@@ -1603,7 +1603,7 @@ class _LeaseDir:
             pass
         except OSError as error:
             spare = f"{self._root}spare"
-            with contextlib.suppress(OSError):  # the first error says why it was needed
+            with suppress(OSError):  # the first error says why it was needed
                 # Foreign files stay where they are.
                 if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
                     os.utime(spare)  # an observer removes what is empty and old
@@ -1759,7 +1759,7 @@ class _Worker:
                 self.files.commit(gone_to)
             return
         # Sync the lease first: after power loss the task must not be in pending/ again.
-        with contextlib.suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
+        with suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
             self.files.commit(lease.path)
         self.move_leased(lease, "", "done")
         self.files.commit_dir(os.path.dirname(lease.path))
@@ -1779,7 +1779,7 @@ class _Worker:
                 self.files.move_over(path, f"{target}.error")
         self.files.commit(target)
 
-    def _new_reason(self, error: str | BaseException) -> contextlib.AbstractContextManager[str]:
+    def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
         """Write a text, or an exception with its traceback, aside, to move it: replacement()."""
         if isinstance(error, str):
             text = error
@@ -1864,10 +1864,10 @@ class _Worker:
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not self.files.exists(source):
                 return  # RACE: another worker took it, or quarantined it first
-            with contextlib.suppress(FileNotFoundError):  # RACE: another worker took it
+            with suppress(FileNotFoundError):  # RACE: another worker took it
                 self.move_task(source, back)
             raise
-        with contextlib.suppress(OSError):  # the log has the reason
+        with suppress(OSError):  # the log has the reason
             if not is_taken:
                 self.files.remove(f"{target}.error")  # of a failure retried by hand
                 with self._new_reason(reason) as path:
@@ -2216,7 +2216,7 @@ class _Housekeeper:
         the future, the lease is of this boot, or it is detached, the deadline counts."""
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
-            with contextlib.suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
+            with suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
                 renewed_ns = self._files.lstat(entry.path).st_ctime_ns
                 return 0 <= time.time_ns() - renewed_ns < length_ns
         return False
@@ -2291,7 +2291,7 @@ class _Housekeeper:
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
     def _is_stale(self, entry: _Entry) -> bool:
-        with contextlib.suppress(FileNotFoundError):  # RACE: its push, or its task, has just ended
+        with suppress(FileNotFoundError):  # RACE: its push, or its task, has just ended
             return self._files.lstat(entry.path).st_ctime_ns < time.time_ns() - _LEFTOVER_NS
         return False
 
@@ -2731,7 +2731,7 @@ class FemtoQueue:
         another task by now; return how many."""
         count = 0
         for entry in self._files.find("failed"):
-            with contextlib.suppress(KeyInFlight):
+            with suppress(KeyInFlight):
                 count += self._worker.requeue_failed(entry.path)
         return count
 
@@ -2818,7 +2818,7 @@ class FemtoQueue:
         """Return a task, with the newest payload if it waits; of that (data=False) its header."""
         newest, payload = self._worker.keys.newest_of(entry), b""
         for record in dict.fromkeys((newest, entry.path)):  # RACE: it may be taken along just now
-            with contextlib.suppress(FileNotFoundError):
+            with suppress(FileNotFoundError):
                 if data:
                     payload, key = self._files.read(record, entry.id)
                     size_bytes: int | None = len(payload)
@@ -2834,7 +2834,7 @@ class FemtoQueue:
         task.size_bytes = size_bytes
         if entry.directory == "failed":
             # There is none, or it is another user's: no reason not to show the task.
-            with contextlib.suppress(FileNotFoundError, PermissionError):
+            with suppress(FileNotFoundError, PermissionError):
                 task.error = self._files.text(f"failed/{entry.id}.error").removesuffix("\n")
         return task
 
@@ -2931,7 +2931,7 @@ class _KeyStates:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
         self._held = weakref.WeakValueDictionary[tuple[int, str], _FileLock]()
 
-    @contextlib.contextmanager
+    @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
         """Hold the lock of the keys of one hash, and save what the block changes of their states.
         Raises BlockingIOError if the lock is not free and wait is False.
@@ -2953,11 +2953,11 @@ class _KeyStates:
             try:
                 yield states
             finally:
-                with contextlib.suppress(OSError):  # nothing depends on a hint
+                with suppress(OSError):  # nothing depends on a hint
                     self._save(tag, states)
         finally:
             if lock is not outer:
-                with contextlib.suppress(OSError):  # what was done under the lock is done
+                with suppress(OSError):  # what was done under the lock is done
                     lock.close()
 
     def _open_lock(self, name: str) -> _FileLock:
@@ -2969,12 +2969,12 @@ class _KeyStates:
 
     def _make_dir(self, name: str) -> None:
         """Make a directory that is missing. Raises FileNotFoundError if data_dir is."""
-        with contextlib.suppress(FileExistsError):
+        with suppress(FileExistsError):
             os.mkdir(self._files.root + name)
         self._files.commit_dir("")
 
-    def lock_of(self, ident: str, wait: bool = True) -> contextlib.AbstractContextManager[Any]:
-        return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else contextlib.nullcontext()
+    def lock_of(self, ident: str, wait: bool = True) -> AbstractContextManager[Any]:
+        return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else nullcontext()
 
     def _load(self, tag: str) -> _States:
         try:
@@ -3215,7 +3215,7 @@ class _KeyedTasks(_KeyStates):
     def _adopt(self, states: _States, payloads: set[str]) -> None:
         """Note the payloads in keys/ that no state knows: power loss, or a person, took it."""
         for newer in sorted(payloads.difference(it for _, it in states.values())):
-            with contextlib.suppress(FileNotFoundError):  # promoted just now, or a person has it
+            with suppress(FileNotFoundError):  # promoted just now, or a person has it
                 name = self._key_in(newer) or "?"  # of no key: pop() will set it aside
                 path, before = states.get(name, ("", ""))
                 states[name] = path, before or newer
@@ -3228,7 +3228,7 @@ class _KeyedTasks(_KeyStates):
         return [path for path in found if _tag_of(path) not in busy]
 
     def _found(self) -> list[str]:
-        none_yet = contextlib.suppress(FileNotFoundError, NotADirectoryError)
+        none_yet = suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
             return [f"keys/{it}" for it in files if _parse_tag(it) or _FORMS["keys"](it)]
@@ -3252,7 +3252,7 @@ class _Keys(_KeyedTasks):
             with self._files.replacement(self._clock.new_id(), header, payload) as aside:
                 if not path:
                     return self._add(states, name, aside, due_ns)
-                with contextlib.suppress(FileNotFoundError):
+                with suppress(FileNotFoundError):
                     if not is_leased:
                         self._replace(states, name, aside, due_ns)
                     elif if_in_flight == "update" and not newer:
@@ -3286,10 +3286,10 @@ class _Keys(_KeyedTasks):
                 self._files.commit_dir(os.path.dirname(target))
         except BaseException:
             if not before:
-                with contextlib.suppress(OSError):  # _renamed() sees that it took no place
+                with suppress(OSError):  # _renamed() sees that it took no place
                     self._files.move_over(target, aside)
                 self._files.remove(target)
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 self.find_task(states, name)  # a consumer that was quicker keeps what it has
             raise
         self._worker.note(target)
@@ -3311,7 +3311,7 @@ class _Keys(_KeyedTasks):
                 self._add(states, name, aside, due_ns)
         self._worker.note(target)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _renamed(self, path: str, target: str, aside: str) -> Iterator[str]:
         """Give a record another name before its payload is replaced by the one aside; if that
         fails, the old one: a push that raised changed nothing. CRASH: the old payload at the new
@@ -3324,7 +3324,7 @@ class _Keys(_KeyedTasks):
             self._files.commit(target)  # else btrfs, after power loss, has the old name, too
             yield target
         except OSError:
-            with contextlib.suppress(OSError):
+            with suppress(OSError):
                 if self._files.exists(aside):  # else it is in the place of the old one, for good
                     self._files.move(target, path)
             raise
@@ -3339,7 +3339,7 @@ class _Keys(_KeyedTasks):
             self._files.commit(path)
         except BaseException:
             if is_swapped:
-                with contextlib.suppress(OSError):
+                with suppress(OSError):
                     self._files.swap(aside, path, or_rename=False)
             raise
         self._files.remove(aside)  # until now the disk may know only that
@@ -3393,7 +3393,7 @@ class _Watcher:
         for fd in self._fds:
             poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(int(seconds * 1000) + 1):
-            with contextlib.suppress(BlockingIOError):
+            with suppress(BlockingIOError):
                 os.read(fd, 1 << 16)
         # Before the next look: pending/ may be a new directory (shrink_pending).
         self.sees_all = self._watch() and self.sees_all
@@ -3401,7 +3401,7 @@ class _Watcher:
     def wake(self) -> None:
         """End the sleep, or the next one; in any thread, or in a signal handler."""
         if not self._fds:
-            with contextlib.suppress(RuntimeError):  # it was woken before
+            with suppress(RuntimeError):  # it was woken before
                 self._no_wake.release()
             return
         os.eventfd_write(self._fds[1], 1)
@@ -3474,7 +3474,7 @@ class _Waits:
         # RACE: closed as we looked. The task goes back, and the lease directory is given up again
         # if we opened it; if it is in use again, it has leases, or will be opened for the next.
         self._give_back(found)
-        with self._worker.lock, contextlib.suppress(OSError):  # gone; or the next look sees it
+        with self._worker.lock, suppress(OSError):  # gone; or the next look sees it
             if not os.listdir(self._lease_dir.path):
                 self._lease_dir.give_up()
         return None
@@ -3500,7 +3500,7 @@ class _Waits:
         except OSError as error:
             _log().warning("task %s waits for the end of its lease: %s", found.id, error)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _watcher(self, closes: int) -> Iterator[_Watcher]:
         try:
             watcher = self._idle.pop()
@@ -3938,7 +3938,7 @@ class _WorkerPool:
             then = _AFTER_FAILURE.get(lease.outcome, lease.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
             why = type(error).__name__
-            with contextlib.suppress(Exception):  # of a str() that raises
+            with suppress(Exception):  # of a str() that raises
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
@@ -3982,7 +3982,7 @@ class _WorkerPool:
             self._queue.processing(task).abandon()
         return False
 
-    @contextlib.contextmanager
+    @contextmanager
     def _signals_handled(self) -> Iterator[None]:
         """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
         import signal
@@ -4289,7 +4289,7 @@ class TicketQueue:
                 self._numbers.remove_dir()
         return not os.path.isdir(self._root)
 
-    @contextlib.contextmanager
+    @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
         """Wait for our turn, hold it for the block, and give it up. Yields the ticket. timeout:
         seconds to wait, None: for ever. Raises TimeoutError, out of line then; FemtoQueueError if,
@@ -4327,7 +4327,7 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held.get(member)):
-            with contextlib.suppress(OSError):  # RACE: given up just now
+            with suppress(OSError):  # RACE: given up just now
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
@@ -4344,13 +4344,13 @@ class TicketQueue:
     def _stale_s(self) -> float:
         return float("inf") if self.stale_timeout is None else self.stale_timeout
 
-    @contextlib.contextmanager
+    @contextmanager
     def _locked(self) -> Iterator[_FileLock]:
         """Hold the lock of "last", in which the last number stands."""
         is_locked = False
         while not is_locked:
             _make_dir(os.path.dirname(self._root), 0o700, sync=False)
-            with contextlib.suppress(FileNotFoundError):  # RACE: maybe_cleanup() removed it
+            with suppress(FileNotFoundError):  # RACE: maybe_cleanup() removed it
                 lock = self._files.open_lock("last")
                 lock.acquire_exclusive()
                 is_locked = lock.is_at_path()  # RACE: else it was removed while we waited
@@ -4360,7 +4360,7 @@ class TicketQueue:
                     _unlink_if_exists(self._root + name)  # CRASH: of one that died with this lock
             yield lock
         finally:
-            with contextlib.suppress(OSError):  # what was done under the lock is done
+            with suppress(OSError):  # what was done under the lock is done
                 lock.close()
 
     def _tickets(self) -> list[str]:
@@ -4529,7 +4529,7 @@ class _SharedFiles(_Files):
 
     def _refresh(self, directory: str) -> None:
         """Have the names of a directory looked up anew: opening it does (close-to-open, nfs(5))."""
-        with contextlib.suppress(OSError):  # the look that follows gets it too
+        with suppress(OSError):  # the look that follows gets it too
             os.close(os.open(self.root + directory, os.O_RDONLY | os.O_DIRECTORY))
 
     def exists(self, path: str) -> bool:
@@ -4537,7 +4537,7 @@ class _SharedFiles(_Files):
         return super().exists(path)
 
     def names(self, directory: str) -> list[str]:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             return _afresh(os.listdir)(self.root + directory)
         self._refresh("")  # the directory may be new
         return super().names(directory)
@@ -4604,7 +4604,7 @@ class _SharedFiles(_Files):
         with self._found_moved(source, target):
             super().move_over(source, target, must_exist)
 
-    @contextlib.contextmanager
+    @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
         """Suppress a FileNotFoundError of the block if its rename was carried out (replies); but of
         a lease that was over before, another delivery may have ended the task."""
@@ -4685,7 +4685,7 @@ class _SharedKeys(_Keys):
     def _load(self, tag: str, but: str = "") -> _States:
         """Return the states of a hash as the directories tell them, without the file at `but`."""
         for _ in range(_MAX_LISTINGS):
-            with contextlib.suppress(FileNotFoundError):  # RACE: it moved after it was listed
+            with suppress(FileNotFoundError):  # RACE: it moved after it was listed
                 return self._listed(tag, but)
         return self._listed(tag, but)
 
@@ -4820,7 +4820,7 @@ def _open_closed_streams() -> None:
 
 def _write_error(text: str) -> None:
     """Write one line to standard error; if that fails, there is no other place to report it."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         print("femtoqueue:", *text.splitlines(), file=sys.stderr, flush=True)
 
 
@@ -4899,7 +4899,7 @@ def _timestamp(text: str) -> float:
     """Return seconds since the epoch: local time, unless an offset says otherwise."""
     from datetime import datetime
 
-    with contextlib.suppress(ValueError):
+    with suppress(ValueError):
         return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
     raise _invalid(text, f"WHEN is {_TIMES}")
 
@@ -5027,7 +5027,7 @@ def _push_command(options: Any) -> None:
         push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
         for payload in payloads:
             ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
-            with contextlib.suppress(BrokenPipeError):  # the other payloads are pushed all the same
+            with suppress(BrokenPipeError):  # the other payloads are pushed all the same
                 print(ident, flush=True)
 
 
@@ -5166,7 +5166,7 @@ class _CommandPool(_WorkerPool):
         if self._options.quiet:
             return
         began_s, self._next_report_s = time.monotonic(), float("inf")  # not two threads at once
-        with contextlib.suppress(OSError):  # pop() meets it, too
+        with suppress(OSError):  # pop() meets it, too
             path = self._queue.data_dir
             waiting = sum(len(os.listdir(f"{path}/{it}")) for it in _WAITING_DIRS)
             counts = [f"{name} {count}, " for name, count in self.counts.items()]
@@ -5176,7 +5176,7 @@ class _CommandPool(_WorkerPool):
 
     def write(self, text: str) -> None:
         """Write to standard error, also for the log."""
-        with contextlib.suppress(OSError):  # the terminal is gone; what runs is finished
+        with suppress(OSError):  # the terminal is gone; what runs is finished
             self._write(2, text.encode("utf-8", "backslashreplace"))
 
     def _write(self, fd: int, data: bytes) -> None:
@@ -5192,7 +5192,7 @@ class _CommandPool(_WorkerPool):
 
         fds, output_dir = [1, 2], self._options.output_dir  # where its output goes
         try:
-            with contextlib.ExitStack() as files:
+            with ExitStack() as files:
                 payload = files.enter_context(tempfile.TemporaryFile())
                 payload.write(task.data)
                 payload.seek(0)  # and it is flushed; /dev/fd may share the position with us
@@ -5209,7 +5209,7 @@ class _CommandPool(_WorkerPool):
         import select
 
         self._is_told.set()
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             if select.select([], [2], [], 0)[1]:
                 os.write(2, b"\nfemtoqueue: finishing what runs; a second signal ends it\n")
 
@@ -5314,7 +5314,7 @@ class _CommandPool(_WorkerPool):
                 relay_end_s = min(relay_end_s, time.monotonic() + 0.1)
         for fd, rest in rests.items():
             self._write(fd, rest and rest + b"\n")
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             process.wait(self._options.task_timeout and end_s - time.monotonic())
         return process.returncode, tail.decode("utf-8", "replace")
 
@@ -5342,14 +5342,14 @@ class _CommandPool(_WorkerPool):
     def _is_alive(self, process: Any) -> bool:
         """Whether anything of a process's group still runs."""
         if process.poll() is not None:  # one that has ended is in it until then
-            with contextlib.suppress(ChildProcessError):  # it has others, if we are not init
+            with suppress(ChildProcessError):  # it has others, if we are not init
                 os.waitpid(-process.pid, os.WNOHANG)
         return _signal_group(process.pid, 0)
 
 
 def _signal_group(group: int, number: int) -> bool:
     """Signal a process group; 0: only look. False: all of it has ended."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.killpg(group, number)
         return True
     return False
@@ -5492,7 +5492,7 @@ def _release_command(options: Any) -> int:
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
     """Give back one that was seen in flight; False if that delivery has ended."""
     for _ in range(3):  # RACE: renewed just now, it has another path
-        with contextlib.suppress(LeaseLost):
+        with suppress(LeaseLost):
             held = q.attach(task.id)
             if held.attempts == task.attempts:
                 q.release(held, **to)
