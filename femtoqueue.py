@@ -3623,7 +3623,7 @@ class _Waits:
 # ==================================================================================================
 
 _RENEWAL = 1 / 3  # of its length, after which a lease is renewed
-_LOCK_PAUSE_S = 0.0005  # between two tries of a renewal to get the lock of a key
+_LOCK_PAUSE_S = 0.0005  # between two tries of a thread to get the lock of a key
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
 
 
@@ -3704,11 +3704,12 @@ class _LeaseRenewer:
 
     def _run(self, runs: threading.Lock, pause_s: float) -> None:
         while not runs.acquire(timeout=pause_s) and (tasks := self._tasks(runs)):
-            try:
-                done = [self._renew(task) for task in tasks]
-            except BaseException:  # e.g. of a log handler: the other leases must go on
-                done = [False]
-            pause_s = self._pause_s if all(done) else self._pause_s / 10
+            pause_s = self._pause_s
+            for task in tasks:
+                try:
+                    self._renew(task)
+                except BaseException:  # of a log handler, too: the other leases must go on
+                    pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
         """Return what is to be renewed; nothing, if no lease of them ends, or another thread does
@@ -3724,29 +3725,28 @@ class _LeaseRenewer:
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
-    def _renew(self, task: FemtoTask) -> bool:
-        """Renew a lease, unless the next round will do. False: to be tried again soon."""
+    def _renew(self, task: FemtoTask) -> None:
+        """Renew a lease, unless the next round will do. Raises an error if it is to come soon."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         has_ended = lease.outcome or id(task) not in self.blocks
         if has_ended or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
-            return True
+            return
         end_s = time.monotonic() + self._pause_s / 10
-        while not lease.outcome and time.monotonic() < end_s:
+        while not lease.outcome:
             try:
                 # Not waiting for the lock of its key: a process may be stopped while it has it.
-                self._worker.renew(task, wait=False)
-                return True
+                return self._worker.renew(task, wait=False)
             except LeaseLost:
-                self.remove(task)  # its block will see
-                return True
+                return self.remove(task)  # its block will see
             except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    raise
                 # One that pushes the key all the time leaves the lock free for moments only.
                 time.sleep(_LOCK_PAUSE_S)
             except OSError as error:
                 _log().warning("task %s: its lease is not renewed: %s", task.id, error)
-                return False
-        return False
+                raise
 
 
 class _Processing:

@@ -1186,6 +1186,7 @@ a fork copies no lock that another thread is opening | Meeting
 +        if path:
 +            self.fd = os.open(path, flags, 0o666)
 a renewal gets the lock of a key that is pushed all the time | Meeting
+-                # One that pushes the key all the time leaves the lock free for moments only.
 -                time.sleep(_LOCK_PAUSE_S)
 +                return False
 a synced push that raises puts back what was there | KeyedTable
@@ -1198,18 +1199,18 @@ take_async() looks again soon at a busy key | Meeting
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 +                pass
 a claim that could be neither read nor undone is no delivery | Faults
--                unread[lease] = ""
-+                pass
+- self.lease_dir.unread.pop(lease, None) or orphans.get(lease)
++ self.lease_dir.unread.pop(lease, None)
 what a reclaim could not give back is not delivered | Meeting
--                unread[lease] = ""
-+                unread[lease] = source
+-            return  # RACE: another process is at work on its key; next time
++            self.lease_dir.unread[lease] = source or ""
++            return
 nor is one that could not be undone | Healed
 -            name = lease.path.partition("/")[2]
 +            name = self.unread.pop(lease.path) and lease.path.partition("/")[2]
 nor is one whose way back was not there | Faults
--            except OSError:  # it had not been claimed yet, or a person has it; or disk trouble
-+            except OSError:
-+                self.unread.pop(lease.path, None)
+-                self.orphans[lease.path] = target
++                self.orphans[lease.path] = self.unread.clear()
 a file that can't be claimed keeps no other waiting | Meeting
 -            place = self.back_path(place, _attempts_of(place))
 +            pass
