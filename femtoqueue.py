@@ -1546,9 +1546,9 @@ class _LeaseDir:
         self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
-        self.orphans: set[str] = set()  # leases, by path, that no living worker holds
-        # By lease, the place that it was claimed from; "": a reclaim has it, which failed.
-        self.unread: dict[str, str] = {}
+        self.unread: dict[str, str] = {}  # by lease, the place that it was claimed from
+        # Leases that no worker holds: by path, the place to go back to. None: at that of the push.
+        self.orphans: dict[str, str | None] = {}
         self.closes = 0
         self._held: _FileLock | None = None
         self._first_open = True  # leases found in it belong to an earlier process
@@ -1582,7 +1582,8 @@ class _LeaseDir:
                 elif self._first_open and lock.try_exclusive() and lock.is_at_path():
                     with suppress(OSError):  # the next look at leases raises it
                         leases = self._files.entries(self.directory)
-                        self.orphans.update(it.path for it in leases if it.boot != _DETACHED)
+                        for path in (it.path for it in leases if it.boot != _DETACHED):
+                            self.orphans.setdefault(path)
                 lock.acquire_shared()
                 # RACE: an observer may have removed the directory before our lock was on it.
                 if lock.is_at_path():
@@ -1650,7 +1651,7 @@ class _LeaseDir:
                     os.rename(held.prefix + name, self._root + target, src_dir_fd=held.fd)
                     self.unread.pop(lease.path, None)
             except OSError:  # it had not been claimed yet, or a person has it; or disk trouble
-                self.orphans.add(lease.path)
+                self.orphans[lease.path] = target
 
     # Closing
 
@@ -1819,31 +1820,23 @@ class _Worker:
     def left_ns(self, lease: str) -> int:
         return _stamp_of(lease) - self.clock.now_ns()
 
-    def place_before(self, lease: str, source: str | None) -> str:
-        """Return where a leased task goes back to: uncounted to `source`, where it was claimed
-        from; "": that is not known, to its push's place; None: there, and it is counted."""
-        attempts = max(0, _attempts_of(lease) - (source is not None))
-        return source or _front_path(_id_of(lease), attempts)
-
     # From in flight, by others
 
     def reclaim(self, lease: str) -> None:
-        """Return a task whose lease is over, orphaned or of a dead worker to its push's place."""
-        orphans, unread = self.lease_dir.orphans, self.lease_dir.unread
-        source = unread.pop(lease, None)
+        """Return a task whose lease is over, orphaned or of a dead worker to its push's place; one
+        that its caller has not got yet to where it was, uncounted. What can't be moved is an orphan
+        from then on: of our own leases, only that mark ends one."""
+        orphans = self.lease_dir.orphans
+        orphans[lease] = source = self.lease_dir.unread.pop(lease, None) or orphans.get(lease)
+        target = source or _front_path(_id_of(lease), _attempts_of(lease))
         try:
-            self.note(self.move_task(lease, self.place_before(lease, source), wait=False))
+            self.note(self.move_task(lease, target, wait=False))
+        except BlockingIOError:
+            return  # RACE: another process is at work on its key; next time
         except FileNotFoundError:
             if self.files.exists(lease):  # RACE: else its holder settled it, or another was first
-                return  # pending/ is gone just now; an orphan stays one
-        except OSError as error:
-            orphans.add(lease)  # if it is ours, only this mark ends it: we are alive
-            if source is not None:
-                unread[lease] = ""
-            if isinstance(error, BlockingIOError):
-                return  # RACE: another process is at work on its key; next time
-            raise
-        orphans.discard(lease)
+                return  # pending/ is gone just now
+        orphans.pop(lease, None)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
         """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
@@ -2008,7 +2001,7 @@ class _Worker:
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
         """Undo a claim that was interrupted: the task returns to its place; or whose file could not
         be read: to the back, else it would block each worker that takes the oldest task first."""
-        place = self.place_before(lease.path, waiting) if lease.path else ""
+        place = waiting if lease.path else ""
         code = getattr(error, "errno", None)  # None: raised by a signal handler
         is_unreadable = isinstance(error, MemoryError) or code not in (None, *_TRANSIENT_ERRNOS)
         if is_unreadable and place.startswith("pending/"):
@@ -3357,6 +3350,7 @@ _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir first: pending/ may be replaced between two calls.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
 _LINGER_S = 1.0  # after which the thread of coroutines ends, if none waits
+_GIVE_BACK_S = 0.1  # for which a task that goes back waits for the lock of its key
 _MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
 _Found = TypeVar("_Found")  # by a wait
 
@@ -3488,17 +3482,20 @@ class _Waits:
         return found
 
     def _give_back(self, found: object) -> None:
-        """Return a task that was found for a wait that is over to its place, uncounted."""
+        """Return a task that was found for a wait that is over to its place, uncounted. If its key
+        stays busy, that is left to the reclaim job: an event loop may be waiting."""
         if not isinstance(found, FemtoTask):
             return
+        end_s = time.monotonic() + _GIVE_BACK_S
         try:
-            source = self._lease_dir.unread.get(found.path, "")
-            self._worker.requeue(found, self._worker.place_before(found.path, source))
-            self._lease_dir.unread.pop(found.path, None)
-        except LeaseLost:
-            pass  # close() did
+            while True:
+                with self._worker.lock:
+                    self._worker.reclaim(found.path)
+                if found.path not in self._lease_dir.orphans or time.monotonic() >= end_s:
+                    return
+                time.sleep(_LOCK_PAUSE_S)
         except OSError as error:
-            _log().warning("task %s waits for the end of its lease: %s", found.id, error)
+            _log().warning("task %s is given back later: %s", found.id, error)
 
     @contextmanager
     def _watcher(self, closes: int) -> Iterator[_Watcher]:
@@ -3801,7 +3798,7 @@ class _Processing:
 
     def abandon(self) -> None:
         """Have the task delivered again soon: its delivery can't be ended."""
-        self._worker.lease_dir.orphans.add(self.task.path)
+        self._worker.lease_dir.orphans[self.task.path] = None
         self._worker.house.reclaiming.sooner(0)
 
 
@@ -4656,7 +4653,7 @@ class _SharedLeaseDir(_LeaseDir):
         _log().warning("%s, which came back, is removed: its task is done", lease.path)
         self._files.remove(lease.path)
         self.unread.pop(lease.path, None)
-        self.orphans.add(lease.path)  # should it stay
+        self.orphans[lease.path] = None  # should it stay
         return False
 
     def _was_claimed(self, lease: str) -> bool:
@@ -4666,7 +4663,7 @@ class _SharedLeaseDir(_LeaseDir):
         try:
             return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
-            self.orphans.add(lease)  # should it be there after all
+            self.orphans[lease] = None  # should it be there after all
             self._worker.house.look_again()  # our directory is gone
             return False
 

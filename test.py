@@ -6548,6 +6548,23 @@ class Coroutines(QueueCase):
         self.assertEqual((task.id, task.attempts), (first, 1))
 
     @in_a_loop
+    async def test_a_cancelled_wait_leaves_a_busy_key_for_later(self) -> None:
+        """Its loop does not wait for the process that holds the lock of the key."""
+        q, got = self.queue(), threading.Event()
+        q.push(b"1", key="k")
+        with hooked(at_call("open", "inflight-n1/", got.set)):
+            waiter = asyncio.ensure_future(q.pop_async())
+            await asyncio.sleep(0)
+            got.wait(PATIENCE_S)  # the loop does not run meanwhile
+        with self.locked("k"):
+            waiter.cancel()
+            with self.assertRaises(asyncio.CancelledError):
+                await waiter
+        task = await q.pop_async()
+        assert task is not None
+        self.assertEqual((task.data, task.attempts), (b"1", 1))
+
+    @in_a_loop
     async def test_what_is_found_for_a_wait_that_is_over_is_back_at_its_place(self) -> None:
         """Also behind others, or in scheduled/: it must not be delivered before its time."""
         q = self.queue()
