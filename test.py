@@ -1640,14 +1640,14 @@ class LostReply(QueueCase):
         self.patched(without_exchange())  # as there
 
     @contextlib.contextmanager
-    def lost(self, then: Callable[[], object] = int, event: str = "move") -> Iterator[None]:
-        """The reply to the first such call of the block is lost, while something happens."""
+    def lost(self, then: Callable[[], object] = int) -> Iterator[None]:
+        """The reply to the first rename of the block is lost, while something happens."""
 
         def lose() -> None:
             then()
             fail_with(errno.ENOENT)
 
-        step = Meanwhile(0, lose, on(event, ""))
+        step = Meanwhile(0, lose, on("move", ""))
         with hooked(step, after=True):
             yield
         self.assertTrue(step.reached)
@@ -1769,28 +1769,21 @@ class LostReply(QueueCase):
             self.assertRaises(FileNotFoundError, q.push, b"1")
         self.assertEqual(self.states(), {})
 
-    def test_on_other_file_systems_a_file_that_is_gone_is_gone(self) -> None:
-        """ext4 and GlusterFS never ask twice: an error, as it came. On GlusterFS, after a network
-        was cut, one of its replicas may show as carried out what another host was faster at."""
-        for fs_type in (EXT4, FUSE):
-            self.patched(on_file_system(fs_type))
-            q = self.queue()
-            with self.lost(), self.assertRaises(FileNotFoundError):
-                q.push(b"1")
-            self.assertEqual(self.states(), {})
-            ident = q.push(b"2")
-            with self.lost():
-                self.assertIsNone(q.pop())
-            lease = self.file("inflight-n1", *self.names("inflight-n1"))
-            os.rename(lease, self.file("pending", ident))
-            task = self.pop(q)
-            with self.lost(), self.assertRaises(LeaseLost):
-                q.done(task)
-            os.unlink(self.file("done", task.id))
-            other = self.queue("n2", keep_done=False)
-            task = leased(other)
-            with self.lost(event="unlink"), self.assertRaises(LeaseLost):
-                other.done(task)
+    def test_on_glusterfs_a_file_that_is_gone_is_gone(self) -> None:
+        """It never asks twice: after a network was cut, one of its replicas may show as carried out
+        what another host was faster at."""
+        self.patched(on_file_system(FUSE))
+        q = self.queue()
+        with self.lost(), self.assertRaises(FileNotFoundError):
+            q.push(b"1")
+        ident = q.push(b"2")
+        with self.lost():
+            self.assertIsNone(q.pop())
+        lease = self.file("inflight-n1", *self.names("inflight-n1"))
+        os.rename(lease, self.file("pending", ident))
+        task = self.pop(q)
+        with self.lost(), self.assertRaises(LeaseLost):
+            q.done(task)
 
 
 def wait_until_it_stands(thread: threading.Thread) -> None:
@@ -2111,35 +2104,6 @@ class KeyedTable(QueueCase):
         behind = [name for name in self.names("keys") if len(name) > 8]
         return [task, task and task.path, *behind, *(q.peek(name[-29:]) for name in behind)]
 
-    def test_ctrl_c_between_any_two_lines_leaves_no_lock_behind(self) -> None:
-        """Nor the key in two places, or its newest payload in none."""
-        pushed = b"1"
-        for number in itertools.count(0, 5):
-            q, key = FemtoQueue(self.path, f"w{number}"), f"{number}"
-            q.push(b"1", key=key)
-            task, pushed = self.take(q, key), b"1"
-            try:
-                with at_line(number, interrupt) as came:
-                    q.push(b"2", key=key)
-                    pushed = b"2"
-                    q.release(task)
-                    q.push(b"3", key=key)
-                    pushed = b"3"
-            except KeyboardInterrupt:
-                gc.collect()
-            self.locked(key, wait=False).close()
-            q.close()
-            with FemtoQueue(self.path, "other") as other:
-                payloads = [b""]
-                while (it := other.take(key)) is not None:
-                    payloads.append(it.data)
-                    other.done(it)
-            self.assertGreaterEqual(payloads[-1], pushed)
-            self.check_invariants(leftovers=True)
-            if not came:
-                break
-        self.assertGreater(number, 300)
-
 
 class KeyedTableByRename(KeyedTable):
     """The same where names can't be exchanged."""
@@ -2193,8 +2157,7 @@ class Keyed(StepCase):
         """Up to 200 bytes. By task, keys() and header."""
         q = self.queue()
         keys = ["k" * 200, "a b", "\n", "%41", "A", "-", "größe", "\U0001f40d" * 50, "\0", "../x"]
-        for key in keys:
-            q.push(key.encode(), key=key)
+        ids = [q.push(key.encode(), key=key) for key in keys]
         self.assertRaises(ValueError, q.push, b"x", key="k" * 201)
         self.assertEqual([*q.keys("pending")], keys)
         self.assertEqual(
@@ -2205,6 +2168,8 @@ class Keyed(StepCase):
             self.assertEqual(task.key, key)
             q.done(task)
         self.nothing_in_keys()
+        # A lock outlives its key: who waits for one may, on a network, be shown its old path.
+        self.assertEqual(self.names("locks"), sorted({it[-2:] for it in ids}))
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
 
@@ -2441,7 +2406,8 @@ class Keyed(StepCase):
         self.assertTrue(q.contains("k"))
 
     def test_a_hint_that_is_wrong_or_rubbish_does_no_harm(self) -> None:
-        """A task moved or removed by hand is looked for, or pushed anew."""
+        """A task moved or removed by hand is looked for, or pushed anew. Nobody's push() wrote that
+        another task is the key's."""
         q = self.queue()
         ident = q.push(b"1", key="k")
         os.rename(self.file("pending", ident), self.file("pending", f"{9:020d}~3~{ident}"))
@@ -2454,6 +2420,9 @@ class Keyed(StepCase):
         q.push(b"4", key="k")
         self.assertEqual(self.drain(q), [b"4"])
         self.assertTrue(not self.has_states or self.names("keys") == [])
+        self.put(key_tag("k"), f"k pending/{q.push(b'plain')} -\n\n".encode(), "keys")
+        q.push(b"5", key="k")
+        self.assertEqual(self.drain(q), [b"plain", b"5"])
 
     def test_a_push_that_finds_a_directory_gone_says_so(self) -> None:
         """It does not try again for ever, as after a pop() that was quicker."""
@@ -2466,14 +2435,6 @@ class Keyed(StepCase):
         self.assertEqual((self.names("creating"), self.names("pending")), ([], [ident]))
 
     # Locks
-
-    def test_the_lock_of_a_key_outlives_the_key(self) -> None:
-        """Who waited for that of a removed file may, on a network, be shown its old path."""
-        q = self.queue()
-        for _ in range(2):
-            q.done(leased(q, key="k"))
-            self.nothing_in_keys()
-            self.assertEqual(self.names("locks"), [key_tag("k")[-2:]])
 
     def test_a_handler_that_pushes_while_a_lock_is_taken_does_not_wait_for_itself(self) -> None:
         """For another key of the same lock, which is still held when the file is moved."""
@@ -2718,15 +2679,19 @@ class Healed(QueueCase):
         with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
             yield slept
 
-    def test_a_name_that_is_yet_to_be_healed_does_not_hold_up_its_key(self) -> None:
-        q, other = self.queue(), self.queue("n2")
-        task = leased(q, b"1", "k")
-        other.push(b"2")
-        with self.phantom("pending", task.id) as slept:
-            q.done(task)
-            other.push(b"3", key="k")
-            self.assertEqual(self.drain(other), [b"2", b"3"])
-            self.assertLess(sum(slept), 3 * constant("stale"))  # once for each of the two
+    def test_a_name_that_is_yet_to_be_healed_does_not_hold_up_its_key_nor_what_waits(self) -> None:
+        """It takes its time once for each of the two: where it waited, or of a lease."""
+        for directory in ("pending", "inflight-n1"):
+            self.path = self.new_dir(self.memory)
+            q, other = self.queue(), self.queue("n2")
+            task = leased(q, b"1", "k")
+            other.push(b"2")
+            name = task.id if directory == "pending" else os.path.basename(task.path)
+            with self.subTest(directory), self.phantom(directory, name) as slept:
+                q.done(task)
+                other.push(b"3", key="k")
+                self.assertEqual(self.drain(other), [b"2", b"3"])
+                self.assertLess(sum(slept), 3 * constant("stale"))
 
     def test_a_phantom_is_told_in_time_where_listings_are_slow(self) -> None:
         q = self.queue()
@@ -2787,19 +2752,6 @@ class Healed(QueueCase):
             self.assertIsNone(q.pop())
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
-    def test_a_name_that_each_listing_leads_astray_is_no_phantom(self) -> None:
-        """Else its key would get a second task. What looks at one task or all says what it is."""
-        q, other = self.queue(), self.queue("n2")
-        ident = q.push(b"1", key="k")
-        for call, wanted in (
-            (lambda: other.push(b"2", key="k"), ident),
-            (lambda: q.peek(key="k"), FemtoTask(ident, b"2", 0, "k")),
-            (lambda: [it.key for it in q.tasks("pending", data=False)], ["k"]),
-            (lambda: [it.kind for it in q.check()], ["network file system"]),
-        ):
-            with hooked(at_call("open", ident, raising(errno.ESTALE), times=3)):
-                self.assertEqual(call(), wanted)
-
     def test_a_checkpoint_is_looked_up_anew(self) -> None:
         q, seen = self.queue(), list[str]()
         task = leased(q)
@@ -2821,15 +2773,6 @@ class Healed(QueueCase):
         self.patched(mock.patch.object(clock, "sleep", clock.advance, create=True))
         with hooked(at_call("open", ident, hang, times=8)):
             self.assertEqual(q.push(b"2", key="k"), ident)
-
-    def test_a_lease_that_is_yet_to_be_healed_does_not_hold_up_what_waits(self) -> None:
-        q = self.queue()
-        task = leased(q, b"1", "k")
-        q.release(task, front=True)
-        q.push(b"2")
-        with self.phantom("inflight-n1", os.path.basename(task.path)) as slept:
-            self.assertEqual(self.drain(q), [b"1", b"2"])
-            self.assertLess(sum(slept), 2 * constant("stale"))
 
     def test_a_claim_whose_file_is_not_found_then_is_not_lost(self) -> None:
         """A person took the directory away just then, or this host's view is old (ESTALE)."""
@@ -2982,20 +2925,18 @@ class Durability(StepCase):
         self.clock().stand_still()
         self.check_each(self.moves_and_syncs, "synced", sync_after_write=True)
 
-    def test_what_can_not_be_exchanged_goes_behind_its_task_after_the_state_says_so(self) -> None:
-        words = "push x | push y"
-        with without_exchange():
-            step = self.ready(words, KEY_STEPS[words], "k", sync_after_write=True)
-            synced = " ".join(self.moves_and_syncs(step))
-        self.assertEqual(synced, "file move file directory move directory")
-
-    def test_what_another_host_sees_is_on_the_server(self) -> None:
-        """Or it reads a torn record, and makes a dead letter of what is then acknowledged."""
-        with on_file_system(NFS):
-            q = self.queue(sync_after_write=True)
-            for push in (q.push, functools.partial(q.schedule, time_us=4e15)):
-                synced = self.moves_and_syncs(functools.partial(push, b"x"))
-                self.assertEqual(synced, ["file", "move", "directory"])
+    def test_what_is_synced_where_a_file_system_can_do_less(self) -> None:
+        """What can't be exchanged goes behind its task after the state says so. What another host
+        sees is on the server, or it reads a torn record, and makes a dead letter of what is then
+        acknowledged."""
+        for system, words, key, synced in (
+            (without_exchange(), "push x | push y", "k", "file move file directory move directory"),
+            (on_file_system(NFS), "push x", None, "file move directory"),
+            (on_file_system(NFS), "schedule x 4e15", None, "file move directory"),
+        ):
+            with self.subTest(words, key=key), system:
+                step = self.ready(words, Row("", ""), key, sync_after_write=True)
+                self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
 
     def test_links_to_directories_can_be_synced(self) -> None:
         """data_dir, the directory above it, and one inside it."""
@@ -3280,6 +3221,7 @@ class Life:
         self.q.stats()
         for state in femtoqueue.STATES:
             list(self.q.tasks(state))
+            list(self.q.tasks(state, data=False))
         self.q.peek(self.held[0].id)
         self.q.check(repair=True)
         self.q.purge(1e9)
@@ -3789,45 +3731,33 @@ class Faults(PlainLives):
             self.assertEqual((task.id, task.attempts), (ident, 1))
             q.release(task, counted=False)
 
-    def test_a_keyed_task_that_can_be_neither_read_nor_given_back_is_put_back_later(self) -> None:
-        """Uncounted. No descriptors are left: reading takes one, and so does the key's lock. And
-        pending/ can't grow."""
-        clock = self.clock()
-
-        def refuse(name: str, args: tuple[Any, ...]) -> None:
-            if name == "open" and str(args[0]).endswith(key_tag("k")[-2:]):
-                fail_with(errno.EMFILE)
-            if name == "move" and "/pending/" in str(args[1]):
-                fail_with(errno.ENOSPC)
-
-        for timeout_ms in (None, 30_000):
+    def test_a_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
+        """Uncounted. Directories were being replaced; or no descriptors are left, of which a key's
+        lock takes one, too, and pending/ can't grow."""
+        clock, replaced, short = self.clock(), (errno.ENOENT,) * 2, (errno.EMFILE, errno.ENOSPC)
+        for key, timeout_ms, codes in (
+            (None, 30_000, replaced),
+            ("k", 30_000, short),
+            ("k", None, short),
+        ):
             self.new_path(0)
             q = self.queue(timeout_stale_ms=timeout_ms, max_attempts=1)
             self.assertIsNone(q.pop())  # its directory is open from now on
-            q.push(b"x", key="k")
-            self.assertIsNone(self.queue("n2").take("other"))
-            with hooked(refuse):
-                for _ in range(3):
-                    self.assertRaises(OSError, q.pop)
+            q.push(b"x", key=key)
+
+            def refuse(name: str, args: Any, codes: tuple[int, int] = codes) -> None:
+                if name == "open" and re.search("/locks/|/inflight-n1/", str(args[0])):
+                    fail_with(codes[0])
+                if name == "move" and "/pending/" in str(args[1]):
+                    fail_with(codes[1])
+
+            with self.subTest(key=key, timeout_ms=timeout_ms), hooked(refuse):
+                for _ in range(3 if key else 1):
+                    with self.assertRaises(OSError) if key else contextlib.nullcontext():
+                        self.assertIsNone(q.pop())
                     clock.advance(1)
-            self.assertEqual(self.states(), {"inflight-n1": 1})
+                self.assertEqual(self.states(), {"inflight-n1": 1})
             self.assertEqual(self.pop(q).attempts, 1)
-
-    def test_a_claim_that_finds_neither_its_file_nor_its_way_back_is_back_later(self) -> None:
-        """Uncounted: directories were being replaced."""
-        clock, q = self.clock(), self.queue(max_attempts=1)
-        q.push(b"x")
-
-        def vanish(name: str, args: tuple[Any, ...]) -> None:
-            is_read = name == "open" and "/inflight-n1/" in str(args[0])
-            if is_read or (name == "move" and "/pending/" in str(args[1])):
-                fail_with(errno.ENOENT)
-
-        with hooked(vanish):
-            self.assertIsNone(q.pop())
-        self.assertEqual(self.states(), {"inflight-n1": 1})
-        clock.advance(1)
-        self.assertEqual(self.pop(q).attempts, 1)
 
     def test_one_place_with_an_error_does_not_keep_the_others_waiting(self) -> None:
         """One can't be listed, or a due task not moved. The error surfaces when nothing waits."""
@@ -4877,15 +4807,6 @@ class Model(QueueCase):
 
 class Lies(QueueCase):
     """Whole files that say what is not so: nobody's push() wrote them."""
-
-    def test_a_hint_that_leads_to_another_task_is_not_believed(self) -> None:
-        q = self.queue()
-        plain = q.push(b"plain")
-        q.push(b"1", key="k")
-        with open(self.file("keys", *self.names("keys")), "w", encoding="ascii") as file:
-            file.write(f"k pending/{plain} -\n\n")
-        q.push(b"2", key="k")
-        self.assertEqual(self.pop(q).data, b"plain")
 
     def test_a_key_that_is_none_or_not_its_ids_is_a_dead_letter(self) -> None:
         """It must not be an error of pop() for ever, nor lead to the locks of two keys."""
