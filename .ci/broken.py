@@ -787,13 +787,13 @@ a name whose number has other than 20 digits is foreign | ForeignFiles
 a name with another tag than 8 hex digits is foreign | ForeignFiles
 -_ID = f"({_NS}-[0-9a-f]{{8}})"
 +_ID = f"({_NS}-[0-9a-zA-Z]{{8}})"
-a node_id that is no part of a name is refused | Faults
+a node_id that is no part of a name is refused | Lifecycle
 -    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
 +    match = re.match("(.*)", f"{node_id}")
 a key of more than 200 bytes is refused | Keyed
 -_MAX_KEY_BYTES = 200
 +_MAX_KEY_BYTES = 300
-a key that is an Enum goes by its value | Keyed
+a key that is an Enum goes by its value | Lifecycle
 -    return _quote_key(raw)  # not the key itself
 +    return _quote_key(str(key))  # not the key itself
 front=True leads to the place of the push | Model
@@ -802,7 +802,7 @@ front=True leads to the place of the push | Model
 a NaN is refused as an argument | Lifecycle
 -    if not abs(value) < _MAX_NUMBER:  # NaN neither
 +    if abs(value) >= _MAX_NUMBER:  # NaN neither
-max_attempts of True is refused | Faults
+max_attempts of True is refused | Lifecycle
 -        type(max_attempts) is not int or not 1 <= max_attempts
 +        not isinstance(max_attempts, int) or not 1 <= max_attempts
 two tasks are equal only if their attempts are | Lifecycle
@@ -1014,12 +1014,12 @@ a corrupt task goes to failed/, and pop() goes on | Corruption
 -            self.quarantine(path, error.reason)
 +        except CorruptTask:
 +            payload = None
-who lost a lease can't end the task | Leases
+who lost a lease can't end the task | Model
 -(directory if directory in _STATE_DIRS else ""))
 -                raise self.lease_lost(lease) from None
 +(directory if directory in _STATE_DIRS else ""))
 +                return target
-the rename to failed/ is the fence: the reason is written after it | Leases
+the rename to failed/ is the fence: the reason is written after it | Model
 -                self.move_leased(lease, target, "failed")
 -                self.files.move_over(path, f"{target}.error")
 +                self.files.move_over(path, f"{target}.error")

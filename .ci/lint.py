@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3740,
     "lines of docstrings": 856,
     "lines of its largest class": 582,
-    "lines of test.py": 8892,
+    "lines of test.py": 8738,
     "lines of .ci/": 8256,
 }
 DOORS = {  # names of annexes that a room above them may use
@@ -322,7 +322,7 @@ def weights() -> dict[str, int]:
         "lines of code": len(code),
         "lines of docstrings": len(documented),
         "lines of its largest class": longest_class(face=True)[0],
-        "lines of test.py": lines_of("test.py"),
+        "lines of test.py": 8738lines_of("test.py"),
         "lines of .ci/": sum(map(lines_of, [".ci/run", *glob.glob(f"{PROJECT}/.ci/*.py")])),
     }
 
