@@ -8569,15 +8569,6 @@ class Meeting(QueueCase):
 # Classes side by side
 
 
-def heed_signals() -> None:
-    """Undo what nohup(1) and a shell's `&` do to signals, which commands under test inherit."""
-    handlers: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
-    for name, handler in handlers.items():
-        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
-        if number and signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
 class Spread:
     """Runs classes of tests, each in a process, as many at a time as there are processors.
 
@@ -8591,49 +8582,40 @@ class Spread:
         *("Processing", "Waiting", "ByHand", "Liveness"),
     )
 
-    def __init__(self, names: list[str], switches: list[str], processes: int) -> None:
+    def __init__(self, names: list[str], switches: list[str]) -> None:
         self.names = deque(sorted(names, key=[*self.LONGEST, *names].index))
-        self.switches, self.processes = switches, processes
+        self.switches = switches
         self.running: dict[int, tuple[str, Any]] = {}  # by pid: a class, and where it prints
-        self.counts: Counter[str] = Counter()
+        self.failed: list[str] = []
 
-    def run(self) -> int:
-        """Return the exit status. Ctrl-C and SIGTERM end the processes as well."""
+    def run(self, processes: int) -> None:
+        """Run all of them; with -f, until one fails. Ctrl-C and SIGTERM end the processes, too."""
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
-            while self.names or self.running:
-                while self.names and len(self.running) < self.processes:
+            while (self.names or self.running) and not (self.failed and "-f" in self.switches):
+                if self.names and len(self.running) < processes:
                     self.start(self.names.popleft())
-                self.wait()
-                if self.counts["failed"] and "-f" in self.switches:
-                    break
+                else:
+                    self.wait()
         finally:
             for pid in self.running:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        return int(self.counts["failed"] > 0)
 
     def start(self, name: str) -> None:
         output = tempfile.TemporaryFile()  # noqa: SIM115
-        pid = os.fork()
-        if pid == 0:
-            self.work(name, output.fileno())
-        os.setpgid(pid, pid)
-        self.running[pid] = name, output
-
-    def work(self, name: str, output: int) -> NoReturn:
+        if pid := os.fork():
+            os.setpgid(pid, pid)
+            self.running[pid] = name, output
+            return
         status = 1
         try:
             os.setpgid(0, 0)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            faulthandler.enable()
+            for fd, source in enumerate((os.open(os.devnull, os.O_RDONLY), *[output.fileno()] * 2)):
+                os.dup2(source, fd)
             faulthandler.dump_traceback_later(SUITE_S, exit=True)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            heed_signals()
-            argv = [sys.argv[0], *self.switches, name]
-            status = not unittest.main(argv=argv, exit=False).result.wasSuccessful()
+            status = run_here([*self.switches, name])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -8641,39 +8623,41 @@ class Spread:
             os._exit(status)
 
     def wait(self) -> None:
-        """Wait until a process has ended; print what it said if that is not all well."""
+        """Wait until a process has ended; print what it said, or, if all is well, its end."""
         pid, status = os.wait()
         name, output = self.running.pop(pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what it left running
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-        output.close()
-        count = int((re.findall(r"(?m)^Ran (\d+) tests? in", text) or ["0"])[-1])
-        self.counts["tests"] += count
-        self.counts["skipped"] += sum(map(int, re.findall(r"(?m)^OK.*skipped=(\d+)", text)))
-        self.counts["failed"] += status != 0
-        if status or not count or "-v" in self.switches:
-            code = os.waitstatus_to_exitcode(status)
-            print(f"\n{text}{name}: exit status {code}", file=sys.stderr)
-        else:
-            print("." * count, end="", file=sys.stderr, flush=True)
+        with output:
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        if status:
+            self.failed.append(name)
+            text += f"exit status {os.waitstatus_to_exitcode(status)}"
+        elif "-v" not in self.switches:
+            text = " ".join(text.rpartition("-" * 70)[2].split())
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def own_dirs() -> Iterator[None]:
-    """Put the directories of tests into two that are removed at the end: tests that are killed do
-    not remove theirs."""
-    run_dir = functools.partial(
-        tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
+def own_dir(stack: contextlib.ExitStack, place: str | None) -> str:
+    """Make one for the directories of tests, which goes at the end: killed ones remove none."""
+    made = tempfile.TemporaryDirectory(
+        prefix="femtoqueue-tests-", dir=place, ignore_cleanup_errors=True
     )
-    with contextlib.ExitStack() as stack:
-        disk = stack.enter_context(run_dir())
-        memory = stack.enter_context(run_dir(dir=QueueCase.memory)) if QueueCase.memory else None
-        for path in filter(None, (disk, memory)):
-            os.chmod(path, 0o755)  # one test runs as another user
-        tempfile.tempdir, QueueCase.memory = disk, memory
-        yield
+    os.chmod(made.name, 0o755)  # one test runs as another user
+    return stack.enter_context(made)
+
+
+def run_here(words: list[str]) -> int:
+    """Run tests in this process. What nohup(1) and a shell's `&` do to signals is undone: commands
+    under test inherit it."""
+    handlers: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
+    for name, handler in handlers.items():
+        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
+        if number and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    faulthandler.enable()
+    return int(not unittest.main(argv=[sys.argv[0], *words], exit=False).result.wasSuccessful())
 
 
 def main() -> int:
@@ -8686,20 +8670,17 @@ def main() -> int:
     classes = names or [
         name for name, it in cases.items() if issubclass(it, unittest.TestCase) and tests_of(it)
     ]
-    has_affinity = hasattr(os, "sched_getaffinity")
-    processes = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    is_simple = len(classes) < 2 or any(it.startswith("-") for it in names)
-    if is_simple or processes < 2 or not hasattr(os, "fork"):
-        heed_signals()
-        return int(not unittest.main(exit=False).result.wasSuccessful())
-    began_s, spread = time.monotonic(), Spread(classes, switches, processes + 1)
-    with own_dirs():
-        status = spread.run()
-    counts, took_s = spread.counts, time.monotonic() - began_s
-    print(f"\nRan {counts['tests']} tests in {took_s:.1f} s", file=sys.stderr)
-    print(f"{counts['failed']} classes FAILED" if status else "OK", file=sys.stderr, end="")
-    print(f" (skipped={counts['skipped']})", file=sys.stderr)
-    return status
+    if len(classes) < 2 or any(it.startswith("-") for it in names) or not hasattr(os, "fork"):
+        return run_here(sys.argv[1:])
+    affinity = getattr(os, "sched_getaffinity", None)
+    began_s, spread = time.monotonic(), Spread(classes, switches)
+    with contextlib.ExitStack() as stack:
+        tempfile.tempdir = own_dir(stack, None)
+        QueueCase.memory = own_dir(stack, QueueCase.memory)
+        spread.run(1 + (len(affinity(0)) if affinity else os.cpu_count() or 1))
+    print(f"{time.monotonic() - began_s:.1f} s:", *spread.failed, end=" ", file=sys.stderr)
+    print("FAILED" if spread.failed else "OK", file=sys.stderr)
+    return int(bool(spread.failed))
 
 
 if __name__ == "__main__":

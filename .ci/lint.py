@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3740,
     "lines of docstrings": 856,
     "lines of its largest class": 582,
-    "lines of test.py": 8706,
+    "lines of test.py": 8687,
     "lines of .ci/": 8256,
 }
 DOORS = {  # names of annexes that a room above them may use
