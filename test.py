@@ -7362,6 +7362,7 @@ $ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
 $ femtoqueue pop jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
 $ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
@@ -7437,6 +7438,10 @@ $ femtoqueue work jobs -q --time-limit 0s -- true
 $ states -> inflight-cli 1, pending 2
 $ femtoqueue work jobs -q --idle-timeout 0s -j 2 -- true
 $ states -> done 2, inflight-cli 1
+# a signal finishes what runs, though nobody hears of it: a terminal that is gone, a full disk
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
+$ states -> done 1
 # what a command leaves running does not hold up work, though it has the pipes, or writes on
 $ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
@@ -7510,6 +7515,26 @@ def until_gone(*pids: int | str) -> None:
     until(lambda: all(map(is_gone, pids)))
 
 
+def seen_on(terminal: int, text: str, size: tuple[int, int]) -> list[str]:
+    """Give a pseudo-terminal a size; return the lines of the first look of `top` that fits there,
+    and has that text."""
+    import termios
+
+    said, lines = bytearray(), list[str]()
+
+    def is_seen() -> bool:
+        if select.select([terminal], [], [], 0)[0]:
+            said.extend(os.read(terminal, 1 << 16))
+        *_, look, _ = ["", "", *said.decode().split("\x1b[H\x1b[2J")[1:]]
+        lines[:] = look.splitlines()
+        fits = len(lines) < size[0] and max(map(len, lines), default=0) <= size[1]
+        return fits and text in look
+
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", *size, 0, 0))
+    until(is_seen)
+    return lines
+
+
 def run_guarded(*words: str, env: Mapping[str, str], path: str = ".") -> tuple[int, str, str]:
     """Return a command's status, and what it says. If it hangs, it is ended, and says where."""
     env, pipe = {**env, "PYTHONFAULTHANDLER": "1"}, subprocess.PIPE
@@ -7562,10 +7587,10 @@ class CommandLine(QueueCase):
         """Return the words that run femtoqueue.pyc, which waits for as long as we would."""
         return self.python({it: constant(it) for it in ("one signal", "grace")})
 
-    def start(self, *words: str) -> Command:
+    def start(self, *words: str, stdout: int = subprocess.PIPE) -> Command:
         """Run a command in a process of its own."""
         python, pipe = self.patient(), subprocess.PIPE
-        process = Command([*python, *words], env=self.env, stdin=pipe, stdout=pipe, stderr=pipe)
+        process = Command([*python, *words], env=self.env, stdin=pipe, stdout=stdout, stderr=pipe)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         return process
@@ -7758,6 +7783,28 @@ class CommandLine(QueueCase):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
+    @unittest.skipUnless(hasattr(os, "openpty"), "needs a pseudo-terminal")
+    def test_top_draws_what_fits_on_its_terminal_anew_until_ctrl_c(self) -> None:
+        """In whatever size that has now, to the last line and column."""
+        self.env |= {"COLUMNS": "0", "LINES": "0"}  # as if they were not set
+        q, (master, slave) = self.queue(), os.openpty()
+        self.addCleanup(os.close, master)
+        self.addCleanup(os.close, slave)
+        task = leased(q, key="user:42")
+        process = self.start("top", "jobs", "--interval", "10ms", stdout=slave)
+        lines = seen_on(master, task.id, (24, 100))
+        self.assertEqual([lines[1].split()[1], lines[3].split()], ["0", ["inflight", "1"]])
+        self.assertRegex("\n".join(lines), r"\Ajobs (?s:.*)\nworkers_alive +1\n")
+        self.assertRegex(lines[14], rf"^inflight +{task.id} .* user:42 n1$")
+        lines = seen_on(master, "failed", (7, 12))
+        self.assertEqual((len(lines), len(lines[0]), lines[3].strip()), (6, 12, "inflight"))
+        q.done(task)
+        q.push(b"y")
+        self.assertEqual(len(seen_on(master, f"pending {1:14}", (30, 60))), 14)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE_S)
+        self.assertEqual((process.returncode, err), (128 + signal.SIGINT, b""))
+
     # work
 
     def test_work_tells_of_its_progress_as_tasks_end(self) -> None:
@@ -7948,239 +7995,6 @@ class CommandLine(QueueCase):
                 pids += process.stdout.read().decode().split()  # until nobody has it any more
             until_gone(*pids)
         self.assertEqual(len(self.drain(self.queue(None))), 30)
-
-
-class Screen:
-    """What a person sees on a terminal, by the control sequences that femtoqueue prints."""
-
-    def __init__(self, rows: int, columns: int) -> None:
-        self.lines = [""]
-        self.resize(rows, columns)
-        self._row = self._column = 0
-        self._rest = ""
-
-    def resize(self, rows: int, columns: int) -> None:
-        self.rows, self.columns = rows, columns
-        self.lines = (self.lines + [""] * rows)[:rows]
-
-    def feed(self, data: bytes) -> None:
-        text = self._rest + data.decode()
-        end = 0
-        for token in re.finditer(r"\x1b\[([?0-9;]*)([A-Za-z])|[^\x1b]", text):
-            end = token.end()
-            if token[2]:
-                self._control(token[1], token[2])
-            elif token[0] == "\r":
-                self._column = 0
-            elif token[0] == "\n":
-                self._go_down()
-            else:
-                self._put(token[0])
-        self._rest = text[end:]
-
-    def _put(self, character: str) -> None:
-        if self._column == self.columns:  # only now: the last column can be written
-            self._column = 0
-            self._go_down()
-        line = self.lines[self._row].ljust(self._column)
-        self.lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
-        self._column += 1
-
-    def _go_down(self) -> None:
-        if self._row + 1 < self.rows:
-            self._row += 1
-        else:
-            self.lines = [*self.lines[1:], ""]
-
-    def _control(self, number: str, name: str) -> None:
-        if name == "H":
-            self._row = self._column = 0
-        elif name in "JK":  # in the last column, what was just written is erased
-            column = min(self._column, self.columns - 1)
-            self.lines[self._row] = self.lines[self._row][:column]
-            if name == "J":
-                self.lines[self._row + 1 :] = [""] * (self.rows - self._row - 1)
-        else:
-            raise AssertionError(f"unknown control sequence: {number}{name}")
-
-    def __str__(self) -> str:
-        return "\n".join(line.rstrip() for line in self.lines).rstrip()
-
-
-@unittest.skipUnless(hasattr(os, "openpty"), "needs a pseudo-terminal")
-class Terminal(QueueCase):
-    """`top` and `work` on a pseudo-terminal: what a person sees, and how they end."""
-
-    process: subprocess.Popen[bytes]
-    alive: int  # a pipe that ends with the process
-
-    def start(
-        self,
-        *words: str,
-        size: tuple[int, int] = (24, 100),
-        env: dict[str, str] | None = None,
-        is_controlling: bool = True,
-        **streams: Any,
-    ) -> None:
-        """Start a command whose streams are a terminal of that many rows and columns."""
-        import termios
-
-        self.master, self.slave = os.openpty()
-        self.addCleanup(os.close, self.slave)
-        self.addCleanup(self.hang_up)
-        self.screen = Screen(*size)
-        self.resize(*size)
-        self.before = termios.tcgetattr(self.slave)
-        code = "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); " * is_controlling
-        code += "import sys, femtoqueue; sys.exit(femtoqueue.main())"
-        hidden = ("FEMTOQUEUE_DIR", "COLUMNS", "LINES")
-        ours = {name: it for name, it in os.environ.items() if name not in hidden}
-        self.alive, ends = os.pipe()
-        self.addCleanup(os.close, self.alive)
-        terminal = dict.fromkeys(("stdin", "stdout", "stderr"), self.slave)
-        self.process = subprocess.Popen(
-            [sys.executable, "-S", "-W", "error", "-c", code, *words],
-            env={**ours, "PYTHONPATH": HERE, "TERM": "xterm", **(env or {})},
-            start_new_session=True,
-            pass_fds=[ends],
-            **{**terminal, **streams},
-        )
-        os.close(ends)
-        self.addCleanup(self.process.wait)
-        self.addCleanup(self.process.kill)
-
-    def resize(self, rows: int, columns: int) -> None:
-        import fcntl
-        import termios
-
-        self.screen.resize(rows, columns)
-        fcntl.ioctl(self.slave, termios.TIOCSWINSZ, struct.pack("4H", rows, columns, 0, 0))
-
-    def type(self, text: str) -> None:
-        os.write(self.master, text.encode())
-
-    def hang_up(self) -> None:
-        """Close the terminal, as a window or a lost connection does."""
-        if self.master >= 0:
-            os.close(self.master)
-            self.master = -1
-
-    def see(self, text: str, is_there: bool = True) -> list[str]:
-        """Wait until the screen has a text, or has it no more, and return its lines."""
-        end_s = time.monotonic() + PATIENCE_S
-        while (text in str(self.screen)) != is_there:
-            self.assertTrue(self.goes_on(end_s), f"it has ended:\n{self.screen}")
-        return str(self.screen).split("\n")
-
-    def end(self) -> int:
-        """Wait until the command has ended, feed its last words, and return its exit status."""
-        end_s = time.monotonic() + PATIENCE_S
-        while self.goes_on(end_s):
-            pass
-        return self.process.wait(PATIENCE_S)
-
-    def goes_on(self, end_s: float) -> bool:
-        """Wait until the command writes, and feed that; but not for ever, though `top` goes on
-        drawing. False: this was the last process of it that ended."""
-        descriptors = [self.alive, self.master][: 1 + (self.master >= 0)]
-        readable = select.select(descriptors, [], [], max(0, end_s - time.monotonic()))[0]
-        self.assertTrue(readable and time.monotonic() < end_s, f"in vain:\n{self.screen}")
-        if self.master in readable:
-            self.screen.feed(os.read(self.master, 1 << 16))
-            return True
-        return bool(os.read(self.alive, 1))
-
-    def assert_restored(self) -> None:
-        import termios
-
-        self.assertEqual(termios.tcgetattr(self.slave), self.before)
-
-    # top
-
-    def top(self, *words: str, **settings: Any) -> None:
-        self.start("top", self.path, "--interval", "10ms", *words, **settings)
-
-    def test_top_shows_the_queue_and_draws_it_anew_until_ctrl_c(self) -> None:
-        q = self.queue()
-        q.push(b"x", key="user:42")
-        task = self.pop(q)
-        self.top()
-        lines = self.see(task.id)
-        self.assertTrue(lines[0].startswith(self.path), lines)
-        self.assertEqual([it.split() for it in lines[1:4:2]], [["pending", "0"], ["inflight", "1"]])
-        self.assertRegex("\n".join(lines), r"(?m)^workers_alive +1$")
-        self.assertRegex("\n".join(lines), rf"(?m)^inflight +{task.id} .* user:42 n1$")
-        q.push(b"y")
-        q.done(task)
-        self.see(f"pending {1:14}")
-        end_s = time.monotonic() + PATIENCE_S  # it may be seen half drawn
-        while task.id in str(self.screen) or str(self.screen).count("\n") != 13:
-            self.assertTrue(self.goes_on(end_s), "the line of the task is gone")
-        self.type("\x03")
-        self.assertEqual(self.end(), 128 + signal.SIGINT)
-        self.assert_restored()
-
-    def test_top_in_a_small_window_shows_what_fits(self) -> None:
-        """To the last column, and in another size when it changes."""
-        task = leased(self.queue())
-        self.top(size=(7, 12))
-        lines = self.see("failed")
-        self.assertEqual((lines[3], len(lines)), ("inflight", 6))
-        self.resize(30, 60)
-        lines = self.see(f"inflight  {task.id}")
-        self.assertEqual(len([line for line in lines if "pending " in line]), 1)
-
-    def test_top_ends_when_its_terminal_goes_away(self) -> None:
-        """Without a traceback; and where no signal says so, by what it can't write."""
-        self.queue()
-        for is_controlling, status in ((True, -signal.SIGHUP), (False, 2)):
-            self.top(is_controlling=is_controlling, stderr=subprocess.PIPE)
-            self.see("pending")
-            self.hang_up()
-            self.assertEqual(self.end(), status)
-            self.assertNotIn(b"Traceback", self.process.communicate()[1])
-
-    # work
-
-    def work(self, *words: str, **settings: Any) -> None:
-        """Work on two tasks that each print a line, and then wait for a line of the FIFO."""
-        self.queue().push_many([b"x", b"y"])
-        self.fifo = tempfile.mktemp(dir=self.path)
-        os.mkfifo(self.fifo)
-        # Once more, if it meets the end of the line that was meant for the task before.
-        script = f"echo begun; until read line < {self.fifo}; do :; done"
-        self.start("work", self.path, *words, "--", "sh", "-c", script, **settings)
-
-    def let_one_go_on(self) -> None:
-        """Write the line, as soon as a task reads the FIFO."""
-
-        def is_written() -> bool:
-            try:
-                fd = os.open(self.fifo, os.O_WRONLY | os.O_NONBLOCK)
-            except OSError:  # ENXIO: nobody reads it
-                return False
-            os.write(fd, b"\n")
-            os.close(fd)
-            return True
-
-        until(is_written)
-
-    def test_ctrl_c_and_a_terminal_that_goes_away_finish_what_runs(self) -> None:
-        """The terminal signals the worker only: commands are in sessions of their own."""
-        for count, leave in enumerate((lambda: self.type("\x03"), self.hang_up), 1):
-            self.work()
-            self.see("begun")
-            leave()
-            if self.master >= 0:
-                self.see("finishing what runs")
-            else:  # it may not have heard yet, and take what waits
-                for name in self.names("pending"):
-                    os.unlink(self.file("pending", name))
-            self.let_one_go_on()
-            self.assertEqual(self.end(), 0)
-            if self.master >= 0:
-                self.assertRegex(str(self.screen), r"(?m)^femtoqueue: done 1, waiting \d$")
-            self.assertEqual(self.states()["done"], count)
 
 
 # Words and weight
@@ -8622,15 +8436,6 @@ class Meeting(QueueCase):
 # Classes side by side
 
 
-def heed_signals() -> None:
-    """Undo what nohup(1) and a shell's `&` do to signals, which commands under test inherit."""
-    handlers: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
-    for name, handler in handlers.items():
-        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
-        if number and signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, handler)
-
-
 class Spread:
     """Runs classes of tests, each in a process, as many at a time as there are processors.
 
@@ -8639,54 +8444,45 @@ class Spread:
 
     # These begin first, so that the last one is short.
     LONGEST = (
-        *("KeyedInterrupted", "CommandLine", "Terminal", "ReadmeExamples", "Concurrency", "Faults"),
+        *("KeyedInterrupted", "CommandLine", "ReadmeExamples", "Concurrency", "Faults"),
         *("KeyedConcurrency", "Tickets", "Keyed", "Model", "Crash", "Documents", "Sharing"),
         *("Processing", "Waiting", "ByHand", "Liveness"),
     )
 
-    def __init__(self, names: list[str], switches: list[str], processes: int) -> None:
+    def __init__(self, names: list[str], switches: list[str]) -> None:
         self.names = deque(sorted(names, key=[*self.LONGEST, *names].index))
-        self.switches, self.processes = switches, processes
+        self.switches = switches
         self.running: dict[int, tuple[str, Any]] = {}  # by pid: a class, and where it prints
-        self.counts: Counter[str] = Counter()
+        self.failed: list[str] = []
 
-    def run(self) -> int:
-        """Return the exit status. Ctrl-C and SIGTERM end the processes as well."""
+    def run(self, processes: int) -> None:
+        """Run all of them; with -f, until one fails. Ctrl-C and SIGTERM end the processes, too."""
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
-            while self.names or self.running:
-                while self.names and len(self.running) < self.processes:
+            while (self.names or self.running) and not (self.failed and "-f" in self.switches):
+                if self.names and len(self.running) < processes:
                     self.start(self.names.popleft())
-                self.wait()
-                if self.counts["failed"] and "-f" in self.switches:
-                    break
+                else:
+                    self.wait()
         finally:
             for pid in self.running:
                 os.killpg(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-        return int(self.counts["failed"] > 0)
 
     def start(self, name: str) -> None:
         output = tempfile.TemporaryFile()  # noqa: SIM115
-        pid = os.fork()
-        if pid == 0:
-            self.work(name, output.fileno())
-        os.setpgid(pid, pid)
-        self.running[pid] = name, output
-
-    def work(self, name: str, output: int) -> NoReturn:
+        if pid := os.fork():
+            os.setpgid(pid, pid)
+            self.running[pid] = name, output
+            return
         status = 1
         try:
             os.setpgid(0, 0)
-            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(output, 1)
-            os.dup2(output, 2)
-            faulthandler.enable()
+            for fd, source in enumerate((os.open(os.devnull, os.O_RDONLY), *[output.fileno()] * 2)):
+                os.dup2(source, fd)
             faulthandler.dump_traceback_later(SUITE_S, exit=True)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            heed_signals()
-            argv = [sys.argv[0], *self.switches, name]
-            status = not unittest.main(argv=argv, exit=False).result.wasSuccessful()
+            status = run_here([*self.switches, name])
         except BaseException:
             traceback.print_exc()
         finally:
@@ -8694,39 +8490,41 @@ class Spread:
             os._exit(status)
 
     def wait(self) -> None:
-        """Wait until a process has ended; print what it said if that is not all well."""
+        """Wait until a process has ended; print what it said, or, if all is well, its end."""
         pid, status = os.wait()
         name, output = self.running.pop(pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)  # what it left running
-        output.seek(0)
-        text = output.read().decode(errors="replace")
-        output.close()
-        count = int((re.findall(r"(?m)^Ran (\d+) tests? in", text) or ["0"])[-1])
-        self.counts["tests"] += count
-        self.counts["skipped"] += sum(map(int, re.findall(r"(?m)^OK.*skipped=(\d+)", text)))
-        self.counts["failed"] += status != 0
-        if status or not count or "-v" in self.switches:
-            code = os.waitstatus_to_exitcode(status)
-            print(f"\n{text}{name}: exit status {code}", file=sys.stderr)
-        else:
-            print("." * count, end="", file=sys.stderr, flush=True)
+        with output:
+            output.seek(0)
+            text = output.read().decode(errors="replace")
+        if status:
+            self.failed.append(name)
+            text += f"exit status {os.waitstatus_to_exitcode(status)}"
+        elif "-v" not in self.switches:
+            text = " ".join(text.rpartition("-" * 70)[2].split())
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
-@contextlib.contextmanager
-def own_dirs() -> Iterator[None]:
-    """Put the directories of tests into two that are removed at the end: tests that are killed do
-    not remove theirs."""
-    run_dir = functools.partial(
-        tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
+def own_dir(stack: contextlib.ExitStack, place: str | None) -> str:
+    """Make one for the directories of tests, which goes at the end: killed ones remove none."""
+    made = tempfile.TemporaryDirectory(
+        prefix="femtoqueue-tests-", dir=place, ignore_cleanup_errors=True
     )
-    with contextlib.ExitStack() as stack:
-        disk = stack.enter_context(run_dir())
-        memory = stack.enter_context(run_dir(dir=QueueCase.memory)) if QueueCase.memory else None
-        for path in filter(None, (disk, memory)):
-            os.chmod(path, 0o755)  # one test runs as another user
-        tempfile.tempdir, QueueCase.memory = disk, memory
-        yield
+    os.chmod(made.name, 0o755)  # one test runs as another user
+    return stack.enter_context(made)
+
+
+def run_here(words: list[str]) -> int:
+    """Run tests in this process. What nohup(1) and a shell's `&` do to signals is undone: commands
+    under test inherit it."""
+    handlers: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
+    for name, handler in handlers.items():
+        number = getattr(signal, name, None)  # there is no SIGHUP on Windows
+        if number and signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
+    faulthandler.enable()
+    return int(not unittest.main(argv=[sys.argv[0], *words], exit=False).result.wasSuccessful())
 
 
 def main() -> int:
@@ -8739,20 +8537,17 @@ def main() -> int:
     classes = names or [
         name for name, it in cases.items() if issubclass(it, unittest.TestCase) and tests_of(it)
     ]
-    has_affinity = hasattr(os, "sched_getaffinity")
-    processes = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    is_simple = len(classes) < 2 or any(it.startswith("-") for it in names)
-    if is_simple or processes < 2 or not hasattr(os, "fork"):
-        heed_signals()
-        return int(not unittest.main(exit=False).result.wasSuccessful())
-    began_s, spread = time.monotonic(), Spread(classes, switches, processes + 1)
-    with own_dirs():
-        status = spread.run()
-    counts, took_s = spread.counts, time.monotonic() - began_s
-    print(f"\nRan {counts['tests']} tests in {took_s:.1f} s", file=sys.stderr)
-    print(f"{counts['failed']} classes FAILED" if status else "OK", file=sys.stderr, end="")
-    print(f" (skipped={counts['skipped']})", file=sys.stderr)
-    return status
+    if len(classes) < 2 or any(it.startswith("-") for it in names) or not hasattr(os, "fork"):
+        return run_here(sys.argv[1:])
+    affinity = getattr(os, "sched_getaffinity", None)
+    began_s, spread = time.monotonic(), Spread(classes, switches)
+    with contextlib.ExitStack() as stack:
+        tempfile.tempdir = own_dir(stack, None)
+        QueueCase.memory = own_dir(stack, QueueCase.memory)
+        spread.run(1 + (len(affinity(0)) if affinity else os.cpu_count() or 1))
+    print(f"{time.monotonic() - began_s:.1f} s:", *spread.failed, end=" ", file=sys.stderr)
+    print("FAILED" if spread.failed else "OK", file=sys.stderr)
+    return int(bool(spread.failed))
 
 
 if __name__ == "__main__":
