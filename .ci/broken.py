@@ -28,9 +28,7 @@ import ast
 import binascii
 import concurrent.futures
 import contextlib
-import errno
 import fcntl
-import functools
 import os
 import random
 import re
@@ -39,7 +37,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -152,53 +149,6 @@ def lies(source: str, target: str, of: str | tuple[str, ...], to: str) -> bool:
     )
 
 
-def within(*names: str) -> tuple[Callable[[], bool], list[Any]]:
-    """Return what tells whether this thread is in one of these methods, and patches for that."""
-    depth = threading.local()
-
-    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(real)
-        def call(*args: Any, **options: Any) -> Any:
-            depth.now = getattr(depth, "now", 0) + 1
-            try:
-                return real(*args, **options)
-            finally:
-                depth.now -= 1
-
-        return call
-
-    wrapped = {name: wrap(getattr(FemtoQueue, name)) for name in names}
-    return lambda: getattr(depth, "now", 0) > 0, methods(**wrapped)
-
-
-def stays(of: str | tuple[str, ...], to: str) -> list[Patch]:
-    """Let pop() and take() not move tasks from a directory to another, and believe they did."""
-    is_taking, patches = within("pop", "take")
-
-    def move(source: str, target: str) -> None:
-        if not (is_taking() and lies(source, target, of, to)):
-            os.replace(source, target)
-
-    return [*patches, *moves(move)]
-
-
-def no_one_dies(refuses: Callable[[bool], bool]) -> list[Patch]:
-    """Let the exclusive lock on a lease directory be refused. refuses(ours): ours is the one on
-    which we have the shared lock."""
-    ours: set[int] = set()
-
-    def flock(fd: int, how: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        is_look = how == fcntl.LOCK_EX | fcntl.LOCK_NB and "/inflight-" in path
-        if is_look and refuses(fd in ours):
-            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
-        fcntl.flock(fd, how)
-        ours.add(fd) if how & fcntl.LOCK_SH else None
-        ours.discard(fd) if how & fcntl.LOCK_UN else None
-
-    return [(femtoqueue, "fcntl", StandIn(fcntl, {"flock": flock}))]
-
-
 def locks_removed(looks_again: bool) -> list[Patch]:
     """Let the lock file of a key be removed when it is unlocked. looks_again: who waited for it
     takes that of the new file, as far as the path tells."""
@@ -252,13 +202,21 @@ def swallows() -> list[Patch]:
 
 @breaks("a push that raises leaves nothing, in creating/ neither", faults=("writev", "write"))
 def litters() -> list[Patch]:
-    is_pushing, patches = within("push")
+    real = FemtoQueue.push
+    is_pushing: list[bool] = []
 
     def unlink(path: str) -> None:
-        if not (is_pushing() and "/creating/" in path):
+        if not (is_pushing and "/creating/" in path):
             os.unlink(path)
 
-    return [*patches, *calls(unlink=unlink, remove=unlink)]
+    def push(q: FemtoQueue, data: Any, **options: Any) -> str:
+        is_pushing.append(True)
+        try:
+            return real(q, data, **options)
+        finally:
+            is_pushing.pop()
+
+    return [*methods(push=push), *calls(unlink=unlink, remove=unlink)]
 
 
 @breaks(
@@ -556,64 +514,18 @@ def done_without_fence() -> list[Patch]:
     return methods(done=done)
 
 
-@breaks("release(front=True) leads to the front", fuzz="lives")
-def front_is_back() -> list[Patch]:
-    real = FemtoQueue.release
-
-    def release(q: FemtoQueue, task: FemtoTask, **how: Any) -> None:
-        real(q, task, **{**how, "front": False})
-
-    return methods(release=release)
-
-
 @breaks("extend() renews the lease", fuzz="lives")
 def extend_does_not() -> list[Patch]:
     return methods(extend=lambda *_: None)
 
 
-@breaks("attempts are counted", fuzz="lives")
-def uncounted() -> list[Patch]:
-    def move(source: str, target: str) -> None:
-        if lies(source, target, "inflight-", "pending"):
-            target = re.sub(r"~(\d+)~", lambda it: f"~{max(0, int(it[1]) - 1)}~", target)
-        os.replace(source, target)
-
-    return moves(move)
-
-
-@breaks("max_attempts is a limit", fuzz="lives")
-def no_limit() -> list[Patch]:
-    return stays(("pending", "inflight-"), "failed")
-
-
-# Leases that end, and workers that die
-
-
-@breaks("a lease ends at its deadline", fuzz="lives")
-def endless_leases() -> list[Patch]:
-    return stays("inflight-", "pending")
-
-
-@breaks("what a dead worker had comes back at once", fuzz="lives")
-def dead_keep() -> list[Patch]:
-    return no_one_dies(lambda ours: not ours)
-
-
-@breaks("who comes back under its node_id takes back what it had", fuzz="lives")
-def comeback_finds_nothing() -> list[Patch]:
-    is_closing, patches = within("close")
-    return [*patches, *no_one_dies(lambda ours: ours and not is_closing())]
-
-
-@breaks("close() gives back what it had", fuzz="lives")
-def goes_with_leases() -> list[Patch]:
-    is_closing, patches = within("close")
-    return [*patches, *no_one_dies(lambda ours: is_closing())]
-
-
 @breaks("what is due is delivered", fuzz="lives")
 def due_stays() -> list[Patch]:
-    return stays("scheduled", "pending")
+    def move(source: str, target: str) -> None:
+        if not lies(source, target, "scheduled", "pending"):
+            os.replace(source, target)
+
+    return moves(move)
 
 
 # Names and records
