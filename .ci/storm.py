@@ -61,7 +61,6 @@ from typing import Any
 import proof
 import verdict
 from broken import break_queue, caught_by
-from full_disk import small_disk
 from proof import Unable, Violation, name_of, say
 from verdict import Delivery, Push
 
@@ -869,7 +868,7 @@ def check(storm: Storm) -> tuple[History, list[str]]:
 
 def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
     work = os.path.dirname(os.environ["FAKETIME_TIMESTAMP_FILE"])
-    with small_disk(args.fs, SIZE_MIB) as path:
+    with proof.small_disk(args.fs, SIZE_MIB) as path:
         storm = Storm(path, work, seed, broken)
         try:
             storm.blow(args.seconds)
