@@ -463,7 +463,7 @@ class Storm(verdict.Actor):
         path = os.path.join(place, name)
         with contextlib.suppress(OSError):  # full; its worker took its directory away; a file
             proof.litter(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
-        if os.path.lexists(path):
+        with contextlib.suppress(OSError):  # a broken queue may have removed it
             self.rubbish[path] = looks(path)
 
     def blow(self, seconds: float) -> None:
@@ -709,22 +709,14 @@ def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
             yield f"{ident} was finished {len(ends)} times: {ends}"
         elif ends and not state.startswith(ends[0].how):
             yield f"{ident} was ended by {ends[0].how}() and is {state}"
-    yield from told(verdict.check_fence, history)
+    yield from verdict.not_fenced(history)
     yield from verdict.lost_early(history)
 
 
 def check_held(history: History) -> Iterator[str]:
-    yield from told(verdict.check_leases, history)
+    yield from verdict.leased_twice(history)
     for deliveries, _ in verdict.by_key(history):
         yield from verdict.overlapping(history, deliveries)
-
-
-def told(check: Callable[[verdict.Events], object], history: History) -> Iterator[str]:
-    """Yield what a check of verdict.py raises."""
-    try:
-        check(history)
-    except Violation as error:
-        yield f"{error}"
 
 
 def check_first(history: History) -> Iterator[str]:
