@@ -505,6 +505,20 @@ def unfinished(root: str) -> set[str]:
 # The storm
 
 
+@dataclass
+class Episode:
+    """What happens in a storm, and when. holder: a host where a task is held meanwhile; cuts_off: a
+    host that goes on is not reached for a while."""
+
+    fault_s: float
+    text: str
+    fault: Callable[[], object]
+    cure_s: float
+    cure: Callable[[], object]
+    cuts_off: bool = False
+    holder: int = 0
+
+
 class Stage:
     """Actors on the hosts of a cluster, and what they noted."""
 
@@ -595,16 +609,18 @@ class Stage:
         if self.cluster.lost_bricks() > self.lost:
             raise Unable("this machine is too busy: a brick did not answer while all was well")
 
-    def fault(self, text: str, *steps: Callable[[], None], cuts_off: bool = False) -> None:
-        """Let something bad happen. cuts_off: a host that goes on is not reached for a while."""
+    def fault(self, episode: Episode) -> None:
+        if episode.holder:
+            self.start(episode.holder, "hold")
+            self.wait_for("got")
         self.check_machine()
-        self.me.note("fault", int(cuts_off))
-        self.cure(text, *steps)
+        self.me.note("fault", int(episode.cuts_off))
+        say(episode.text)
+        episode.fault()
 
-    def cure(self, text: str, *steps: Callable[[], None]) -> None:
-        say(text)
-        for step in steps:
-            step()
+    def cure(self, episode: Episode) -> None:
+        say("all comes back")
+        episode.cure()
 
     def wait_for(self, word: str) -> None:
         """Until all that run, or ran, have noted it."""
@@ -616,8 +632,8 @@ class Stage:
 
         self.cluster.wait_until(noted, 120, f"all are {word}")
 
-    def storm(self, plan: list[tuple[float, Callable[[], None]]], keys: int) -> None:
-        """Let all do what they do, while what is planned happens; then see what is left."""
+    def storm(self, episode: Episode, keys: int) -> None:
+        """Let all do what they do, while something happens; then see what is left."""
         self.call_over(False)
         for host in self.cluster.hosts:
             self.start(host, "produce")
@@ -628,10 +644,11 @@ class Stage:
             self.start(host, "take_turns", stale_s=STORM_STALE_S, timeout_s=CLEAR_S)
         self.wait_for("ready")
         began_s = time.monotonic()
-        next_kill_s, end_s = began_s + 2, began_s + plan[-1][0] + self.tail_s
-        while plan or time.monotonic() < end_s:
-            if plan and time.monotonic() >= began_s + plan[0][0]:
-                plan.pop(0)[1]()
+        next_kill_s, end_s = began_s + 2, began_s + episode.cure_s + self.tail_s
+        steps = [(episode.fault_s, self.fault), (episode.cure_s, self.cure)]
+        while steps or time.monotonic() < end_s:
+            if steps and time.monotonic() >= began_s + steps[0][0]:
+                steps.pop(0)[1](episode)
             if time.monotonic() >= next_kill_s:
                 self.kill_one()
                 next_kill_s = time.monotonic() + 1 + 4 * self.chance.random()
@@ -644,10 +661,10 @@ class Stage:
         self.finish(120)
         self.at_rest.append(self.files(1, self.queue))
 
-    def storms(self, plans: Iterable[list[tuple[float, Callable[[], None]]]]) -> None:
+    def storms(self, episodes: Iterable[Episode]) -> None:
         """Have one storm after the other, of few keys and of many; then finish what is left."""
-        for plan, keys in zip(plans, itertools.cycle(STORM_KEYS)):
-            self.storm(plan, keys)
+        for episode, keys in zip(episodes, itertools.cycle(STORM_KEYS)):
+            self.storm(episode, keys)
         self.drain()
 
     def call_over(self, is_over: bool = True) -> None:
@@ -688,32 +705,26 @@ class Stage:
         return set(listing.splitlines())
 
 
-def episodes(stage: Stage) -> dict[str, list[tuple[float, Callable[[], None]]]]:
-    """Return what happens when, in storms between which the volume heals, as it has to be given
-    the time to: a host that goes while another is not whole takes the newest state along."""
+def episodes(stage: Stage) -> dict[str, Episode]:
+    """Return what happens in storms between which the volume heals, as it has to be given the time
+    to: a host that goes while another is not whole takes the newest state along."""
     one, two, three = stage.chance.sample(HOSTS, 3)
     net = stage.cluster
     no_quorum = f"host {three} is cut off and the brick of host {one} killed: no quorum"
+    killed, cut = f"the brick of host {one} is killed", f"host {two} is cut off"
+
+    def leave() -> None:
+        net.cut(three)
+        net.kill(one)
+
+    def join() -> None:
+        net.join(three)
+        net.revive()
+
     return {
-        "brick": [
-            (3, lambda: stage.fault(f"the brick of host {one} is killed", lambda: net.kill(one))),
-            (10, lambda: stage.cure("it comes back", net.revive)),
-        ],
-        "cut": [
-            (2, lambda: stage.start(two, "hold")),
-            (2, lambda: stage.wait_for("got")),
-            (2, lambda: stage.fault(f"host {two} is cut off", lambda: net.cut(two), cuts_off=True)),
-            (34, lambda: stage.cure("it comes back", lambda: net.join(two))),
-        ],
-        "quorum": [
-            (
-                3,
-                lambda: stage.fault(
-                    no_quorum, lambda: net.cut(three), lambda: net.kill(one), cuts_off=True
-                ),
-            ),
-            (16, lambda: stage.cure("both come back", lambda: net.join(three), net.revive)),
-        ],
+        "brick": Episode(3, killed, lambda: net.kill(one), 10, net.revive),
+        "cut": Episode(2, cut, lambda: net.cut(two), 34, lambda: net.join(two), True, holder=two),
+        "quorum": Episode(3, no_quorum, leave, 16, join, True),
     }
 
 
@@ -779,8 +790,8 @@ def check_storm(stage: Stage) -> None:
 
 def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: str = "") -> None:
     stage = Stage(hosts, work, seed, broken)
-    plans = episodes(stage)
-    stage.storms(plans[name] for name in names)
+    of = episodes(stage)
+    stage.storms(of[name] for name in names)
     check_storm(stage)
 
 

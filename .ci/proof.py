@@ -179,6 +179,12 @@ def litter(path: str, kind: str, content: bytes, target: str = "nowhere") -> Non
             litter(os.path.join(path, f"{1:020d}-00000001"), "file", content)
 
 
+def looks(path: str) -> tuple[int, ...]:
+    """Return what changes if anybody touches it."""
+    status = os.lstat(path)
+    return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
+
+
 def open_log(path: str) -> int:
     """Return a descriptor for what is noted: a line by one write(), so that whoever is killed
     leaves whole lines."""

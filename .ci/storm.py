@@ -464,7 +464,7 @@ class Storm(verdict.Actor):
         with contextlib.suppress(OSError):  # full; its worker took its directory away; a file
             proof.litter(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
         with contextlib.suppress(OSError):  # a broken queue may have removed it
-            self.rubbish[path] = looks(path)
+            self.rubbish[path] = proof.looks(path)
 
     def blow(self, seconds: float) -> None:
         events = [*[self.kill] * 8, *[self.interrupt] * 8, *[self.stop] * 6, self.kill_all]
@@ -550,11 +550,6 @@ RUBBISH_NAMES = (
     "error%.error",
     "%~",
 )
-
-
-def looks(path: str) -> tuple[int, ...]:
-    status = os.lstat(path)
-    return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 # What it came to
@@ -817,7 +812,7 @@ def check_found(
 
 def check_left(storm: Storm) -> Iterator[str]:
     for path, before in storm.rubbish.items():
-        if not os.path.lexists(path) or looks(path) != before:
+        if not os.path.lexists(path) or proof.looks(path) != before:
             yield f"rubbish was touched: {path}"
     creating = []
     for name in os.listdir(storm.queue_path):
