@@ -637,7 +637,7 @@ class Scene:
 
 
 SCRIPTS = {script.__name__: script for script in (plain, keyed, inherited)}
-SCENES = [*itertools.product(SCRIPTS, (False, True))]
+SCENES = [Scene(*it) for it in itertools.product(SCRIPTS, (False, True))]
 
 
 class Stage:
@@ -686,15 +686,6 @@ class Stage:
         return ledger
 
 
-class LogNotes(logging.Handler):
-    def __init__(self, note: Callable[[Note], None]) -> None:
-        super().__init__()
-        self.note = note
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.note(["log", record.getMessage()])
-
-
 def writer(path: str) -> Callable[[Note], None]:
     fd = open_log(path)
     return lambda note: (os.write(fd, f"{json.dumps(note)}\n".encode()), None)[1]
@@ -725,7 +716,7 @@ def live(stage: Stage, node_id: str, script: Callable[[Life], None]) -> None:
     """In the child: play a script to its end."""
     note = writer(stage.file("notes"))
     os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
-    femtoqueue._log().addHandler(LogNotes(note))
+    femtoqueue._log().addFilter(lambda record: bool(note(["log", record.getMessage()])))
     with broken(stage.scene.broken):
         play(script, lambda: stage.make(node_id), note, node_id)
 
@@ -937,10 +928,10 @@ def jobs_of(scene: Scene) -> list[Job]:
 def warm_up() -> None:
     """Live each life here, so that what Python imports when it is first needed is there: a child
     must not make other calls than the one before it."""
-    for name, sync in SCENES:
-        stage = Stage(os.path.join(WORK, "warm"), Scene(name, sync))
+    for scene in SCENES:
+        stage = Stage(os.path.join(WORK, "warm"), scene)
         with made_up("n1") as clock:
-            SCRIPTS[name](Life(stage.make, clock, lambda _: None))
+            SCRIPTS[scene.script](Life(stage.make, clock, lambda _: None))
 
 
 WORK = ""
@@ -994,8 +985,8 @@ def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
 def check_all(args: argparse.Namespace) -> tuple[int, int]:
     """Return how many injections there were, and how many violations."""
     total = violations = 0
-    for script, sync in SCENES:
-        all_jobs = jobs_of(Scene(script, sync))
+    for scene in SCENES:
+        all_jobs = jobs_of(scene)
         calls = len({job.point for job in all_jobs})
         jobs = sample(all_jobs, args.sample, args.seed)
         counts = Counter[str]()
@@ -1005,7 +996,7 @@ def check_all(args: argparse.Namespace) -> tuple[int, int]:
                 say(f"VIOLATION: {describe(job)}: {wrong}")
         total, violations = total + len(jobs), violations + counts[""]
         say(
-            f"{Scene(script, sync)}: {calls} calls, {len(jobs)} of {len(all_jobs)} injections:"
+            f"{scene}: {calls} calls, {len(jobs)} of {len(all_jobs)} injections:"
             f" {counts['surfaced']} surfaced, {counts['logged']} harmless and logged,"
             f" {counts['harmless']} harmless, {counts['put off']} put off,"
             f" {counts['killed']} kills, {counts['']} violations"

@@ -656,10 +656,21 @@ class Stage:
         self.call_over()
         self.finish(120)
         self.heal()
-        for host in self.cluster.hosts:
-            self.start(host, "take_turn", stale_s=STORM_STALE_S)
-        self.finish(120)
+        self.on_all(120, "take_turn", stale_s=STORM_STALE_S)
         self.at_rest.append(self.files(1, self.queue))
+
+    def play(self, seconds: float, kinds: Iterable[str], watcher: int = 0, **settings: Any) -> None:
+        """Let actors of these kinds do what they do, on each host, for so long."""
+        self.call_over(False)
+        for host, kind in itertools.product(self.cluster.hosts, kinds):
+            self.start(host, kind, **settings)
+        self.wait_for("ready")
+        if watcher:
+            self.start(watcher, "watch")
+            self.wait_for("ready")
+        time.sleep(seconds)
+        self.call_over()
+        self.finish(60)
 
     def storms(self, episodes: Iterable[Episode]) -> None:
         """Have one storm after the other, of few keys and of many; then finish what is left."""
@@ -689,10 +700,14 @@ class Stage:
         self.me.note("healed")
         say(f"healed after {time.monotonic() - began_s:.0f} s")
 
-    def drain(self) -> None:
+    def on_all(self, timeout_s: float, kind: str, **settings: Any) -> None:
+        """Let an actor on each host do what it does, to its end."""
         for host in self.cluster.hosts:
-            self.start(host, "drain", idle_s=LEASE_MS / 1e3 + 3)
-        self.finish(120)
+            self.start(host, kind, **settings)
+        self.finish(timeout_s)
+
+    def drain(self) -> None:
+        self.on_all(120, "drain", idle_s=LEASE_MS / 1e3 + 3)
 
     def reasons(self) -> list[str]:
         """Return the lines "./<id>.error:<reason>" of the dead letters that have one."""
@@ -701,8 +716,8 @@ class Stage:
 
     def files(self, host: int, root: str) -> set[str]:
         """Return what a host sees of the queue, through its mount or on its brick."""
-        listing = self.cluster.hosts[host].run("find", root, "-type", "f", "-printf", r"%P\n")
-        return set(listing.splitlines())
+        listing = self.host(host).run("sh", "-c", f"cd {root} && find . -type f")
+        return {line.removeprefix("./") for line in listing.splitlines()}
 
 
 def episodes(stage: Stage) -> dict[str, Episode]:
@@ -733,13 +748,9 @@ def episodes(stage: Stage) -> dict[str, Episode]:
 
 def calm(stage: Stage, count: int) -> None:
     """A backlog from all hosts, pushed at once; then a worker on each of them."""
-    for host in stage.cluster.hosts:
-        stage.start(host, "fill", count=count)
-    stage.finish(60)
+    stage.on_all(60, "fill", count=count)
     time.sleep(1.1)
-    for host in stage.cluster.hosts:
-        stage.start(host, "drain", idle_s=1)
-    stage.finish(60)
+    stage.on_all(60, "drain", idle_s=1)
     events = verdict.Events(stage.log)
     order = [*verdict.out_of_order(events)]
     verdict.judge(events, {"out of order": order}, stage.files(1, stage.queue))
@@ -807,34 +818,17 @@ def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
 
 def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
     """Push, take and finish tasks of a few keys, on all hosts at once."""
-    stage.call_over(False)
-    for host in stage.cluster.hosts:
-        for kind in ("push_keys", "take_keys") * 2:
-            stage.start(host, kind, keys=keys)
-    stage.wait_for("ready")
-    stage.start(watcher, "watch")
-    stage.wait_for("ready")
-    time.sleep(seconds)
-    stage.call_over()
-    stage.finish(60)
+    stage.play(seconds, ("push_keys", "take_keys") * 2, watcher, keys=keys)
     seen = stage.files(1, stage.queue)
-    for host in stage.cluster.hosts:
-        stage.start(host, "drain", idle_s=2)
-    stage.finish(60)
+    stage.on_all(60, "drain", idle_s=2)
     stage.check_machine()
     say(f"{keys} key{'s' * (keys > 1)}:")
     check_keys(stage, seen, stage.files(1, stage.queue))
 
 
-def tickets(stage: Stage, seconds: float = KEYS_S) -> None:
+def tickets(stage: Stage) -> None:
     """Take turns, by two members on each host."""
-    stage.call_over(False)
-    for host in (*stage.cluster.hosts, *stage.cluster.hosts):
-        stage.start(host, "take_turns")
-    stage.wait_for("ready")
-    time.sleep(seconds)
-    stage.call_over()
-    stage.finish(60)
+    stage.play(KEYS_S, ("take_turns",) * 2)
     stage.check_machine()
     events = verdict.Events(stage.log)
     order = sorted(events.turns, key=lambda it: it.got_s)

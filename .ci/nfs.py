@@ -512,13 +512,12 @@ class Script:
 
     def __init__(self, lab: Lab, name: str, settings: str, broken: str = "") -> None:
         self.lab, self.name = lab, name
-        open_queue = f"q = FemtoQueue('{MOUNT}/{name}', {settings})"
-        code = (f"break_queue({broken!r})", open_queue)
-        self.sessions = {
-            who: machines.Session(lab.hosts[n], *code) for n, who in enumerate("ab", 1)
-        }
+        self.sessions = {who: lab.hosts[n].ask("session") for n, who in enumerate("ab", 1)}
         self.waiting: dict[str, machines.Call] = {}
         self.pattern = ""
+        for session in self.sessions.values():
+            session.tell(f"break_queue({broken!r})").result()
+            session.tell(f"q = FemtoQueue('{MOUNT}/{name}', {settings})").result()
 
     def play(self, script: str) -> None:
         """Raises Violation with all that went wrong."""
@@ -533,7 +532,7 @@ class Script:
                     wrong.append(f"{title}: {text}")
         finally:
             for session in self.sessions.values():
-                session.process.kill()
+                session.kill()
         if wrong:
             raise Violation("; ".join(wrong))
 
@@ -547,7 +546,7 @@ class Script:
         if mode == "&":
             return ""
         try:
-            found = machines.Session.result(self.waiting.pop(who))
+            found = self.waiting.pop(who).result()
         except (machines.Failed, subprocess.TimeoutExpired) as error:
             found = error
             if getattr(error, "kind", "") == wanted:
@@ -556,12 +555,12 @@ class Script:
             return f"{line}\n    but: {found}"
         return ""
 
-    def start(self, session: machines.Session, code: str) -> machines.Call:
+    def start(self, session: machines.Call, code: str) -> machines.Call:
         if not self.pattern:
-            return session.start(code)
+            return session.tell(code)
         trap, self.pattern = Trap(self.pattern), ""
         self.lab.network.holds = trap.holds
-        call = session.start(code)
+        call = session.tell(code)
         if not trap.caught.wait(machines.CALL_S):
             self.lab.network.holds = open_to_all
             raise Violation(f"{self.name}: no request was {trap.pattern.pattern}")
@@ -671,10 +670,6 @@ class Stage(hosts.Stage):
             say(f"host {number} lost its locks")
         self.lost_locks[number] = count
 
-    def files(self, host: int, root: str) -> set[str]:
-        output, _ = self.host(host).ask("files", root=root).communicate()
-        return set(output.splitlines())
-
 
 def keys(lab: Lab, seed: int, broken: str = "") -> None:
     for count in (1,) if broken else (1, 10):
@@ -735,25 +730,24 @@ def not_so(events: verdict.Events, files: set[str]) -> Iterator[str]:
 # Power
 
 
-def power(seed: int) -> None:
+def power(lab: Lab, seed: int) -> None:
     """Cut the power of a machine with a queue on its own disk, three times. Each time the date of
     its next boot is an hour earlier than it should be, and its monotonic clock begins anew."""
-    with laboratory(LOCAL) as lab:
-        stage = Stage(lab, seed, "", "-power")
-        for boot in range(4):
-            stage.call_over(False)
-            for kind in ("produce", "consume") * 2:
-                stage.start(1, kind, sync=True)
-            stage.wait_for("ready")
-            time.sleep(4 + 4 * stage.chance.random())
-            if boot < 3:
-                stage.cut_power(1)
-                lab.behind_s += 3600
-                lab.join([1])
-        stage.call_over()
-        stage.finish(machines.CALL_S)
-        stage.drain()
-        check_power(stage)
+    stage = Stage(lab, seed, "", "-power")
+    for boot in range(4):
+        stage.call_over(False)
+        for kind in ("produce", "consume") * 2:
+            stage.start(1, kind, sync=True)
+        stage.wait_for("ready")
+        time.sleep(4 + 4 * stage.chance.random())
+        if boot < 3:
+            stage.cut_power(1)
+            lab.behind_s += 3600
+            lab.join([1])
+    stage.call_over()
+    stage.finish(machines.CALL_S)
+    stage.drain()
+    check_power(stage)
 
 
 def check_power(stage: Stage) -> None:
@@ -786,6 +780,8 @@ def prove(lab: Lab, seed: int, phase: str, short: bool = False, broken: str = ""
         storms(lab, seed, SHORT_STORM if short else EPISODES)
     elif phase == "replay":
         replay(lab, SHORT_REPLAYS[:1] if broken else SHORT_REPLAYS if short else REPLAYS, broken)
+    elif phase == "power":
+        power(lab, seed)
 
 
 def run_phases(version: str, seed: int, phases: Iterable[str], short: bool) -> list[str]:
@@ -798,10 +794,10 @@ def run_phases(version: str, seed: int, phases: Iterable[str], short: bool) -> l
             try:
                 prove(lab, seed, phase, short)
             except Violation as error:
-                wrong.append(f"{phase} on NFS {version}: {error}")
+                wrong.append(f"{phase}, {version}: {error}")
                 outcome = "VIOLATED"
                 lab.restart()
-            say(f"{phase} on NFS {version}: {outcome}, {time.monotonic() - began_s:.0f} s")
+            say(f"{phase}, {version}: {outcome}, {time.monotonic() - began_s:.0f} s")
     return wrong
 
 
@@ -853,18 +849,11 @@ def run_all(args: argparse.Namespace, seed: int) -> list[str]:
             hosts.measure(Stage(lab, seed, "", "-speed"))
         return []
     phases = (args.only,) if args.only else PHASES if args.full else SHORT
+    versions = (args.nfs,) if args.nfs else ("4.2", "3") if args.full else ("4.2",)
     on_nfs, wrong = [phase for phase in phases if phase != "power"], []
-    for version in ("4.2", "3") if args.full else ("4.2",):
-        if on_nfs:
-            short = not (args.only or args.full)
-            wrong += run_phases(args.nfs or version, seed, on_nfs, short)
-    if "power" in phases:
-        try:
-            power(seed)
-            say("power: holds")
-        except Violation as error:
-            wrong.append(f"power: {error}")
-    return wrong
+    for version in versions if on_nfs else ():
+        wrong += run_phases(version, seed, on_nfs, not (args.only or args.full))
+    return wrong + (run_phases(LOCAL, seed, ["power"], False) if "power" in phases else [])
 
 
 def main() -> None:

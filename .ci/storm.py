@@ -78,11 +78,6 @@ AFTER_ALL_S = 400 * 86400  # later than anything that was scheduled
 SIZES = (0, 0, 50, 50, 50, 5_000, 20_000)
 ENDS = (*["done"] * 25, "fail", "extend", "release", "forget", "process")
 REASONS = ("storm", "max_attempts", "exit")
-FIGURES = (
-    *("tasks", "pushed", "refused", "got", "done", "fail", "extended", "release", "lost"),
-    *("SIGKILL", "SIGINT", "SIGSTOP", "stops longer than the lease", "clock steps", "full disks"),
-    *("error", "pauses", "pieces of rubbish", "left in creating/"),
-)
 WORKERS = ("loop", "work", "command")
 FAKETIME = "/usr/lib/*/faketime/libfaketime*.so.1"
 SLOTS = (
@@ -579,7 +574,6 @@ class History(verdict.Events):
         self.delays: dict[tuple[str, str], float] = {}
         self.troubled: set[tuple[str, str, float]] = set()
         super().__init__(os.path.join(directory, "log"))
-        self.counts = Counter(line.split()[2] for line in self.lines)
         for path in glob.glob(os.path.join(directory, "*.err")):
             self.read_stderr(path)
         # Not of a command whose worker was killed as it wrote the payload.
@@ -849,7 +843,6 @@ def check(storm: Storm) -> tuple[History, list[str]]:
         "left over": check_left(storm),
     }
     wrong = [f"{rule}: {text}" for rule, texts in rules.items() for text in texts]
-    history.counts["tasks"] = len(found)
     return history, history.wrong + wrong
 
 
@@ -865,9 +858,8 @@ def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
             storm.wait_for_all(0)
         history, wrong = check(storm)
     if not broken:
-        figures = Counter({"pieces of rubbish": len(storm.rubbish), **storm.counts})
-        figures += history.counts
-        say(", ".join(f"{figures[name]} {name}" for name in FIGURES))
+        verdict.report(history)
+        say(f"{len(storm.rubbish)} pieces of rubbish, {dict(storm.counts)}")
         by_role = Counter(history.roles[it.actor] for it in history.all_deliveries())
         say("deliveries: " + ", ".join(f"{n} by {role}" for role, n in by_role.items()))
         wrong += [f"idle: {role}" for role in WORKERS if not by_role[role]]

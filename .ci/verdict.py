@@ -481,11 +481,12 @@ def error_name(code: int) -> str:
 
 
 def report(events: Events) -> None:
+    """Say what there was, so that it can be seen if it was too little."""
     deliveries = events.all_deliveries()
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
-    killed = sum(" killed " in line for line in events.lines)
+    killed = sum(" killed " in line or line.endswith("SIGKILL") for line in events.lines)
     pushes = sum(what == "push" for _, _, what in events.calls)
     say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
     say(f"{killed} processes killed; errors: {dict(errors)}")
