@@ -149,6 +149,23 @@ def lies(source: str, target: str, of: str | tuple[str, ...], to: str) -> bool:
     )
 
 
+def while_pushing() -> tuple[list[bool], list[Patch]]:
+    """Return what is true while a push() without a key runs, and patches for that."""
+    real = FemtoQueue.push
+    is_pushing: list[bool] = []
+
+    def push(q: FemtoQueue, data: Any, *, key: str | None = None, **options: Any) -> str:
+        if key is not None:
+            return real(q, data, key=key, **options)
+        is_pushing.append(True)
+        try:
+            return real(q, data, **options)
+        finally:
+            is_pushing.pop()
+
+    return is_pushing, methods(push=push)
+
+
 def locks_removed(looks_again: bool) -> list[Patch]:
     """Let the lock file of a key be removed when it is unlocked. looks_again: who waited for it
     takes that of the new file, as far as the path tells."""
@@ -202,21 +219,13 @@ def swallows() -> list[Patch]:
 
 @breaks("a push that raises leaves nothing, in creating/ neither", faults=("writev", "write"))
 def litters() -> list[Patch]:
-    real = FemtoQueue.push
-    is_pushing: list[bool] = []
+    is_pushing, patches = while_pushing()
 
     def unlink(path: str) -> None:
         if not (is_pushing and "/creating/" in path):
             os.unlink(path)
 
-    def push(q: FemtoQueue, data: Any, **options: Any) -> str:
-        is_pushing.append(True)
-        try:
-            return real(q, data, **options)
-        finally:
-            is_pushing.pop()
-
-    return [*methods(push=push), *calls(unlink=unlink, remove=unlink)]
+    return [*patches, *calls(unlink=unlink, remove=unlink)]
 
 
 @breaks(
@@ -226,35 +235,26 @@ def litters() -> list[Patch]:
 )
 def acknowledges_first() -> list[Patch]:
     """The next push() or pop() moves it there."""
-    real_push, real_pop = FemtoQueue.push, FemtoQueue.pop
-    is_pushing: list[bool] = []
+    real = FemtoQueue.pop
+    is_pushing, patches = while_pushing()
     waiting: list[tuple[str, str]] = []
-
-    def move(source: str, target: str) -> None:
-        if is_pushing and lies(source, target, "creating", "pending"):
-            waiting.append((source, target))
-        else:
-            os.replace(source, target)
 
     def catch_up() -> None:
         while waiting:
             os.rename(*waiting.pop())
 
-    def push(q: FemtoQueue, data: Any, *, key: str | None = None, **options: Any) -> str:
-        if key is not None:
-            return real_push(q, data, key=key, **options)
-        catch_up()
-        is_pushing.append(True)
-        try:
-            return real_push(q, data, **options)
-        finally:
-            is_pushing.pop()
+    def move(source: str, target: str) -> None:
+        if is_pushing and lies(source, target, "creating", "pending"):
+            catch_up()
+            waiting.append((source, target))
+        else:
+            os.replace(source, target)
 
     def pop(q: FemtoQueue, *args: Any, **options: Any) -> FemtoTask | None:
         catch_up()
-        return real_pop(q, *args, **options)
+        return real(q, *args, **options)
 
-    return [*methods(push=push, pop=pop), *moves(move)]
+    return [*patches, *methods(pop=pop), *moves(move)]
 
 
 @breaks("a lost reply is no lost task: ENOENT is not ignored", nfs=("replay", "but: "))
@@ -340,8 +340,7 @@ def youngest_first() -> list[Patch]:
 
 @breaks("setting the date does not change the order", fuzz="lives", storm="first")
 def wall_clock() -> list[Patch]:
-    real = FemtoQueue.push
-    is_pushing: list[bool] = []
+    is_pushing, ((_, _, noted),) = while_pushing()
     ids: list[str] = []
 
     def move(source: str, target: str) -> None:
@@ -351,14 +350,10 @@ def wall_clock() -> list[Patch]:
             target = f"{os.path.dirname(target)}/{ids[0]}"
         os.replace(source, target)
 
-    def push(q: FemtoQueue, data: Any, *, key: str | None = None, **options: Any) -> str:
-        if key is not None:
-            return real(q, data, key=key, **options)
-        is_pushing.append(True)
-        try:
-            return real(q, data, **options) and ids[0]
-        finally:
-            is_pushing.pop()
+    def push(q: FemtoQueue, data: Any, **options: Any) -> str:
+        ids[:] = []
+        ident: str = noted(q, data, **options)
+        return ids[0] if ids else ident
 
     return [*methods(push=push), *moves(move)]
 

@@ -289,7 +289,7 @@ def check_machine() -> None:
 class Actor(verdict.Actor):
     kind: str
     name: str
-    log: str
+    over: str  # a file that is there when it is to end
     queue: str = f"{MOUNT}/jobs"
     node_id: str | None = None
     idle_s: float = 0.0
@@ -307,11 +307,11 @@ class Actor(verdict.Actor):
     def settings(self) -> str:
         return json.dumps({k: v for k, v in asdict(self).items() if k != "number"})
 
-    def start(self) -> None:
-        """Runs on the host."""
+    def start(self, fd: int) -> None:
+        """Runs on the host. fd: of what it notes."""
         self.chance = random.Random(self.seed)
+        self.fd = fd
         self.line: TicketQueue | None = None
-        self.fd = self.open_log()
         break_queue(self.broken)
         has_queue = self.kind not in ("watch", "take_turn", "take_turns", "measure")
         if has_queue:
@@ -322,9 +322,6 @@ class Actor(verdict.Actor):
         if has_queue:
             self.q.close()
 
-    def open_log(self) -> int:
-        return proof.open_log(self.log)
-
     def opened(self) -> FemtoQueue:
         while True:
             began_s = self.now_s()
@@ -334,7 +331,7 @@ class Actor(verdict.Actor):
                 self.trouble("open", "-", began_s, error)
 
     def is_over(self) -> bool:
-        return os.path.exists(f"{self.log}.over")
+        return os.path.exists(self.over)
 
     def produce(self) -> None:
         while not self.is_over():
@@ -535,7 +532,8 @@ class Stage:
         self.starts = itertools.count(1)
         self.lost = hosts.lost_bricks()
         self.at_rest: list[set[str]] = []  # the queue's files after each storm
-        self.me = Actor("", "storm", self.log)  # it only notes
+        self.over = f"{self.log}.over"
+        self.me = Actor("", "storm", self.over)  # it only notes
         self.me.fd = proof.open_log(self.log)
 
     def new_log(self, work: str, name: str) -> str:
@@ -544,7 +542,7 @@ class Stage:
 
     def start(self, host: int, kind: str, **settings: Any) -> None:
         settings = {"queue": self.queue, "broken": self.broken, **settings}
-        self.start_as(host, Actor(kind, "", self.log, **settings))
+        self.start_as(host, Actor(kind, "", self.over, **settings))
 
     def host(self, number: int) -> Any:
         return self.cluster.hosts[number]
@@ -553,7 +551,7 @@ class Stage:
         # Who kills nsenter kills the actor.
         command = ("setpriv", "--pdeathsig", "KILL", sys.executable, __file__)
         process = subprocess.Popen(
-            host.command(*command, "--actor", actor.settings()),
+            host.command(*command, "--actor", actor.settings(), self.log),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -681,9 +679,9 @@ class Stage:
     def call_over(self, is_over: bool = True) -> None:
         """Tell the actors that run until they are told to stop."""
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{self.log}.over")
+            os.unlink(self.over)
         if is_over:
-            os.close(os.open(f"{self.log}.over", os.O_CREAT, 0o600))
+            os.close(os.open(self.over, os.O_CREAT, 0o600))
 
     def heal(self) -> None:
         began_s = time.monotonic()
@@ -879,11 +877,11 @@ def main() -> None:
     options = proof.parser(__doc__)
     options.add_argument("--only", choices=PHASES, help="run only this phase")
     options.add_argument("--measure", action="store_true", help="only measure")
-    options.add_argument("--actor", help=argparse.SUPPRESS)
+    options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
     args = options.parse_args()
     femtoqueue._log().disabled = True
     if args.actor:
-        Actor(**json.loads(args.actor)).start()
+        Actor(**json.loads(args.actor[0])).start(proof.open_log(args.actor[1]))
         return
     phases = (args.only,) if args.only else PHASES
     say(f"seed {args.seed}")

@@ -41,7 +41,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from proof import Unable, Violation
+from proof import Unable
 
 QEMU = "qemu-system-x86_64"
 KERNELS = "/boot/vmlinuz-*-cloud-*"
@@ -252,13 +252,6 @@ class Call:
         """Have a session evaluate an expression, or execute a statement."""
         return self.machine.ask("tell", session=self.number, code=code)
 
-    def result(self) -> Any:
-        """Return what a session was told to evaluate, if it is a literal, else its repr()."""
-        kind, text = self.answer()
-        if kind:
-            raise Failed(kind, text)
-        return value_of(text)
-
 
 class Machine:
     """A virtual machine. It ends with us, and power_off() is a power cut.
@@ -269,7 +262,7 @@ class Machine:
 
     def __init__(self, number: int, network: Network, image: int, disk: int = -1):
         self.number, self.network, self.image, self.disk = number, network, image, disk
-        self.heard: Callable[[str], None] = lambda line: None
+        self.heard: Callable[[str], object] = lambda line: None
         self.numbers = itertools.count(1)
         self.is_on = False
 
@@ -389,7 +382,7 @@ class Machine:
         os.close(self.console)
 
 
-def read_lines(port: socket.socket, heard: Callable[[str], None]) -> None:
+def read_lines(port: socket.socket, heard: Callable[[str], object]) -> None:
     """Hand over each whole line until the other end is gone."""
     with contextlib.suppress(ConnectionError), port.makefile("r", encoding="utf-8") as lines:
         for line in lines:
@@ -506,14 +499,6 @@ def where(error: BaseException) -> str:
     """Return the functions that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(frame.name for frame in frames[2:])
-
-
-class Failed(Violation):
-    """A call in a session raised."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
-        self.kind = kind
 
 
 def value_of(text: str) -> Any:

@@ -55,7 +55,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hosts
@@ -209,11 +209,6 @@ class Lab:
         for fd in self.fds:
             os.close(fd)
 
-    def hear(self, heard: Callable[[str], None]) -> None:
-        """Say who gets what the processes on all machines note."""
-        for machine in self.machines.values():
-            machine.heard = heard
-
     def lost_bricks(self) -> int:
         return 0
 
@@ -315,9 +310,8 @@ class Guest(machines.Guest):
         super().__init__({**vars(femtoqueue), "break_queue": break_queue})
 
     def act(self, number: int, settings: dict[str, Any]) -> None:
-        actor = GuestActor(**{**settings, "offset_s": self.offset_s})
-        actor.fd = self.notes
-        self.fork(number, actor.start)
+        actor = hosts.Actor(**{**settings, "offset_s": self.offset_s, "over": "/run/over"})
+        self.fork(number, lambda: actor.start(self.notes))
 
     def over(self, number: int, is_over: bool) -> None:
         if is_over:
@@ -325,16 +319,6 @@ class Guest(machines.Guest):
         elif os.path.exists("/run/over"):
             os.unlink("/run/over")
         self.answer(number, None)
-
-
-class GuestActor(hosts.Actor):
-    """An actor in a machine: it notes what it does through the machine's port."""
-
-    def open_log(self) -> int:
-        return self.fd
-
-    def is_over(self) -> bool:
-        return os.path.exists("/run/over")
 
 
 # Scripts: one call a line, on client a or b, and what it must return or raise. `a&` does not wait,
@@ -516,8 +500,10 @@ class Script:
         self.waiting: dict[str, machines.Call] = {}
         self.pattern = ""
         for session in self.sessions.values():
-            session.tell(f"break_queue({broken!r})").result()
-            session.tell(f"q = FemtoQueue('{MOUNT}/{name}', {settings})").result()
+            for code in f"break_queue({broken!r})", f"q = FemtoQueue('{MOUNT}/{name}', {settings})":
+                kind, text = session.tell(code).answer()
+                if kind:
+                    raise Violation(f"{code}: {kind} {text}")
 
     def play(self, script: str) -> None:
         """Raises Violation with all that went wrong."""
@@ -546,14 +532,13 @@ class Script:
         if mode == "&":
             return ""
         try:
-            found = self.waiting.pop(who).result()
-        except (machines.Failed, subprocess.TimeoutExpired) as error:
-            found = error
-            if getattr(error, "kind", "") == wanted:
-                return ""
-        if isinstance(found, Exception) or (wanted and found != machines.value_of(wanted)):
-            return f"{line}\n    but: {found}"
-        return ""
+            kind, text = self.waiting.pop(who).answer()
+        except subprocess.TimeoutExpired as error:
+            kind, text = "TimeoutExpired", f"{error}"
+        is_as_told = not wanted or machines.value_of(text) == machines.value_of(wanted)
+        if kind == wanted if kind else is_as_told:
+            return ""
+        return f"{line}\n    but: {kind} {text}"
 
     def start(self, session: machines.Call, code: str) -> machines.Call:
         if not self.pattern:
@@ -602,13 +587,11 @@ class Stage(hosts.Stage):
         super().__init__(lab, "", seed, broken, phase)  # type: ignore[arg-type]
         self.off: list[hosts.Actor] = []  # what ran on a host whose power was cut
         self.lost_locks = dict.fromkeys(CLIENTS, 0)  # how often, since it was booted
-        lab.hear(self.hear)
+        for machine in lab.machines.values():
+            machine.heard = lambda line: os.write(self.me.fd, line.encode())
 
     def new_log(self, work: str, name: str) -> str:
         return f"/proc/self/fd/{machines.memory_file(name)}"
-
-    def hear(self, line: str) -> None:
-        os.write(self.me.fd, line.encode())
 
     def host(self, number: int) -> machines.Machine:
         machine: machines.Machine = self.cluster.machines[number]
