@@ -28,9 +28,7 @@ import ast
 import binascii
 import concurrent.futures
 import contextlib
-import errno
 import fcntl
-import functools
 import os
 import random
 import re
@@ -39,7 +37,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -152,51 +149,21 @@ def lies(source: str, target: str, of: str | tuple[str, ...], to: str) -> bool:
     )
 
 
-def within(*names: str) -> tuple[Callable[[], bool], list[Any]]:
-    """Return what tells whether this thread is in one of these methods, and patches for that."""
-    depth = threading.local()
+def while_pushing() -> tuple[list[bool], list[Patch]]:
+    """Return what is true while a push() without a key runs, and patches for that."""
+    real = FemtoQueue.push
+    is_pushing: list[bool] = []
 
-    def wrap(real: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(real)
-        def call(*args: Any, **options: Any) -> Any:
-            depth.now = getattr(depth, "now", 0) + 1
-            try:
-                return real(*args, **options)
-            finally:
-                depth.now -= 1
+    def push(q: FemtoQueue, data: Any, *, key: str | None = None, **options: Any) -> str:
+        if key is not None:
+            return real(q, data, key=key, **options)
+        is_pushing.append(True)
+        try:
+            return real(q, data, **options)
+        finally:
+            is_pushing.pop()
 
-        return call
-
-    wrapped = {name: wrap(getattr(FemtoQueue, name)) for name in names}
-    return lambda: getattr(depth, "now", 0) > 0, methods(**wrapped)
-
-
-def stays(of: str | tuple[str, ...], to: str) -> list[Patch]:
-    """Let pop() and take() not move tasks from a directory to another, and believe they did."""
-    is_taking, patches = within("pop", "take")
-
-    def move(source: str, target: str) -> None:
-        if not (is_taking() and lies(source, target, of, to)):
-            os.replace(source, target)
-
-    return [*patches, *moves(move)]
-
-
-def no_one_dies(refuses: Callable[[bool], bool]) -> list[Patch]:
-    """Let the exclusive lock on a lease directory be refused. refuses(ours): ours is the one on
-    which we have the shared lock."""
-    ours: set[int] = set()
-
-    def flock(fd: int, how: int) -> None:
-        path = os.readlink(f"/proc/self/fd/{fd}")
-        is_look = how == fcntl.LOCK_EX | fcntl.LOCK_NB and "/inflight-" in path
-        if is_look and refuses(fd in ours):
-            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
-        fcntl.flock(fd, how)
-        ours.add(fd) if how & fcntl.LOCK_SH else None
-        ours.discard(fd) if how & fcntl.LOCK_UN else None
-
-    return [(femtoqueue, "fcntl", StandIn(fcntl, {"flock": flock}))]
+    return is_pushing, methods(push=push)
 
 
 def locks_removed(looks_again: bool) -> list[Patch]:
@@ -252,10 +219,10 @@ def swallows() -> list[Patch]:
 
 @breaks("a push that raises leaves nothing, in creating/ neither", faults=("writev", "write"))
 def litters() -> list[Patch]:
-    is_pushing, patches = within("push")
+    is_pushing, patches = while_pushing()
 
     def unlink(path: str) -> None:
-        if not (is_pushing() and "/creating/" in path):
+        if not (is_pushing and "/creating/" in path):
             os.unlink(path)
 
     return [*patches, *calls(unlink=unlink, remove=unlink)]
@@ -268,35 +235,26 @@ def litters() -> list[Patch]:
 )
 def acknowledges_first() -> list[Patch]:
     """The next push() or pop() moves it there."""
-    real_push, real_pop = FemtoQueue.push, FemtoQueue.pop
-    is_pushing: list[bool] = []
+    real = FemtoQueue.pop
+    is_pushing, patches = while_pushing()
     waiting: list[tuple[str, str]] = []
-
-    def move(source: str, target: str) -> None:
-        if is_pushing and lies(source, target, "creating", "pending"):
-            waiting.append((source, target))
-        else:
-            os.replace(source, target)
 
     def catch_up() -> None:
         while waiting:
             os.rename(*waiting.pop())
 
-    def push(q: FemtoQueue, data: Any, *, key: str | None = None, **options: Any) -> str:
-        if key is not None:
-            return real_push(q, data, key=key, **options)
-        catch_up()
-        is_pushing.append(True)
-        try:
-            return real_push(q, data, **options)
-        finally:
-            is_pushing.pop()
+    def move(source: str, target: str) -> None:
+        if is_pushing and lies(source, target, "creating", "pending"):
+            catch_up()
+            waiting.append((source, target))
+        else:
+            os.replace(source, target)
 
     def pop(q: FemtoQueue, *args: Any, **options: Any) -> FemtoTask | None:
         catch_up()
-        return real_pop(q, *args, **options)
+        return real(q, *args, **options)
 
-    return [*methods(push=push, pop=pop), *moves(move)]
+    return [*patches, *methods(pop=pop), *moves(move)]
 
 
 @breaks("a lost reply is no lost task: ENOENT is not ignored", nfs=("replay", "but: "))
@@ -382,8 +340,7 @@ def youngest_first() -> list[Patch]:
 
 @breaks("setting the date does not change the order", fuzz="lives", storm="first")
 def wall_clock() -> list[Patch]:
-    real = FemtoQueue.push
-    is_pushing: list[bool] = []
+    is_pushing, ((_, _, noted),) = while_pushing()
     ids: list[str] = []
 
     def move(source: str, target: str) -> None:
@@ -393,14 +350,10 @@ def wall_clock() -> list[Patch]:
             target = f"{os.path.dirname(target)}/{ids[0]}"
         os.replace(source, target)
 
-    def push(q: FemtoQueue, data: Any, *, key: str | None = None, **options: Any) -> str:
-        if key is not None:
-            return real(q, data, key=key, **options)
-        is_pushing.append(True)
-        try:
-            return real(q, data, **options) and ids[0]
-        finally:
-            is_pushing.pop()
+    def push(q: FemtoQueue, data: Any, **options: Any) -> str:
+        ids[:] = []
+        ident: str = noted(q, data, **options)
+        return ids[0] if ids else ident
 
     return [*methods(push=push), *moves(move)]
 
@@ -556,64 +509,18 @@ def done_without_fence() -> list[Patch]:
     return methods(done=done)
 
 
-@breaks("release(front=True) leads to the front", fuzz="lives")
-def front_is_back() -> list[Patch]:
-    real = FemtoQueue.release
-
-    def release(q: FemtoQueue, task: FemtoTask, **how: Any) -> None:
-        real(q, task, **{**how, "front": False})
-
-    return methods(release=release)
-
-
 @breaks("extend() renews the lease", fuzz="lives")
 def extend_does_not() -> list[Patch]:
     return methods(extend=lambda *_: None)
 
 
-@breaks("attempts are counted", fuzz="lives")
-def uncounted() -> list[Patch]:
-    def move(source: str, target: str) -> None:
-        if lies(source, target, "inflight-", "pending"):
-            target = re.sub(r"~(\d+)~", lambda it: f"~{max(0, int(it[1]) - 1)}~", target)
-        os.replace(source, target)
-
-    return moves(move)
-
-
-@breaks("max_attempts is a limit", fuzz="lives")
-def no_limit() -> list[Patch]:
-    return stays(("pending", "inflight-"), "failed")
-
-
-# Leases that end, and workers that die
-
-
-@breaks("a lease ends at its deadline", fuzz="lives")
-def endless_leases() -> list[Patch]:
-    return stays("inflight-", "pending")
-
-
-@breaks("what a dead worker had comes back at once", fuzz="lives")
-def dead_keep() -> list[Patch]:
-    return no_one_dies(lambda ours: not ours)
-
-
-@breaks("who comes back under its node_id takes back what it had", fuzz="lives")
-def comeback_finds_nothing() -> list[Patch]:
-    is_closing, patches = within("close")
-    return [*patches, *no_one_dies(lambda ours: ours and not is_closing())]
-
-
-@breaks("close() gives back what it had", fuzz="lives")
-def goes_with_leases() -> list[Patch]:
-    is_closing, patches = within("close")
-    return [*patches, *no_one_dies(lambda ours: is_closing())]
-
-
 @breaks("what is due is delivered", fuzz="lives")
 def due_stays() -> list[Patch]:
-    return stays("scheduled", "pending")
+    def move(source: str, target: str) -> None:
+        if not lies(source, target, "scheduled", "pending"):
+            os.replace(source, target)
+
+    return moves(move)
 
 
 # Names and records

@@ -1,8 +1,6 @@
 """System calls that fail, and death at system calls: each one in turn, by strace -e inject=.
 
-    python .ci/faults.py [--all | --sample N] [--seed S] [--in-a-row N] [--jobs N] [--dir DIR]
-                         [--verbose]
-    python .ci/faults.py --self-check
+    python .ci/faults.py [--sample N] [--seed S] [--jobs N] [--self-check]
 
 Needs strace (5.14 or later) and the right to ptrace, on Linux; no root.
 
@@ -13,7 +11,7 @@ each point and each errno that such a call may give (ENOSPC, EIO, EMFILE, EACCES
 for SIGKILL at its entry. Clock and random numbers are made up, so that the N-th call of a kind is
 the same one in each life; the trace must show that it was. (strace -P would not do: it knows
 whole paths only, and those of tasks are not known before.) By default a sample by lot, in which
-each kind of call, place and fault is; --all takes ten minutes.
+each kind of call, place and fault is; all of them (--sample 9999) take ten minutes.
 
 Proved for each: the error surfaces, untouched, from the step that it happened in (a chore's: from
 that pop() or a later one), which succeeds when it is done again, or turns out to be done. Or it is
@@ -26,7 +24,7 @@ nothing is in flight, and stats(), tasks() and peek() agree.
 
 Not proved: an injected call is not made, so that nothing is seen of one that fails half-way (a
 short write, a rename that took place), and a close() that fails leaves the descriptor open, which
-Linux does not. One process, no races. One fault a life, or with --in-a-row several of a kind.
+Linux does not. One process, no races. One fault a life.
 
 --self-check shows that this can fail: broken queues must all be caught.
 """
@@ -639,7 +637,7 @@ class Scene:
 
 
 SCRIPTS = {script.__name__: script for script in (plain, keyed, inherited)}
-SCENES = [*itertools.product(SCRIPTS, (False, True))]
+SCENES = [Scene(*it) for it in itertools.product(SCRIPTS, (False, True))]
 
 
 class Stage:
@@ -688,15 +686,6 @@ class Stage:
         return ledger
 
 
-class LogNotes(logging.Handler):
-    def __init__(self, note: Callable[[Note], None]) -> None:
-        super().__init__()
-        self.note = note
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.note(["log", record.getMessage()])
-
-
 def writer(path: str) -> Callable[[Note], None]:
     fd = open_log(path)
     return lambda note: (os.write(fd, f"{json.dumps(note)}\n".encode()), None)[1]
@@ -727,7 +716,7 @@ def live(stage: Stage, node_id: str, script: Callable[[Life], None]) -> None:
     """In the child: play a script to its end."""
     note = writer(stage.file("notes"))
     os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
-    femtoqueue._log().addHandler(LogNotes(note))
+    femtoqueue._log().addFilter(lambda record: bool(note(["log", record.getMessage()])))
     with broken(stage.scene.broken):
         play(script, lambda: stage.make(node_id), note, node_id)
 
@@ -813,7 +802,6 @@ class Job:
     fault: str
     usual: tuple[str, ...]  # the notes of a life without a fault
     logged: int  # how many messages it logged
-    in_a_row: int
 
 
 def usual_notes(notes: list[Note]) -> tuple[str, ...]:
@@ -828,7 +816,7 @@ def check_hit(stage: Stage, job: Job, status: int) -> None:
     """Was it that call, and nothing said or died but by the fault?"""
     killed = stage.read("trace").splitlines()[-2:-1]
     hit = killed if job.fault == KILL else lines_hit(stage)
-    if [places(stage, line) for line in hit[:1]] != [job.point.text] or len(hit) > job.in_a_row:
+    if [places(stage, line) for line in hit[:1]] != [job.point.text] or len(hit) > 1:
         raise Violation(f"another call than {job.point} was hit: {hit}")
     said = stage.read("stderr")
     if said or status != (signal.SIGKILL if job.fault == KILL else 0):
@@ -839,10 +827,7 @@ def inject(job: Job, work: str) -> str:
     """Play one life with one fault, and check; return how the fault showed."""
     stage = Stage(work, job.scene)
     what = f"signal={KILL}" if job.fault == KILL else f"error={job.fault}"
-    when = f"{job.point.number}"
-    if job.in_a_row > 1:
-        when += f"..{job.point.number + job.in_a_row - 1}"
-    call = job.point.call
+    call, when = job.point.call, job.point.number
     status = traced(stage, "-e", f"trace={call}", "-e", f"inject={call}:{what}:when={when}")
     check_hit(stage, job, status)
     ledger = stage.ledger()
@@ -862,14 +847,12 @@ def inject(job: Job, work: str) -> str:
 def outcome(job: Job, notes: list[Note]) -> str:
     errors = [note for note in notes if note[0] == "err"]
     given = getattr(errno, job.fault)
-    if len(errors) > job.in_a_row or any(
-        e[-2] not in (given, SURFACES_AS.get(given)) for e in errors
-    ):
+    if len(errors) > 1 or any(e[-2] not in (given, SURFACES_AS.get(given)) for e in errors):
         raise Violation(f"{job.fault} surfaced as {errors}")
     if errors:
         before = notes[: notes.index(errors[0])]
         step = sum(note[0] == "try" for note in before)
-        late = step > job.point.step and errors[0][1] != "pop" and job.in_a_row == 1
+        late = step > job.point.step and errors[0][1] != "pop"
         if step < job.point.step or late:
             raise Violation(f"the fault in step {job.point.step} surfaced in {step}: {errors}")
         return "surfaced"
@@ -925,7 +908,7 @@ def make_inherited(directory: str) -> None:
             file.write(content)
 
 
-def jobs_of(scene: Scene, in_a_row: int = 1) -> list[Job]:
+def jobs_of(scene: Scene) -> list[Job]:
     """Live once without a fault, and return an injection for each call and each fault."""
     stage = Stage(os.path.join(WORK, "usual"), scene)
     traced(stage, "-e", "trace=%file,%desc")
@@ -935,31 +918,30 @@ def jobs_of(scene: Scene, in_a_row: int = 1) -> list[Job]:
         raise Violation(f"without a fault: {stage.read('stderr')} {notes}")
     usual = usual_notes(notes)
     return [
-        Job(scene, point, fault, usual, len(notes) - len(usual), in_a_row)
+        Job(scene, point, fault, usual, len(notes) - len(usual))
         for point in points_of(stage)
         for fault in faults_at(point)
         if fault != "ENOSPC" or "open" not in point.call or point.text.startswith("/creating")
-        if in_a_row == 1 or fault != KILL
     ]
 
 
 def warm_up() -> None:
     """Live each life here, so that what Python imports when it is first needed is there: a child
     must not make other calls than the one before it."""
-    for name, sync in SCENES:
-        stage = Stage(os.path.join(WORK, "warm"), Scene(name, sync))
+    for scene in SCENES:
+        stage = Stage(os.path.join(WORK, "warm"), scene)
         with made_up("n1") as clock:
-            SCRIPTS[name](Life(stage.make, clock, lambda _: None))
+            SCRIPTS[scene.script](Life(stage.make, clock, lambda _: None))
 
 
 WORK = ""
 
 
 @contextlib.contextmanager
-def workshop(directory: str | None) -> Iterator[None]:
+def workshop() -> Iterator[None]:
     global WORK
-    if directory is None and os.access("/dev/shm", os.W_OK):
-        directory = "/dev/shm"  # nothing here is about what is on disk
+    # Nothing here is about what is on disk.
+    directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="femtoqueue-faults-", dir=directory) as WORK:
         make_inherited(WORK)
         warm_up()
@@ -1003,22 +985,18 @@ def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
 def check_all(args: argparse.Namespace) -> tuple[int, int]:
     """Return how many injections there were, and how many violations."""
     total = violations = 0
-    for script, sync in SCENES:
-        jobs = jobs_of(Scene(script, sync), args.in_a_row)
-        calls = len({job.point for job in jobs})
-        count = len(jobs)
-        if not args.all:
-            jobs = sample(jobs, args.sample, args.seed)
+    for scene in SCENES:
+        all_jobs = jobs_of(scene)
+        calls = len({job.point for job in all_jobs})
+        jobs = sample(all_jobs, args.sample, args.seed)
         counts = Counter[str]()
         for job, showed, wrong in results(jobs, args.jobs):
             counts[showed] += 1
             if wrong:
                 say(f"VIOLATION: {describe(job)}: {wrong}")
-            elif args.verbose:
-                print(f"{showed}: {describe(job)}")
         total, violations = total + len(jobs), violations + counts[""]
         say(
-            f"{Scene(script, sync)}: {calls} calls, {len(jobs)} of {count} injections:"
+            f"{scene}: {calls} calls, {len(jobs)} of {len(all_jobs)} injections:"
             f" {counts['surfaced']} surfaced, {counts['logged']} harmless and logged,"
             f" {counts['harmless']} harmless, {counts['put off']} put off,"
             f" {counts['killed']} kills, {counts['']} violations"
@@ -1026,24 +1004,16 @@ def check_all(args: argparse.Namespace) -> tuple[int, int]:
     return total, violations
 
 
-def arguments() -> argparse.Namespace:
+def main() -> None:
     options = parser(__doc__)
     add = options.add_argument
     add("--sample", type=int, default=600, help="so many injections a life (default: 600)")
-    add("--all", action="store_true", help="not a sample: every one")
-    add("--in-a-row", type=int, default=1, choices=range(1, 9), help="calls of a kind that fail")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="at the same time")
-    add("--dir", help="for the queues (default: /dev/shm)")
-    add("--verbose", action="store_true", help="say how each fault showed")
-    return options.parse_args()
-
-
-def main() -> None:
-    args = arguments()
+    args = options.parse_args()
     say(f"seed {args.seed}")
     femtoqueue._log().addHandler(logging.NullHandler())
     femtoqueue._log().propagate = False
-    with ends(args.seed), workshop(args.dir):
+    with ends(args.seed), workshop():
         if shutil.which("strace") is None:
             raise Unable("strace is missing (apt-get install strace)")
         if args.self_check:

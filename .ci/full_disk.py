@@ -8,14 +8,12 @@ a worker that starts now drains the queue all the same.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import os
-import tempfile
-from collections.abc import Iterator
 
-from proof import Violation, ends, make_image, mounted, need_root, say
+from faults import CLOCK, Ledger, Life, Note, check_end, found_in
+from proof import Violation, ends, need_root, say, small_disk
 
 from femtoqueue import FemtoQueue
 
@@ -27,73 +25,64 @@ def expect(condition: bool, message: str) -> None:
         raise Violation(message)
 
 
-@contextlib.contextmanager
-def small_disk(kind: str, size_mib: int, options: str = "") -> Iterator[str]:
-    """A small file system of a kind, mounted on a directory that is gone afterwards."""
-    with tempfile.TemporaryDirectory() as work:
-        target, image = os.path.join(work, "mnt"), os.path.join(work, "image")
-        os.mkdir(target)
-        what = ["-t", "tmpfs", "-o", f"size={size_mib}m{options}", "none"]
-        if kind != "tmpfs":
-            make_image(image, size_mib, f"mkfs.{kind}", "-q")
-            what = ["-o", "loop", image]
-        with mounted(*what, target):
-            yield target
+class Filler(Life):
+    """A life on a full disk, whose answers a Ledger checks. keep_done=False: room comes back."""
 
+    def __init__(self, path: str, node_id: str, sync: bool = False) -> None:
+        self.path, self.notes, self.ledger = path, list[Note](), Ledger([], "gone")
+        self.node_id, self.sync = node_id, sync
+        super().__init__(self.opened, CLOCK, self.noted)
+        self.open()
 
-def push_until_full(q: FemtoQueue, size: int, *, many: bool) -> list[str]:
-    """Return the ids that were acknowledged before ENOSPC."""
-    ids: list[str] = []
-    while True:
-        try:
+    def opened(self) -> FemtoQueue:
+        return FemtoQueue(self.path, self.node_id, sync_after_write=self.sync, keep_done=False)
+
+    def noted(self, note: Note) -> None:
+        self.notes.append(note)
+        self.ledger.follow(note)
+
+    def fill(self, size: int, *, many: bool = False) -> int:
+        """Push until ENOSPC. Return how many tasks fitted: all that were acknowledged, no other."""
+        names = (f"{number}/{size}" for number in itertools.count())
+        while self.notes[-1][0] != "err":
             if many:
-                ids += q.push_many([os.urandom(size)] * 8)
+                self.push_many(*itertools.islice(names, 8))
             else:
-                ids.append(q.push(os.urandom(size)))
-        except OSError as error:
-            expect(error.errno == errno.ENOSPC, f"ENOSPC was to surface, not {error}")
-            return ids
+                self.push(next(names))
+        expect(self.notes[-1][-2] == errno.ENOSPC, f"ENOSPC was to surface: {self.notes[-1]}")
+        expect(not os.listdir(f"{self.path}/creating"), "creating/ was to be empty")
+        found = found_in(self.queue)
+        self.ledger.compare(found)
+        return len(found)
 
-
-def drain(q: FemtoQueue) -> list[bytes]:
-    payloads = []
-    while task := q.pop():
-        payloads.append(task.data)
-        q.done(task)
-    return payloads
+    def drain_all(self) -> None:
+        """Drain the full disk, at the first attempt; then the same object works on."""
+        self.drain(10**6)
+        expect(sum(note[0] == "err" for note in self.notes) == 1, "only the push was to raise")
+        self.finish()
+        with FemtoQueue(self.path, "looker") as q:
+            check_end(q, found_in(q), self.ledger, set())
 
 
 def check(path: str, size: int, *, sync: bool, many: bool) -> int:
-    """Fill, drain on the full disk, push again. Returns how many tasks fitted."""
-    jobs = os.path.join(path, f"jobs-{size}-{sync}-{many}")
-    q = FemtoQueue(jobs, "n1", sync_after_write=sync, keep_done=False)
-    q.push(b"first")
-    expect(drain(q) == [b"first"], "the queue works")  # and its lease directory is there
-    ids = push_until_full(q, size, many=many)
-    expect(not os.listdir(os.path.join(jobs, "creating")), "creating/ was to be empty")
-    waiting = sorted(os.listdir(os.path.join(jobs, "pending")))
-    # Of the batch that met the full disk, the first ones are in: whole, and counted in the error.
-    expect(waiting[: len(ids)] == ids, "an acknowledged task is not there")
-    expect(many or len(waiting) == len(ids), "a push that raised left a task")
-    expect([len(data) for data in drain(q)] == [size] * len(waiting), "all was to be delivered")
-    expect(q.stats().failed == 0, "something was corrupt")
-    q.push(b"there is room again")
-    expect(drain(q) == [b"there is room again"], "the same object works on")
-    q.close()
-    return len(ids)
+    """Fill, drain on the full disk, push again. Return how many tasks fitted."""
+    life = Filler(os.path.join(path, "jobs"), "n1", sync)
+    life.push("first")
+    life.drain()  # the lease directory is there
+    fitted = life.fill(size, many=many)
+    life.drain_all()
+    return fitted
 
 
 def check_start(path: str) -> int:
-    """Use up all inodes; then let a new worker start and drain. Returns how many tasks fitted."""
-    jobs = os.path.join(path, "jobs")
-    ids = push_until_full(FemtoQueue(jobs, "n1"), 100, many=False)
-    with FemtoQueue(jobs, "n2", keep_done=False) as q:
-        expect(len(drain(q)) == len(ids), "the new worker was to drain the queue")
-    with FemtoQueue(jobs, "n3") as q:
-        q.push(b"there is room again")
-        expect(drain(q) == [b"there is room again"], "the next worker works too")
-        expect(os.path.isdir(os.path.join(jobs, "spare")), "the spare directory was to be back")
-    return len(ids)
+    """Use up all inodes; then let a new worker start and drain. Return how many tasks fitted."""
+    life = Filler(os.path.join(path, "jobs"), "n1")
+    fitted = life.fill(100)
+    life.node_id = "n2"
+    life.open()
+    life.drain_all()
+    expect(os.path.isdir(os.path.join(life.path, "spare")), "the spare directory was to be back")
+    return fitted
 
 
 def main() -> None:

@@ -25,12 +25,11 @@ import signal
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 from broken import broken, caught_by
-from proof import Violation, ends, litter, must_catch, parser, say
+from proof import Violation, ends, litter, looks, must_catch, parser, say
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
@@ -54,19 +53,8 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
 def hangs(*_: object) -> None:
-    raise AssertionError(f"it hangs for {PATIENCE_S} s")
-
-
-@contextlib.contextmanager
-def an_end() -> Iterator[None]:
     """A lock that is never let go is a failure, too."""
-    before = signal.signal(signal.SIGALRM, hangs)
-    signal.alarm(PATIENCE_S)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+    raise AssertionError(f"it hangs for {PATIENCE_S} s")
 
 
 class Names:
@@ -144,7 +132,7 @@ class Names:
             q.push(b"ours")
             q.push(b"ours", key="k")
             self.litter(60)
-            before = {path: self.state_of(path) for path in self.put}
+            before = {path: looks(path) for path in self.put}
             self.check_counts(q)
             waiting = "pending", "scheduled", "keys", "inflight"
             self.check_left(before, self.drain(q, *waiting))
@@ -153,10 +141,6 @@ class Names:
             q.purge(0, ("done", "failed"))
             q.close()
             self.check_left(before, now_ns)
-
-    def state_of(self, path: str) -> tuple[int, int, int]:
-        status = os.lstat(path)
-        return status.st_ino, status.st_mode, status.st_size
 
     def named(self, state: str) -> list[tuple[str, str, bytes]]:
         """Return name, kind and payload of what was put and is a task of that state."""
@@ -198,7 +182,7 @@ class Names:
         demand(had == expected, f"wrong: {had - expected}, not: {expected - had}")
         return now_ns
 
-    def check_left(self, before: dict[str, tuple[int, int, int]], now_ns: int) -> None:
+    def check_left(self, before: dict[str, tuple[int, ...]], now_ns: int) -> None:
         """What is none of the queue's is as it was."""
         for path, (state, _, _) in self.put.items():
             name = os.path.basename(path)
@@ -207,7 +191,7 @@ class Names:
             old = state == "creating" and is_ours(state, name) and int(name[:20]) < now_ns
             if not old:
                 demand(os.path.lexists(path), f"{path!r} is gone")
-                demand(self.state_of(path) == before[path], f"{path!r} was changed")
+                demand(looks(path) == before[path], f"{path!r} was changed")
 
 
 class Contents:
@@ -428,12 +412,17 @@ def one(kind: str, seed: int) -> int:
     directory = tempfile.TemporaryDirectory(
         prefix="femtoqueue-fuzz-", dir=MEMORY, ignore_cleanup_errors=True
     )
-    with directory as path, an_end():
-        if kind == "lives":
-            Fuzz(path, seed).run(STEPS)
-            return STEPS
-        (Names if kind == "names" else Contents)(path, seed).run()
-    return 1
+    signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(PATIENCE_S)
+    try:
+        with directory as path:
+            if kind == "lives":
+                Fuzz(path, seed).run(STEPS)
+                return STEPS
+            (Names if kind == "names" else Contents)(path, seed).run()
+        return 1
+    finally:
+        signal.alarm(0)
 
 
 def run(kinds: list[str], minutes: float, seed: int) -> None:

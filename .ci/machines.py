@@ -10,7 +10,8 @@ starts processes. What these note is with the program when their write() has ret
 power cut, which is a SIGKILL of QEMU, loses none of it. What a machine had not yet given to its
 disk is lost with its power; the disk keeps the rest.
 
-A Session is a process there that evaluates Python, line by line, as an interactive one does.
+A session is a process there that evaluates Python, line by line, as an interactive one does, and
+keeps its variables.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from proof import Unable, Violation
+from proof import Unable
 
 QEMU = "qemu-system-x86_64"
 KERNELS = "/boot/vmlinuz-*-cloud-*"
@@ -247,6 +248,10 @@ class Call:
     def kill(self) -> None:
         self.machine.ask("kill", process=self.number)
 
+    def tell(self, code: str) -> Call:
+        """Have a session evaluate an expression, or execute a statement."""
+        return self.machine.ask("tell", session=self.number, code=code)
+
 
 class Machine:
     """A virtual machine. It ends with us, and power_off() is a power cut.
@@ -257,7 +262,7 @@ class Machine:
 
     def __init__(self, number: int, network: Network, image: int, disk: int = -1):
         self.number, self.network, self.image, self.disk = number, network, image, disk
-        self.heard: Callable[[str], None] = lambda line: None
+        self.heard: Callable[[str], object] = lambda line: None
         self.numbers = itertools.count(1)
         self.is_on = False
 
@@ -286,7 +291,10 @@ class Machine:
 
     def join(self, behind_s: float) -> None:
         """Wait until it is up, and set its date."""
-        self.wait_for_it()
+        try:
+            self.calls[0].answer(BOOT_S)
+        except subprocess.TimeoutExpired:
+            raise Unable(f"machine {self.number} does not boot: {self.said()[-2000:]}") from None
         self.set_clock(behind_s)
 
     def command(self, port: int, control: int, notes: int, image: int, disk: int) -> list[str]:
@@ -319,12 +327,6 @@ class Machine:
             command += ["-drive", drive]
             devices.append("virtio-blk-pci,drive=disk")
         return command + [word for device in devices for word in ("-device", device)]
-
-    def wait_for_it(self) -> None:
-        try:
-            self.calls[0].answer(BOOT_S)
-        except subprocess.TimeoutExpired:
-            raise Unable(f"machine {self.number} does not boot: {self.said()[-2000:]}") from None
 
     def said(self) -> str:
         return os.pread(self.console, 1 << 20, 0).decode(errors="replace")
@@ -380,7 +382,7 @@ class Machine:
         os.close(self.console)
 
 
-def read_lines(port: socket.socket, heard: Callable[[str], None]) -> None:
+def read_lines(port: socket.socket, heard: Callable[[str], object]) -> None:
     """Hand over each whole line until the other end is gone."""
     with contextlib.suppress(ConnectionError), port.makefile("r", encoding="utf-8") as lines:
         for line in lines:
@@ -466,17 +468,6 @@ class Guest:
                 os.kill(pid, signal.SIGKILL)
         self.answer(number, None)
 
-    def files(self, number: int, root: str) -> None:
-        """Answer with the paths of all files under a directory."""
-
-        def walk() -> None:
-            for directory, _, names in os.walk(root):
-                for name in names:
-                    path = os.path.relpath(f"{directory}/{name}", root)
-                    os.write(1, f"{path}\n".encode())
-
-        self.fork(number, walk)
-
     def session(self, number: int) -> None:
         """Start a process that evaluates what it is sent."""
         ours, its = os.pipe()
@@ -508,41 +499,6 @@ def where(error: BaseException) -> str:
     """Return the functions that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(frame.name for frame in frames[2:])
-
-
-# Sessions
-
-
-class Failed(Violation):
-    """A call in a session raised."""
-
-    def __init__(self, kind: str, text: str) -> None:
-        super().__init__(f"{kind}: {text}")
-        self.kind = kind
-
-
-class Session:
-    """A process on a machine that keeps its variables, as an interactive Python does."""
-
-    def __init__(self, machine: Machine, *code: str) -> None:
-        self.machine = machine
-        self.process = machine.ask("session")
-        for line in code:
-            self(line)
-
-    def start(self, code: str) -> Call:
-        return self.machine.ask("tell", session=self.process.number, code=code)
-
-    @staticmethod
-    def result(call: Call, timeout_s: float = CALL_S) -> Any:
-        """Return the value, if it is a literal, else its repr(). Raises Failed."""
-        kind, text = call.answer(timeout_s)
-        if kind:
-            raise Failed(kind, text)
-        return value_of(text)
-
-    def __call__(self, code: str) -> Any:
-        return self.result(self.start(code))
 
 
 def value_of(text: str) -> Any:

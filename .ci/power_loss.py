@@ -28,7 +28,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import faults
@@ -103,6 +103,7 @@ class Work:
     def __init__(self, path: str, seed: int, sync: bool) -> None:
         self.path, self.seed, self.sync = path, seed, sync
         self.keep_done = random.Random(seed).random() < 0.5
+        self.done = "done" if self.keep_done else "gone"
 
     def make(self) -> FemtoQueue:
         return FemtoQueue(
@@ -127,9 +128,6 @@ class Work:
                 delay = {"delay_s": chance.choice((0, 1000))} if how == "release" else {}
                 life.end(life.pop(), how, **delay)
 
-    def ledger(self, notes: Iterable[faults.Note]) -> faults.Ledger:
-        return faults.Ledger(notes, "done" if self.keep_done else "gone")
-
     def check(self, notes: list[faults.Note], certain: int) -> int:
         """Open the queue after the cut, and drain it; return how many tasks were there. certain: so
         many of the notes are from before the cut, and the first ones of the others may be."""
@@ -139,10 +137,9 @@ class Work:
             q = self.make()
             found = faults.found_in(q)  # of a batch that was under way, some may be torn
             if self.sync:
-                cuts = range(certain, len(notes) + 1)
-                ledger = agreeing((self.ledger(notes[:cut]) for cut in cuts), found)
+                ledger = self.agreeing(notes, certain, found)
             else:
-                ledger = self.ledger([])
+                ledger = faults.Ledger([], self.done)
                 for name, state in found.items():
                     ledger.slots.append(
                         faults.Slot({name}, {"live" if state in faults.LIVE else state})
@@ -156,18 +153,18 @@ class Work:
                 faults.check_end(q, faults.found_in(q), ledger, set())
         return len(found)
 
-
-def agreeing(ledgers: Iterable[faults.Ledger], found: dict[str, str]) -> faults.Ledger:
-    """Return the first ledger that agrees with what was found; raises what the last one says."""
-    error = Violation("no ledger")
-    for ledger in ledgers:
-        try:
-            ledger.compare(found)
-        except Violation as it:
-            error = it
-        else:
-            return ledger
-    raise error
+    def agreeing(
+        self, notes: list[faults.Note], certain: int, found: dict[str, str]
+    ) -> faults.Ledger:
+        """Return the first ledger that agrees with what was found; else raise what the last says"""
+        for cut in range(certain, len(notes)):
+            with contextlib.suppress(Violation):
+                ledger = faults.Ledger(notes[:cut], self.done)
+                ledger.compare(found)
+                return ledger
+        ledger = faults.Ledger(notes, self.done)
+        ledger.compare(found)
+        return ledger
 
 
 def one_cut(store: str, kind: str, seed: int, sync: bool) -> int:

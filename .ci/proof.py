@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -130,6 +131,20 @@ def make_image(path: str, size_mib: int, *mkfs: str) -> None:
     run(*mkfs, path)
 
 
+@contextlib.contextmanager
+def small_disk(kind: str, size_mib: int, options: str = "") -> Iterator[str]:
+    """A small file system of a kind, mounted on a directory that is gone afterwards."""
+    with tempfile.TemporaryDirectory() as work:
+        target, image = os.path.join(work, "mnt"), os.path.join(work, "image")
+        os.mkdir(target)
+        what = ["-t", "tmpfs", "-o", f"size={size_mib}m{options}", "none"]
+        if kind != "tmpfs":
+            make_image(image, size_mib, f"mkfs.{kind}", "-q")
+            what = ["-o", "loop", image]
+        with mounted(*what, target):
+            yield target
+
+
 # Payloads that prove their own bytes
 
 
@@ -162,6 +177,12 @@ def litter(path: str, kind: str, content: bytes, target: str = "nowhere") -> Non
         os.mkdir(path)
         if kind == "folder":
             litter(os.path.join(path, f"{1:020d}-00000001"), "file", content)
+
+
+def looks(path: str) -> tuple[int, ...]:
+    """Return what changes if anybody touches it."""
+    status = os.lstat(path)
+    return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 def open_log(path: str) -> int:

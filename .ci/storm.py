@@ -61,7 +61,6 @@ from typing import Any
 import proof
 import verdict
 from broken import break_queue, caught_by
-from full_disk import small_disk
 from proof import Unable, Violation, name_of, say
 from verdict import Delivery, Push
 
@@ -79,11 +78,6 @@ AFTER_ALL_S = 400 * 86400  # later than anything that was scheduled
 SIZES = (0, 0, 50, 50, 50, 5_000, 20_000)
 ENDS = (*["done"] * 25, "fail", "extend", "release", "forget", "process")
 REASONS = ("storm", "max_attempts", "exit")
-FIGURES = (
-    *("tasks", "pushed", "refused", "got", "done", "fail", "extended", "release", "lost"),
-    *("SIGKILL", "SIGINT", "SIGSTOP", "stops longer than the lease", "clock steps", "full disks"),
-    *("error", "pauses", "pieces of rubbish", "left in creating/"),
-)
 WORKERS = ("loop", "work", "command")
 FAKETIME = "/usr/lib/*/faketime/libfaketime*.so.1"
 SLOTS = (
@@ -464,8 +458,8 @@ class Storm(verdict.Actor):
         path = os.path.join(place, name)
         with contextlib.suppress(OSError):  # full; its worker took its directory away; a file
             proof.litter(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
-        if os.path.lexists(path):
-            self.rubbish[path] = looks(path)
+        with contextlib.suppress(OSError):  # a broken queue may have removed it
+            self.rubbish[path] = proof.looks(path)
 
     def blow(self, seconds: float) -> None:
         events = [*[self.kill] * 8, *[self.interrupt] * 8, *[self.stop] * 6, self.kill_all]
@@ -553,11 +547,6 @@ RUBBISH_NAMES = (
 )
 
 
-def looks(path: str) -> tuple[int, ...]:
-    status = os.lstat(path)
-    return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
-
-
 # What it came to
 
 
@@ -585,7 +574,6 @@ class History(verdict.Events):
         self.delays: dict[tuple[str, str], float] = {}
         self.troubled: set[tuple[str, str, float]] = set()
         super().__init__(os.path.join(directory, "log"))
-        self.counts = Counter(line.split()[2] for line in self.lines)
         for path in glob.glob(os.path.join(directory, "*.err")):
             self.read_stderr(path)
         # Not of a command whose worker was killed as it wrote the payload.
@@ -710,22 +698,14 @@ def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
             yield f"{ident} was finished {len(ends)} times: {ends}"
         elif ends and not state.startswith(ends[0].how):
             yield f"{ident} was ended by {ends[0].how}() and is {state}"
-    yield from told(verdict.check_fence, history)
+    yield from verdict.not_fenced(history)
     yield from verdict.lost_early(history)
 
 
 def check_held(history: History) -> Iterator[str]:
-    yield from told(verdict.check_leases, history)
+    yield from verdict.leased_twice(history)
     for deliveries, _ in verdict.by_key(history):
         yield from verdict.overlapping(history, deliveries)
-
-
-def told(check: Callable[[verdict.Events], object], history: History) -> Iterator[str]:
-    """Yield what a check of verdict.py raises."""
-    try:
-        check(history)
-    except Violation as error:
-        yield f"{error}"
 
 
 def check_first(history: History) -> Iterator[str]:
@@ -826,7 +806,7 @@ def check_found(
 
 def check_left(storm: Storm) -> Iterator[str]:
     for path, before in storm.rubbish.items():
-        if not os.path.lexists(path) or looks(path) != before:
+        if not os.path.lexists(path) or proof.looks(path) != before:
             yield f"rubbish was touched: {path}"
     creating = []
     for name in os.listdir(storm.queue_path):
@@ -863,13 +843,12 @@ def check(storm: Storm) -> tuple[History, list[str]]:
         "left over": check_left(storm),
     }
     wrong = [f"{rule}: {text}" for rule, texts in rules.items() for text in texts]
-    history.counts["tasks"] = len(found)
     return history, history.wrong + wrong
 
 
 def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
     work = os.path.dirname(os.environ["FAKETIME_TIMESTAMP_FILE"])
-    with small_disk(args.fs, SIZE_MIB) as path:
+    with proof.small_disk(args.fs, SIZE_MIB) as path:
         storm = Storm(path, work, seed, broken)
         try:
             storm.blow(args.seconds)
@@ -879,9 +858,8 @@ def one_storm(args: argparse.Namespace, seed: int, broken: str) -> list[str]:
             storm.wait_for_all(0)
         history, wrong = check(storm)
     if not broken:
-        figures = Counter({"pieces of rubbish": len(storm.rubbish), **storm.counts})
-        figures += history.counts
-        say(", ".join(f"{figures[name]} {name}" for name in FIGURES))
+        verdict.report(history)
+        say(f"{len(storm.rubbish)} pieces of rubbish, {dict(storm.counts)}")
         by_role = Counter(history.roles[it.actor] for it in history.all_deliveries())
         say("deliveries: " + ", ".join(f"{n} by {role}" for role, n in by_role.items()))
         wrong += [f"idle: {role}" for role in WORKERS if not by_role[role]]

@@ -386,54 +386,57 @@ def host_of(actor: str) -> str:
     return actor.partition(".")[0][-1]
 
 
-def check_leases(events: Events) -> int:
-    """No delivery begins while another has the task by right. Return how many did so because the
-    file system had made two of one file; see Events.is_doubled()."""
+def leased_twice(events: Events) -> Iterator[str]:
+    """Yield the deliveries that began while another had the task by right. Those are counted that
+    did so because the file system had made two of one file; see Events.is_doubled()."""
     doubled = 0
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             until_s = events.held_until_s(first)
-            if second.got_s >= until_s:
-                continue
-            if not events.is_doubled(first, second):
-                events.tell(ident)
-                raise Violation(
-                    f"{ident} is leased twice: {first.actor} has it until {until_s:.3f}, "
+            if second.got_s < until_s and events.is_doubled(first, second):
+                doubled += 1
+            elif second.got_s < until_s:
+                yield f"{ident} is leased twice: {first.actor} has it until {until_s:.3f}, " + (
                     f"{second.actor} got it at {second.got_s:.3f}"
                 )
-            doubled += 1
-    return doubled
+    if doubled:
+        say(f"{doubled} were leased twice, because healing brought a name back")
 
 
-def check_fence(events: Events) -> int:
-    """No settling succeeds after another delivery began. Return how many came back that had ended:
-    none on NFS, and none whose deliveries all ended while all was well."""
+def not_fenced(events: Events) -> Iterator[str]:
+    """Yield what was settled after another delivery began, and what came back that had ended: none
+    may on NFS, and none whose deliveries all ended while all was well. The others are counted."""
     back = set()
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             late = first.how in ("done", "fail", "release") and second.got_s < first.called_s
             if late and not events.is_doubled(first, second):
-                raise Violation(f"{first.how}() by {first.actor}, when {second.actor} had {ident}")
+                yield f"{first.how}() by {first.actor}, when {second.actor} had {ident}"
             if first.how in ("done", "fail") and second.began_s > first.ended_s:
                 before = deliveries[: deliveries.index(second)]
                 is_calm = all(events.is_calm(d.began_s, d.ended_s) for d in before)
                 if is_calm or not events.may_come_back:
-                    raise Violation(f"{ident} had ended ({first}), and came back: {second}")
-                back.add(ident)
-    return len(back)
+                    yield f"{ident} had ended ({first}), and came back: {second}"
+                else:
+                    back.add(ident)
+    if back:
+        say(f"{len(back)} that had ended came back once more, after healing")
 
 
-def check_calm(events: Events) -> None:
+def troubled(events: Events, hard: bool) -> Iterator[str]:
+    """Yield the calls that raised or took too long while all was well. hard: those that raised
+    while it was not, too; but that a ticket was passed over, a FemtoQueueError, may be then."""
     for began_s, ended_s, what, code in events.errors:
-        if events.is_calm(began_s, ended_s):
-            raise Violation(f"{what} raised {error_name(code)} while all was well, at {began_s}")
+        if events.is_calm(began_s, ended_s) or (hard and code):
+            yield f"{what} raised {error_name(code)}, at {began_s:.3f}"
     for began_s, ended_s, what in events.calls:
         if ended_s - began_s > LONGEST_CALL_S and events.is_calm(began_s, ended_s):
-            raise Violation(f"{what} took {ended_s - began_s:.1f} s while all was well")
+            yield f"{what} took {ended_s - began_s:.1f} s while all was well"
 
 
-def check_places(events: Events, files: set[str]) -> None:
-    """Each acknowledged task is in done/ or failed/, once; nothing else is but what was begun."""
+def misplaced(events: Events, files: set[str]) -> Iterator[str]:
+    """Yield the acknowledged tasks that are not in done/ or failed/, once, and what is there
+    though it was not begun."""
     places: dict[str, list[str]] = collections.defaultdict(list)
     for path in files:
         state, _, name = path.partition("/")
@@ -443,7 +446,7 @@ def check_places(events: Events, files: set[str]) -> None:
         # Those of a key may have been replaced: see key_faults().
         may_be_gone = events.tried[name].key != "-" and not events.deliveries[ident]
         if ident not in places and not may_be_gone:
-            raise Violation(f"{name}, {ident}, was acknowledged and is lost")
+            yield f"{name}, {ident}, was acknowledged and is lost"
     for ident, paths in places.items():
         hows = ("done", "fail")
         ends = sum(
@@ -454,14 +457,14 @@ def check_places(events: Events, files: set[str]) -> None:
         if femtoqueue._is_keyed(ident) and events.may_have_come_back(ident):
             ends += 1  # beside a newer task of its key it became a dead letter
         if not ended or len(paths) > max(1, ends):
-            raise Violation(f"{ident} stands in {' and '.join(sorted(paths))}")
+            yield f"{ident} stands in {' and '.join(sorted(paths))}"
         names = {delivery.name for delivery in events.deliveries[ident]}
         if not names <= events.tried.keys():
-            raise Violation(f"{ident} is {names}, which nobody pushed")
+            yield f"{ident} is {names}, which nobody pushed"
 
 
-def check_order(events: Events) -> None:
-    """Each worker got each producer's tasks in order, as of what nobody had before."""
+def out_of_order(events: Events) -> Iterator[str]:
+    """Yield who got a producer's tasks in another order, as of what nobody had before."""
     numbers: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for delivery in events.all_deliveries():
         if delivery.attempts == 1:
@@ -469,7 +472,7 @@ def check_order(events: Events) -> None:
             numbers[delivery.actor, producer].append(int(number))
     for (actor, producer), order in numbers.items():
         if order != sorted(order):
-            raise Violation(f"{actor} got the tasks of {producer} in the order {order}")
+            yield f"{actor} got the tasks of {producer} in the order {order}"
 
 
 def error_name(code: int) -> str:
@@ -478,11 +481,12 @@ def error_name(code: int) -> str:
 
 
 def report(events: Events) -> None:
+    """Say what there was, so that it can be seen if it was too little."""
     deliveries = events.all_deliveries()
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
-    killed = sum(" killed " in line for line in events.lines)
+    killed = sum(" killed " in line or line.endswith("SIGKILL") for line in events.lines)
     pushes = sum(what == "push" for _, _, what in events.calls)
     say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
     say(f"{killed} processes killed; errors: {dict(errors)}")
@@ -557,7 +561,6 @@ def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> 
     """Yield what is wrong with the deliveries of a key whose payload had been replaced before."""
     for it, late_s in superseded(events, deliveries, pushes):
         if not events.is_outdated_by_healing(it):
-            events.tell(it.id)
             yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
 
 
@@ -683,15 +686,6 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
                 yield text
 
 
-def raised(events: Events) -> Iterator[str]:
-    """Yield the errors that calls raised, and the leases that were lost before their deadline. That
-    a ticket was passed over, a FemtoQueueError, counts only if all was well."""
-    for began_s, at, what, code in events.errors:
-        if code or events.is_calm(began_s, at):
-            yield f"{what} raised {error_name(code)} at {at:.3f}"
-    yield from lost_early(events)
-
-
 def lost_early(events: Events) -> Iterator[str]:
     """Yield the leases that were lost before their deadline; those that may be are counted."""
     tolerated = 0
@@ -726,6 +720,7 @@ def key_faults(events: Events) -> dict[str, list[str]]:
         found["outdated deliveries"] += outdated(events, deliveries, pushes)
         found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
     found["look-ups that found nothing"] += unseen(looked)
+    found["leases lost early"] += lost_early(events)
     report_look_ups(events, looked)
     return found
 
@@ -744,6 +739,25 @@ def turn_faults(events: Events, hosts: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
+# All of it
+
+
+def judge(
+    events: Events, found: dict[str, list[str]], files: set[str] | None = None, hard: bool = False
+) -> None:
+    """Judge all that was noted, and the files that are left, if they are to be. found: what else
+    is wrong, by what was promised. Raise Violation if anything is."""
+    report(events)
+    found = {
+        **found,
+        "double leases": [*leased_twice(events)],
+        "fences passed": [*not_fenced(events)],
+        "troubles": [*troubled(events, hard)],
+        "misplaced": [*misplaced(events, files)] if files is not None else [],
+    }
+    raise_any(events, found)
+
+
 def raise_any(events: Events, found: dict[str, list[str]]) -> None:
     """Print how often each promise was broken, and of what, and raise Violation if one was."""
     faults = {what: texts for what, texts in found.items() if texts}
@@ -752,4 +766,4 @@ def raise_any(events: Events, found: dict[str, list[str]]) -> None:
             events.tell(ident)
         say(f"{len(texts)} {what}; the first: {texts[0]}")
     if faults:
-        raise Violation(", ".join(f"{len(texts)} {what}" for what, texts in faults.items()))
+        raise Violation("; ".join(f"{len(it)} {what}: {it[0]}" for what, it in faults.items()))
