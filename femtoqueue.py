@@ -587,12 +587,12 @@ class _CommandFailed(Exception):
 class _Lease:
     """Where the file of a task was, and its delivery if it is leased (length_ns is not 0).
 
-    `path` is the fencing token; a renewal writes the new one here. `length_ns`: of a renewal.
-    `outcome`: a field of WorkCounts; "" while the delivery runs, or if its end could not be
-    written. `has_checkpoint`: it may have one.
+    `path` is the fencing token; a renewal writes the new one here. `source`: where it was claimed
+    from. `length_ns`: of a renewal. `outcome`: a field of WorkCounts; "" while the delivery runs,
+    or if its end could not be written. `has_checkpoint`: it may have one.
     """
 
-    path = outcome = ""
+    path = source = outcome = ""
     length_ns = 0
     has_checkpoint = False
 
@@ -1623,7 +1623,7 @@ class _LeaseDir:
         deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + lease.length_ns
         name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
         lease.path = path = f"{self.directory}/{name}"
-        self.unread[path] = source
+        self.unread[path] = lease.source = source
         held = self._held
         try:
             if held is None:
@@ -3350,7 +3350,6 @@ _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir first: pending/ may be replaced between two calls.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
 _LINGER_S = 1.0  # after which the thread of coroutines ends, if none waits
-_GIVE_BACK_S = 0.1  # for which a task that goes back waits for the lock of its key
 _MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
 _Found = TypeVar("_Found")  # by a wait
 
@@ -3427,7 +3426,7 @@ class _Waits:
     """The waits on one queue object. A look is a function that returns what it found, or None."""
 
     def __init__(self, worker: _Worker) -> None:
-        self._worker, self._lease_dir = worker, worker.lease_dir
+        self._worker, self._lease_dir, self._pid = worker, worker.lease_dir, os.getpid()
         self._watchers: set[_Watcher] = set()  # of the waits that go on
         self._idle: list[_Watcher] = []  # for the next ones; an old event wakes them for nothing
         # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
@@ -3482,18 +3481,14 @@ class _Waits:
         return found
 
     def _give_back(self, found: object) -> None:
-        """Return a task that was found for a wait that is over to its place, uncounted. If its key
-        stays busy, that is left to the reclaim job: an event loop may be waiting."""
-        if not isinstance(found, FemtoTask):
+        """Return a task that was found for a wait that is over to its place, uncounted."""
+        # A child that was forked as it was found has it from its parent.
+        if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
-        end_s = time.monotonic() + _GIVE_BACK_S
+        self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
         try:
-            while True:
-                with self._worker.lock:
-                    self._worker.reclaim(found.path)
-                if found.path not in self._lease_dir.orphans or time.monotonic() >= end_s:
-                    return
-                time.sleep(_LOCK_PAUSE_S)
+            with self._worker.keys.lock_of(found.id), self._worker.lock:
+                self._worker.reclaim(found.path)
         except OSError as error:
             _log().warning("task %s is given back later: %s", found.id, error)
 
@@ -3620,7 +3615,7 @@ class _Waits:
 # ==================================================================================================
 
 _RENEWAL = 1 / 3  # of its length, after which a lease is renewed
-_LOCK_PAUSE_S = 0.0005  # between two tries of a thread to get the lock of a key
+_LOCK_PAUSE_S = 0.0005  # between two tries of a renewal to get the lock of a key
 _LONGEST_RETRY_S = 3600.0  # after an exception in processing()
 
 
@@ -3733,9 +3728,11 @@ class _LeaseRenewer:
         while not lease.outcome:
             try:
                 # Not waiting for the lock of its key: a process may be stopped while it has it.
-                return self._worker.renew(task, wait=False)
+                self._worker.renew(task, wait=False)
+                return
             except LeaseLost:
-                return self.remove(task)  # its block will see
+                self.remove(task)  # its block will see
+                return
             except BlockingIOError:
                 if time.monotonic() >= end_s:
                     raise

@@ -6393,22 +6393,46 @@ class Coroutines(QueueCase):
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (first, 1))
 
+    @FORK
     @in_a_loop
-    async def test_a_cancelled_wait_leaves_a_busy_key_for_later(self) -> None:
-        """Its loop does not wait for the process that holds the lock of the key."""
-        q, got = self.queue(), threading.Event()
-        q.push(b"1", key="k")
-        with hooked(at_call("open", "inflight-n1/", got.set)):
+    async def test_a_forked_child_does_not_give_back_what_its_parent_gets(self) -> None:
+        """Its copy of the wait is cancelled as the child ends."""
+        q, answered, loop = self.queue(), threading.Event(), asyncio.get_running_loop()
+        q.push(b"x")
+        tell = loop.call_soon_threadsafe
+
+        def told(*args: Any) -> Any:
+            answered.set()
+            return tell(*args)
+
+        with mock.patch.object(loop, "call_soon_threadsafe", told):
             waiter = asyncio.ensure_future(q.pop_async())
             await asyncio.sleep(0)
-            got.wait(PATIENCE_S)  # the loop does not run meanwhile
-        with self.locked("k"):
+            answered.wait(PATIENCE_S)  # the loop does not run meanwhile
+        pid = os.fork()
+        if pid == 0:
             waiter.cancel()
-            with self.assertRaises(asyncio.CancelledError):
+            with contextlib.suppress(BaseException):
                 await waiter
-        task = await q.pop_async()
-        assert task is not None
-        self.assertEqual((task.data, task.attempts), (b"1", 1))
+            os._exit(0)
+        os.waitpid(pid, 0)
+        self.assertIsNotNone(await waiter)
+        self.assertEqual(self.states(), {"inflight-n1": 1})
+
+    def test_ctrl_c_as_a_coroutine_gets_its_task_leaves_it_where_it_was(self) -> None:
+        q = self.queue(max_attempts=1)
+        later = q.schedule(b"x", time.time() * 1e6 + 3.6e9)
+        before = self.names("scheduled")
+        for number in itertools.count():
+            loop = asyncio.new_event_loop()
+            self.addCleanup(loop.close)
+            interrupted = contextlib.suppress(KeyboardInterrupt)
+            with at_line(number, interrupt, ("accept",)) as came, interrupted:
+                loop.run_until_complete(q.take_async(id=later))
+            if not came:
+                break
+            self.assertEqual(self.names("scheduled"), before, came)
+        self.assertGreater(number, 1)
 
     @in_a_loop
     async def test_what_is_found_for_a_wait_that_is_over_is_back_at_its_place(self) -> None:

@@ -32,12 +32,12 @@ import femtoqueue
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
     "tokens of code": 33_472,
-    "lines": 5677,
-    "lines of code": 3740,
+    "lines": 5665,
+    "lines of code": 3728,
     "lines of docstrings": 856,
     "lines of its largest class": 582,
-    "lines of test.py": 8738,
-    "lines of .ci/": 8256,
+    "lines of test.py": 8578,
+    "lines of .ci/": 7918,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -186,11 +186,8 @@ STEPS = {*re.findall(r"\w+\.\w+", DOCSTRING.partition("    step       room")[2].
 
 
 def steps_without_a_method() -> list[str]:
-    return [name for name in sorted(STEPS) if not is_there(*name.split("."))]
-
-
-def is_there(owner: str, method: str) -> bool:
-    return hasattr(getattr(femtoqueue, owner, None), method)
+    pairs = (name.split(".") for name in sorted(STEPS))
+    return [f"{a}.{b}" for a, b in pairs if not hasattr(getattr(femtoqueue, a, None), b)]
 
 
 def moves_without_a_step() -> list[str]:
@@ -302,7 +299,8 @@ def named_rooms_that_are_none() -> list[str]:
 
 
 def weights() -> dict[str, int]:
-    documented = {number for it in docstrings() for number in range(it.lineno, last_line(it) + 1)}
+    spans = ((it.lineno, it.end_lineno or 0) for it in docstrings())
+    documented = {number for start, end in spans for number in range(start, end + 1)}
     code: set[int] = set()
     tokens = 0
     no_code = {
@@ -322,7 +320,7 @@ def weights() -> dict[str, int]:
         "lines of code": len(code),
         "lines of docstrings": len(documented),
         "lines of its largest class": longest_class(face=True)[0],
-        "lines of test.py": 8738lines_of("test.py"),
+        "lines of test.py": lines_of("test.py"),
         "lines of .ci/": sum(map(lines_of, [".ci/run", *glob.glob(f"{PROJECT}/.ci/*.py")])),
     }
 
@@ -331,10 +329,6 @@ def docstrings() -> Iterator[ast.stmt]:
     for node in ast.walk(TREE):
         if isinstance(node, (*DEFINITIONS, ast.Module)) and ast.get_docstring(node) is not None:
             yield node.body[0]
-
-
-def last_line(node: ast.stmt) -> int:
-    return node.end_lineno or node.lineno
 
 
 def lines_of(name: str) -> int:
