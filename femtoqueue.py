@@ -1646,12 +1646,14 @@ class _LeaseDir:
         where the task must not be lost. CRASH: before it, a lease like any."""
         with self._lock:
             try:
-                if (held := self._held) is not None:  # else close() has ended the lease
+                if (held := self._held) is None:  # closed; if that ended the lease, it is gone
+                    os.rename(self._root + lease.path, self._root + target)
+                else:
                     name = lease.path.partition("/")[2]
                     os.rename(held.prefix + name, self._root + target, src_dir_fd=held.fd)
-                    self.unread.pop(lease.path, None)
             except OSError:  # it had not been claimed yet, or a person has it; or disk trouble
                 self.orphans[lease.path] = target
+            self.unread.pop(lease.path, None)
 
     # Closing
 

@@ -8446,6 +8446,24 @@ class Meeting(QueueCase):
             self.assertRaises(KeyboardInterrupt, q.pop)
         self.assertEqual(self.names("pending"), [ident])
 
+    def test_a_claim_that_fails_after_close_is_undone_all_the_same(self) -> None:
+        """Though close() left the lease alone: a detached one, or beside a living namesake."""
+        for detached in (True, False):
+            self.path = self.new_dir(self.memory)
+            q = self.queue(timeout_stale_ms=None, detached=detached)
+            namesake = self.queue(timeout_stale_ms=None)
+            self.assertEqual((q.pop(), namesake.pop()), (None, None))
+            q.push(b"x")
+
+            def close(q: FemtoQueue = q) -> None:
+                with beside(q.close):
+                    pass
+                fail_with(errno.EIO)
+
+            with self.subTest(detached=detached), hooked(at_call("open", "inflight-n1/", close, 1)):
+                self.assertRaises(OSError, q.pop)
+            self.assertEqual(self.states(), {"pending": 1})
+
     def test_a_file_that_can_not_be_claimed_does_not_keep_the_others_waiting(self) -> None:
         q, found = self.queue(), list[bytes]()
         ids = q.push_many([b"1", b"2", b"3"])

@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33_472,
-    "lines": 5665,
-    "lines of code": 3728,
+    "tokens of code": 33328,
+    "lines": 5667,
+    "lines of code": 3730,
     "lines of docstrings": 856,
     "lines of its largest class": 582,
-    "lines of test.py": 8578,
+    "lines of test.py": 8596,
     "lines of .ci/": 7918,
 }
 DOORS = {  # names of annexes that a room above them may use
