@@ -303,9 +303,10 @@ class Actor(verdict.Actor):
     sync: bool = False
     offset_s: float = 0.0  # what to add to this host's monotonic clock to get the program's
     number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    claims: list[tuple[str, float]] = field(default_factory=list)  # of this call
 
     def settings(self) -> str:
-        return json.dumps({k: v for k, v in asdict(self).items() if k != "number"})
+        return json.dumps({k: v for k, v in asdict(self).items() if k not in ("number", "claims")})
 
     def start(self, fd: int) -> None:
         """Runs on the host. fd: of what it notes."""
@@ -316,6 +317,7 @@ class Actor(verdict.Actor):
         has_queue = self.kind not in ("watch", "take_turn", "take_turns", "measure")
         if has_queue:
             self.q = self.opened()
+            self.note_claims()
         self.note("ready")
         getattr(self, self.kind)()
         self.note("closing")
@@ -329,6 +331,20 @@ class Actor(verdict.Actor):
                 return FemtoQueue(self.queue, self.node_id, LEASE_MS, self.sync)
             except OSError as error:  # started while cut off
                 self.trouble("open", "-", began_s, error)
+
+    def note_claims(self) -> None:
+        """Have pop() note what it claims, delivered or not."""
+        lease_dir = self.q._worker.lease_dir
+        claim = lease_dir.claim
+
+        def noting(source: str, lease: Any) -> bool:
+            self.claims.append((source[-29:], self.now_s()))
+            is_claimed = claim(source, lease)
+            if not is_claimed:
+                self.claims.pop()
+            return is_claimed
+
+        lease_dir.claim = noting  # type: ignore[method-assign]
 
     def is_over(self) -> bool:
         return os.path.exists(self.over)
@@ -459,6 +475,9 @@ class Actor(verdict.Actor):
         except OSError as error:
             self.trouble("pop" if key is None else "take", "-", began_s, error)
             return None
+        finally:
+            while self.claims:
+                self.note("claimed", *self.claims.pop())
         if key is not None:
             self.note("looked", "take", key, began_s, int(task is not None))
         if task is not None:

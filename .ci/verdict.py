@@ -162,6 +162,17 @@ class Delivery:
 
 
 @dataclass
+class Claim:
+    """A task was out of others' reach, at most from began_s to ended_s. It may have gone back to
+    its place, undelivered: because the lease ended before its key's lock was free, say."""
+
+    actor: str
+    id: str
+    began_s: float
+    ended_s: float
+
+
+@dataclass
 class Push:
     """One payload, and the times at which push() was called and returned. key: "-" if none."""
 
@@ -218,6 +229,7 @@ class Events:
         self.looks, self.most, self.most_behind = 0, 0, 0
         self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
         self.turns: list[Turn] = []
+        self.claims: list[Claim] = []
         for line in self.lines:
             at, actor, word, *values = line.split()
             if word in ("done", "fail", "release", "lost"):
@@ -238,6 +250,9 @@ class Events:
         push = self.tried[f"{actor}:{number}"]
         push.ended_s, push.ident = at, ident
         self.calls.append((float(began), at, "push"))
+
+    def read_claimed(self, at: float, actor: str, ident: str, began: str) -> None:
+        self.claims.append(Claim(actor, ident, float(began), at))
 
     def read_got(
         self, at: float, actor: str, ident: str, began: str, deadline: str, *rest: str
@@ -587,15 +602,17 @@ def must_find(
         is_as_new = events.tried[d.name].ended_s >= newest.began_s
         if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
             return False
+    claims = [it for it in events.claims if it.id[-8:] == newest.ident[-8:]]
     if it.call == "take":  # None, too, if another has the task in flight
-        others = [d for d in deliveries if d.actor != it.actor]
-        return not any(d.claimed_s() < it.ended_s and d.ended_s > it.began_s for d in others)
-    if it.call == "peek":  # None, too, if it moves: by a claim, when settled, by a push
-        moves = [(d.claimed_s(), d.got_s) for d in deliveries]
+        moves = [(d.got_s, d.ended_s) for d in deliveries if d.actor != it.actor]
+        moves += [(claim.began_s, claim.ended_s) for claim in claims if claim.actor != it.actor]
+    elif it.call == "peek":  # None, too, if it moves: by a claim, when settled, by a push
+        moves = [(claim.began_s, claim.ended_s) for claim in claims]
         moves += [(d.tried_s, d.ended_s) for d in deliveries]
         moves += [(push.began_s, push.ended_s) for push in pushes]
-        return not any(began < it.ended_s and ended > it.began_s for began, ended in moves)
-    return True
+    else:
+        moves = []
+    return not any(began < it.ended_s and ended > it.began_s for began, ended in moves)
 
 
 def bound(
