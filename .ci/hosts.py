@@ -303,10 +303,9 @@ class Actor(verdict.Actor):
     sync: bool = False
     offset_s: float = 0.0  # what to add to this host's monotonic clock to get the program's
     number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    claims: list[tuple[str, float]] = field(default_factory=list)  # of this call
 
     def settings(self) -> str:
-        return json.dumps({k: v for k, v in asdict(self).items() if k not in ("number", "claims")})
+        return json.dumps({k: v for k, v in asdict(self).items() if k != "number"})
 
     def start(self, fd: int) -> None:
         """Runs on the host. fd: of what it notes."""
@@ -334,11 +333,12 @@ class Actor(verdict.Actor):
 
     def note_claims(self) -> None:
         """Have pop() note what it claims, delivered or not."""
+        self.claims: list[tuple[str, float]] = []  # of this call: the key's hash, and since when
         lease_dir = self.q._worker.lease_dir
         claim = lease_dir.claim
 
         def noting(source: str, lease: Any) -> bool:
-            self.claims.append((source[-29:], self.now_s()))
+            self.claims.append((source[-8:], self.now_s()))
             is_claimed = claim(source, lease)
             if not is_claimed:
                 self.claims.pop()

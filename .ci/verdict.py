@@ -167,7 +167,6 @@ class Claim:
     its place, undelivered: because the lease ended before its key's lock was free, say."""
 
     actor: str
-    id: str
     began_s: float
     ended_s: float
 
@@ -229,7 +228,8 @@ class Events:
         self.looks, self.most, self.most_behind = 0, 0, 0
         self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
         self.turns: list[Turn] = []
-        self.claims: list[Claim] = []
+        # By the last part of the task's id, which is a hash of its key.
+        self.claims: dict[str, list[Claim]] = collections.defaultdict(list)
         for line in self.lines:
             at, actor, word, *values = line.split()
             if word in ("done", "fail", "release", "lost"):
@@ -251,8 +251,8 @@ class Events:
         push.ended_s, push.ident = at, ident
         self.calls.append((float(began), at, "push"))
 
-    def read_claimed(self, at: float, actor: str, ident: str, began: str) -> None:
-        self.claims.append(Claim(actor, ident, float(began), at))
+    def read_claimed(self, at: float, actor: str, tag: str, began: str) -> None:
+        self.claims[tag].append(Claim(actor, float(began), at))
 
     def read_got(
         self, at: float, actor: str, ident: str, began: str, deadline: str, *rest: str
@@ -602,7 +602,7 @@ def must_find(
         is_as_new = events.tried[d.name].ended_s >= newest.began_s
         if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
             return False
-    claims = [it for it in events.claims if it.id[-8:] == newest.ident[-8:]]
+    claims, moves = events.claims[newest.ident[-8:]], list[tuple[float, float]]()
     if it.call == "take":  # None, too, if another has the task in flight
         moves = [(d.got_s, d.ended_s) for d in deliveries if d.actor != it.actor]
         moves += [(claim.began_s, claim.ended_s) for claim in claims if claim.actor != it.actor]
@@ -610,8 +610,6 @@ def must_find(
         moves = [(claim.began_s, claim.ended_s) for claim in claims]
         moves += [(d.tried_s, d.ended_s) for d in deliveries]
         moves += [(push.began_s, push.ended_s) for push in pushes]
-    else:
-        moves = []
     return not any(began < it.ended_s and ended > it.began_s for began, ended in moves)
 
 
