@@ -3363,26 +3363,34 @@ class _Watcher:
 
     def __init__(self, root: str) -> None:
         self._fds: list[int] = []  # of inotify, and of an eventfd for wake()
+        self._watches: list[int] = []  # of the directories, as they were at the last look
         self._root, self._libc = root, _libc()
         self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
         self._no_wake.acquire()
         fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
-        if fd >= 0:  # -1: too many
+        self.sees_all = fd >= 0 and _fs_type(root) in _LOCAL_TYPES  # -1: too many
+        if fd >= 0:
             self._fds.append(fd)
             self._fds.append(os.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
+            self._watch()
         _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
-        self.sees_all = fd >= 0 and self._watch() and _fs_type(root) in _LOCAL_TYPES
 
     def _watch(self) -> bool:
-        """Watch the directories, and those in their places if they were replaced."""
+        """Watch the directories; return whether another is in the place of one (shrink_pending)."""
         fd, add_watch = self._fds[0], self._libc.inotify_add_watch
-        return all(add_watch(fd, os.fsencode(self._root + it), mask) >= 0 for it, mask in _WATCHED)
+        before = self._watches
+        self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
+        self.sees_all &= min(self._watches) >= 0
+        return self._watches != before
 
     def sleep(self, seconds: float) -> None:
+        """Sleep; but not if a directory was replaced since the last look, which did not see it."""
         import select
 
         if not self._fds:
             self._no_wake.acquire(timeout=seconds)
+            return
+        if self._watch():
             return
         poll = select.poll()
         for fd in self._fds:
@@ -3390,8 +3398,6 @@ class _Watcher:
         for fd, _ in poll.poll(int(seconds * 1000) + 1):
             with suppress(BlockingIOError):
                 os.read(fd, 1 << 16)
-        # Before the next look: pending/ may be a new directory (shrink_pending).
-        self.sees_all = self._watch() and self.sees_all
 
     def wake(self) -> None:
         """End the sleep, or the next one; in any thread, or in a signal handler."""

@@ -6232,6 +6232,21 @@ class Hearing(QueueCase):
             self.path = self.new_dir(self.memory)
             self.assertIn(self.popped_after(*before, push), (b"x", b"due"))
 
+    def test_a_push_into_a_new_directory_that_is_not_watched_yet_is_not_slept_over(self) -> None:
+        """It comes after the look that the replacement ended a sleep for."""
+        pushes: list[Callable[[bytes], str]] = []
+
+        def replace(other: FemtoQueue) -> None:
+            self.replace("pending")
+            pushes.append(other.push)
+
+        def hear(event: str, args: tuple[Any, ...]) -> None:
+            if event == "inotify" and pushes:
+                pushes.pop()(b"x")
+
+        with hooked(hear):
+            self.assertEqual(self.popped_after(replace), b"x")
+
     @FORK
     def test_a_forked_child_leaves_its_parent_to_hear(self) -> None:
         """What it reads from a descriptor that both have, its parent never hears."""

@@ -1017,8 +1017,11 @@ close() ends a wait in another thread | Waiting hangs
 -                if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
 +                if found is not None or left_s <= 0:
 a wait hears of a pending/ that was replaced | Hearing hangs
--        self.sees_all = self._watch() and self.sees_all
-+        pass
+-        if self._watch():
++        if not self._watches:
+a wait looks at a pending/ that was replaced once it is watched | Hearing hangs
+-        return self._watches != before
++        return False
 a cancelled pop_async() loses no task | Coroutines hangs
 -        except InvalidStateError:  # RACE: cancelled, or the queue was closed
 -            self._give_back(task)
