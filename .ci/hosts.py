@@ -28,9 +28,10 @@ After a replica was down or cut off, healing may bring back a name that had been
 The queue drops it if the task has ended, as far as Gluster shows that both are one file. Else a
 task that had ended comes once more, or one that waits is claimed by two hosts: both are counted,
 and no failure while not all is well; nor is what follows for a key: such a task is delivered after
-a newer one, or is a dead letter beside it. Nor is a key's second task that was pushed while a host
-was cut off, which may lose its locks. Such dead letters are printed, and the leases counted that
-were lost early meanwhile, for the replicas did not agree on their names.
+a newer one, or is a dead letter beside it; or the payload comes once more that a task had before.
+Nor is a key's second task that was pushed while a host was cut off, which may lose its locks. Such
+dead letters are printed, and the leases counted that were lost early meanwhile, for the replicas
+did not agree on their names.
 
 Another phase, without faults, is about keyed tasks: on each host two processes push, and two take,
 release, fail and finish tasks of one key, then of ten, then of fifty. All of them ask for tasks by

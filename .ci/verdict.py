@@ -326,18 +326,25 @@ class Events:
         return self.may_come_back and any(d.ended_s < until_s for d in troubled)
 
     def is_outdated_by_healing(self, it: Delivery) -> bool:
-        """Whether GlusterFS may have kept the payload of a delivery: its task had ended; or two
+        """Whether GlusterFS may have kept the payload of a delivery: its task had ended; or another
+        delivery, which ended before while not all was well, had a newer one in its place; or two
         claims got the same file just then, and one of them took the newer payload along."""
         of_task = self.deliveries.get(it.id, ())
         older = (d for d in of_task if d.name == it.name and d.got_s <= it.got_s)
-        pairs = itertools.product(older, of_task)
-        return self.may_have_come_back(it.id, it.got_s) or any(self.is_split(*two) for two in pairs)
+        before = (d for d in of_task if d.ended_s < it.got_s)
+        is_back = self.may_have_come_back(it.id, it.got_s) or any(
+            self.may_come_back and self.is_newer(it, d) and not self.is_calm(d.began_s, d.ended_s)
+            for d in before
+        )
+        return is_back or any(self.is_split(*two) for two in itertools.product(older, of_task))
+
+    def is_newer(self, old: Delivery, new: Delivery) -> bool:
+        return self.tried[old.name].ended_s < self.tried[new.name].ended_s
 
     def is_split(self, old: Delivery, new: Delivery) -> bool:
         """Whether GlusterFS let two claims of one file through, and one took a newer payload along:
         both are the same delivery, and were claimed while not all was well, at the same time."""
-        is_newer = self.tried[old.name].ended_s < self.tried[new.name].ended_s
-        is_same = is_newer and old.attempts == new.attempts
+        is_same = self.is_newer(old, new) and old.attempts == new.attempts
         is_at_once = old.began_s < new.got_s and new.began_s < old.got_s
         is_troubled = not self.is_calm(old.began_s, old.got_s)
         return self.may_come_back and is_same and is_at_once and is_troubled
