@@ -1503,9 +1503,6 @@ class _Backlog:
             self.refill_s = now_s + max(1, 20 * (time.monotonic() - now_s))
         self._listed_s = now_s
 
-    def clear(self) -> None:
-        self.names = []
-
     def add(self, path: str) -> None:
         """A task came to `path` in pending/: it is next if it stands in front of the batch."""
         with self._lock:
@@ -1564,7 +1561,7 @@ class _LeaseDir:
                     self._worker.house.reclaiming.run()
 
     def _open(self) -> None:
-        self._worker.backlog.clear()  # nothing is claimed until it is open, also when we raise
+        self._worker.backlog.names = []  # nothing is claimed until it is open, also when we raise
         for _ in range(_MAX_REPLACED):
             self._make()
             lock = self._files.open_dir(self.directory)
@@ -2139,7 +2136,7 @@ class _Housekeeper:
                 self._files.shrink_pending(self._clock.new_id())
             self._look_s = now_s + _LOOK_INTERVAL_S
         if self._is_paused:
-            self._backlog.clear()
+            self._backlog.names = []
             self._backlog.refill_s = now_s + 1
         else:
             self._backlog.relist(now_s)
@@ -2147,7 +2144,7 @@ class _Housekeeper:
     def look_again(self) -> None:
         """Have the next pop() look at PAUSED and at our lease directory before it takes a task."""
         with self._lock:
-            self._backlog.clear()
+            self._backlog.names = []
             self._look_s = 0.0
 
     def end_scan(self) -> None:
@@ -3911,9 +3908,9 @@ class _WorkerPool:
     def _take(self) -> FemtoTask | None:
         """Take a task, or wait for one a moment: no event says that is_stopped() has changed."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
-        task: FemtoTask | None = None if self._drain else queue.pop(wait_s)
-        if self._drain:
-            task = next(queue.drain(wait_s), None)
+        task: FemtoTask | None = (
+            next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
+        )
         is_drained = self._drain and task is None and queue.join(0)
         with self._changed:
             if task is None:
