@@ -70,7 +70,6 @@ bricks (in memory) and glusterd's state go with them, and the machine's own are 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import errno
@@ -79,24 +78,22 @@ import json
 import os
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import proof
 import verdict
-from broken import break_queue, caught_by
-from proof import Unable, Violation, name_of, run, say
-from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
+from actors import Actor, Noter
+from broken import caught_by
+from proof import Unable, Violation, run, say
+from verdict import LEASE_MS
 
 import femtoqueue
-from benchmark_mini import Floor, Queue
-from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, TicketQueue
 
 PACKAGES = ("glusterfs-server", "glusterfs-client")
 TOOLS = ("glusterd", "gluster", "mount.glusterfs", "ip", "unshare", "nsenter", "setpriv")
@@ -138,12 +135,9 @@ KINDS = {  # who notes what
 PHASES = ("calm", "keys", "storms")
 PHASE_OF = {"quorum": "storms", "cut": "storms", "tickets": "keys"}
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
-STALE_S = 30.0  # of a ticket that another host's member does not touch
-STORM_STALE_S = 10.0
+STORM_STALE_S = 10.0  # of a ticket that another host's member does not touch
 CLEAR_S = 90.0  # for a turn, in a storm
 STORM_KEYS = (1, 50)  # in one storm after the other
-ROUNDS = 5
-SIZES = (0, 50, 5000, 100_000)
 
 
 # Hosts
@@ -282,242 +276,6 @@ def check_machine() -> None:
     proof.install(lambda: [tool for tool in TOOLS if not shutil.which(tool)], *PACKAGES)
 
 
-# Actors, each a process on a host
-
-
-@dataclass
-class Actor(verdict.Actor):
-    kind: str
-    name: str
-    over: str  # a file that is there when it is to end
-    queue: str = f"{MOUNT}/jobs"
-    node_id: str | None = None
-    idle_s: float = 0.0
-    seed: int = 0
-    broken: str = ""
-    count: int = 0
-    keys: int = 0
-    pause_s: float = 0.01  # at most, between two pushes
-    stale_s: float = STALE_S
-    timeout_s: float = LONGEST_CALL_S  # for a turn
-    sync: bool = False
-    offset_s: float = 0.0  # what to add to this host's monotonic clock to get the program's
-    number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-
-    def settings(self) -> str:
-        return json.dumps({k: v for k, v in asdict(self).items() if k != "number"})
-
-    def start(self, fd: int) -> None:
-        """Runs on the host. fd: of what it notes."""
-        self.chance = random.Random(self.seed)
-        self.fd = fd
-        self.line: TicketQueue | None = None
-        break_queue(self.broken)
-        has_queue = self.kind not in ("watch", "take_turn", "take_turns", "measure")
-        if has_queue:
-            self.q = self.opened()
-            self.note_claims()
-        self.note("ready")
-        getattr(self, self.kind)()
-        self.note("closing")
-        if has_queue:
-            self.q.close()
-
-    def opened(self) -> FemtoQueue:
-        while True:
-            began_s = self.now_s()
-            try:
-                return FemtoQueue(self.queue, self.node_id, LEASE_MS, self.sync)
-            except OSError as error:  # started while cut off
-                self.trouble("open", "-", began_s, error)
-
-    def note_claims(self) -> None:
-        """Have pop() note what it claims, delivered or not."""
-        self.claims: list[tuple[str, float]] = []  # of this call: the key's hash, and since when
-        lease_dir = self.q._worker.lease_dir
-        claim = lease_dir.claim
-
-        def noting(source: str, lease: Any) -> bool:
-            self.claims.append((source[-8:], self.now_s()))
-            is_claimed = claim(source, lease)
-            if not is_claimed:
-                self.claims.pop()
-            return is_claimed
-
-        lease_dir.claim = noting  # type: ignore[method-assign]
-
-    def is_over(self) -> bool:
-        return os.path.exists(self.over)
-
-    def produce(self) -> None:
-        while not self.is_over():
-            self.push()
-            time.sleep(self.chance.random() * 0.15)
-
-    def fill(self) -> None:
-        for _ in range(self.count):
-            self.push()
-
-    def push_keys(self) -> None:
-        while not self.is_over():
-            key = self.any_key()
-            self.push(key)
-            if self.chance.random() < 0.3:
-                self.look_up(key)
-            time.sleep(self.chance.random() * self.pause_s)
-
-    def any_key(self) -> str:
-        """Return one of the keys; half of the time the one that all hosts choose just now."""
-        if self.chance.random() < 0.5:
-            return f"key{int(self.now_s() / 0.5) % self.keys}"
-        return f"key{self.chance.randrange(self.keys)}"
-
-    def push(self, key: str | None = None) -> None:
-        sizes = self.chance.choices(SIZES, (4, 4, 2, 0.2))
-        self.publish(lambda datas: [self.q.push(datas[0], key=key)], sizes, key or "-")
-
-    def consume(self) -> None:
-        while not self.is_over():
-            if (task := self.pop()) is None:
-                time.sleep(0.02)
-                continue
-            self.work(task)
-            end = self.chance.choices(("done", "fail", "release"), (85, 5, 10))[0]
-            self.settle(task, end)
-
-    def take_keys(self) -> None:
-        """Get tasks in turn and by key; a delivery takes far less time than its lease. Pauses let
-        payloads be replaced while their task waits, and not only while it is in flight."""
-        while not self.is_over():
-            if self.chance.random() < 0.4:
-                self.look_up(self.any_key())
-            else:
-                self.end_keyed(self.pop())
-            time.sleep(self.chance.choice((0.02, 0.2)) * self.chance.random())
-
-    def end_keyed(self, task: FemtoTask | None) -> None:
-        if task is not None:
-            time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
-            self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
-
-    def look_up(self, key: str) -> None:
-        """Ask for a key's task in one of three ways, and note whether there was one."""
-        call = self.chance.choice(LOOK_UPS)
-        began_s = self.now_s()
-        if call == "take":
-            self.end_keyed(self.pop(key))
-            return
-        try:
-            if call == "contains":
-                found = self.q.contains(key)
-            elif found := (task := self.q.peek(key=key)) is not None:
-                name_of(task.data)  # raises if it is torn
-        except OSError as error:
-            self.trouble(call, "-", began_s, error)
-        else:
-            self.note("looked", call, key, began_s, int(found))
-
-    def take_turns(self) -> None:
-        """Have one turn after the other, in line with the other members."""
-        while not self.is_over():
-            began_s = self.now_s()
-            try:
-                self.take_turn()
-            except (OSError, FemtoQueueError) as error:
-                self.trouble("turn", "-", began_s, error)
-            time.sleep(self.chance.choice((0.0, 0.1)) * self.chance.random())
-
-    def take_turn(self) -> None:
-        """Wait for a turn, have it, and note both."""
-        began_s = self.now_s()
-        self.line = self.line or TicketQueue(f"{self.queue}-line", self.stale_s)
-        with self.line.turn(self.timeout_s) as ticket:
-            self.note("turn", ticket, began_s)
-            time.sleep(self.chance.random() * 0.02)
-            self.note("turned", ticket)
-
-    def watch(self) -> None:
-        """Count the tasks of a key on this host's brick, where no cache is in between.
-
-        A task that two listings in a row show was there when the first one ended, even if it was
-        renamed meanwhile. So what both show is counted, and nothing is counted twice.
-        """
-        root = self.queue.replace(MOUNT, BRICK)
-        looks, most, before = 0, (0, 0), verdict.places_of_keys(unfinished(root))
-        while not self.is_over():
-            time.sleep(0.01)
-            now = verdict.places_of_keys(unfinished(root))
-            here = tuple(verdict.most_of_a_key(a & b) for a, b in zip(before, now, strict=True))
-            looks, most, before = looks + 1, (max(most[0], here[0]), max(most[1], here[1])), now
-        self.note("watched", looks, *most)
-
-    def drain(self) -> None:
-        """Finish everything; what nobody has any more comes back at its deadline."""
-        idle_since_s = self.now_s()
-        while self.now_s() < idle_since_s + self.idle_s:
-            if (task := self.pop()) is not None:
-                self.settle(task, "done")
-                idle_since_s = self.now_s()
-            else:
-                time.sleep(0.05)
-
-    def hold(self) -> None:
-        """Take one task, and finish it too late: others must have had it meanwhile."""
-        while (task := self.pop()) is None:
-            time.sleep(0.02)
-        time.sleep(LEASE_MS / 1e3 + 2)
-        self.settle(task, "done")
-
-    def pop(self, key: str | None = None) -> FemtoTask | None:
-        began_s = self.now_s()
-        try:
-            task = self.q.pop() if key is None else self.q.take(key)
-        except OSError as error:
-            self.trouble("pop" if key is None else "take", "-", began_s, error)
-            return None
-        finally:
-            while self.claims:
-                self.note("claimed", *self.claims.pop())
-        if key is not None:
-            self.note("looked", "take", key, began_s, int(task is not None))
-        if task is not None:
-            deadline_s, name = self.deadline_s(task, began_s), name_of(task.data)
-            self.note("got", task.id, began_s, deadline_s, task.attempts, name)
-        return task
-
-    def work(self, task: FemtoTask) -> None:
-        how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[0]
-        time.sleep({"short": 0.02, "late": LEASE_MS / 1e3 + 1}.get(how, 1) * self.chance.random())
-        if how == "renewed":
-            self.extend(task)
-
-    def measure(self) -> None:
-        """Print how many calls a second take: push(), and pop() with done(), of the queue, of the
-        bare calls of benchmark_mini.py, in turn, and all three of them for a key."""
-        sides = {"queue": Queue(self.queue), "floor": Floor(f"{self.queue}-floor")}
-        rates: dict[str, list[float]] = collections.defaultdict(list)
-        for _, name, what in itertools.product(range(ROUNDS), sides, ("push", "take")):
-            step, began_s = getattr(sides[name], what), time.monotonic()
-            if any(step() is False for _ in range(self.count)):
-                raise SystemExit(f"fewer than {self.count} tasks came out")
-            rates[f"{name} {what}"].append(self.count / (time.monotonic() - began_s))
-        keyed, began_s = FemtoQueue(f"{self.queue}-keyed"), time.monotonic()
-        for number in range(self.count):
-            keyed.push(b"x", key=str(number))
-            keyed.done(keyed.pop())  # type: ignore[arg-type]
-        rates["keyed push + take"].append(self.count / (time.monotonic() - began_s))
-        print(", ".join(f"{what}: {statistics.median(of):.0f}/s" for what, of in rates.items()))
-
-
-def unfinished(root: str) -> set[str]:
-    """Return the paths of what a queue's directories hold, but for those of finished tasks."""
-    paths = set()
-    for directory in set(os.listdir(root)) - {"creating", "done", "failed"}:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a worker's own is gone
-            paths |= {f"{directory}/{name}" for name in os.listdir(f"{root}/{directory}")}
-    return paths
-
-
 # The storm
 
 
@@ -535,9 +293,10 @@ class Episode:
     holder: int = 0
 
 
-class Stage:
+class Stage(Noter):
     """Actors on the hosts of a cluster, and what they noted."""
 
+    name = "storm"
     tail_s = 6.0  # of a storm, after its last event
 
     def __init__(
@@ -552,8 +311,7 @@ class Stage:
         self.lost = hosts.lost_bricks()
         self.at_rest: list[set[str]] = []  # the queue's files after each storm
         self.over = f"{self.log}.over"
-        self.me = Actor("", "storm", self.over)  # it only notes
-        self.me.fd = proof.open_log(self.log)
+        self.fd = proof.open_log(self.log)
 
     def new_log(self, work: str, name: str) -> str:
         """Return the path of a file for what is noted."""
@@ -561,7 +319,7 @@ class Stage:
 
     def start(self, host: int, kind: str, **settings: Any) -> None:
         settings = {"queue": self.queue, "broken": self.broken, **settings}
-        self.start_as(host, Actor(kind, "", self.over, **settings))
+        self.start_as(host, Actor(kind, "", over=self.over, **settings))
 
     def host(self, number: int) -> Any:
         return self.cluster.hosts[number]
@@ -581,7 +339,7 @@ class Stage:
         """Kill a producer or a worker, and start it again under its node_id, if it has one."""
         names = [name for name in self.running if not name.startswith("hold")]
         host, actor, process = self.running.pop(self.chance.choice(names))
-        self.me.note("killed", actor.name)
+        self.note("killed", actor.name)
         self.end(process)
         self.start_as(host.number, actor)
 
@@ -631,7 +389,7 @@ class Stage:
             self.start(episode.holder, "hold")
             self.wait_for("got")
         self.check_machine()
-        self.me.note("fault", int(episode.cuts_off))
+        self.note("fault", int(episode.cuts_off))
         say(episode.text)
         episode.fault()
 
@@ -683,7 +441,7 @@ class Stage:
             self.start(host, kind, **settings)
         self.wait_for("ready")
         if watcher:
-            self.start(watcher, "watch")
+            self.start(watcher, "watch", queue=self.queue.replace(MOUNT, BRICK))
             self.wait_for("ready")
         time.sleep(seconds)
         self.call_over()
@@ -714,7 +472,7 @@ class Stage:
             # Gluster leaves a worker's directory that was removed where two bricks were cut off.
             say("a lease directory stays on one brick, unhealed")
         self.lost = self.cluster.lost_bricks()
-        self.me.note("healed")
+        self.note("healed")
         say(f"healed after {time.monotonic() - began_s:.0f} s")
 
     def on_all(self, timeout_s: float, kind: str, **settings: Any) -> None:
