@@ -11,7 +11,7 @@ What is a name and what a record is decided here, by other code than femtoqueue'
 
 A failure ends it with the seed; `--seed S --only KIND --minutes 0` runs that one again.
 
---self-check shows that this can fail: each of some broken queues must be caught.
+--self-check shows that this can fail: the faults of broken.py that name it must be caught.
 """
 
 from __future__ import annotations

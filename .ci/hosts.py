@@ -6,21 +6,20 @@ Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-ser
 glusterfs-client (Debian) if they are missing. Takes six minutes.
 
 Three hosts on this machine, each with a network, mounts, processes and a boot id of its own, are
-joined by a bridge, and hold a volume of three replicas, which each of them mounts. On all three run
-producers and workers of tasks without a key and with one, and a member of a line of tickets, while
-a brick is killed and comes back, a host is cut off and comes back, both at once (no quorum: nobody
-may write), and processes are killed all the time. Each notes what it does outside the volume; all
-hosts have one monotonic clock (see verdict.py). Proved:
+joined by a bridge, and hold a volume of three replicas, which each of them mounts. In storms,
+producers and workers of tasks without a key and with one, and a member of a line of tickets, run on
+all three, while a brick is killed and comes back, a host is cut off and comes back, both at once
+(no quorum: nobody may write), and processes are killed all the time. Proved (see verdict.py):
 
   - each push that returned ends in done/ or failed/, once, with its own bytes;
   - no task is leased twice: whoever has it lives, has not settled it, and its lease has not ended;
-  - done() and fail() of one who was cut off raise LeaseLost once another has had the task;
-  - what is done or failed is never delivered again (but see below);
+  - done() and fail() of one who was cut off raise LeaseLost once another has had the task, and what
+    is done or failed is never delivered again (but see below);
   - while all is well nothing raises, and no call takes longer than 40 s;
   - tasks of a producer are claimed in the order of their pushes by each worker;
-  - of keyed tasks, of one key in one storm and of fifty in the next, what is said below, but that
-    peek() and take() may miss the task of one who was killed; turns do not overlap, and after each
-    storm each host gets one, but a ticket may be passed over while a host is cut off;
+  - of one key in one storm, and of fifty in the next, what is said below, but that peek() and
+    take() may miss the task of one who was killed; turns do not overlap, and after each storm each
+    host gets one, but a ticket may be passed over while a host is cut off;
   - all mounts and, after healing, all bricks show the same files (but for lease directories that
     Gluster forgot on one brick, which no mount shows, and what raised pushes left in creating/).
 
@@ -32,36 +31,27 @@ a newer one, or is a dead letter beside it. Nor is a key's second task that was 
 was cut off, which may lose its locks. Such dead letters are printed, and the leases counted that
 were lost early meanwhile, for the replicas did not agree on their names.
 
-Another phase, without faults, is about keyed tasks: on each host two processes push, and two take,
-release, fail and finish tasks of one key, then of ten, then of fifty. All of them ask for tasks by
-key, too: contains(), peek() and take(). Proved:
+Without faults, two processes on each host push, two take, release, fail and finish tasks of one
+key, then of ten, then of fifty, and all ask for them: contains(), peek() and take(). Proved:
 
   - a key has at most one task that waits or is in flight, and at most one payload behind it;
-  - deliveries of a key do not overlap in time;
-  - a delivery carries a payload that is at least as new as the last push that had returned when
-    pop() or take() was called; the last delivery of a key carries its last payload (of pushes
-    that overlap in time, any may be the last);
-  - failed/ holds only tasks that a worker gave to fail();
+  - deliveries of a key do not overlap in time, and carry a payload at least as new as the last push
+    that had returned when pop() or take() was called, the last one the last payload (of pushes that
+    overlap in time, any may be the last); failed/ holds only what a worker gave to fail();
   - a key whose push had returned, on any host, is not absent: contains() finds it until a delivery
     of that payload or a newer one is about to end, peek() unless it is pushed or moves meanwhile,
-    take() unless it is in flight;
+    take() unless it is in flight, though a mount shows files as they were up to a second ago;
   - no call raises anything, and no lease is lost before its deadline;
-  - of two processes on each host that take turns by a TicketQueue, turns do not overlap, and come
-    in the order of their tickets; each host has some.
-
-A mount shows files and names that another host has changed as they were, for up to a second, from
-its caches. The locks and the whereabouts of keys must not depend on such a reading.
+  - turns of two members on each host do not overlap, and come in the order of their tickets.
 
 What a queue needs of another shared file system, between its hosts: of two rename() of one name
 one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and ends with its host;
 a name that one call made is found by the next call of any host, or within a second. To try: mount
 it where this volume is mounted below, and run --only calm, keys and then storms.
 
---only runs one phase (with --self-check: the broken queues that it must catch). --measure prints
-calls per second on one host, and those of bare calls of the operating system beside them.
---self-check shows that the proof can fail: a claim by copy and unlink, a done() without a fence, a
-push that does not mind an error, a queue that is none, a key lock whose file is removed, a look-up
-that sees only what waits, and tickets that take other hosts' members for dead must all be caught.
+--only runs one phase (with --self-check: the faults that it must catch). --measure prints calls per
+second on one host, and those of bare calls of the operating system beside them. --self-check shows
+that the proof can fail: the faults of broken.py that name it must be caught.
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
@@ -133,7 +123,7 @@ KINDS = {  # who notes what
     "got": ("hold",),
 }
 PHASES = ("calm", "keys", "storms")
-PHASE_OF = {"quorum": "storms", "cut": "storms", "tickets": "keys"}
+PHASE_OF = {"calm": "calm", "keys": "keys", "quorum": "storms", "cut": "storms", "tickets": "keys"}
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
 STORM_STALE_S = 10.0  # of a ticket that another host's member does not touch
 CLEAR_S = 90.0  # for a turn, in a storm
@@ -621,8 +611,8 @@ def measure(stage: Stage) -> None:
 
 
 def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
-    def play(broken: str, how: tuple[str, str]) -> None:
-        part = how[0]
+    def play(broken: str, how: str) -> None:
+        part = phase_of(how)
         if part in ("quorum", "cut"):  # without a quorum each push raises, else those of one host
             storms(hosts, work, seed, [part], broken)
         elif part == "tickets":
@@ -633,8 +623,17 @@ def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> N
             calm(Stage(hosts, work, seed, broken, "-calm"), 100)
 
     queues = caught_by("hosts").items()
-    of_phases = [it for it in queues if PHASE_OF.get(it[1][0], it[1][0]) in phases]
-    proof.must_catch(of_phases, play, lambda how: str(how[1]))
+    of_phases = [it for it in queues if PHASE_OF[phase_of(it[1])] in phases]
+    proof.must_catch(of_phases, play, says)
+
+
+def phase_of(how: str) -> str:
+    return how.partition(" ")[0]
+
+
+def says(how: str) -> str:
+    """Return the pattern of what must be said when a fault is caught, see caught_by()."""
+    return how.partition(" ")[2]
 
 
 def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:

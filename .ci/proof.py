@@ -40,9 +40,7 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     )
     seed = random.randrange(10**6)
     made.add_argument("--seed", type=int, default=seed, help="default: random; it is printed")
-    made.add_argument(
-        "--self-check", action="store_true", help="show that broken queues are caught"
-    )
+    made.add_argument("--self-check", action="store_true", help="show that faults are caught")
     return made
 
 
@@ -65,7 +63,7 @@ def must_catch(
     prove: Callable[[str, Any], object],
     wanted: Callable[[Any], str] = lambda how: "",
 ) -> None:
-    """Show that a proof catches broken queues: names, and what it needs to know, see caught_by().
+    """Show that a proof catches faults: names, and what it needs to know, see caught_by().
     prove() gets both, and must raise Violation. wanted: what that must say, a pattern."""
     for name, how in queues:
         try:

@@ -28,7 +28,8 @@ older one if one pop() of who took it ran while both were pushed.
 
 Interrupted workers give tasks back uncounted; near a SIGINT, order is not looked at.
 
---self-check shows that each of these but the last can fail: broken queues must be caught.
+--self-check shows that each of these but the last can fail: the faults of broken.py that name it
+must be caught.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ class Role(Actor):
             raise error
         # With sync, what a consumer was quicker to take stays his.
         is_refused = what == "push" and not self.sync
-        self.note("error", what if is_refused else "call", which, began_s, errno.ENOSPC, "-")
+        self.note("error", "push" if is_refused else "call", which, began_s, errno.ENOSPC, "-")
         time.sleep(0.02 if what == "push" else 0.05)
 
     def produce(self) -> float:
@@ -248,7 +249,7 @@ def live(storm: Storm, name: str, slot: int) -> None:
         command += ["--timeout", f"{LEASE_S:g}s", "--", *handler]
         os.execv(sys.executable, [sys.executable, *command])
     Role(
-        "loop" if storm.broken and role in WORKERS else role,
+        "loop" if role == "command" else role,
         name,
         storm.queue_path,
         node_id=f"slot-{slot}" if chance.random() < 0.5 else None,
