@@ -7,8 +7,8 @@
 FAULTS has text of femtoqueue.py, and what to put in its place. The first line of each says which
 promise the fault breaks, after it which class of tests should find that, and which proofs must, in
 their --self-check, with what these need to know: faults the calls at which a fault shows it (or
-SIGKILL), fuzz the kind of seeds, storm its rule, power_loss the file systems, hosts and nfs the
-phase, and what it must say. After a redesign the text is another one; the promise is the same.
+SIGKILL), fuzz the kind of seeds, storm its rule, power_loss the file system, hosts and nfs the
+part, and what it must say. After a redesign the text is another one; the promise is the same.
 
 --tests makes a copy of the project for each fault, or for a sample of N by lot (--seed; the date),
 and runs test.py there: first the class that should find it, then everything. It prints which test
@@ -36,11 +36,11 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proof import say
+from proof import PROGRAM, Violation, say
 
 import femtoqueue
 
@@ -57,7 +57,7 @@ class Fault:
     promise: str
     expected: str  # the class of tests that should find it; "-": only proofs do
     hangs: bool  # a test that does not end has found it
-    caught_by: dict[str, str]  # by the name of a proof
+    caught_by: list[list[str]]  # names of proofs, with what each needs to know
     old: str
     new: str
 
@@ -96,9 +96,24 @@ def plain(made: Any) -> Any:
     return inspect.unwrap(getattr(made, "fget", None) or getattr(made, "__func__", made))
 
 
-def caught_by(proof: str) -> dict[str, str]:
-    """Return the faults that a proof must catch, by name, with what it needs to know of each."""
-    return {it: row.caught_by[proof] for it, row in faults().items() if proof in row.caught_by}
+def must_catch(
+    prove: Callable[[str, str], object], is_wanted: Callable[[str], bool] = lambda need: True
+) -> None:
+    """Show that this proof catches the faults that name it. prove() gets the name of a fault, and
+    what the proof needs to know: up to " ~ "; behind that is what the Violation must say."""
+    for name, fault in faults().items():
+        for proof, need in fault.caught_by:
+            what, _, wanted = need.partition(" ~ ")
+            if proof != PROGRAM or not is_wanted(what):
+                continue
+            try:
+                prove(name, what)
+            except Violation as error:
+                if not re.search(wanted, str(error)):
+                    raise Violation(f"{name}: {error}, and not: {wanted}") from None
+                say(f"{name} is caught: {error}")
+            else:
+                raise Violation(f"{name} is not caught, {need}")
 
 
 def break_queue(name: str) -> None:
@@ -136,7 +151,7 @@ def parse_faults(text: str) -> Iterator[Fault]:
         promise, _, finders = head.partition(" | ")
         tests, *proofs = finders.split("; ")
         expected, _, hangs = tests.partition(" ")
-        needs = dict(it.split(": ", 1) for it in proofs)
+        needs = [it.split(": ", 1) for it in proofs]
         old, new = ("\n".join(it[1:] for it in lines if it[0] in signs) for signs in ("- ", "+ "))
         yield Fault(promise, expected, hangs == "hangs", needs, old, new)
 
@@ -232,7 +247,8 @@ the lock of a file that was removed is no lock | Tickets
 an error of flock() is raised, unless it says that there are no locks | Faults
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
-sync_after_write: the bytes of a push are synced | Durability; power_loss: ext4 xfs btrfs
+sync_after_write: the bytes of a push are synced | Durability
+; power_loss: ext4; power_loss: xfs; power_loss: btrfs
 -                if sync:
 +                if not source:
                      os.fsync(fd)
@@ -258,7 +274,7 @@ a push that raises leaves no task | Faults
 -            for leftover in (source, path):
 +            for leftover in (source,):
 push() acknowledges only what the disk took | Faults
-; faults: writev write rename; storm: found; hosts: quorum is lost|never delivered
+; faults: writev write rename; storm: found; hosts: quorum ~ is lost|never delivered
          ident = self._clock.new_id()
 -        self._files.publish(ident, data, f"pending/{ident}")
 +        with suppress(OSError):
@@ -284,7 +300,7 @@ a finished task of which a second name came back is not delivered | TwoNames
 -        if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
 +        if not source:
 the claim is one rename: a task is leased once | Crash
-; faults: SIGKILL; hosts: calm leased twice|stands in; nfs: calm leased twice|stands in
+; faults: SIGKILL; hosts: calm ~ leased twice|stands in; nfs: calm ~ leased twice|stands in
 -            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
 +            os.link(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
 +            _unlink_if_exists(self._root + source)
@@ -314,7 +330,7 @@ a name of the year 2200 does not carry the clock along | Ordering
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
-the first in is the first out | Model; fuzz: lives; hosts: calm in the order
+the first in is the first out | Model; fuzz: lives; hosts: calm ~ in the order
 -    return sorted(names, reverse=True)[-keep:], seen
 +    return sorted(names)[-keep:], seen
 what comes back to the front is delivered next | Model
@@ -410,7 +426,7 @@ a corrupt task goes to failed/, and pop() goes on | Corruption
 +        except CorruptTask:
 +            payload = None
 who lost a lease can't end the task | Model
-; fuzz: lives; storm: settled; hosts: cut \(\) by .*, when|not refused
+; fuzz: lives; storm: settled; hosts: cut ~ \(\) by .*, when|not refused
  (directory if directory in _STATE_DIRS else ""))
 -                raise self.lease_lost(lease) from None
 +                return target
@@ -442,11 +458,11 @@ the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(wait)
 +            lock.is_at_path()
 the lock file of a key stays | -
-; hosts: keys crowded|overlapping; nfs: keys crowded|overlapping
+; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
                  with suppress(OSError):  # what was done under the lock is done
 +                    os.unlink(lock.path)
                      lock.close()
-what is in flight is seen by its key | Keyed; hosts: keys found nothing
+what is in flight is seen by its key | Keyed; hosts: key ~ found nothing
 -        return self._worker.keys.path_of(_encode_key(key)) != ""
 +        return self._worker.keys.path_of(_encode_key(key)).startswith(("pending", "scheduled"))
 the state of a key that leads to another's task is not believed | Keyed; fuzz: contents
@@ -654,7 +670,7 @@ the ticket of a dead member is passed over at once | Tickets hangs
 -is_dead = lock.try_exclusive()
 +is_dead = None
 the ticket of another host is passed over when it is stale, not before | SharedTickets
-; hosts: tickets turns overlap
+; hosts: tickets ~ turns overlap
 -st_mtime > self._stale_s
 +st_mtime > 0
 Ctrl-C as a turn ends leaves the line to others | Meeting
@@ -674,7 +690,7 @@ tickets are drawn in order | Tickets
 a forked child holds none of its parent's tickets | Tickets
 -lambda line: line._held.clear()
 +lambda line: None
-a rename whose reply was lost has not failed | LostReply; nfs: replay but:
+a rename whose reply was lost has not failed | LostReply; nfs: replay ~ but:
 -            if before is None or not self._was_moved(before, source, target):
 +            if source:
 what is where a file was to go may be another | LostReply
@@ -751,7 +767,9 @@ def check(rows: list[Fault]) -> list[str]:
             compile(fault.apply(source), "femtoqueue.py", "exec")
             if fault.expected not in classes | {"-"}:
                 raise ValueError(f"no class of tests: {fault.expected!r}")
-            if strangers := [it for it in fault.caught_by if not os.path.exists(f"{HERE}/{it}.py")]:
+            if strangers := [
+                it for it, _ in fault.caught_by if not os.path.exists(f"{HERE}/{it}.py")
+            ]:
                 raise ValueError(f"no proofs: {strangers}")
         except (ValueError, SyntaxError) as error:
             wrong.append(f"{fault.promise}: {error}")
@@ -850,7 +868,9 @@ def main() -> None:
     rows = [*parse_faults(FAULTS)]
     if args.list:
         for it in rows:
-            print(f"{it.promise} ({', '.join([it.expected, *it.caught_by])})")
+            print(
+                f"{it.promise} ({', '.join([it.expected, *(proof for proof, _ in it.caught_by)])})"
+            )
     wrong = check(rows)
     for text in wrong:
         say(f"FAILED: {text}")

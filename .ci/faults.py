@@ -54,8 +54,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
-from broken import broken, caught_by
-from proof import Unable, Violation, ends, must_catch, name_of, open_log, parser, payload, say
+from broken import broken, must_catch
+from proof import Unable, Violation, ends, name_of, open_log, parser, payload, say
 
 import femtoqueue
 from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
@@ -1017,8 +1017,7 @@ def main() -> None:
         if shutil.which("strace") is None:
             raise Unable("strace is missing (apt-get install strace)")
         if args.self_check:
-            queues = caught_by("faults").items()
-            must_catch(queues, lambda name, shows: catch(name, shows, args.jobs))
+            must_catch(lambda name, shows: catch(name, shows, args.jobs))
             return
         total, violations = check_all(args)
     say(f"{total} injections, {violations} violations")

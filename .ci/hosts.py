@@ -79,7 +79,7 @@ from typing import Any
 import proof
 import verdict
 from actors import Actor, Noter
-from broken import caught_by
+from broken import must_catch
 from proof import Unable, Violation, run, say
 from verdict import LEASE_MS
 
@@ -122,8 +122,10 @@ KINDS = {  # who notes what
     "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch", "take_turns"),
     "got": ("hold",),
 }
-PHASES = ("calm", "keys", "storms")
-PHASE_OF = {"calm": "calm", "keys": "keys", "quorum": "storms", "cut": "storms", "tickets": "keys"}
+KEYS = {"key": 1, "keys": 10, "many": 50}
+PARTS = {"calm": ("calm",), "keys": (*KEYS, "tickets"), "storms": ("storms",)}
+# Of the self-check, too: without a quorum each push raises, else those of one host.
+ONE_STORM = ("cut", "quorum")
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
 STORM_STALE_S = 10.0  # of a ticket that another host's member does not touch
 CLEAR_S = 90.0  # for a turn, in a storm
@@ -564,8 +566,7 @@ def check_storm(stage: Stage) -> None:
     verdict.judge(events, found, seen[1])
 
 
-def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: str = "") -> None:
-    stage = Stage(hosts, work, seed, broken)
+def storms(stage: Stage, names: Iterable[str]) -> None:
     of = episodes(stage)
     stage.storms(of[name] for name in names)
     check_storm(stage)
@@ -610,48 +611,22 @@ def measure(stage: Stage) -> None:
     say(*stage.finish(300))
 
 
-def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
-    def play(broken: str, how: str) -> None:
-        part = phase_of(how)
-        if part in ("quorum", "cut"):  # without a quorum each push raises, else those of one host
-            storms(hosts, work, seed, [part], broken)
-        elif part == "tickets":
-            tickets(Stage(hosts, work, seed, broken, "-tickets"))
-        elif part == "keys":
-            keyed(Stage(hosts, work, seed, broken, "-key"), 1, 1)
-        else:
-            calm(Stage(hosts, work, seed, broken, "-calm"), 100)
-
-    queues = caught_by("hosts").items()
-    of_phases = [it for it in queues if PHASE_OF[phase_of(it[1])] in phases]
-    proof.must_catch(of_phases, play, says)
-
-
-def phase_of(how: str) -> str:
-    return how.partition(" ")[0]
-
-
-def says(how: str) -> str:
-    """Return the pattern of what must be said when a fault is caught, see caught_by()."""
-    return how.partition(" ")[2]
-
-
-def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
-    """Run the phases of a proof; each raises Violation if it fails."""
-    if "calm" in phases:
-        calm(Stage(hosts, work, seed, phase="-calm"), 100)
-    if "keys" in phases:
-        keyed(Stage(hosts, work, seed, phase="-key"), 1, 1)
-        keyed(Stage(hosts, work, seed, phase="-keys"), 10, 1)
-        keyed(Stage(hosts, work, seed, phase="-many"), 50, 1)
-        tickets(Stage(hosts, work, seed, phase="-tickets"))
-    if "storms" in phases:
-        storms(hosts, work, seed, ("brick", "cut", "quorum"))
+def play(hosts: Cluster, work: str, seed: int, part: str, broken: str = "") -> None:
+    """Run a part of a phase. Raises Violation if a promise is broken."""
+    stage = Stage(hosts, work, seed, broken, f"-{part}")
+    if part == "calm":
+        calm(stage, 100)
+    elif part == "tickets":
+        tickets(stage)
+    elif part in KEYS:
+        keyed(stage, KEYS[part], 1)
+    else:
+        storms(stage, ("brick", "cut", "quorum") if part == "storms" else (part,))
 
 
 def main() -> None:
     options = proof.parser(__doc__)
-    options.add_argument("--only", choices=PHASES, help="run only this phase")
+    options.add_argument("--only", choices=PARTS, help="run only this phase")
     options.add_argument("--measure", action="store_true", help="only measure")
     options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
     args = options.parse_args()
@@ -659,17 +634,23 @@ def main() -> None:
     if args.actor:
         Actor(**json.loads(args.actor[0])).start(proof.open_log(args.actor[1]))
         return
-    phases = (args.only,) if args.only else PHASES
+    phases = (args.only,) if args.only else PARTS
     say(f"seed {args.seed}")
     with proof.ends(args.seed), tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work:
         check_machine()
         with cluster() as hosts:
             if args.self_check:
-                self_check(hosts, work, args.seed, phases)
+                parts = [it for phase in phases for it in PARTS[phase]]
+                parts += ONE_STORM if "storms" in phases else ()
+                must_catch(
+                    lambda broken, part: play(hosts, work, args.seed, part, broken),
+                    lambda part: part in parts,
+                )
             elif args.measure:
                 measure(Stage(hosts, work, args.seed))
             else:
-                prove(hosts, work, args.seed, phases)
+                for part in (it for phase in phases for it in PARTS[phase]):
+                    play(hosts, work, args.seed, part)
 
 
 if __name__ == "__main__":

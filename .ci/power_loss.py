@@ -31,8 +31,8 @@ from collections.abc import Iterator
 from unittest import mock
 
 import faults
-from broken import broken, caught_by
-from proof import Violation, ends, make_image, mounted, must_catch, need_root, parser, run, say
+from broken import broken, must_catch
+from proof import Violation, ends, make_image, mounted, need_root, parser, run, say
 
 import femtoqueue
 from femtoqueue import FemtoQueue
@@ -230,9 +230,7 @@ def main() -> None:
         need_root()
         with writeback_held_off(), workshop() as store:
             if args.self_check:
-                pairs = caught_by("power_loss").items()
-                queues = ((name, kind) for name, kinds in pairs for kind in kinds.split())
-                must_catch(queues, lambda name, kind: catch(store, name, kind, args.seed))
+                must_catch(lambda name, kind: catch(store, name, kind, args.seed))
                 return
             for kind in args.fs:
                 cuts(store, kind, args.cuts, args.seed, sync=True)
