@@ -6,21 +6,20 @@ Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-ser
 glusterfs-client (Debian) if they are missing. Takes six minutes.
 
 Three hosts on this machine, each with a network, mounts, processes and a boot id of its own, are
-joined by a bridge, and hold a volume of three replicas, which each of them mounts. On all three run
-producers and workers of tasks without a key and with one, and a member of a line of tickets, while
-a brick is killed and comes back, a host is cut off and comes back, both at once (no quorum: nobody
-may write), and processes are killed all the time. Each notes what it does outside the volume; all
-hosts have one monotonic clock (see verdict.py). Proved:
+joined by a bridge, and hold a volume of three replicas, which each of them mounts. In storms,
+producers and workers of tasks without a key and with one, and a member of a line of tickets, run on
+all three, while a brick is killed and comes back, a host is cut off and comes back, both at once
+(no quorum: nobody may write), and processes are killed all the time. Proved (see verdict.py):
 
   - each push that returned ends in done/ or failed/, once, with its own bytes;
   - no task is leased twice: whoever has it lives, has not settled it, and its lease has not ended;
-  - done() and fail() of one who was cut off raise LeaseLost once another has had the task;
-  - what is done or failed is never delivered again (but see below);
+  - done() and fail() of one who was cut off raise LeaseLost once another has had the task, and what
+    is done or failed is never delivered again (but see below);
   - while all is well nothing raises, and no call takes longer than 40 s;
   - tasks of a producer are claimed in the order of their pushes by each worker;
-  - of keyed tasks, of one key in one storm and of fifty in the next, what is said below, but that
-    peek() and take() may miss the task of one who was killed; turns do not overlap, and after each
-    storm each host gets one, but a ticket may be passed over while a host is cut off;
+  - of one key in one storm, and of fifty in the next, what is said below, but that peek() and
+    take() may miss the task of one who was killed; turns do not overlap, and after each storm each
+    host gets one, but a ticket may be passed over while a host is cut off;
   - all mounts and, after healing, all bricks show the same files (but for lease directories that
     Gluster forgot on one brick, which no mount shows, and what raised pushes left in creating/).
 
@@ -33,36 +32,27 @@ Nor is a key's second task that was pushed while a host was cut off, which may l
 dead letters are printed, and the leases counted that were lost early meanwhile, for the replicas
 did not agree on their names.
 
-Another phase, without faults, is about keyed tasks: on each host two processes push, and two take,
-release, fail and finish tasks of one key, then of ten, then of fifty. All of them ask for tasks by
-key, too: contains(), peek() and take(). Proved:
+Without faults, two processes on each host push, two take, release, fail and finish tasks of one
+key, then of ten, then of fifty, and all ask for them: contains(), peek() and take(). Proved:
 
   - a key has at most one task that waits or is in flight, and at most one payload behind it;
-  - deliveries of a key do not overlap in time;
-  - a delivery carries a payload that is at least as new as the last push that had returned when
-    pop() or take() was called; the last delivery of a key carries its last payload (of pushes
-    that overlap in time, any may be the last);
-  - failed/ holds only tasks that a worker gave to fail();
+  - deliveries of a key do not overlap in time, and carry a payload at least as new as the last push
+    that had returned when pop() or take() was called, the last one the last payload (of pushes that
+    overlap in time, any may be the last); failed/ holds only what a worker gave to fail();
   - a key whose push had returned, on any host, is not absent: contains() finds it until a delivery
     of that payload or a newer one is about to end, peek() unless it is pushed or moves meanwhile,
-    take() unless it is in flight;
+    take() unless it is in flight, though a mount shows files as they were up to a second ago;
   - no call raises anything, and no lease is lost before its deadline;
-  - of two processes on each host that take turns by a TicketQueue, turns do not overlap, and come
-    in the order of their tickets; each host has some.
-
-A mount shows files and names that another host has changed as they were, for up to a second, from
-its caches. The locks and the whereabouts of keys must not depend on such a reading.
+  - turns of two members on each host do not overlap, and come in the order of their tickets.
 
 What a queue needs of another shared file system, between its hosts: of two rename() of one name
 one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and ends with its host;
 a name that one call made is found by the next call of any host, or within a second. To try: mount
 it where this volume is mounted below, and run --only calm, keys and then storms.
 
---only runs one phase (with --self-check: the broken queues that it must catch). --measure prints
-calls per second on one host, and those of bare calls of the operating system beside them.
---self-check shows that the proof can fail: a claim by copy and unlink, a done() without a fence, a
-push that does not mind an error, a queue that is none, a key lock whose file is removed, a look-up
-that sees only what waits, and tickets that take other hosts' members for dead must all be caught.
+--only runs one phase (with --self-check: the faults that it must catch). --measure prints calls per
+second on one host, and those of bare calls of the operating system beside them. --self-check shows
+that the proof can fail: the faults of broken.py that name it must be caught.
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
@@ -71,7 +61,6 @@ bricks (in memory) and glusterd's state go with them, and the machine's own are 
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import errno
@@ -80,24 +69,22 @@ import json
 import os
 import random
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import proof
 import verdict
-from broken import break_queue, caught_by
-from proof import Unable, Violation, name_of, run, say
-from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
+from actors import Actor, Noter
+from broken import must_catch
+from proof import Unable, Violation, run, say
+from verdict import LEASE_MS
 
 import femtoqueue
-from benchmark_mini import Floor, Queue
-from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, TicketQueue
 
 PACKAGES = ("glusterfs-server", "glusterfs-client")
 TOOLS = ("glusterd", "gluster", "mount.glusterfs", "ip", "unshare", "nsenter", "setpriv")
@@ -136,15 +123,14 @@ KINDS = {  # who notes what
     "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch", "take_turns"),
     "got": ("hold",),
 }
-PHASES = ("calm", "keys", "storms")
-PHASE_OF = {"quorum": "storms", "cut": "storms", "tickets": "keys"}
+KEYS = {"key": 1, "keys": 10, "many": 50}
+PARTS = {"calm": ("calm",), "keys": (*KEYS, "tickets"), "storms": ("storms",)}
+# Of the self-check, too: without a quorum each push raises, else those of one host.
+ONE_STORM = ("cut", "quorum")
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
-STALE_S = 30.0  # of a ticket that another host's member does not touch
-STORM_STALE_S = 10.0
+STORM_STALE_S = 10.0  # of a ticket that another host's member does not touch
 CLEAR_S = 90.0  # for a turn, in a storm
 STORM_KEYS = (1, 50)  # in one storm after the other
-ROUNDS = 5
-SIZES = (0, 50, 5000, 100_000)
 
 
 # Hosts
@@ -283,242 +269,6 @@ def check_machine() -> None:
     proof.install(lambda: [tool for tool in TOOLS if not shutil.which(tool)], *PACKAGES)
 
 
-# Actors, each a process on a host
-
-
-@dataclass
-class Actor(verdict.Actor):
-    kind: str
-    name: str
-    over: str  # a file that is there when it is to end
-    queue: str = f"{MOUNT}/jobs"
-    node_id: str | None = None
-    idle_s: float = 0.0
-    seed: int = 0
-    broken: str = ""
-    count: int = 0
-    keys: int = 0
-    pause_s: float = 0.01  # at most, between two pushes
-    stale_s: float = STALE_S
-    timeout_s: float = LONGEST_CALL_S  # for a turn
-    sync: bool = False
-    offset_s: float = 0.0  # what to add to this host's monotonic clock to get the program's
-    number: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-
-    def settings(self) -> str:
-        return json.dumps({k: v for k, v in asdict(self).items() if k != "number"})
-
-    def start(self, fd: int) -> None:
-        """Runs on the host. fd: of what it notes."""
-        self.chance = random.Random(self.seed)
-        self.fd = fd
-        self.line: TicketQueue | None = None
-        break_queue(self.broken)
-        has_queue = self.kind not in ("watch", "take_turn", "take_turns", "measure")
-        if has_queue:
-            self.q = self.opened()
-            self.note_claims()
-        self.note("ready")
-        getattr(self, self.kind)()
-        self.note("closing")
-        if has_queue:
-            self.q.close()
-
-    def opened(self) -> FemtoQueue:
-        while True:
-            began_s = self.now_s()
-            try:
-                return FemtoQueue(self.queue, self.node_id, LEASE_MS, self.sync)
-            except OSError as error:  # started while cut off
-                self.trouble("open", "-", began_s, error)
-
-    def note_claims(self) -> None:
-        """Have pop() note what it claims, delivered or not."""
-        self.claims: list[tuple[str, float]] = []  # of this call: the key's hash, and since when
-        lease_dir = self.q._worker.lease_dir
-        claim = lease_dir.claim
-
-        def noting(source: str, lease: Any) -> bool:
-            self.claims.append((source[-8:], self.now_s()))
-            is_claimed = claim(source, lease)
-            if not is_claimed:
-                self.claims.pop()
-            return is_claimed
-
-        lease_dir.claim = noting  # type: ignore[method-assign]
-
-    def is_over(self) -> bool:
-        return os.path.exists(self.over)
-
-    def produce(self) -> None:
-        while not self.is_over():
-            self.push()
-            time.sleep(self.chance.random() * 0.15)
-
-    def fill(self) -> None:
-        for _ in range(self.count):
-            self.push()
-
-    def push_keys(self) -> None:
-        while not self.is_over():
-            key = self.any_key()
-            self.push(key)
-            if self.chance.random() < 0.3:
-                self.look_up(key)
-            time.sleep(self.chance.random() * self.pause_s)
-
-    def any_key(self) -> str:
-        """Return one of the keys; half of the time the one that all hosts choose just now."""
-        if self.chance.random() < 0.5:
-            return f"key{int(self.now_s() / 0.5) % self.keys}"
-        return f"key{self.chance.randrange(self.keys)}"
-
-    def push(self, key: str | None = None) -> None:
-        sizes = self.chance.choices(SIZES, (4, 4, 2, 0.2))
-        self.publish(lambda datas: [self.q.push(datas[0], key=key)], sizes, key or "-")
-
-    def consume(self) -> None:
-        while not self.is_over():
-            if (task := self.pop()) is None:
-                time.sleep(0.02)
-                continue
-            self.work(task)
-            end = self.chance.choices(("done", "fail", "release"), (85, 5, 10))[0]
-            self.settle(task, end)
-
-    def take_keys(self) -> None:
-        """Get tasks in turn and by key; a delivery takes far less time than its lease. Pauses let
-        payloads be replaced while their task waits, and not only while it is in flight."""
-        while not self.is_over():
-            if self.chance.random() < 0.4:
-                self.look_up(self.any_key())
-            else:
-                self.end_keyed(self.pop())
-            time.sleep(self.chance.choice((0.02, 0.2)) * self.chance.random())
-
-    def end_keyed(self, task: FemtoTask | None) -> None:
-        if task is not None:
-            time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
-            self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
-
-    def look_up(self, key: str) -> None:
-        """Ask for a key's task in one of three ways, and note whether there was one."""
-        call = self.chance.choice(LOOK_UPS)
-        began_s = self.now_s()
-        if call == "take":
-            self.end_keyed(self.pop(key))
-            return
-        try:
-            if call == "contains":
-                found = self.q.contains(key)
-            elif found := (task := self.q.peek(key=key)) is not None:
-                name_of(task.data)  # raises if it is torn
-        except OSError as error:
-            self.trouble(call, "-", began_s, error)
-        else:
-            self.note("looked", call, key, began_s, int(found))
-
-    def take_turns(self) -> None:
-        """Have one turn after the other, in line with the other members."""
-        while not self.is_over():
-            began_s = self.now_s()
-            try:
-                self.take_turn()
-            except (OSError, FemtoQueueError) as error:
-                self.trouble("turn", "-", began_s, error)
-            time.sleep(self.chance.choice((0.0, 0.1)) * self.chance.random())
-
-    def take_turn(self) -> None:
-        """Wait for a turn, have it, and note both."""
-        began_s = self.now_s()
-        self.line = self.line or TicketQueue(f"{self.queue}-line", self.stale_s)
-        with self.line.turn(self.timeout_s) as ticket:
-            self.note("turn", ticket, began_s)
-            time.sleep(self.chance.random() * 0.02)
-            self.note("turned", ticket)
-
-    def watch(self) -> None:
-        """Count the tasks of a key on this host's brick, where no cache is in between.
-
-        A task that two listings in a row show was there when the first one ended, even if it was
-        renamed meanwhile. So what both show is counted, and nothing is counted twice.
-        """
-        root = self.queue.replace(MOUNT, BRICK)
-        looks, most, before = 0, (0, 0), verdict.places_of_keys(unfinished(root))
-        while not self.is_over():
-            time.sleep(0.01)
-            now = verdict.places_of_keys(unfinished(root))
-            here = tuple(verdict.most_of_a_key(a & b) for a, b in zip(before, now, strict=True))
-            looks, most, before = looks + 1, (max(most[0], here[0]), max(most[1], here[1])), now
-        self.note("watched", looks, *most)
-
-    def drain(self) -> None:
-        """Finish everything; what nobody has any more comes back at its deadline."""
-        idle_since_s = self.now_s()
-        while self.now_s() < idle_since_s + self.idle_s:
-            if (task := self.pop()) is not None:
-                self.settle(task, "done")
-                idle_since_s = self.now_s()
-            else:
-                time.sleep(0.05)
-
-    def hold(self) -> None:
-        """Take one task, and finish it too late: others must have had it meanwhile."""
-        while (task := self.pop()) is None:
-            time.sleep(0.02)
-        time.sleep(LEASE_MS / 1e3 + 2)
-        self.settle(task, "done")
-
-    def pop(self, key: str | None = None) -> FemtoTask | None:
-        began_s = self.now_s()
-        try:
-            task = self.q.pop() if key is None else self.q.take(key)
-        except OSError as error:
-            self.trouble("pop" if key is None else "take", "-", began_s, error)
-            return None
-        finally:
-            while self.claims:
-                self.note("claimed", *self.claims.pop())
-        if key is not None:
-            self.note("looked", "take", key, began_s, int(task is not None))
-        if task is not None:
-            deadline_s, name = self.deadline_s(task, began_s), name_of(task.data)
-            self.note("got", task.id, began_s, deadline_s, task.attempts, name)
-        return task
-
-    def work(self, task: FemtoTask) -> None:
-        how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[0]
-        time.sleep({"short": 0.02, "late": LEASE_MS / 1e3 + 1}.get(how, 1) * self.chance.random())
-        if how == "renewed":
-            self.extend(task)
-
-    def measure(self) -> None:
-        """Print how many calls a second take: push(), and pop() with done(), of the queue, of the
-        bare calls of benchmark_mini.py, in turn, and all three of them for a key."""
-        sides = {"queue": Queue(self.queue), "floor": Floor(f"{self.queue}-floor")}
-        rates: dict[str, list[float]] = collections.defaultdict(list)
-        for _, name, what in itertools.product(range(ROUNDS), sides, ("push", "take")):
-            step, began_s = getattr(sides[name], what), time.monotonic()
-            if any(step() is False for _ in range(self.count)):
-                raise SystemExit(f"fewer than {self.count} tasks came out")
-            rates[f"{name} {what}"].append(self.count / (time.monotonic() - began_s))
-        keyed, began_s = FemtoQueue(f"{self.queue}-keyed"), time.monotonic()
-        for number in range(self.count):
-            keyed.push(b"x", key=str(number))
-            keyed.done(keyed.pop())  # type: ignore[arg-type]
-        rates["keyed push + take"].append(self.count / (time.monotonic() - began_s))
-        print(", ".join(f"{what}: {statistics.median(of):.0f}/s" for what, of in rates.items()))
-
-
-def unfinished(root: str) -> set[str]:
-    """Return the paths of what a queue's directories hold, but for those of finished tasks."""
-    paths = set()
-    for directory in set(os.listdir(root)) - {"creating", "done", "failed"}:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a worker's own is gone
-            paths |= {f"{directory}/{name}" for name in os.listdir(f"{root}/{directory}")}
-    return paths
-
-
 # The storm
 
 
@@ -536,9 +286,10 @@ class Episode:
     holder: int = 0
 
 
-class Stage:
+class Stage(Noter):
     """Actors on the hosts of a cluster, and what they noted."""
 
+    name = "storm"
     tail_s = 6.0  # of a storm, after its last event
 
     def __init__(
@@ -553,8 +304,7 @@ class Stage:
         self.lost = hosts.lost_bricks()
         self.at_rest: list[set[str]] = []  # the queue's files after each storm
         self.over = f"{self.log}.over"
-        self.me = Actor("", "storm", self.over)  # it only notes
-        self.me.fd = proof.open_log(self.log)
+        self.fd = proof.open_log(self.log)
 
     def new_log(self, work: str, name: str) -> str:
         """Return the path of a file for what is noted."""
@@ -562,7 +312,7 @@ class Stage:
 
     def start(self, host: int, kind: str, **settings: Any) -> None:
         settings = {"queue": self.queue, "broken": self.broken, **settings}
-        self.start_as(host, Actor(kind, "", self.over, **settings))
+        self.start_as(host, Actor(kind, "", over=self.over, **settings))
 
     def host(self, number: int) -> Any:
         return self.cluster.hosts[number]
@@ -582,7 +332,7 @@ class Stage:
         """Kill a producer or a worker, and start it again under its node_id, if it has one."""
         names = [name for name in self.running if not name.startswith("hold")]
         host, actor, process = self.running.pop(self.chance.choice(names))
-        self.me.note("killed", actor.name)
+        self.note("killed", actor.name)
         self.end(process)
         self.start_as(host.number, actor)
 
@@ -632,7 +382,7 @@ class Stage:
             self.start(episode.holder, "hold")
             self.wait_for("got")
         self.check_machine()
-        self.me.note("fault", int(episode.cuts_off))
+        self.note("fault", int(episode.cuts_off))
         say(episode.text)
         episode.fault()
 
@@ -684,7 +434,7 @@ class Stage:
             self.start(host, kind, **settings)
         self.wait_for("ready")
         if watcher:
-            self.start(watcher, "watch")
+            self.start(watcher, "watch", queue=self.queue.replace(MOUNT, BRICK))
             self.wait_for("ready")
         time.sleep(seconds)
         self.call_over()
@@ -715,7 +465,7 @@ class Stage:
             # Gluster leaves a worker's directory that was removed where two bricks were cut off.
             say("a lease directory stays on one brick, unhealed")
         self.lost = self.cluster.lost_bricks()
-        self.me.note("healed")
+        self.note("healed")
         say(f"healed after {time.monotonic() - began_s:.0f} s")
 
     def on_all(self, timeout_s: float, kind: str, **settings: Any) -> None:
@@ -817,8 +567,7 @@ def check_storm(stage: Stage) -> None:
     verdict.judge(events, found, seen[1])
 
 
-def storms(hosts: Cluster, work: str, seed: int, names: Iterable[str], broken: str = "") -> None:
-    stage = Stage(hosts, work, seed, broken)
+def storms(stage: Stage, names: Iterable[str]) -> None:
     of = episodes(stage)
     stage.storms(of[name] for name in names)
     check_storm(stage)
@@ -863,39 +612,22 @@ def measure(stage: Stage) -> None:
     say(*stage.finish(300))
 
 
-def self_check(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
-    def play(broken: str, how: tuple[str, str]) -> None:
-        part = how[0]
-        if part in ("quorum", "cut"):  # without a quorum each push raises, else those of one host
-            storms(hosts, work, seed, [part], broken)
-        elif part == "tickets":
-            tickets(Stage(hosts, work, seed, broken, "-tickets"))
-        elif part == "keys":
-            keyed(Stage(hosts, work, seed, broken, "-key"), 1, 1)
-        else:
-            calm(Stage(hosts, work, seed, broken, "-calm"), 100)
-
-    queues = caught_by("hosts").items()
-    of_phases = [it for it in queues if PHASE_OF.get(it[1][0], it[1][0]) in phases]
-    proof.must_catch(of_phases, play, lambda how: str(how[1]))
-
-
-def prove(hosts: Cluster, work: str, seed: int, phases: Iterable[str]) -> None:
-    """Run the phases of a proof; each raises Violation if it fails."""
-    if "calm" in phases:
-        calm(Stage(hosts, work, seed, phase="-calm"), 100)
-    if "keys" in phases:
-        keyed(Stage(hosts, work, seed, phase="-key"), 1, 1)
-        keyed(Stage(hosts, work, seed, phase="-keys"), 10, 1)
-        keyed(Stage(hosts, work, seed, phase="-many"), 50, 1)
-        tickets(Stage(hosts, work, seed, phase="-tickets"))
-    if "storms" in phases:
-        storms(hosts, work, seed, ("brick", "cut", "quorum"))
+def play(hosts: Cluster, work: str, seed: int, part: str, broken: str = "") -> None:
+    """Run a part of a phase. Raises Violation if a promise is broken."""
+    stage = Stage(hosts, work, seed, broken, f"-{part}")
+    if part == "calm":
+        calm(stage, 100)
+    elif part == "tickets":
+        tickets(stage)
+    elif part in KEYS:
+        keyed(stage, KEYS[part], 1)
+    else:
+        storms(stage, ("brick", "cut", "quorum") if part == "storms" else (part,))
 
 
 def main() -> None:
     options = proof.parser(__doc__)
-    options.add_argument("--only", choices=PHASES, help="run only this phase")
+    options.add_argument("--only", choices=PARTS, help="run only this phase")
     options.add_argument("--measure", action="store_true", help="only measure")
     options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
     args = options.parse_args()
@@ -903,17 +635,23 @@ def main() -> None:
     if args.actor:
         Actor(**json.loads(args.actor[0])).start(proof.open_log(args.actor[1]))
         return
-    phases = (args.only,) if args.only else PHASES
+    phases = (args.only,) if args.only else PARTS
     say(f"seed {args.seed}")
     with proof.ends(args.seed), tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work:
         check_machine()
         with cluster() as hosts:
             if args.self_check:
-                self_check(hosts, work, args.seed, phases)
+                parts = [it for phase in phases for it in PARTS[phase]]
+                parts += ONE_STORM if "storms" in phases else ()
+                must_catch(
+                    lambda broken, part: play(hosts, work, args.seed, part, broken),
+                    lambda part: part in parts,
+                )
             elif args.measure:
                 measure(Stage(hosts, work, args.seed))
             else:
-                prove(hosts, work, args.seed, phases)
+                for part in (it for phase in phases for it in PARTS[phase]):
+                    play(hosts, work, args.seed, part)
 
 
 if __name__ == "__main__":

@@ -9,128 +9,26 @@ from __future__ import annotations
 
 import bisect
 import collections
+import contextlib
 import errno
 import functools
 import itertools
-import os
-import random
 import re
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from proof import Violation, payload, say
+from proof import Violation, say
 
 import femtoqueue
-from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight, LeaseLost
 
 LEASE_MS = 5000  # of all workers
 SKEW_S = 0.1  # by which the clocks of hosts may differ
 # While all is well. On NFS, 23 were seen: eight processes want one key, on emulated processors, and
 # those of the host that has its lock are the first to see it free.
 LONGEST_CALL_S = 40.0
-SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
 RECENT_S = 1.0  # for so long a mount may answer from its cache
 LOOK_UPS = ("contains", "peek", "take")
-
-
-# Who notes
-
-
-class Actor:
-    """A process that uses a queue. What it notes, Events reads."""
-
-    name: str
-    fd: int  # of what it notes, see open_log()
-    q: FemtoQueue
-    chance: random.Random
-    number: Iterator[int]  # of its payloads
-    offset_s: float = 0.0  # what to add to this host's monotonic clock to get the program's
-
-    def now_s(self) -> float:
-        """Return the time that all hosts have in common."""
-        return time.monotonic() + self.offset_s
-
-    def note(self, word: str, *values: object) -> None:
-        """One write() for a line; who is killed has noted all that it was told."""
-        line = " ".join(map(str, (self.now_s(), self.name, word, *values)))
-        os.write(self.fd, f"{line}\n".encode())
-
-    def trouble(self, what: str, which: object, began_s: float, error: Exception) -> None:
-        names = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]
-        where = ">".join(name for name in names if name != "<lambda>")
-        code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
-        self.note("error", what, which, began_s, code or 0, where)
-        time.sleep(0.2)
-
-    def publish(
-        self,
-        call: Callable[[list[bytes]], list[str]],
-        sizes: list[int],
-        key: str = "-",
-        *due_s: object,
-    ) -> None:
-        """Push payloads of these sizes; call gets them, and returns the ids."""
-        numbers = [next(self.number) for _ in sizes]
-        names = (f"{self.name}:{number}" for number in numbers)
-        datas, began_s = [*map(payload, names, sizes)], self.now_s()
-        for number in numbers:
-            self.note("push", number, began_s, key, *due_s)
-        try:
-            ids = call(datas)
-        except (OSError, KeyInFlight) as error:
-            ids = getattr(error, "pushed_ids", [])
-            for number in numbers[len(ids) :]:
-                self.trouble("push", number, began_s, error)
-        for number, ident in zip(numbers, ids, strict=False):
-            self.note("pushed", number, ident, began_s)
-
-    def deadline_s(self, task: FemtoTask, began_s: float) -> float:
-        """Return when a lease ends that a call from began_s on took or renewed."""
-        name = task.path.rpartition("/")[2]
-        return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
-
-    def extend(self, task: FemtoTask) -> None:
-        """Renew a lease; who lost it is told so when it settles the task."""
-        began_s = self.now_s()
-        try:
-            self.q.extend(task)
-        except LeaseLost:
-            return
-        except OSError as error:
-            self.trouble("extend", task.id, began_s, error)
-        else:
-            self.note("extended", task.id, self.deadline_s(task, began_s))
-
-    def settle(
-        self,
-        task: FemtoTask,
-        how: str,
-        call: Callable[[FemtoTask], None] | None = None,
-        **options: Any,
-    ) -> None:
-        """Try until it is done, or the lease is lost. call: what ends the task in this way, and
-        notes before it that it does."""
-        give_up_s = self.now_s() + SETTLE_S
-        while self.now_s() < give_up_s:
-            began_s = self.now_s()
-            try:
-                if call is not None:
-                    call(task)
-                else:
-                    self.note("settle", task.id)
-                    getattr(self.q, how)(task, **options)
-            except LeaseLost:
-                self.note("lost", task.id, began_s)
-                return
-            except OSError as error:
-                self.trouble(how, task.id, began_s, error)
-            else:
-                self.note(how, task.id, began_s)
-                return
-        raise SystemExit(f"{self.name}: could not settle {task.id} within {SETTLE_S:g} s")
 
 
 # What was noted
@@ -175,13 +73,13 @@ class Claim:
 class Push:
     """One payload, and the times at which push() was called and returned. key: "-" if none."""
 
-    key: str
+    actor: str
+    name: str
     began_s: float
-    ended_s: float = float("inf")
-    actor: str = ""
-    name: str = ""
-    ident: str = ""  # when it was acknowledged
+    key: str
     due_s: float | None = None
+    ended_s: float = float("inf")
+    ident: str = ""  # when it was acknowledged
 
 
 @dataclass
@@ -204,6 +102,14 @@ class Turn:
     began_s: float
     got_s: float
     ended_s: float = float("inf")
+
+
+def value_of(text: str) -> Any:
+    """Return a number, or the text that is none."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
 
 
 class Events:
@@ -232,53 +138,43 @@ class Events:
         self.claims: dict[str, list[Claim]] = collections.defaultdict(list)
         for line in self.lines:
             at, actor, word, *values = line.split()
-            if word in ("done", "fail", "release", "lost"):
-                self.read_end(word, float(at), actor, *values)
-            else:
-                getattr(self, f"read_{word}")(float(at), actor, *values)
+            getattr(self, f"read_{word}")(float(at), actor, *map(value_of, values))
 
     def read_ready(self, at: float, actor: str) -> None:
         pass
 
-    def read_push(self, at: float, actor: str, number: str, *what: str) -> None:
-        name, (began, key, *due) = f"{actor}:{number}", what
-        due_s = float(due[0]) if due else None
-        self.tried[name] = Push(key, float(began), actor=actor, name=name, due_s=due_s)
+    def read_push(self, at: float, actor: str, name: str, began_s: float, *key_due: Any) -> None:
+        self.tried[name] = Push(actor, name, began_s, *key_due)
 
-    def read_pushed(self, at: float, actor: str, number: str, ident: str, began: str) -> None:
-        self.pushed[ident] = f"{actor}:{number}"
-        push = self.tried[f"{actor}:{number}"]
-        push.ended_s, push.ident = at, ident
-        self.calls.append((float(began), at, "push"))
+    def read_pushed(self, at: float, actor: str, name: str, ident: str, began_s: float) -> None:
+        self.pushed[ident] = name
+        self.tried[name].ended_s, self.tried[name].ident = at, ident
+        self.calls.append((began_s, at, "push"))
 
-    def read_claimed(self, at: float, actor: str, tag: str, began: str) -> None:
-        self.claims[tag].append(Claim(actor, float(began), at))
+    def read_claimed(self, at: float, actor: str, ident: str, began_s: float) -> None:
+        self.claims[ident[-8:]].append(Claim(actor, began_s, at))
 
-    def read_got(
-        self, at: float, actor: str, ident: str, began: str, deadline: str, *rest: str
-    ) -> None:
-        got = Delivery(actor, ident, float(began), at, float(deadline), int(rest[0]), rest[1])
-        self.deliveries[ident].append(got)
-        self.calls.append((float(began), at, "pop"))
+    def read_got(self, at: float, actor: str, ident: str, began_s: float, *rest: Any) -> None:
+        self.deliveries[ident].append(Delivery(actor, ident, began_s, at, *rest))
+        self.calls.append((began_s, at, "pop"))
 
-    def read_extended(self, at: float, actor: str, ident: str, deadline: str) -> None:
-        self.last(actor, ident).deadline_s = float(deadline)
+    def read_extended(self, at: float, actor: str, ident: str, deadline_s: float) -> None:
+        self.last(actor, ident).deadline_s = deadline_s
 
     def read_settle(self, at: float, actor: str, ident: str) -> None:
         delivery = self.last(actor, ident)
         delivery.tried_s = min(delivery.tried_s, at)
 
-    def read_end(self, how: str, at: float, actor: str, *what: str) -> None:
-        ident, began = what
+    def read_end(self, at: float, actor: str, how: str, ident: str, began_s: float) -> None:
         delivery = self.last(actor, ident)
-        delivery.how, delivery.ended_s, delivery.called_s = how, at, float(began)
-        self.calls.append((float(began), at, how))
+        delivery.how, delivery.ended_s, delivery.called_s = how, at, began_s
+        self.calls.append((began_s, at, how))
 
-    def read_error(self, at: float, actor: str, *what: str) -> None:
-        call, number, began, code, where = what
+    def read_error(self, at: float, actor: str, call: str, which: str, *rest: Any) -> None:
+        began_s, code, where = rest
         if call == "push":
-            self.refused.add(f"{actor}:{number}")
-        self.errors.append((float(began), at, where, int(code)))
+            self.refused.add(which)
+        self.errors.append((began_s, at, where, code))
 
     def read_killed(self, at: float, _: str, actor: str) -> None:
         self.gone[actor] = at
@@ -286,9 +182,9 @@ class Events:
     def read_closing(self, at: float, actor: str) -> None:
         self.gone[actor] = at
 
-    def read_fault(self, at: float, _: str, is_cut: str) -> None:
+    def read_fault(self, at: float, _: str, is_cut: int) -> None:
         self.faults.append(at)
-        if is_cut == "1":
+        if is_cut:
             self.cuts.append(at)
 
     def read_unlocked(self, at: float, _: str) -> None:
@@ -297,18 +193,18 @@ class Events:
     def read_healed(self, at: float, _: str) -> None:
         self.heals.append(at)
 
-    def read_watched(self, at: float, _: str, *counts: str) -> None:
-        self.looks, self.most, self.most_behind = map(int, counts)
+    def read_watched(self, at: float, _: str, *counts: int) -> None:
+        self.looks, self.most, self.most_behind = counts
 
-    def read_looked(self, at: float, actor: str, call: str, key: str, *rest: str) -> None:
-        began, found = rest
-        self.look_ups[key].append(LookUp(actor, call, float(began), at, found == "1"))
-        self.calls.append((float(began), at, call))
+    def read_looked(self, at: float, actor: str, call: str, key: str, *rest: Any) -> None:
+        began_s, found = rest
+        self.look_ups[key].append(LookUp(actor, call, began_s, at, found == 1))
+        self.calls.append((began_s, at, call))
 
-    def read_turn(self, at: float, actor: str, ticket: str, began: str) -> None:
-        self.turns.append(Turn(int(ticket), actor, float(began), at))
+    def read_turn(self, at: float, actor: str, ticket: int, began_s: float) -> None:
+        self.turns.append(Turn(ticket, actor, began_s, at))
 
-    def read_turned(self, at: float, actor: str, ticket: str) -> None:
+    def read_turned(self, at: float, actor: str, ticket: int) -> None:
         turn = next(it for it in reversed(self.turns) if it.actor == actor)
         turn.ended_s = at
 
