@@ -3117,6 +3117,7 @@ class _KeyedTasks(_KeyStates):
         waits; after them, find_task() sees that it is not in keys/ any more."""
         lease, newer = states[name]
         due_ns = _later(newer)
+        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older one
         if due_ns is None and _attempts_of(lease) == 1:
             self._files.move_over(newer, lease, must_exist=True)
             states[name] = lease, ""
@@ -3296,6 +3297,7 @@ class _Keys(_KeyedTasks):
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
+        self._files.remove(f"checkpoints/{_id_of(path)}")  # of the older one
         with self._renamed(path, _reset_path(path, due_ns), aside) as target:
             states[name] = target, newer
             is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
@@ -3364,12 +3366,13 @@ class _Watcher:
         self._root, self._libc = root, _libc()
         self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
         self._no_wake.acquire()
+        self.sees_all = _fs_type(root) in _LOCAL_TYPES
         fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
-        self.sees_all = fd >= 0 and _fs_type(root) in _LOCAL_TYPES  # -1: too many
-        if fd >= 0:
+        if fd >= 0:  # -1: too many
             self._fds.append(fd)
             self._fds.append(os.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
             self._watch()
+        self.sees_all &= fd >= 0
         _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
 
     def _watch(self) -> bool:
@@ -4072,13 +4075,20 @@ class _Inspector:
         names = [it for it in sorted(_FORMS) if it not in (".", "inflight")]
         directories = [it for it in names + self._files.node_dirs() if os.path.isdir(root + it)]
         for name in directories:
-            if os.stat(root + name).st_dev != device:
-                yield Finding("file system", name, "another than data_dir's: rename() can't cross")
+            with _ignore_missing():
+                if os.stat(root + name).st_dev != device:
+                    text = "another than data_dir's: rename() can't cross"
+                    yield Finding("file system", name, text)
+
+        def is_dir(name: str) -> bool:  # RACE: a worker comes, or goes
+            is_other = os.path.isfile(root + name) or os.path.islink(root + name)
+            return name in directories or not (is_other or _parse_node_dir(name) is None)
+
         others: dict[str, Callable[[str], object]]
-        others = {".": directories.__contains__, "failed": _parse_reason, "keys": _parse_tag}
+        others = {".": is_dir, "failed": _parse_reason, "keys": _parse_tag}
         for directory in (".", *directories):
             is_known, is_other = _FORMS[_state_of(directory)], others.get(directory, _no_op)
-            for name in sorted(os.listdir(root + directory)):
+            for name in sorted(self._files.names(directory)):
                 if not (is_known(name) or is_other(name)):
                     path = os.path.normpath(f"{directory}/{name}")
                     yield Finding("foreign", path, "not of the queue's")
@@ -4149,7 +4159,8 @@ class _Numbers:
 
     def draw(self, last: _FileLock, highest: int) -> int:
         """Return the next number, and note it. highest: of those in line."""
-        number = max(int(os.read(last.fd, 20) or 0), highest) + 1
+        text = os.read(last.fd, 20)  # after power loss it may be empty, or rubbish
+        number = max(int(text) if text.isdigit() else 0, highest) + 1
         os.pwrite(last.fd, b"%020d" % number, 0)
         return number
 
@@ -4800,13 +4811,18 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status or 0
     except BrokenPipeError:  # the reader, as `head`, has ended
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the flush at exit succeeds
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError) as error:
         _write_error(str(error))
         return 1 if isinstance(error, FemtoQueueError) else 2
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except OSError:  # it was reported, or nobody reads it; the flush at exit must succeed
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_closed_streams() -> None:
@@ -5084,8 +5100,8 @@ def _work_command(options: Any) -> int:
     SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are finished.
     A second one goes to their process groups, which are killed 5 s later; tasks are
     given back. A scheduler may signal the commands, too: what fails then, or dies
-    of such a signal, is given back to the front as no failed try; but SIGKILL
-    counts. Let --task-timeout be less than a job may take: else its task comes
+    of such a signal, is given back to the front as no failed try. Let
+    --task-timeout be less than a job may take: else its task comes
     first in the next one.
 
     If this worker is killed, its commands are, too. A lost lease (by a stop longer
@@ -5105,8 +5121,8 @@ def _work_command(options: Any) -> int:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found")
-    if not hasattr(os, "fork"):
-        options.error("there is no fork() here; use FemtoQueue.work() in a program of your own")
+    if not (hasattr(os, "fork") and os.path.isdir("/dev/fd")):
+        options.error("no fork() or /dev/fd here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
     watchdog = _start_watchdog()  # before there is a thread
@@ -5225,7 +5241,8 @@ class _CommandPool(_WorkerPool):
 
         words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
         env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
-        env["FEMTOQUEUE_KEY"] = (task.key or "").replace("\0", "%00")
+        # As UTF-8, whatever the locale is.
+        env["FEMTOQUEUE_KEY"] = os.fsdecode((task.key or "").replace("\0", "%00").encode())
         try:
             return subprocess.Popen(
                 ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", *words],
@@ -5417,8 +5434,8 @@ def _pop_command(options: Any) -> int:
         try:
             if options.payload:
                 sys.stdout.buffer.write(task.data)
-            print(task.path, file=sys.stderr if options.payload else sys.stdout)
-            sys.stdout.flush()
+                sys.stdout.flush()
+            print(task.path, file=sys.stderr if options.payload else sys.stdout, flush=True)
         except BaseException:  # a lease that was not printed can not be settled
             q.release(task, front=True, counted=False)
             raise
@@ -5602,7 +5619,7 @@ def _top_command(options: Any) -> None:
         lines = itertools.chain([title], _fields(_figures(q)), table)
         text = "\n".join(line[:columns] for line in itertools.islice(lines, rows - 1))
         print("\x1b[H\x1b[2J" * sys.stdout.isatty() + text, flush=True)
-        time.sleep(options.interval)
+        time.sleep(min(options.interval, 86400))
 
 
 # Command line: maintenance

@@ -2487,8 +2487,22 @@ class Keyed(StepCase):
         clock.advance(1)
         self.assertEqual(sorted(self.drain(q)), [b"1", b"3"])
 
+    # Durability, crashes, faults
 
-# Durability, crashes, faults
+    def test_a_newer_payload_begins_anew_though_its_bytes_are_the_same(self) -> None:
+        """Behind the task, or in its place as it waits: what was saved was not its progress."""
+        q = self.queue()
+        for is_behind in (True, False):
+            task = leased(q, b"", "k")
+            q.checkpoint(task, b"half")
+            if is_behind:
+                q.push(b"", key="k")
+            q.release(task)
+            if not is_behind:
+                q.push(b"", key="k")
+            task = self.pop(q)
+            self.assertEqual((task.attempts, task.checkpoint), (1, None))
+            q.done(task)
 
 
 class KeyedByRename(Keyed):
@@ -2645,6 +2659,7 @@ class Healed(QueueCase):
         q = self.queue()
         task, line = leased(q, b"1", "k"), self.file("line")
         os.mkdir(line)
+        opened = len(os.listdir("/dev/fd"))
         calls: tuple[Callable[[], object], ...] = (
             lambda: self.queue("n2").push(b"2", key="k", if_in_flight="reject"),
             lambda: TicketQueue(line, stale_timeout=10).register(),
@@ -2655,6 +2670,7 @@ class Healed(QueueCase):
             for call in calls:
                 self.assertRaises(OSError, call)
         complaint.assert_not_called()
+        self.assertEqual(len(os.listdir("/dev/fd")), opened)
         self.assertEqual((self.names("pending"), {*self.names("line")} - {"last"}), ([], set()))
         self.assertRaises(KeyInFlight, push)
         register()
@@ -5279,6 +5295,15 @@ class Tickets(TicketCase):
         del other  # and with the object, its tickets
         self.assertEqual(self.names("line"), ["last"])
 
+    def test_a_last_number_that_is_none_is_made_anew(self) -> None:
+        """After power loss there may be nothing, or zeros; a person may have written there."""
+        line = self.line()
+        for content in (b"", bytes(20), b"hello"):
+            with open(self.file("line", "last"), "wb") as file:
+                file.write(content)
+            number, member = line.register()
+            self.assertEqual((number, line.is_head(1), line.remove(member)), (1, True, True))
+
     def test_a_ticket_appears_locked(self) -> None:
         """Or whoever looks just then takes it for that of a dead process."""
         line, other, swept = self.line(), self.line(), list[int]()
@@ -7187,6 +7212,22 @@ class Checking(QueueCase):
         self.assertEqual(self.kinds(q), [])
         self.assertEqual(self.states(), {"pending": 1, "failed": 1})
 
+    def test_workers_that_come_and_go_meanwhile_are_no_findings(self) -> None:
+        q, gone, fresh = self.queue(), self.file("inflight-gone"), self.file("inflight-fresh")
+
+        def come_and_go() -> None:
+            os.mkdir(fresh)
+            os.rmdir(gone)
+
+        for step in Meanwhile.each(come_and_go):
+            os.mkdir(gone)
+            with hooked(step):
+                findings = q.check()
+            self.assertEqual(findings, [], step.at)
+            for path in (gone, fresh):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rmdir(path)
+
     def test_what_is_not_is_told_and_left_alone(self) -> None:
         q = self.queue()
         self.foreign = ("notes.txt", "x.tmp")
@@ -7401,6 +7442,7 @@ $ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
 $ femtoqueue pop jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ femtoqueue pop jobs --payload > /dev/full -> ! femtoqueue: ... No space left on device [2]
 $ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
 $ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
@@ -7414,6 +7456,10 @@ $ femtoqueue work jobs -q -j 2 --drain -- sh -c \
 $ sort out -> 1 1 100000 5 end end end end
 $ sort err -> 1 1 1 k:1 1
 $ states -> done 4
+# a key is in the environment as UTF-8, whatever the locale is
+$ femtoqueue push jobs x --key ü -> ...
+$ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue work jobs -q --drain -- \
+ sh -c 'echo $FEMTOQUEUE_KEY' -> ü
 # {} in an argument is the payload, bytes as they are; standard input has them too
 $ printf ' $HOME {} \377\n' | femtoqueue push jobs -> ...
 $ femtoqueue push jobs '' -> ...
@@ -7618,7 +7664,8 @@ class CommandLine(QueueCase):
         self.addCleanup(os.chdir, os.getcwd())
         os.chdir(self.path)
         self.path = os.path.join(self.path, "jobs")
-        ours = {name: it for name, it in os.environ.items() if name != "FEMTOQUEUE_DIR"}
+        others = "FEMTOQUEUE_DIR", "PYTHONUNBUFFERED"  # users have it buffered
+        ours = {name: it for name, it in os.environ.items() if name not in others}
         ours |= {"PATH": f"{self.bin}:{ours['PATH']}", "PYTHONDONTWRITEBYTECODE": "1"}
         self.env = {**ours, "COLUMNS": "80"}
 
@@ -7777,6 +7824,11 @@ class CommandLine(QueueCase):
                 self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa"), text)
         with mock.patch.object(femtoqueue, "os", fake_os("fork")):
             self.check_wrong("work jobs -- true", "use FemtoQueue.work()")
+        isdir, words = os.path.isdir, ["work", "jobs", "--drain", "--", "true"]
+        no_fds = mock.patch("os.path.isdir", lambda path: path != "/dev/fd" and isdir(path))
+        with no_fds, mock.patch.object(sys, "stderr", io.StringIO()) as said:
+            self.assertRaises(SystemExit, femtoqueue.main, words)
+        self.assertIn("no fork() or /dev/fd here", said.getvalue())
         self.assertFalse(os.path.exists(self.path))
         self.queue().push(b"x")
         self.put("file", b"", "")

@@ -525,6 +525,12 @@ a task that came back is on disk in its new place before its payload is replaced
 what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
 -        order = max(self._clock.next_order(), younger)
 +        order = self._clock.next_order()
+a newer payload that replaces one has no checkpoint of that | Keyed
+-        self._files.remove(f"checkpoints/{_id_of(path)}")  # of the older one
++        pass
+a newer payload that is taken along has no checkpoint of the older one | Keyed
+-        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older one
++        pass
 retry() of a task whose key has another raises | Keyed
          if path:
 -            raise KeyInFlight(_decode_key(name), _id_of(path))
@@ -538,6 +544,10 @@ a wait hears of a pending/ that was replaced | Hearing hangs
 a wait looks at a pending/ that was replaced once it is watched | Hearing hangs
 -        return self._watches != before
 +        return False
+a lease whose payload can't be printed is not told | CommandLine
+-                sys.stdout.flush()
+-            print(task.path
++            print(task.path
 a cancelled pop_async() loses no task | Coroutines hangs
 -        except InvalidStateError:  # RACE: cancelled, or the queue was closed
 -            self._give_back(task)
@@ -688,8 +698,8 @@ a member that was late to touch its ticket has no turn | SharedTickets
 -    late = 0.75
 +    late = 2.0
 tickets are drawn in order | Tickets
--        number = max(int(os.read(last.fd, 20) or 0), highest) + 1
-+        number = max(int(os.read(last.fd, 20) or 0), highest, 1)
+-        number = max(int(text) if text.isdigit() else 0, highest) + 1
++        number = max(int(text) if text.isdigit() else 0, highest, 1)
 a forked child holds none of its parent's tickets | Tickets
 -lambda line: line._held.clear()
 +lambda line: None
