@@ -101,19 +101,21 @@ def must_catch(
 ) -> None:
     """Show that this proof catches the faults that name it. prove() gets the name of a fault, and
     what the proof needs to know: up to " ~ "; behind that is what the Violation must say."""
-    for name, fault in faults().items():
-        for proof, need in fault.caught_by:
-            what, _, wanted = need.partition(" ~ ")
-            if proof != PROGRAM or not is_wanted(what):
-                continue
-            try:
-                prove(name, what)
-            except Violation as error:
-                if not re.search(wanted, str(error)):
-                    raise Violation(f"{name}: {error}, and not: {wanted}") from None
-                say(f"{name} is caught: {error}")
-            else:
-                raise Violation(f"{name} is not caught, {need}")
+    rows = [(name, proof, need) for name, it in faults().items() for proof, need in it.caught_by]
+    needs = [(name, *need.split(" ~ ")) for name, proof, need in rows if proof == PROGRAM]
+    if not needs:
+        raise Violation("no fault names this proof")
+    for name, need, *wanted in needs:
+        if not is_wanted(need):
+            continue
+        try:
+            prove(name, need)
+        except Violation as error:
+            if not re.search("".join(wanted), str(error)):
+                raise Violation(f"{name}: {error}, and not: {wanted}") from None
+            say(f"{name} is caught: {error}")
+        else:
+            raise Violation(f"{name} is not caught, {need}")
 
 
 def break_queue(name: str) -> None:

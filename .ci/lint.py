@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 856,
     "lines of its largest class": 582,
     "lines of test.py": 8596,
-    "lines of .ci/": 7410,
+    "lines of .ci/": 7407,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),

@@ -9,7 +9,7 @@ no server is started on this machine. Takes five minutes, without KVM; --full ta
 Three machines (machines.py) with Debian's kernel: a server, with an ext4 disk that it exports with
 sync, and two clients that mount it with default options (hard); leases and grace time of the server
 are 10 s. Their processes tell this program what they do through a port that a power cut does not
-touch. They are those of hosts.py, and judged by the same functions. Phases:
+touch. They are those of actors.py, and judged as in hosts.py. Phases:
 
   - basic: what one client does, the other one sees: schedule, the fence, processing, waiting, a
     pause (what else there is, keys, storm and replay show);

@@ -137,8 +137,8 @@ class Role(Actor):
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise error
         # With sync, what a consumer was quicker to take stays his.
-        is_refused = what == "push" and not self.sync
-        self.note("error", "push" if is_refused else "call", which, began_s, errno.ENOSPC, "-")
+        call = "kept" if what == "push" and self.sync else what
+        self.note("error", call, which, began_s, getattr(error, "errno", 0), what)
         time.sleep(0.02 if what == "push" else 0.05)
 
     def produce(self) -> float:

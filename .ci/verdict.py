@@ -442,10 +442,7 @@ def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
         if push.ended_s < float("inf") and push.key != "-":
             pushes[push.key].append(push)
     for key, of_key in pushes.items():
-        yield (
-            deliveries[key],
-            sorted(of_key, key=lambda push: push.ended_s),
-        )
+        yield deliveries[key], sorted(of_key, key=lambda push: push.ended_s)
 
 
 def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
