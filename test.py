@@ -4053,6 +4053,9 @@ class Known:
         return (self.at_ns, self.attempts) == (self.order_ns, 0)
 
 
+Place = tuple[str, int, int, bool]  # directory, number in front, attempts, whether it is an id
+
+
 class Twin:
     """A queue in memory: what has to be in the directory after each operation.
 
@@ -4064,6 +4067,7 @@ class Twin:
         self.clock = clock
         self.tasks: dict[str, Known] = {}
         self.reasons: set[str] = set()
+        self.saved: dict[str, tuple[bytes, bytes]] = {}  # checkpoints: of which payload, and it
         self.entered: dict[tuple[int, int, str], int] = {}  # each name's first step in pending/
         self.places: Counter[str] = Counter()  # by node: how many living objects are in it
         self.step = self.worker = self.boot = self.looked_ns = 0
@@ -4103,7 +4107,8 @@ class Twin:
         task.step, task.since_ns, task.by = self.step, self.now_ns(), self.worker
         task.told = set() if self.pushing else {self.worker}
         if state in ("done", "failed"):
-            task.attempts, task.is_bare = 0, True
+            task.attempts = 0
+        task.is_bare = state in ("done", "failed")
         if state == "pending":
             self.entered.setdefault((at_ns, task.attempts, task.id), self.step)
 
@@ -4158,6 +4163,11 @@ class Twin:
     def lease(self, task: Known, lease: FemtoTask, node: str, lasts_ns: int) -> None:
         expected = FemtoTask(task.id, task.data, task.attempts + 1, task.key)
         demand(lease == expected, f"delivered was {lease}, not {expected}")
+        if not task.is_bare:
+            of_data, saved = self.saved.get(task.id, (b"", None))
+            demand(lease.checkpoint == (saved if of_data == task.data else None), f"not {saved!r}")
+            if of_data != task.data:
+                self.saved.pop(task.id, None)
         task.attempts += 1
         self.move(task, "inflight", self.now_ns() + lasts_ns)
         task.held_by, task.node, task.boot = lease, node, self.boot
@@ -4229,6 +4239,7 @@ class Twin:
         elif task.state == "inflight" and self.is_over(task):
             self.come_back(task, "pending", task.order_ns)
         elif task.state == "pending" and max_attempts and task.attempts >= max_attempts:
+            self.saved.pop(task.id, None)
             self.end(task, "failed", True)
         elif task.state == "pending" and task.behind is not None and self.is_later(task.behind):
             self.take_along(task)
@@ -4236,7 +4247,7 @@ class Twin:
             return False
         return True
 
-    def catch_up(self, found: dict[str, tuple[str, int, int]], max_attempts: int | None) -> None:
+    def catch_up(self, found: dict[str, Place], max_attempts: int | None) -> None:
         """Let the model go on where the directory shows that the queue did."""
         woken: list[tuple[int, str]] = []
         for task in self.those("inflight", "pending", "scheduled"):
@@ -4248,7 +4259,7 @@ class Twin:
                     break
         demand(woken == sorted(woken), "what came due did not join in the order of its due times")
 
-    def compare(self, found: dict[str, tuple[str, int, int]], reasons: set[str]) -> None:
+    def compare(self, found: dict[str, Place], reasons: set[str]) -> None:
         """Each task has to stand where the model has it. Places drawn in this step are learnt."""
         for task in self.tasks.values():
             there = found.get(task.id)
@@ -4257,10 +4268,17 @@ class Twin:
                 task.at_ns = there[1]
                 self.entered.setdefault((task.at_ns, task.attempts, task.id), self.step)
             should = (task.directory, task.at_ns, task.attempts)
-            if there != should:
+            if there is None or there[:3] != should:
                 raise AssertionError(f"{task.id} is {there} on disk, and should be {should}")
+            task.is_bare = there[3]
         demand(len(found) == len(self.tasks), f"too many: {found.keys() - self.tasks.keys()}")
         demand(reasons == self.reasons, f"reasons of {reasons}, and should be of {self.reasons}")
+
+    def compare_checkpoints(self, found: set[str]) -> None:
+        """What has no task that is alive may be gone: it is old, by the clock on the wall."""
+        live = {task.id for task in self.those("pending", "scheduled", "inflight")}
+        self.saved = {it: saved for it, saved in self.saved.items() if it in found | live}
+        demand(found == self.saved.keys(), f"checkpoints of {found}, not of {[*self.saved]}")
 
 
 Pushed = tuple[str, bytes, "str | None", "int | None"]  # id, payload, key, due time
@@ -4378,13 +4396,13 @@ class Fuzz:
 
     # The directory
 
-    def on_disk(self) -> tuple[dict[str, tuple[str, int, int]], set[str]]:
+    def on_disk(self) -> tuple[dict[str, Place], set[str]]:
         """Return of each task its directory, the number in front of its name and its attempts;
         and of which tasks there is a reason."""
-        found: dict[str, tuple[str, int, int]] = {}
+        found: dict[str, Place] = {}
         reasons = set()
         for directory in os.listdir(self.path):
-            if directory.startswith(("clock-", "PAUSED")):
+            if directory.startswith(("clock-", "PAUSED", "checkpoints")):
                 continue
             for name in os.listdir(f"{self.path}/{directory}"):
                 if name.endswith(".error"):
@@ -4393,7 +4411,7 @@ class Fuzz:
                     ident, parts = name[-29:], name.split("~")
                     demand(ident not in found, "a task stands in two places")
                     attempts = int(parts[1]) if len(parts) > 1 else 0
-                    found[ident] = directory, int(parts[0][:20]), attempts
+                    found[ident] = directory, int(parts[0][:20]), attempts, "~" not in name
                     self.paths[ident] = f"{self.path}/{directory}/{name}"
         return found, reasons
 
@@ -4401,6 +4419,8 @@ class Fuzz:
         found, reasons = self.on_disk()
         self.model.catch_up(found, w.q.max_attempts)
         self.model.compare(found, reasons)
+        with contextlib.suppress(FileNotFoundError):
+            self.model.compare_checkpoints({*os.listdir(f"{self.path}/checkpoints")})
 
     # Places
 
@@ -4596,7 +4616,7 @@ class Fuzz:
         if not self.held:
             return
         held = self.held[self.chance.randrange(-min(len(self.held), 8), 0)]
-        ways = (self.done, self.done, self.fail, self.release, self.extend)
+        ways = (self.done, self.done, self.fail, self.release, self.extend, self.checkpoint)
         way = self.chance.choice(ways)
         self.say(f"{way.__name__} {held.task.id}")
         task = self.model.of_lease(held.task)
@@ -4612,14 +4632,18 @@ class Fuzz:
 
     def done(self, w: Worker, held: Held, task: Known | None) -> None:
         w.q.done(held.task)
+        self.ended(held, task, "done" if w.q.keep_done else "gone")
+
+    def ended(self, held: Held, task: Known | None, state: str, reason: bool = False) -> None:
+        if held.task.checkpoint is not None:  # and with it goes what was saved
+            self.model.saved.pop(held.task.id, None)
         if task is not None:
-            self.model.end(task, "done" if w.q.keep_done else "gone")
+            self.model.end(task, state, reason)
 
     def fail(self, w: Worker, held: Held, task: Known | None) -> None:
         reason = self.chance.choice((None, "why", ValueError("why")))
         w.q.fail(held.task, reason)
-        if task is not None:
-            self.model.end(task, "failed", reason is not None)
+        self.ended(held, task, "failed", reason is not None)
 
     def release(self, w: Worker, held: Held, task: Known | None) -> None:
         front, delay_s = self.chance.choice(((False, 0), (True, 0), (False, 0.1), (False, 9.5)))
@@ -4636,6 +4660,15 @@ class Fuzz:
         w.q.extend(held.task, ms)
         held.end_ns = self.model.now_ns() + (held.lasts_ns if ms is None else ms * 1_000_000)
         if task is not None:
+            task.at_ns, task.ready_ns = held.end_ns, None
+
+    def checkpoint(self, w: Worker, held: Held, task: Known | None) -> None:
+        """Which renews the lease, too, and never shortens it."""
+        w.q.checkpoint(held.task, saved := self.payload())
+        demand(held.task.checkpoint == saved, "a holder sees another checkpoint")
+        held.end_ns = max(held.end_ns, self.model.now_ns() + held.lasts_ns)
+        if task is not None:
+            self.model.saved[task.id] = held.task.data, saved
             task.at_ns, task.ready_ns = held.end_ns, None
 
     # Dead letters and housekeeping
@@ -4728,7 +4761,7 @@ class Fuzz:
         attempts = task.attempts if "~" in name else 0
         self.model.worker = 0
         self.model.move(task, state, int(name[:20]))
-        task.attempts, task.is_bare = attempts, "~" not in name
+        task.attempts = attempts
         self.model.entered.setdefault((task.at_ns, attempts, task.id), self.model.step)
 
     # Looking
@@ -4786,11 +4819,10 @@ class Fuzz:
         for _ in range(2 * len(self.model.tasks) + 2):
             self.do(self.pop, w)
             if self.held:
-                lease = self.held[-1].task
+                held = self.held[-1]
                 self.held.clear()
-                if self.model.of_lease(lease) is not None:
-                    w.q.done(lease)
-                    self.model.end(self.model.tasks[lease.id], "done" if w.q.keep_done else "gone")
+                if task := self.model.of_lease(held.task):
+                    self.done(w, held, task)
         live = self.model.those("pending", "scheduled", "inflight")
         # Leases without an end of an earlier boot's workers wait for their node_id.
         left = [task for task in live if task.state != "inflight" or self.model.is_over(task)]
@@ -6780,87 +6812,7 @@ class Processing(QueueCase):
 
 
 class Checkpoints(QueueCase):
-    def test_the_next_delivery_finds_what_was_saved_last(self) -> None:
-        """After release(), a retry, the end of a lease and a death; done() ends it."""
-        q, late, dead, clock = self.queue(), self.queue("n2"), self.queue("n3"), self.clock()
-        task = leased(q)
-        self.assertIsNone(task.checkpoint)
-        q.checkpoint(task, b"page 1")
-        q.checkpoint(task, bytearray(b"page 2"))
-        self.assertEqual(task.checkpoint, b"page 2")
-
-        def fail(task: FemtoTask) -> None:
-            with self.assertRaises(ValueError), q.processing(task):
-                raise ValueError
-            clock.advance(2)
-
-        steps: list[tuple[Callable[[FemtoTask], object], FemtoQueue]] = [
-            (q.release, q),
-            (fail, late),
-            (lambda task: clock.advance(31), dead),
-            (lambda task: dies(dead), q),
-        ]
-        for happens, taker in steps:
-            happens(task)
-            task = self.pop(taker)
-            self.assertEqual(task.checkpoint, b"page 2")
-        q.done(task)
-        self.assertEqual(self.names("checkpoints"), [])
-
-    def test_done_fail_and_dead_letters_end_it(self) -> None:
-        for end, settings in (
-            (FemtoQueue.done, {"keep_done": False}),
-            (FemtoQueue.fail, {}),
-            (FemtoQueue.release, {"max_attempts": 1}),
-        ):
-            q = self.queue(end.__name__, **settings)
-            task = leased(q)
-            q.checkpoint(task, b"far")
-            end(q, task)
-            self.assertEqual((q.pop(), self.names("checkpoints")), (None, []))
-        self.assertIn("1 times", reason_of(q, task.id))
-        q.retry_failed()
-        self.assertIsNone(self.pop(q).checkpoint)
-
-    def test_it_renews_the_lease_shortens_none_and_refuses_who_lost_it(self) -> None:
-        q, other, clock = self.queue(), self.queue("n2"), self.clock()
-        task, longer = leased(q), leased(q)
-        q.extend(longer, 3_600_000)
-        clock.advance(20)
-        for each in (task, longer):
-            q.checkpoint(each, b"early")
-        clock.advance(20)
-        self.assertIsNone(other.pop())
-        clock.advance(20)
-        newer = self.pop(other)
-        other.checkpoint(newer, b"newer")
-        self.assertIsNone(other.pop())
-        self.assertRaises(LeaseLost, q.checkpoint, task, b"late")
-        other.release(newer)
-        self.assertEqual(self.pop(other).checkpoint, b"newer")
-
-    def test_a_newer_payload_of_its_key_does_not_go_on_from_there(self) -> None:
-        """Whether it took the task's place in flight, behind it, or as it waited."""
-        q = self.queue()
-        for policy in ("update", "buffer", "wait"):
-            q.push(b"old", key=policy)
-            task = self.pop(q)
-            q.checkpoint(task, b"half of the old")
-            if policy == "wait":
-                q.release(task)
-                q.push(b"new", key=policy)
-            else:
-                q.push(b"new", key=policy, if_in_flight=policy)
-                q.checkpoint(task, b"more of the old")
-                q.release(task)
-            task = self.pop(q)
-            self.assertEqual((task.data, task.checkpoint), (b"new", None))
-            self.assertEqual(self.names("checkpoints"), [])
-            q.checkpoint(task, b"half of the new")
-            q.release(task)
-            task = self.pop(q)
-            self.assertEqual(task.checkpoint, b"half of the new")
-            q.done(task)
+    """What becomes of one as its task goes on, and of the lease, is asserted by Model."""
 
     def test_what_can_not_be_saved_leaves_the_former_and_what_is_torn_is_none(self) -> None:
         q = self.queue()
