@@ -5305,15 +5305,6 @@ class Tickets(TicketCase):
             self.assertTrue(line.is_head(1))
         self.assertTrue(line.is_empty())
 
-    def test_turn_that_is_removed_by_hand_says_so(self) -> None:
-        line = self.line()
-        removed = mock.Mock(side_effect=lambda _: line.remove(self.members()[1]))
-        with line.turn() as ticket:
-            removing = mock.patch.object(time, "sleep", removed)
-            with removing, self.assertRaisesRegex(FemtoQueueError, "passed over"):
-                line.turn().__enter__()
-            self.assertTrue(line.is_head(ticket))
-
     def test_who_died_is_passed_over_at_once(self) -> None:
         """While waiting, and at the head; no stale_timeout is needed."""
         lines = [self.line() for _ in range(4)]
@@ -6444,8 +6435,8 @@ class Coroutines(QueueCase):
                 else:
                     await asyncio.to_thread(q.close)
                 go.set()
-                (result,) = await asyncio.gather(waiter, return_exceptions=True)
-                self.assertEqual(isinstance(result, asyncio.CancelledError), is_cancelled)
+                await asyncio.wait([waiter])
+                self.assertEqual(waiter.cancelled(), is_cancelled)
                 # A look that close() robbed of it may claim it again, and gives it back, too.
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
@@ -7694,8 +7685,10 @@ class CommandLine(QueueCase):
 
     def test_a_stop_finishes_what_runs_and_a_try_that_it_ended_is_no_failure(self) -> None:
         """And no more is taken. A scheduler signals the worker and CMD, in either order. A CMD that
-        does not die of it has then heard of the stop; one that ends well has done its task."""
+        does not die of it has then heard of the stop; one that ends well has done its task. If a
+        program outlives its shell, to save its state, the task is not another's until it ends."""
         waits, dies = "echo $$; read x < fifo", "echo $$; exec sleep 1000"
+        saves = "(read x < fifo; ls jobs/pending | grep $FEMTOQUEUE_ID >> seen) & echo $$; wait"
         exits = "trap 'exit %d' TERM HUP USR1; echo $$; while sleep 0.01; do :; done"
         orders = (  # what CMD does, which signal, who hears it first, and what becomes of the task
             (waits, signal.SIGTERM, "worker", "done"),
@@ -7708,10 +7701,12 @@ class CommandLine(QueueCase):
             (exits % 1, signal.SIGTERM, "worker", "pending"),
             (exits % 1, signal.SIGTERM, "CMD", "pending"),
             (exits % 0, signal.SIGTERM, "worker", "done"),
+            (saves, signal.SIGTERM, "worker", "pending"),
+            (saves, signal.SIGTERM, "CMD", "pending"),
         )
         self.hasten("one signal", 60)  # CMD's end is slow to be seen, and so is a worker's signal
         os.mkfifo("fifo")
-        for jobs, (script, number, first, state) in zip((2, 1) * 5, orders, strict=True):
+        for jobs, (script, number, first, state) in zip((2, 1) * 6, orders, strict=True):
             with self.subTest(script, number=number, first=first):
                 more = 2 if first == "worker" else 0
                 self.queue().push_many([b"x"] * (jobs + more))
@@ -7724,11 +7719,14 @@ class CommandLine(QueueCase):
                     if first == "CMD":
                         until_gone(*pids)
                         process.send_signal(number)
-                    if script == waits:
+                    if script == saves:
+                        self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
+                    if "fifo" in script:
                         self.let_go_on(process, jobs)
                     process.wait(120)
                 self.assertEqual(process.returncode, 0)
                 self.end_all(Counter({state: jobs}) + Counter(pending=more))
+        self.assertEqual(os.path.getsize("seen"), 0)
 
     def test_a_parent_that_ignores_its_children_does_not_make_a_failure_a_success(self) -> None:
         self.queue().push(b"x")
@@ -7740,23 +7738,6 @@ class CommandLine(QueueCase):
         with process:
             process.communicate(timeout=120)
         self.assertEqual((process.returncode, self.states()), (1, {"failed": 1}))
-
-    def test_a_program_that_outlives_its_shell_in_a_stop_still_has_its_task(self) -> None:
-        """As it saves its state. At its end it sees nothing that waits for another worker."""
-        self.hasten("one signal", 60)  # a stop is slow to be heard
-        self.queue().push(b"x")
-        os.mkfifo("fifo")
-        saves = "trap '' TERM; echo saves; read x < fifo; ls jobs/pending > seen"
-        shell = f'sh -c "{saves}" & echo $$; wait'
-        with self.working(shell, "--max-attempts", "1") as process:
-            (pid,) = {*process.begun(2)} - {"saves"}
-            process.send_signal(signal.SIGTERM)
-            os.kill(int(pid), signal.SIGTERM)
-            until_gone(pid)
-            self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
-            self.let_go_on(process)
-        self.assertEqual((process.returncode, os.path.getsize("seen")), (0, 0))
-        self.end_all({"pending": 1})
 
     @unittest.skipUnless(os.path.exists("/proc/thread-self/children"), "needs /proc")
     def test_a_worker_whose_watchdog_is_killed_finishes_what_runs_and_leaves(self) -> None:
@@ -8263,74 +8244,68 @@ class Meeting(QueueCase):
 # Classes side by side
 
 
-class Spread:
-    """Runs classes of tests, each in a process, as many at a time as there are processors.
+# These begin first, so that the last one is short.
+LONGEST = (
+    *("KeyedInterrupted", "CommandLine", "ReadmeExamples", "Concurrency", "Faults"),
+    *("KeyedConcurrency", "Tickets", "Keyed", "Model", "Crash", "Documents", "Sharing"),
+    *("Processing", "Waiting", "ByHand", "Liveness"),
+)
 
-    Such a process is the leader of a group, which is killed when it has ended, or the run has.
-    """
 
-    # These begin first, so that the last one is short.
-    LONGEST = (
-        *("KeyedInterrupted", "CommandLine", "ReadmeExamples", "Concurrency", "Faults"),
-        *("KeyedConcurrency", "Tickets", "Keyed", "Model", "Crash", "Documents", "Sharing"),
-        *("Processing", "Waiting", "ByHand", "Liveness"),
-    )
+def run_forked(words: list[str], output: Any) -> int:
+    """Run tests in a process, the leader of a group, which prints to that file; return its pid."""
+    if pid := os.fork():
+        os.setpgid(pid, pid)
+        return pid
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        for fd, source in enumerate((os.open(os.devnull, os.O_RDONLY), *[output.fileno()] * 2)):
+            os.dup2(source, fd)
+        faulthandler.dump_traceback_later(SUITE_S, exit=True)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        status = run_here(words)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
 
-    def __init__(self, names: list[str], switches: list[str]) -> None:
-        self.names = deque(sorted(names, key=[*self.LONGEST, *names].index))
-        self.switches = switches
-        self.running: dict[int, tuple[str, Any]] = {}  # by pid: a class, and where it prints
-        self.failed: list[str] = []
 
-    def run(self, processes: int) -> None:
-        """Run all of them; with -f, until one fails. Ctrl-C and SIGTERM end the processes, too."""
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        try:
-            while (self.names or self.running) and not (self.failed and "-f" in self.switches):
-                if self.names and len(self.running) < processes:
-                    self.start(self.names.popleft())
-                else:
-                    self.wait()
-        finally:
-            for pid in self.running:
-                os.killpg(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)
+def tell_end(name: str, output: Any, status: int, is_verbose: bool) -> None:
+    """Print what the process of a class said, or, if all is well, its end."""
+    with output:
+        output.seek(0)
+        text = output.read().decode(errors="replace")
+    if status:
+        text += f"exit status {os.waitstatus_to_exitcode(status)}"
+    elif not is_verbose:
+        text = " ".join(text.rpartition("-" * 70)[2].split())
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
 
-    def start(self, name: str) -> None:
-        output = tempfile.TemporaryFile()  # noqa: SIM115
-        if pid := os.fork():
-            os.setpgid(pid, pid)
-            self.running[pid] = name, output
-            return
-        status = 1
-        try:
-            os.setpgid(0, 0)
-            for fd, source in enumerate((os.open(os.devnull, os.O_RDONLY), *[output.fileno()] * 2)):
-                os.dup2(source, fd)
-            faulthandler.dump_traceback_later(SUITE_S, exit=True)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            status = run_here([*self.switches, name])
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(status)
 
-    def wait(self) -> None:
-        """Wait until a process has ended; print what it said, or, if all is well, its end."""
-        pid, status = os.wait()
-        name, output = self.running.pop(pid)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)  # what it left running
-        with output:
-            output.seek(0)
-            text = output.read().decode(errors="replace")
-        if status:
-            self.failed.append(name)
-            text += f"exit status {os.waitstatus_to_exitcode(status)}"
-        elif "-v" not in self.switches:
-            text = " ".join(text.rpartition("-" * 70)[2].split())
-        print(f"{name}: {text}", file=sys.stderr, flush=True)
+def run_side_by_side(names: list[str], switches: list[str], processes: int) -> list[str]:
+    """Run as many classes at a time; return those that failed, with -f until one does. A process's
+    group is killed when it has ended, or the run has, also by Ctrl-C or SIGTERM."""
+    left, failed = deque(sorted(names, key=[*LONGEST, *names].index)), list[str]()
+    running: dict[int, tuple[str, Any]] = {}  # by pid: a class, and where it prints
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        while (left or running) and not (failed and "-f" in switches):
+            while left and len(running) < processes:
+                name, output = left.popleft(), tempfile.TemporaryFile()  # noqa: SIM115
+                running[run_forked([*switches, name], output)] = name, output
+            pid, status = os.wait()
+            name, output = running.pop(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # what it left running
+            failed += [name] * bool(status)
+            tell_end(name, output, status, "-v" in switches)
+    finally:
+        for pid in running:
+            os.killpg(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return failed
 
 
 def own_dir(stack: contextlib.ExitStack, place: str | None) -> str:
@@ -8367,14 +8342,15 @@ def main() -> int:
     if len(classes) < 2 or any(it.startswith("-") for it in names) or not hasattr(os, "fork"):
         return run_here(sys.argv[1:])
     affinity = getattr(os, "sched_getaffinity", None)
-    began_s, spread = time.monotonic(), Spread(classes, switches)
+    began_s = time.monotonic()
     with contextlib.ExitStack() as stack:
         tempfile.tempdir = own_dir(stack, None)
         QueueCase.memory = own_dir(stack, QueueCase.memory)
-        spread.run(1 + (len(affinity(0)) if affinity else os.cpu_count() or 1))
-    print(f"{time.monotonic() - began_s:.1f} s:", *spread.failed, end=" ", file=sys.stderr)
-    print("FAILED" if spread.failed else "OK", file=sys.stderr)
-    return int(bool(spread.failed))
+        processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
+        failed = run_side_by_side(classes, switches, processes)
+    end = "FAILED" if failed else "OK"
+    print(f"{time.monotonic() - began_s:.1f} s:", *failed, end, file=sys.stderr)
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
