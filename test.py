@@ -6027,57 +6027,48 @@ class Waiting(QueueCase):
         drain() and join() wait for what others have, and end as that does; join() takes nothing."""
         self.hasten("base interval", 0.05)
 
+        def schedule(other: Any, at_s: float = 4e9) -> None:
+            other.schedule(b"x", at_s * 1e6)
+
+        def pause(other: Any) -> None:
+            other.push(b"x")
+            other.pause()
+
+        def resume(other: Any, _: object) -> None:
+            other.resume()
+            other.resume()
+
+        def drain(q: FemtoQueue, timeout: float | None) -> FemtoTask | None:
+            return next(q.drain(timeout), None)
+
         def finish(other: Any, held: Any) -> None:
             other.push(b"behind", key="k")
             other.done(held)
             self.assertFalse(other.join(0))
             other.done(_taken(other))
 
-        rows: list[tuple[Callable[[Any], Any], Any, Callable[[Any, Any], Any], Any]] = [
-            (
-                lambda other: other.schedule(b"later", 4e15),
-                FemtoQueue.pop,
-                lambda other, _: other.schedule(b"x", (time.time() + 0.05) * 1e6),
-                b"x",
-            ),
-            (
-                lambda other: (other.push(b"x"), other.pause()),
-                FemtoQueue.pop,
-                lambda other, _: (other.resume(), other.resume()),
-                b"x",
-            ),
-            (
-                lambda other: other.push(b"other", key="other"),
-                lambda q, timeout: q.take("mine", timeout),
-                lambda other, _: other.push(b"x", key="mine"),
-                b"x",
-            ),
-            (
-                lambda other: leased(other, b"x", "mine"),
-                lambda q, timeout: q.take("mine", timeout),
-                lambda other, held: other.release(held),
-                b"x",
-            ),
-            (leased, FemtoQueue.pop, lambda other, _: dies(other), b"x"),
-            (leased, FemtoQueue.pop, lambda other, held: other.extend(held, 50), b"x"),
-            (
-                leased,
-                lambda q, timeout: next(q.drain(timeout), None),
-                lambda other, held: other.release(held, delay_s=0.05),
-                b"x",
-            ),
-            (leased, lambda q, timeout: next(q.drain(timeout), None), FemtoQueue.done, None),
-            (lambda other: leased(other, b"x", "k"), FemtoQueue.join, finish, True),
-        ]
+        pop, join = FemtoQueue.pop, FemtoQueue.join
+        take, keyed = (functools.partial(it, key="k") for it in (FemtoQueue.take, leased))
+        rows: tuple[tuple[Any, Any, Callable[[Any, Any], Any], object], ...] = (
+            (schedule, pop, lambda other, _: schedule(other, time.time() + 0.05), b"x"),
+            (pause, pop, resume, b"x"),
+            (lambda it: leased(it, key="y"), take, lambda it, _: it.push(b"x", key="k"), b"x"),
+            (keyed, take, FemtoQueue.release, b"x"),
+            (leased, pop, lambda other, _: dies(other), b"x"),
+            (leased, pop, lambda other, held: other.extend(held, 50), b"x"),
+            (leased, drain, lambda other, held: other.release(held, delay_s=0.05), b"x"),
+            (leased, drain, FemtoQueue.done, None),
+            (keyed, join, finish, True),
+        )
         for before, wait, happens, result in rows:
             self.path = self.new_dir(self.memory)
             q, other = self.queue(), self.queue("n2", timeout_stale_ms=None)
             it = before(other)
-            self.assertFalse(wait(q, 0.01))
+            self.assertFalse(wait(q, timeout=0.01))
             happens_now = functools.partial(happens, other, it)
-            got = self.woken(functools.partial(wait, q, None), happens_now)
+            got = self.woken(functools.partial(wait, q, timeout=None), happens_now)
             self.assertEqual(getattr(got, "data", got), result)
-            self.assertEqual("inflight-n1" in os.listdir(self.path), wait != FemtoQueue.join)
+            self.assertEqual("inflight-n1" in os.listdir(self.path), wait != join)
 
     def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
         q = self.queue()
@@ -6639,32 +6630,25 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 3})
 
     def test_a_renewal_that_fails_is_not_the_last(self) -> None:
-        """Though its warning can't be written either. Nor does it keep others from theirs."""
+        """Though its warning can't be written either, or its key is held up, by a process that is
+        stopped. Nor does it keep others from theirs."""
         q, handler = self.renewing_queue(), logging.Handler()
         LOG.disabled = False
         LOG.addHandler(handler)
         self.addCleanup(LOG.removeHandler, handler)
-        with q.processing(leased(q)) as task, q.processing(leased(q)) as other:
+        keyed = leased(q, key="k")
+        with q.processing(leased(q)) as task, q.processing(leased(q)) as other, q.processing(keyed):
             with (
+                self.locked("k"),
                 hooked(at_call("move", task.id, raising(errno.EIO))),
                 mock.patch.object(handler, "handle", side_effect=SystemExit) as handle,
             ):
+                before = keyed.path
                 until(lambda: handle.call_count > 3)
                 self.until_renewed(other)
-            self.until_renewed(task)
-        self.assertEqual(self.states(), {"done": 2})
-
-    def test_who_holds_up_a_key_does_not_keep_other_leases_from_renewal(self) -> None:
-        """He may be stopped. The lease of that key is tried again."""
-        q = self.renewing_queue()
-        q.push(b"keyed", key="k")
-        keyed, other = self.pop(q), leased(q)
-        before = keyed.path
-        with q.processing(keyed), q.processing(other):
-            with self.locked("k"):
-                self.until_renewed(other)
                 self.assertEqual(keyed.path, before)
-            self.until_renewed(keyed)
+            self.until_renewed(task, keyed)
+        self.assertEqual(self.states(), {"done": 3})
 
     def test_what_begins_in_vain_leaves_nothing_that_is_renewed_for_nobody(self) -> None:
         """A thread that can't be started is an error, and the next one is. Ctrl-C may come before
@@ -7620,20 +7604,14 @@ class CommandLine(QueueCase):
     # work
 
     def test_work_tells_of_its_progress_as_tasks_end(self) -> None:
-        """At most once in 10 s, and at the end; with --quiet it tells nothing. The next one waits
-        where looking takes long: of what ends just then it may say nothing."""
-        for report_s, counts in {0.0: [(1, 2), (2, 1), (3, 0)], 1000.0: [(3, 0)]}.items():
-            for quiet in ([], ["--quiet"]):
-                self.queue(None).push_many([b"x"] * 3)
-                words = ("work", "jobs", "--drain", *quiet, "--", "true")
-                _, _, err = run_guarded(*self.python({"report": report_s}), *words, env=self.env)
-                said = err.splitlines()
-                if quiet:
-                    self.assertEqual(said, [])
-                    continue
-                lines = [f"femtoqueue: done {done}, waiting {left}" for done, left in counts]
-                self.assertEqual((said[0], said[-1]), (lines[0], lines[-1]))
-                self.assertLessEqual({*said}, {*lines})
+        """The next one waits where looking takes long: of what ends just then it may say nothing.
+        (TRANSCRIPTS: at the end alone if that comes within 10 s, and nothing with --quiet.)"""
+        self.queue(None).push_many([b"x"] * 3)
+        command = (*self.python({"report": 0.0}), "work", "jobs", "--drain", "--", "true")
+        said = run_guarded(*command, env=self.env)[2].splitlines()
+        lines = [f"femtoqueue: done {done}, waiting {3 - done}" for done in (1, 2, 3)]
+        self.assertEqual((said[0], said[-1]), (lines[0], lines[-1]))
+        self.assertLessEqual({*said}, {*lines})
 
     def working(self, script: str, *words: str) -> Command:
         """Work by a shell's script, in a process of its own."""
@@ -7797,19 +7775,15 @@ class CommandLine(QueueCase):
 # Words and weight
 
 
-class DocumentCase(unittest.TestCase):
-    """A test that reads the README, and runs what a document says in an empty directory."""
+class DocumentCase(QueueCase):
+    """A test that reads the README, and runs what a document says in a directory that holds
+    femtoqueue.py and nothing else."""
 
     def setUp(self) -> None:
-        """Make a directory that holds femtoqueue.py and nothing else; it goes with the test."""
-        self.path = tempfile.mkdtemp(prefix="femtoqueue-test-", dir=memory_dir())
-        self.addCleanup(shutil.rmtree, self.path, ignore_errors=True)
+        super().setUp()
         shutil.copy(os.path.join(HERE, "femtoqueue.py"), self.path)
 
-    def file(self, *parts: str) -> str:
-        return os.path.join(self.path, *parts)
-
-    def queue(self, name: str = "jobs") -> FemtoQueue:
+    def queue_of(self, name: str = "jobs") -> FemtoQueue:
         q = FemtoQueue(self.file(name))
         self.addCleanup(q.close)
         return q
@@ -7902,7 +7876,7 @@ class ReadmeExamples(DocumentCase):
     def test_the_nightly_job_is_there_once_after_two_starts(self) -> None:
         for _ in range(2):
             self.run_python(self.recipe("if not q.contains"))
-        (task,) = self.queue().tasks("scheduled")
+        (task,) = self.queue_of().tasks("scheduled")
         assert task.until is not None
         self.assertEqual((task.key, task.until.timestamp() % 86400), ("backup", 0))
         self.assertTrue(0 < task.until.timestamp() - time.time() <= 86400)
@@ -7935,7 +7909,7 @@ class ReadmeExamples(DocumentCase):
         command = settings["ExecStart"].replace("/srv/jobs", "jobs")
         command = command.replace("/usr/local/bin/femtoqueue", f"{sys.executable} -m femtoqueue")
         command = command.replace("/usr/local/bin/resize", "cat")
-        q, pipe = self.queue(), subprocess.PIPE
+        q, pipe = self.queue_of(), subprocess.PIPE
         q.push_many([b"a\n", b"b\n"])
         with subprocess.Popen(command.split(), cwd=self.path, stdout=pipe, stderr=pipe) as process:
             self.addCleanup(process.kill)
@@ -7963,7 +7937,7 @@ class ReadmeExamples(DocumentCase):
             "stderr": subprocess.DEVNULL,
             "start_new_session": True,
         }
-        q, element = self.queue(), ["sh", "-c", script]
+        q, element = self.queue_of(), ["sh", "-c", script]
         self.assertEqual(subprocess.run(element, check=False, **settings).returncode, 0)
         q.push(b"x")
         with subprocess.Popen(element, **settings) as process:
@@ -8015,7 +7989,7 @@ class Migration(DocumentCase):
         stay = [self.write("pending", 10**15, b"torn", bytes(16))]
         stay += [self.write(state, 10**15, b"x") for state in ("creating", "done", "failed")]
         (code,) = self.blocks("python", self.section("Changes"))
-        q = self.queue("new")
+        q = self.queue_of("new")
         for _ in range(2):
             self.assertEqual(self.run_python(code), "")
             self.assertEqual([task.data for task in q.tasks("pending")], payloads)
