@@ -6769,11 +6769,16 @@ class Work(QueueCase):
         self.assertEqual(self.states(), {"done": 2, "failed": 1})
 
     def test_as_many_run_at_a_time_as_were_asked_for(self) -> None:
-        """They meet at a barrier for just so many; none waits for a fifth."""
-        q, barrier = self.queue(), threading.Barrier(4)
+        """They meet at a barrier for just so many; there is no fifth."""
+        q, barrier, threads = self.queue(), threading.Barrier(4), set[int]()
         q.push_many([b"x"] * 16)
-        counts = q.work(lambda task: barrier.wait(60), concurrency=4, drain=True)
-        self.assertEqual((counts.done, self.states()), (16, {"done": 16}))
+
+        def handle(_: FemtoTask) -> None:
+            threads.add(threading.get_ident())
+            barrier.wait(60)
+
+        counts = q.work(handle, concurrency=4, drain=True)
+        self.assertEqual((counts.done, len(threads), self.states()), (16, 4, {"done": 16}))
 
     def test_drain_waits_for_what_comes_later_and_for_others(self) -> None:
         for concurrency in (1, 3):
