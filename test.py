@@ -7743,6 +7743,10 @@ class CommandLine(QueueCase):
         self.assertIn(b"watchdog", err)
         self.end_all({"done": 1, "failed": 2, "pending": 1})
 
+    def has_failed(self, count: int) -> bool:
+        """Whether there are so many dead letters, with their reasons."""
+        return len(self.names("failed")) == 2 * count
+
     def test_signals_end_work_though_nobody_reads_what_it_says(self) -> None:
         """They find output that is stuck; and if it is standard error, a log line that is, too."""
         self.hasten("one signal", 0.1)
@@ -7753,7 +7757,7 @@ class CommandLine(QueueCase):
             words = ("-j", "2", "--max-attempts", "1")
             with self.subTest(output), self.working(script, *words) as process:
                 select.select([getattr(process, output)], [], [], 120)
-                time.sleep(0.4)  # it is full
+                until(functools.partial(self.has_failed, failed))  # it is full by then
                 process.send_signal(signal.SIGTERM)
                 time.sleep(2 * constant("one signal"))
                 for _ in range(6):  # two may be heard as one
