@@ -447,13 +447,13 @@ a retried task has no reason any more | Model
 retry() puts a task at the back | Model
 -        ident, target = _id_of(source), self.back_path(source, 0)
 +        ident, target = _id_of(source), _front_path(_id_of(source), 0)
-a checkpoint goes with its task | Checkpoints
+a checkpoint goes with its task | Model
 -        if lease.has_checkpoint and _is_end(target):
 +        if lease.has_checkpoint and not target:
-a checkpoint belongs to one payload | Checkpoints
+a checkpoint belongs to one payload | Model
 -    if saved.startswith(of_data):
 +    if saved:
-a renewal never shortens a lease | Checkpoints
+a renewal never shortens a lease | Model
 -                length_ns = max(lease.length_ns, self.left_ns(lease.path))
 +                length_ns = lease.length_ns
 the lock of a key is taken | KeyedConcurrency

@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33328,
-    "lines": 5667,
-    "lines of code": 3730,
-    "lines of docstrings": 856,
+    "tokens of code": 33480,
+    "lines": 5687,
+    "lines of code": 3748,
+    "lines of docstrings": 857,
     "lines of its largest class": 582,
-    "lines of test.py": 8596,
-    "lines of .ci/": 7407,
+    "lines of test.py": 8407,
+    "lines of .ci/": 7445,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
