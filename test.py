@@ -654,13 +654,14 @@ class QueueCase(unittest.TestCase):
 
 
 def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**9) -> Hook:
-    """Return a hook by which something happens before calls of a kind, or before the first ones: of
-    all, or of those that have that argument, or a path of which that is a part."""
-    left = itertools.count(times, -1)
+    """Return a hook by which something happens before calls of a kind (or of several: "open move"),
+    or before the first ones: of all, or of those that have that argument, or a path of which that
+    is a part."""
+    left, events = itertools.count(times, -1), event.split()
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
         in_path = any(isinstance(it, str) and str(of) in it for it in args)
-        if name == event and (of is None or of in args or in_path) and next(left) > 0:
+        if name in events and (of is None or of in args or in_path) and next(left) > 0:
             happen()
 
     return hook
@@ -3704,15 +3705,11 @@ class Faults(PlainLives):
             worn = q.push(b"worn out")
             os.rename(self.file("pending", worn), self.file("pending", f"{1:020d}~5~{worn}"))
             q.push(b"good")
-
-            def refuse(name: str, args: tuple[Any, ...], where: str = refused) -> None:
-                if name in ("open", "move") and where in "".join(map(str, args)):
-                    fail_with(errno.ENOSPC)
-
+            full = at_call("open move", refused, raising(errno.ENOSPC))
             got: list[FemtoTask | None] = []
             for number in range(4):
                 worker = self.queue(f"w{number}", max_attempts=5)
-                with hooked(refuse), contextlib.suppress(OSError):
+                with hooked(full), contextlib.suppress(OSError):
                     got.append(worker.pop())
                 worker.close()
             self.assertIn(b"good", [task and task.data for task in got])

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3730,
     "lines of docstrings": 856,
     "lines of its largest class": 582,
-    "lines of test.py": 8504,
+    "lines of test.py": 8501,
     "lines of .ci/": 7952,
 }
 DOORS = {  # names of annexes that a room above them may use
