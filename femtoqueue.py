@@ -3297,7 +3297,8 @@ class _Keys(_KeyedTasks):
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
-        self._files.remove(f"checkpoints/{_id_of(path)}")  # of the older one
+        if "~" in path:  # it may have been delivered before
+            self._files.remove(f"checkpoints/{_id_of(path)}")
         with self._renamed(path, _reset_path(path, due_ns), aside) as target:
             states[name] = target, newer
             is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there

@@ -377,7 +377,7 @@ a lease that can't be moved keeps no other from being ended | Liveness
 +            if True:
 +                _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
                  _for_each(
-an opening of the lease directory that was interrupted leaves no lock | Liveness
+an opening of the lease directory that was interrupted leaves no lock | Faults
 -                if lock is not self._held:
 -                    lock.close()
 +                pass
@@ -482,7 +482,7 @@ a claim takes the newer payload behind a task along | Keyed
 a payload that is for later is not delivered now, whoever put its task back | KeyedTable
 -        due_ns = _later(newer)
 +        due_ns = None
-a newer payload is a first attempt, whoever put its task back | Keyed
+a newer payload is a first attempt, whoever put its task back | LeftBehind
 -        if due_ns is None and _attempts_of(lease) == 1:
 +        if due_ns is None:
 a schedule() that raised leaves the time of what was behind the lease | KeyedTable
@@ -528,8 +528,8 @@ what is pushed behind a task is younger, whatever the clocks say | KeyedOnShared
 -        order = max(self._clock.next_order(), younger)
 +        order = self._clock.next_order()
 a newer payload that replaces one has no checkpoint of that | Keyed
--        self._files.remove(f"checkpoints/{_id_of(path)}")  # of the older one
-+        pass
+-            self._files.remove(f"checkpoints/{_id_of(path)}")
++            pass
 a newer payload that is taken along has no checkpoint of the older one | Keyed
 -        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older one
 +        pass
