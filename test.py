@@ -4047,6 +4047,8 @@ class Twin:
 
     def replace(self, task: Known, data: bytes, due_ns: int | None) -> None:
         """A push for a key that waits. Without a new time its place is kept."""
+        if not task.is_bare:
+            self.saved.pop(task.id, None)
         task.attempts = 0
         if task.behind is None:
             task.data = data
@@ -4120,6 +4122,7 @@ class Twin:
         if newer is None:
             return
         del self.tasks[newer.id]
+        self.saved.pop(task.id, None)
         task.data, task.attempts = newer.data, 0
         if newer.due_ns is not None and self.is_later(newer):
             self.move(task, "scheduled", newer.due_ns)

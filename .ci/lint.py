@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3749,
     "lines of docstrings": 857,
     "lines of its largest class": 582,
-    "lines of test.py": 8312,
+    "lines of test.py": 8315,
     "lines of .ci/": 7445,
 }
 DOORS = {  # names of annexes that a room above them may use
