@@ -768,12 +768,13 @@ def _end_s(timeout: float | None, name: str = "timeout") -> float:
     return time.monotonic() + _not_negative(name, timeout)
 
 
-def _check_data_dir(data_dir: object) -> None:
-    path = os.fspath(data_dir)  # type: ignore[call-overload]
+def _check_dir(name: str, directory: object) -> str:
+    path = os.fspath(directory)  # type: ignore[call-overload]
     if not isinstance(path, str):
-        raise TypeError(f"data_dir must be a str or a path, not {data_dir!r}")
+        raise TypeError(f"{name} must be a str or a path, not {directory!r}")
     if not path:
-        raise ValueError("data_dir must not be empty; for this directory say '.'")
+        raise ValueError(f"{name} must not be empty; for this directory say '.'")
+    return path
 
 
 def _check_node_id(node_id: object) -> str | None:
@@ -1845,20 +1846,19 @@ class _Worker:
     # To failed/, and back
 
     def quarantine(self, source: str, reason: str) -> None:
-        """Make a dead letter of a task that can't be delivered, and say so in the log.
-        If it can't be moved, it goes to the back of pending/: it must not block other tasks, whose
-        work may free disk space. Nor must a reason that can't be written."""
-        ident, back = _id_of(source), self.back_path(source, _attempts_of(source))
-        is_taken = self.files.exists(f"failed/{ident}")  # by hand: it stays, and so does its reason
-        target = back.replace("pending", "failed") if is_taken else f"failed/{ident}"
+        """Make a dead letter of a task that can't be delivered, and say so in the log. If it can't
+        be moved, _take_back() does that. A reason that can't be written must not block it."""
+        ident = _id_of(source)
+        target = f"failed/{ident}"
+        is_taken = self.files.exists(target)  # by hand: it stays, and so does its reason
+        if is_taken:
+            target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
         try:
             self.move_task(source, target)
-        except OSError as error:
-            if isinstance(error, FileNotFoundError) and not self.files.exists(source):
-                return  # RACE: another worker took it, or quarantined it first
-            with suppress(FileNotFoundError):  # RACE: another worker took it
-                self.move_task(source, back)
-            raise
+        except FileNotFoundError:
+            if self.files.exists(source):
+                raise
+            return  # RACE: another worker took it, or quarantined it first
         with suppress(OSError):  # the log has the reason
             if not is_taken:
                 self.files.remove(f"{target}.error")  # of a failure retried by hand
@@ -1998,8 +1998,9 @@ class _Worker:
         return task
 
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim that was interrupted: the task returns to its place; or whose file could not
-        be read: to the back, else it would block each worker that takes the oldest task first."""
+        """Undo a claim that was interrupted: the task returns to its place; or whose file could be
+        neither read nor made a dead letter: to the back, else it would block each worker that takes
+        the oldest task first, and whose work may free disk space."""
         place = waiting if lease.path else ""
         code = getattr(error, "errno", None)  # None: raised by a signal handler
         is_unreadable = isinstance(error, MemoryError) or code not in (None, *_TRANSIENT_ERRNOS)
@@ -2345,7 +2346,7 @@ class FemtoQueue:
         poll_interval_s: float = 0.05,
         detached: bool = False,
     ) -> None:
-        _check_data_dir(data_dir)
+        path = _check_dir("data_dir", data_dir)
         self._given_node_id = _check_node_id(node_id)
         self._length_ns = _lease_length_ns("timeout_stale_ms", timeout_stale_ms, _FOREVER_NS)
         _not_negative("retry_delay_s", retry_delay_s)
@@ -2361,7 +2362,7 @@ class FemtoQueue:
         self.retry_delay_s = retry_delay_s
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
-        self._files = _open_files(os.fspath(data_dir), self.sync_after_write)
+        self._files = _open_files(path, self.sync_after_write)
         self._files.make_dirs()
         self._clock = _QueueClock(self._files)
         self._init_worker()
@@ -2611,10 +2612,8 @@ class FemtoQueue:
         the path that task.path had there, its last part, or the task's id. The payload is not read:
         data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any more). A
         detached one is renewed by what is left of it if this object's leases have no end."""
-        directory, _, name = lease.rpartition("/")
-        is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
-        entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
-        entry = next((it for it in entries if it and name in (it.name, it.id)), None)
+        name, leases = lease.rpartition("/")[2], self._files.find("inflight")
+        entry = next((it for it in leases if name in (it.name, it.id)), None)
         if entry is None:
             raise LeaseLost(_id_of(name), True, "it is not in flight by that name (any more)")
         length_ns = self._length_ns
@@ -4209,7 +4208,7 @@ class TicketQueue:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
-        self._files = _open_files(os.fspath(queue_dir), is_durable=False)
+        self._files = _open_files(_check_dir("queue_dir", queue_dir), is_durable=False)
         self._root = self._files.root
         self._numbers: _Numbers = self._files.parts[-1](self._files)
         boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")

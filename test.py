@@ -794,6 +794,8 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.work(print, time_limit_s=it), TypeError, "time_limit_s", ("1",)),
     (lambda q, task, it: q.processing(it), TypeError, "", (b"x",)),
     (lambda q, task, it: q.checkpoint(task, it), TypeError, "", ("text",)),
+    (lambda q, task, it: TicketQueue(it), ValueError, "queue_dir", ("",)),
+    (lambda q, task, it: TicketQueue(it), TypeError, "queue_dir", (b"line",)),
     (lambda q, task, it: TicketQueue(q.data_dir, it), ValueError, "stale_timeout", (0,)),
     (lambda q, task, it: TicketQueue(q.data_dir, it), TypeError, "stale_timeout", ("1",)),
     (lambda q, task, it: TicketQueue(q.data_dir).turn(it).__enter__(), TypeError, "", ("1",)),

@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33485,
-    "lines": 5688,
-    "lines of code": 3749,
+    "tokens of code": 33436,
+    "lines": 5687,
+    "lines of code": 3748,
     "lines of docstrings": 857,
-    "lines of its largest class": 582,
-    "lines of test.py": 8315,
+    "lines of its largest class": 580,
+    "lines of test.py": 8317,
     "lines of .ci/": 7445,
 }
 DOORS = {  # names of annexes that a room above them may use
