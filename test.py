@@ -7278,6 +7278,12 @@ class Command(subprocess.Popen[bytes]):
     stdout: Any
     stderr: Any
 
+    def __exit__(self, *error: Any) -> None:
+        """Wait until it ends, unless the block failed: it may never do so then."""
+        if error[0] is not None:
+            self.kill()
+        super().__exit__(*error)
+
     def begun(self, count: int) -> list[str]:
         """Return the first lines of that many commands."""
         return [self.stdout.readline().decode().strip() for _ in range(count)]
@@ -7683,7 +7689,7 @@ class CommandLine(QueueCase):
                         self.assertRaises(subprocess.TimeoutExpired, process.wait, 0.2)
                     if "fifo" in script:
                         self.let_go_on(process, jobs)
-                    process.wait(120)
+                    process.wait(PATIENCE_S)
                 self.assertEqual(process.returncode, 0)
                 self.end_all(Counter({state: jobs}) + Counter(pending=more))
         self.assertEqual(os.path.getsize("seen"), 0)

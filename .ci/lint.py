@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3748,
     "lines of docstrings": 857,
     "lines of its largest class": 580,
-    "lines of test.py": 8317,
+    "lines of test.py": 8323,
     "lines of .ci/": 7445,
 }
 DOORS = {  # names of annexes that a room above them may use
