@@ -2612,8 +2612,10 @@ class FemtoQueue:
         the path that task.path had there, its last part, or the task's id. The payload is not read:
         data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any more). A
         detached one is renewed by what is left of it if this object's leases have no end."""
-        name, leases = lease.rpartition("/")[2], self._files.find("inflight")
-        entry = next((it for it in leases if name in (it.name, it.id)), None)
+        directory, _, name = lease.rpartition("/")
+        is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
+        entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
+        entry = next((it for it in entries if it and name in (it.name, it.id)), None)
         if entry is None:
             raise LeaseLost(_id_of(name), True, "it is not in flight by that name (any more)")
         length_ns = self._length_ns

@@ -31,11 +31,11 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33436,
-    "lines": 5687,
-    "lines of code": 3748,
+    "tokens of code": 33464,
+    "lines": 5689,
+    "lines of code": 3750,
     "lines of docstrings": 857,
-    "lines of its largest class": 580,
+    "lines of its largest class": 582,
     "lines of test.py": 8323,
     "lines of .ci/": 7445,
 }
