@@ -3368,13 +3368,13 @@ class _Watcher:
         self._root, self._libc = root, _libc()
         self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
         self._no_wake.acquire()
-        self.sees_all = _fs_type(root) in _LOCAL_TYPES
+        is_local = _fs_type(root) in _LOCAL_TYPES  # it may raise: before there is a descriptor
         fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
-        if fd >= 0:  # -1: too many
+        self.sees_all = is_local and fd >= 0  # -1: too many
+        if fd >= 0:
             self._fds.append(fd)
             self._fds.append(os.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
             self._watch()
-        self.sees_all &= fd >= 0
         _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
 
     def _watch(self) -> bool:
@@ -4084,7 +4084,7 @@ class _Inspector:
 
         def is_dir(name: str) -> bool:  # RACE: a worker comes, or goes
             is_other = os.path.isfile(root + name) or os.path.islink(root + name)
-            return name in directories or not (is_other or _parse_node_dir(name) is None)
+            return name in directories or (_parse_node_dir(name) is not None and not is_other)
 
         others: dict[str, Callable[[str], object]]
         others = {".": is_dir, "failed": _parse_reason, "keys": _parse_tag}
@@ -5102,9 +5102,8 @@ def _work_command(options: Any) -> int:
     SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are finished.
     A second one goes to their process groups, which are killed 5 s later; tasks are
     given back. A scheduler may signal the commands, too: what fails then, or dies
-    of such a signal, is given back to the front as no failed try. Let
-    --task-timeout be less than a job may take: else its task comes
-    first in the next one.
+    of such a signal, is given back to the front as no failed try. Let --task-timeout
+    be less than a job may take: else its task comes first in the next one.
 
     If this worker is killed, its commands are, too. A lost lease (by a stop longer
     than --timeout, or by `release`) does not end CMD.
