@@ -2439,8 +2439,6 @@ class Keyed(StepCase):
         clock.advance(1)
         self.assertEqual(sorted(self.drain(q)), [b"1", b"3"])
 
-    # Durability, crashes, faults
-
     def test_a_newer_payload_begins_anew_though_its_bytes_are_the_same(self) -> None:
         """Behind the task, or in its place as it waits: what was saved was not its progress."""
         q = self.queue()
@@ -2455,6 +2453,9 @@ class Keyed(StepCase):
             task = self.pop(q)
             self.assertEqual((task.attempts, task.checkpoint), (1, None))
             q.done(task)
+
+
+# Durability, crashes, faults
 
 
 class KeyedByRename(Keyed):

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3750,
     "lines of docstrings": 856,
     "lines of its largest class": 582,
-    "lines of test.py": 8323,
+    "lines of test.py": 8324,
     "lines of .ci/": 7445,
 }
 DOORS = {  # names of annexes that a room above them may use
