@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 856,
     "lines of its largest class": 582,
     "lines of test.py": 8324,
-    "lines of .ci/": 7445,
+    "lines of .ci/": 7450,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
