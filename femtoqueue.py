@@ -5102,8 +5102,9 @@ def _work_command(options: Any) -> int:
     SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are finished.
     A second one goes to their process groups, which are killed 5 s later; tasks are
     given back. A scheduler may signal the commands, too: what fails then, or dies
-    of such a signal, is given back to the front as no failed try. Let --task-timeout
-    be less than a job may take: else its task comes first in the next one.
+    of such a signal, is given back to the front as no failed try. Let
+    --task-timeout be less than a job may take: else its task comes first in the
+    next one.
 
     If this worker is killed, its commands are, too. A lost lease (by a stop longer
     than --timeout, or by `release`) does not end CMD.

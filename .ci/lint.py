@@ -32,9 +32,9 @@ import femtoqueue
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
     "tokens of code": 33465,
-    "lines": 5688,
+    "lines": 5689,
     "lines of code": 3750,
-    "lines of docstrings": 856,
+    "lines of docstrings": 857,
     "lines of its largest class": 582,
     "lines of test.py": 8324,
     "lines of .ci/": 7450,
