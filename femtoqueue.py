@@ -464,11 +464,6 @@ def _is_keyed(ident: str) -> bool:
     return ident[21] > "7"
 
 
-def _may_be_renamed(path: str) -> bool:
-    """Whether a new payload would rename a task in pending/ (attempts back to 0)."""
-    return "~" in path and _is_keyed(_id_of(path))
-
-
 def _new_name(order_ns: int, tag: str) -> str:
     return f"{order_ns:020d}-{tag}"
 
@@ -1032,7 +1027,7 @@ if hasattr(os, "register_at_fork"):
 #      of a key      its state, as file and directory; then the task: file, rename, directory
 # ==================================================================================================
 
-_MAX_REPLACED = 1000  # times that a target directory may be replaced during one move
+_MAX_REPLACED = 100  # times that a target directory may be replaced during one move
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
@@ -1279,16 +1274,15 @@ class _Files:
             self._move_again(source, target)
         # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
         # finished task would be delivered for ever. A first delivery does not pay for that.
-        if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
+        if "~1~" not in source and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
 
     def _move_again(self, source: str, target: str) -> None:
         """Do as move(), after a FileNotFoundError. RACE: another process replaces the target
         directory just then (shrink_pending): ENOENT, though both are there."""
-        directory = self.root + os.path.dirname(target)
         for _ in range(_MAX_REPLACED):
-            if not target or not (self.exists(source) and os.path.isdir(directory)):
+            if not (target and self.exists(source)):
                 break
             with suppress(FileNotFoundError):
                 os.replace(self.root + source, self.root + target)
@@ -1333,7 +1327,7 @@ class _Files:
         succeeds only on an empty one; a push that comes between finds out in _move_again()."""
         pending = f"{self.root}pending"
         old = os.lstat(pending)
-        if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
+        if old.st_size <= _SHRINK_BYTES:
             return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
             return  # rights that we don't know how to copy
@@ -1517,10 +1511,10 @@ class _Backlog:
         same, so that name is next."""
         with self._lock:
             names, renamed = self.names, _reset_path(lost, None)
-            if renamed != lost and _may_be_renamed(lost):
+            if renamed != lost:
                 names.append(renamed.partition("/")[2])
-            while names and not os.access(f"{self._pending}/{names[-1]}", os.F_OK):
-                if _may_be_renamed(names[-1]):
+            while names and not _is_keyed(_id_of(names[-1])):
+                if os.access(f"{self._pending}/{names[-1]}", os.F_OK):
                     break
                 names.pop()
 
@@ -2052,7 +2046,7 @@ class _Job:
     def run(self) -> None:
         """Run it now, set its next time, and keep its OSError."""
         started_s, self.error = time.monotonic(), None
-        self._next_s = started_s + min(self.every_s, _BASE_INTERVAL_S)  # if Ctrl-C ends it
+        self._next_s = started_s + _BASE_INTERVAL_S  # if Ctrl-C ends it
         self._sooner_s = float("inf")  # RACE: who calls sooner() from now on is heard next time
         try:
             self._run()
@@ -2199,7 +2193,7 @@ class _Housekeeper:
         try:
             _for_each(self._worker.reclaim, ended)
         finally:
-            if directory != self._lease_dir.directory and (has_ours or not running):
+            if has_ours or not running:
                 self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
@@ -3026,22 +3020,20 @@ class _KeyedTasks(_KeyStates):
 
     # Finding
 
-    def find_task(
-        self, states: _States, name: str, where: tuple[str, ...] = _LIVE
-    ) -> tuple[str, str]:
+    def find_task(self, states: _States, name: str) -> tuple[str, str]:
         """Return where the task of an encoded key is ("": it has none), and the payload behind it;
-        correct its state. where: the task is looked for in these."""
+        correct its state."""
         task, behind = states.get(name, ("", ""))
         # CRASH: before a payload came to keys/, before it got that name, or after it left.
-        path, newer = self._locate(task, where), self._locate(behind, ("keys",))
+        path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if not path:
             # CRASH: the task before it ended, and it did not come up, or that was not noted. Or a
             # person removed that task.
-            path, newer = self._promote(newer) or self._locate(behind, where), ""
+            path, newer = self._promote(newer) or self._locate(behind, *_LIVE), ""
         states[name] = path, newer
         return path, newer
 
-    def _locate(self, path: str, where: tuple[str, ...]) -> str:
+    def _locate(self, path: str, *where: str) -> str:
         """Return the path that a record has by now, "" if it is in none of these states."""
         if not path or self._files.exists(path):
             return path
@@ -3097,9 +3089,6 @@ class _KeyedTasks(_KeyStates):
         """Note a task that was just leased as that of its key. If the key has another, return True:
         the one that was leased is a dead letter now."""
         self._files.lstat(lease)
-        path, newer = states.get(name, ("", ""))
-        if _id_of(path) == _id_of(lease):
-            states[name] = lease, newer
         path, newer = self.find_task(states, name)
         if path and _id_of(path) != _id_of(lease):
             self._end_second(name, lease, path)
@@ -3140,7 +3129,7 @@ class _KeyedTasks(_KeyStates):
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
-            newer = self._locate(states[name][1], ("keys",)) if name else ""
+            newer = self._locate(states[name][1], "keys") if name else ""
             if newer and _state_of(target) in _WAITING_DIRS:
                 target = _reset_path(target, _later(newer))
             try:
@@ -3194,12 +3183,10 @@ class _KeyedTasks(_KeyStates):
         idle = {_tag_of(path) for path in self.idle()}
 
         def repair(tag: str) -> None:
-            # Of an idle one all directories have been listed: a claim is what may have come since.
-            where = ("inflight",) if tag in idle else _LIVE
             try:
                 with self.lock(tag, wait=False) as states:
                     for name in [*states]:
-                        self.find_task(states, name, where)
+                        self.find_task(states, name)
                     self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
             except BlockingIOError:  # RACE: another process is at work on a key of its hash
                 self._worker.house.repairing.sooner(1)
@@ -3320,9 +3307,8 @@ class _Keys(_KeyedTasks):
             self._files.commit(target)  # else btrfs, after power loss, has the old name, too
             yield target
         except OSError:
-            with suppress(OSError):
-                if self._files.exists(aside):  # else it is in the place of the old one, for good
-                    self._files.move(target, path)
+            if self._files.exists(aside):  # else it is in the place of the old one, for good
+                self._files.move(target, path)
             raise
 
     def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:
@@ -3398,8 +3384,7 @@ class _Watcher:
         for fd in self._fds:
             poll.register(fd, select.POLLIN)
         for fd, _ in poll.poll(int(seconds * 1000) + 1):
-            with suppress(BlockingIOError):
-                os.read(fd, 1 << 16)
+            os.read(fd, 1 << 16)
 
     def wake(self) -> None:
         """End the sleep, or the next one; in any thread, or in a signal handler."""
@@ -3517,15 +3502,10 @@ class _Waits:
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
 
-    def end_all(self, error: BaseException | None = None) -> None:
-        """End all waits, as close() has been counted; or those of coroutines, with an error. The
-        watchers that no wait has are closed."""
+    def end_all(self) -> None:
+        """End all waits, as close() has been counted, and close the watchers that no wait has."""
         self._wake()
         self._idle.clear()  # with its last reference: another thread may be about to wake one
-        for ref in self._requests.valuerefs():
-            request = ref()
-            if request is not None:
-                self._answer(request, None, error)
 
     def _wake(self) -> None:
         for watcher in [*self._watchers]:
@@ -3577,7 +3557,10 @@ class _Waits:
         except BaseException as error:
             with self._lock:
                 self._is_serving = False
-            self.end_all(error)
+            for ref in self._requests.valuerefs():
+                request = ref()
+                if request is not None:
+                    self._answer(request, None, error)
 
     def _look_for_all(self) -> None:
         """Look once for the first of each line, and for those whose time is over. Answer those for
@@ -3714,16 +3697,14 @@ class _LeaseRenewer:
                     pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return what is to be renewed; nothing, if no lease of them ends, or another thread does
-        it by now (or none: Ctrl-C came as this one was started)."""
+        """Return what is to be renewed; nothing, if another thread does it by now (or none: Ctrl-C
+        came as this one was started)."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
             if self._runs is not runs:
                 return []
-            if length_ns >= _FOREVER_NS:
-                self._runs = None
-                return []
+            # Of no lease that ends, so long that the next block starts a thread.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 

@@ -291,7 +291,7 @@ keep_done=False: the lease is synced before it goes | Durability
 a move goes on when pending/ is replaced meanwhile | Shrinking
 -        for _ in range(_MAX_REPLACED):
 +        for _ in range(0):
-             if not target
+             if not (target
 a pending/ that is replaced keeps its mode | Shrinking
 -            os.chmod(fresh, stat.S_IMODE(old.st_mode))
 +            os.stat(fresh)
@@ -299,7 +299,7 @@ a large pending/ is replaced only when it is empty | Shrinking
 -            if not self._backlog.seen:
 +            if self._backlog.seen:
 a finished task of which a second name came back is not delivered | TwoNames
--        if ("~1~" not in source or not source.startswith("inflight-")) and _is_end(target):
+-        if "~1~" not in source and _is_end(target):
 +        if not source:
 the claim is one rename: a task is leased once | Crash
 ; faults: SIGKILL; hosts: calm ~ leased twice|stands in; nfs: calm ~ leased twice|stands in
@@ -486,11 +486,11 @@ a newer payload is a first attempt, whoever put its task back | LeftBehind
 -        if due_ns is None and _attempts_of(lease) == 1:
 +        if due_ns is None:
 a schedule() that raised leaves the time of what was behind the lease | KeyedTable
--                    self._files.move(target, path)
-+                    pass
+-                self._files.move(target, path)
++                pass
 a payload for later whose sync failed is not delivered now | KeyedByRename
--                if self._files.exists(aside):  # else it
-+                if aside:  # else it
+-            if self._files.exists(aside):  # else it
++            if aside:  # else it
 a payload that is behind a task is a first attempt | Model
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target

@@ -31,10 +31,10 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33465,
-    "lines": 5689,
-    "lines of code": 3750,
-    "lines of docstrings": 857,
+    "tokens of code": 33273,
+    "lines": 5670,
+    "lines of code": 3735,
+    "lines of docstrings": 855,
     "lines of its largest class": 582,
     "lines of test.py": 8324,
     "lines of .ci/": 7450,
