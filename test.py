@@ -1139,6 +1139,12 @@ class Liveness(QueueCase):
             self.assertIsNone(q.pop())
             self.assertEqual(os.path.exists(self.file("inflight-other")), there)
 
+    def test_the_end_of_a_lease_ends_a_wait(self) -> None:
+        """Between two rounds of housekeeping."""
+        self.hasten("base interval", 10)
+        task, other = leased(self.queue(timeout_stale_ms=100)), self.queue("n2")
+        self.assertEqual(_taken(other, 4).id, task.id)
+
     def test_of_a_dead_worker_only_leases_of_this_boot_end_before_their_deadline(self) -> None:
         """Its directory may be another host's too, by the same node_id; that one may live. When the
         wall clock went back, st_ctime tells nothing."""
@@ -3549,7 +3555,8 @@ class Crash(PlainLives):
         self.foreign = ("notes.txt", f"{1:020d}-0000bbbb")
         self.put(old, b"torn", "creating")
         self.put(self.foreign[0], b"", "creating")
-        os.mkdir(self.file("creating", self.foreign[1]))
+        for name in (self.foreign[1], f"{old}.pending"):
+            os.mkdir(self.file("creating", name))
         q.pop()
         self.assertIn(old, self.names("creating"))
         clock.advance(3700)
@@ -3707,11 +3714,14 @@ class Faults(PlainLives):
 
     def test_a_chore_that_hung_once_is_not_put_off_for_long(self) -> None:
         """Twenty times what it cost, but not of an hour."""
-        q, clock = self.queue(), self.clock()
+        longest_s, q, clock = constant("longest pause"), self.queue(), self.clock()
+        self.hasten("longest pause", longest_s)  # as it is
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
         self.queue("n2").schedule(b"x", 1)
-        clock.advance(21)
+        clock.advance(19)
+        self.assertIsNone(q.pop())
+        clock.advance(2)
         self.assertEqual(self.pop(q).data, b"x")
 
     def test_dead_letters_that_find_no_room_are_no_obstacle(self) -> None:
@@ -3787,6 +3797,9 @@ class Faults(PlainLives):
         for is_back in (True, False):
             if is_back:
                 os.rename(away, self.path)
+                os.rmdir(self.file("done"))
+                self.assertRaises(FileNotFoundError, q.done, task)
+                os.mkdir(self.file("done"))
                 q.done(task)
             else:
                 task = leased(q)
@@ -6193,15 +6206,17 @@ class Hearing(QueueCase):
             self.assertEqual(_taken(q, 60).data, b"x")
 
     def test_where_nothing_or_not_everything_is_heard_it_polls(self) -> None:
-        """On a file system of several hosts, without inotify, and with no instance of it left."""
-        none_left = mock.Mock(wraps=through_seam("C library")())
-        none_left.inotify_init1 = mock.Mock(return_value=-1)
+        """On a file system of several hosts, without inotify, and with no instance of it, or no
+        watch, left."""
         rows: list[tuple[Any, bool]] = [
             (contextlib.nullcontext(), False),
             (on_file_system(NFS), True),
             (without_libc(), True),
-            (seam("C library", lambda: none_left), True),
         ]
+        for name in ("inotify_init1", "inotify_add_watch"):
+            library = mock.Mock(wraps=through_seam("C library")())
+            setattr(library, name, mock.Mock(return_value=-1))
+            rows.append((seam("C library", mock.Mock(return_value=library)), True))
         for patch, polls in rows:
             with patch:
                 q = self.queue(poll_interval_s=0.01)
@@ -6399,6 +6414,16 @@ class Coroutines(QueueCase):
         self.assertFalse(waiters[3].done())
         waiters[3].cancel()
         self.assertEqual(order, [b"1", b"2", b"3"])
+
+    @in_a_loop
+    async def test_an_error_of_a_look_is_that_of_the_wait(self) -> None:
+        q = self.queue()
+        q.push(b"x", key="k")
+        with hooked(at_call("move", "/pending/", raising(errno.EIO))):
+            for look in (q.pop_async(), q.take_async("k")):
+                with self.assertRaisesRegex(OSError, r"\[Errno 5\]"):
+                    await look
+        self.assertIsNotNone(await q.pop_async())
 
     @in_a_loop
     async def test_time_out_also_of_those_who_were_never_first(self) -> None:

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3735,
     "lines of docstrings": 855,
     "lines of its largest class": 582,
-    "lines of test.py": 8324,
+    "lines of test.py": 8349,
     "lines of .ci/": 7450,
 }
 DOORS = {  # names of annexes that a room above them may use
