@@ -69,7 +69,8 @@ corrupt ends in failed/. With sync_after_write=True, what returned survives powe
 
 Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without sync)
 when power was lost after done(): make handlers idempotent. Between hosts, a cut network may do the
-same, and give a key two tasks. A process stopped at work on a key holds up 1 key in 256.
+same, and give a key two tasks. A process stopped at work on a key holds up 1 key in 256, and who
+takes a task of one; one stopped as it looks at a dead worker, a restart under that node_id.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it have
 wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a lease
@@ -1000,7 +1001,8 @@ def _before_fork() -> None:
 
 def _after_fork_in_child() -> None:
     """In a forked child: the parent's locks must end with the parent, so close them here."""
-    _fork_lock.release()
+    with suppress(RuntimeError):  # it is not ours if Ctrl-C ended _before_fork()
+        _fork_lock.release()
     _no_fork_threads.clear()  # after Ctrl-C, threads are in it that the child does not have
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
@@ -1093,13 +1095,11 @@ class _Files:
     def names(self, directory: str) -> list[str]:
         """Return all names in a directory; none if it was removed with its worker, is not there yet
         or is a foreign file. Raises FileNotFoundError or the like for one that must be there."""
-        for is_last in (False, True):
-            try:
-                return os.listdir(self.root + directory)
-            except (FileNotFoundError, NotADirectoryError):
-                # RACE: perhaps it was replaced as we read (shrink_pending).
-                if is_last and directory in _STATE_DIRS:
-                    raise
+        try:
+            return os.listdir(self.root + directory)
+        except (FileNotFoundError, NotADirectoryError):
+            if directory in _STATE_DIRS:
+                raise
         return []
 
     def node_dirs(self) -> list[str]:
@@ -1283,11 +1283,11 @@ class _Files:
         directory just then (shrink_pending): ENOENT, though both are there."""
         for _ in range(_MAX_REPLACED):
             if not (target and self.exists(source)):
-                break
+                raise _os_error(errno.ENOENT, self.root + source)
             with suppress(FileNotFoundError):
                 os.replace(self.root + source, self.root + target)
                 return
-        raise _os_error(errno.ENOENT, self.root + source)
+        raise _os_error(errno.ENOENT, self.root + target)
 
     def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
         """Rename a file that only we move. must_exist: FileNotFoundError unless target is there."""
@@ -1384,8 +1384,8 @@ class _QueueClock:
         """Return an id, for a task or for a file in creating/."""
         with self._lock:
             now_ns = time.monotonic_ns() + self.anchor_ns
-            self._order = now_ns if now_ns > self._order else self._order + 1
-            return f"0{self._order}-{self.tag}"
+            order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
+            return f"0{order_ns}-{self.tag}"
 
     def next_order(self) -> int:
         return _stamp_of(self.new_id())
@@ -1480,7 +1480,7 @@ class _Backlog:
         next one; if nothing else is there, that is now."""
         for _ in range(2):
             self._list(now_s)
-            if len(self.names) <= _AT_ONCE:
+            if self.seen <= _AT_ONCE:
                 return
             began = f"{int(now_s * 1e9) + self._clock.anchor_ns:020d}"
             if older := [name for name in self.names if name < began]:
@@ -1754,9 +1754,10 @@ class _Worker:
                 self.files.commit(gone_to)
             return
         # Sync the lease first: after power loss the task must not be in pending/ again.
-        with suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
-            self.files.commit(lease.path)
-        self.move_leased(lease, "", "done")
+        with self.keys.lock_of(task.id), self.lock:  # no renewal comes between
+            with suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
+                self.files.commit(lease.path)
+            self.move_leased(lease, "", "done")
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
@@ -1765,12 +1766,10 @@ class _Worker:
         rename, the task is in failed/ without a reason."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
-        if error is None:
+        with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
             _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
-        else:
-            with self._new_reason(error) as path:
-                self.move_leased(lease, target, "failed")
+            if path:
                 self.files.move_over(path, f"{target}.error")
         self.files.commit(target)
 
@@ -2022,13 +2021,13 @@ _PURGE_SLICE_S = 0.02  # for which done/ is purged at a time
 
 
 class _Job:
-    """A job that pop() repeats: every_s seconds apart, or 20 times its last duration if that is
-    longer (at most _LONGEST_PAUSE_S). What comes sooner (a due time, the end of a lease) pulls its
-    next time forward. `error`: with which it ended last."""
+    """A job that pop() repeats, every_s seconds apart. What comes sooner (a due time, the end of a
+    lease) pulls its next time forward; but it rests for 20 times its last duration, or for
+    _LONGEST_PAUSE_S. `error`: with which it ended last."""
 
     # When it is to run next, and sooner, for a reason; all times are of the monotonic clock.
     _next_s = _sooner_s = 0.0
-    rested_s = 0.0  # when it may, if there is a reason to
+    rested_s = 0.0  # when it may
     error: OSError | None = None
 
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
@@ -2036,7 +2035,7 @@ class _Job:
 
     @property
     def at_s(self) -> float:
-        return min(self._next_s, self._sooner_s)
+        return max(self.rested_s, min(self._next_s, self._sooner_s))
 
     def sooner(self, seconds: float) -> None:
         """Run within so many seconds: there is a reason to."""
@@ -2057,7 +2056,7 @@ class _Job:
         # It may only have hung once.
         self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
         # A failed job waits too: it must not run at each pop().
-        self._next_s = max(ended_s + self.every_s, self.rested_s)
+        self._next_s = ended_s + self.every_s
 
 
 class _Housekeeper:
@@ -2923,8 +2922,8 @@ class _KeyStates:
         """Hold the lock of the keys of one hash, and save what the block changes of their states.
         Raises BlockingIOError if the lock is not free and wait is False.
 
-        The lock's file is never removed: who waits for it would have to see that. A nested call,
-        also that of a signal handler, takes the same lock, and shares the states.
+        The lock's file is never removed: who waits for it would have to see that. A nested call
+        takes the same lock, and shares the states.
         """
         name = tag[-2:]
         holder = threading.get_ident(), name
@@ -2934,9 +2933,7 @@ class _KeyStates:
         try:
             lock.acquire_exclusive(wait)
             self._held[holder] = lock
-            states = lock.states.get(tag)
-            if states is None:
-                states = lock.states.setdefault(tag, self._load(tag))
+            states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
             try:
                 yield states
             finally:
@@ -2976,7 +2973,7 @@ class _KeyStates:
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
         """Write keys/<hash> if the states have changed; remove it if there are none."""
         path = f"keys/{tag}"
-        while (text := states.text()) != states.saved:  # again, if a signal handler saved meanwhile
+        if (text := states.text()) != states.saved:
             if text:
                 self._write(path, f"{text}\n".encode("ascii"))
             else:
@@ -3026,10 +3023,12 @@ class _KeyedTasks(_KeyStates):
         task, behind = states.get(name, ("", ""))
         # CRASH: before a payload came to keys/, before it got that name, or after it left.
         path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
-        if not path:
-            # CRASH: the task before it ended, and it did not come up, or that was not noted. Or a
-            # person removed that task.
-            path, newer = self._promote(newer) or self._locate(behind, *_LIVE), ""
+        if behind and not newer:
+            # CRASH: it came up, and that was not noted. A person may have put the older one back.
+            path = self._locate(behind, *_LIVE) or path
+        elif not path:
+            # CRASH: the task before it ended, and it did not come up. Or a person removed that.
+            path, newer = self._promote(newer), ""
         states[name] = path, newer
         return path, newer
 
@@ -3094,6 +3093,7 @@ class _KeyedTasks(_KeyStates):
             self._end_second(name, lease, path)
             return True
         states[name] = lease, newer
+        self._save(_tag_of(lease), states)  # or the claim fails: no other place tells of this task
         return False
 
     def _end_second(self, name: str, path: str, other: str) -> None:
@@ -3194,13 +3194,17 @@ class _KeyedTasks(_KeyStates):
         _for_each(repair, sorted(idle.union(map(_tag_of, payloads))))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Note the payloads in keys/ that no state knows: power loss, or a person, took it."""
+        """Note the payloads in keys/ that no state knows: power loss, or a person, took it. What
+        was pushed since has replaced them."""
         for newer in sorted(payloads.difference(it for _, it in states.values())):
             with suppress(FileNotFoundError):  # promoted just now, or a person has it
                 name = self._key_in(newer) or "?"  # of no key: pop() will set it aside
                 path, before = states.get(name, ("", ""))
-                states[name] = path, before or newer
-                self.find_task(states, name)
+                if _id_of(newer) < max(_id_of(path), _id_of(before)):
+                    self._files.remove(newer)
+                else:
+                    states[name] = path, newer
+                    self.find_task(states, name)
 
     def idle(self) -> list[str]:
         """Return the paths in keys/, states and newer payloads, of keys that have no task."""
@@ -3688,7 +3692,8 @@ class _LeaseRenewer:
             runs.release()
 
     def _run(self, runs: threading.Lock, pause_s: float) -> None:
-        while not runs.acquire(timeout=pause_s) and (tasks := self._tasks(runs)):
+        longest_s = threading.TIMEOUT_MAX
+        while not runs.acquire(timeout=min(pause_s, longest_s)) and (tasks := self._tasks(runs)):
             pause_s = self._pause_s
             for task in tasks:
                 try:
@@ -3763,8 +3768,9 @@ class _Processing:
             if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:
-            raise lost from error
-        except Exception:  # trouble with the disk, or of the error's text
+            if error is None or isinstance(error, Exception):  # else who is told to exit does
+                raise lost from error
+        except BaseException:  # trouble with the disk, or of the error's text; Ctrl-C
             self.abandon()
             raise
         finally:

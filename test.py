@@ -160,6 +160,7 @@ SEAMS = {
     "exchange": "_exchange",
     "C library": "_libc",
     "sync of a batch": "_batch_sync",
+    "fork lock": "_fork_lock",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -1303,6 +1304,17 @@ class Liveness(QueueCase):
             q.stats()
         self.check_unlocked(place)
 
+    def test_ctrl_c_as_a_fork_begins_leaves_the_child_none_of_its_parents_leases(self) -> None:
+        """Python goes on with such a fork."""
+        q = self.queue()
+        task = leased(q)
+        lock = mock.Mock(acquire=interrupt)
+        lock.release.side_effect = RuntimeError
+        with seam("fork lock", lock), mock.patch.object(sys, "unraisablehook"):
+            child = self.child(lambda child: q.close())
+        self.assertEqual(child.finish(), ([], 0))
+        q.done(task)
+
     def test_a_forked_child_is_a_worker_of_its_own(self) -> None:
         q = self.queue(None)
         ids = q.push_many([b"1", b"2"])
@@ -1482,7 +1494,9 @@ STEPS = {
         "unlink", "file directory unlink directory", {"keep_done": False}
     ),
     "push x, take | fail": Row("move unlink", "move unlink file directory"),
-    "push x, take | fail why": Row("open write close move move", "file move move file directory"),
+    "push x, take | fail why": Row(
+        "open write close move unlink move", "file move unlink move file directory"
+    ),
     "push x, take, fail | retry": Row("stat unlink move", "unlink move file directory"),
     "push x, take | release": Row("move", "move file directory"),
     "push x, take | release later": Row("move", "move file directory"),
@@ -2251,14 +2265,18 @@ class Keyed(StepCase):
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
     def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
+        """Unless another was pushed since: that has replaced it."""
         q, clock = self.queue(), self.clock()
-        task = self.one_behind(q)
-        if self.has_states:
-            os.unlink(self.file("keys", key_tag("k")))
-        q.done(task)
-        clock.advance(601)
-        self.assertEqual(self.drain(q), [b"2"])
-        self.nothing_in_keys()
+        for newest in (b"2", b"3"):
+            task = self.one_behind(q)
+            if self.has_states:
+                os.unlink(self.file("keys", key_tag("k")))
+            q.done(task)
+            if newest == b"3":
+                q.push(b"3", key="k")
+            clock.advance(601)
+            self.assertEqual(self.drain(q), [newest])
+            self.nothing_in_keys()
 
     def test_a_payload_behind_one_whose_worker_died_at_its_end_comes_at_once(self) -> None:
         """Not at the next round of housekeeping: a dead worker is a reason to look."""
@@ -2363,6 +2381,37 @@ class Keyed(StepCase):
             self.assertEqual(self.drain(q), [b"3"])
         self.nothing_in_keys()
 
+    def unnoted(self) -> Any:
+        """Let a state that is not in keys/ yet find no room there."""
+
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and "/keys/" in str(args[0]) and args[1] & os.O_CREAT:
+                fail_with(errno.ENOSPC)
+
+        return hooked(refuse)
+
+    def test_a_task_that_came_back_and_can_not_be_noted_is_not_delivered(self) -> None:
+        """A push would know nothing of it, and make another."""
+        q, other = self.queue(), self.queue("n2")
+        task = leased(q, b"1", "k")
+        q.fail(task)
+        self.put_back(task.id)
+        with self.unnoted(), contextlib.suppress(OSError):
+            q.pop()
+        other.push(b"2", key="k")
+        other.pop()
+        q.pop()
+        self.assertEqual(q.stats().inflight, 1)
+
+    def test_a_payload_that_came_up_counts_though_that_was_not_noted(self) -> None:
+        """More than the older one, which a person put back."""
+        q = self.queue()
+        old = self.one_behind(q)
+        with self.unnoted():
+            q.fail(old)
+        self.put_back(old.id)
+        self.assertEqual(self.drain(q), [b"2"])
+
     def test_a_hint_that_is_wrong_or_rubbish_does_no_harm(self) -> None:
         """A task moved or removed by hand is looked for, or pushed anew. Nobody's push() wrote that
         another task is the key's."""
@@ -2393,23 +2442,6 @@ class Keyed(StepCase):
         self.assertEqual((self.names("creating"), self.names("pending")), ([], [ident]))
 
     # Locks
-
-    def test_a_handler_that_pushes_while_a_lock_is_taken_does_not_wait_for_itself(self) -> None:
-        """For another key of the same lock, which is still held when the file is moved."""
-        slot = key_tag("k")[-2:]
-        other = next(it for it in map(str, itertools.count()) if key_tag(it).endswith(slot))
-
-        def push() -> None:
-            q.push(b"handler", key=other)
-            if step.at == "move":
-                self.assertRaises(BlockingIOError, self.locked, "k", wait=False)
-
-        for step in Meanwhile.each(push):
-            with self.queue(f"w{step.number}") as q:
-                q.pop()
-                with hooked(step):
-                    q.push(b"x", key="k")
-                self.assertEqual(sorted(self.drain(q)), [b"handler", b"x"][not step.reached :])
 
     def test_to_wait_for_a_key_does_not_hold_up_the_other_threads(self) -> None:
         """Nor their renewals: a process that is stopped may have that key's lock."""
@@ -2885,6 +2917,26 @@ class Durability(StepCase):
             with self.subTest(words, key=key), system:
                 step = self.ready(words, Row("", ""), key, sync_after_write=True)
                 self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
+
+    def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
+        """Under its new name the file would not be synced."""
+        q = self.queue(sync_after_write=True, keep_done=False)
+        task = leased(q)
+        lease = task.path
+
+        def renew() -> None:
+            renewal = threading.Thread(target=extend)
+            renewal.start()
+            renewal.join(0.1)
+            self.addCleanup(renewal.join)
+            self.assertEqual(task.path, lease)
+
+        def extend() -> None:
+            self.assertRaises(LeaseLost, q.extend, task)
+
+        with hooked(at_call("lstat", "/inflight-", renew, times=1)):
+            q.done(task)
+        self.assertEqual(self.states(), {})
 
     def test_links_to_directories_can_be_synced(self) -> None:
         """data_dir, the directory above it, and one inside it."""
@@ -3718,7 +3770,7 @@ class Faults(PlainLives):
         self.hasten("longest pause", longest_s)  # as it is
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
-        self.queue("n2").schedule(b"x", 1)
+        q.schedule(b"x", 1)
         clock.advance(19)
         self.assertIsNone(q.pop())
         clock.advance(2)
@@ -3797,9 +3849,13 @@ class Faults(PlainLives):
         for is_back in (True, False):
             if is_back:
                 os.rename(away, self.path)
-                os.rmdir(self.file("done"))
-                self.assertRaises(FileNotFoundError, q.done, task)
-                os.mkdir(self.file("done"))
+                calls: Any = (("done", q.done, task), ("pending", q.push, b"x"))
+                for directory, call, arg in calls:
+                    os.rmdir(self.file(directory))
+                    with self.assertRaises(FileNotFoundError) as caught:
+                        call(arg)
+                    self.assertIn(directory, caught.exception.filename)
+                    os.mkdir(self.file(directory))
                 q.done(task)
             else:
                 task = leased(q)
@@ -6653,16 +6709,18 @@ class Processing(QueueCase):
     # Lost leases, and ends that can't be written
 
     def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
-        """With what the block raised as its cause. What was never leased is no lease either."""
-        for cause in (None, ValueError("the cause")):
+        """With what the block raised as its cause; but who is told to exit does. What was never
+        leased is no lease either."""
+        for cause in (None, ValueError("the cause"), SystemExit("told")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
             task = leased(q)
-            with self.assertRaises(LeaseLost) as caught, q.processing(task):
+            with self.assertRaises((LeaseLost, SystemExit)) as caught, q.processing(task):
                 clock.advance(31)
                 newer = self.pop(other)
                 if cause is not None:
                     raise cause
-            self.assertIs(caught.exception.__cause__, cause)
+            error = caught.exception
+            self.assertIs(error if isinstance(cause, SystemExit) else error.__cause__, cause)
             for it in (task, FemtoTask("0" * 20, b"")):
                 with self.assertRaises(LeaseLost), q.processing(it):
                     self.fail("the block must not begin")
@@ -6679,13 +6737,16 @@ class Processing(QueueCase):
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
     def test_a_task_whose_end_can_not_be_written_is_delivered_again(self) -> None:
-        """Also by a worker whose leases last for as long as it lives."""
+        """Also by a worker whose leases last for as long as it lives; and after Ctrl-C."""
         q = self.queue(timeout_stale_ms=None)
-        task = leased(q)
-        broken = hooked(at_call("move", f"/{task.path}", raising(errno.EIO)))
-        with broken, self.assertRaises(OSError), q.processing(task):
-            pass
-        self.assertEqual(self.pop(q).id, task.id)
+        for error, fail in ((OSError, raising(errno.EIO)), (KeyboardInterrupt, interrupt)):
+            task = leased(q)
+            broken = hooked(at_call("move", f"/{task.path}", fail))
+            with broken, self.assertRaises(error), q.processing(task):
+                pass
+            again = self.pop(q)
+            self.assertEqual(again.id, task.id)
+            q.done(again)
 
 
 class Checkpoints(QueueCase):
@@ -8026,22 +8087,35 @@ class Meeting(QueueCase):
     """Orders of two operations, or of one and a signal, that the enumerations do not reach."""
 
     def test_of_two_pushes_during_a_listing_the_younger_does_not_come_first(self) -> None:
-        """The listing may have passed the place of the older one."""
-        for before in (0, 300):
-            q, pushed = self.queue(f"n{before}"), list[str]()
+        """The listing may have passed the place of the older one; that of foreign files, too."""
+        for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
+            self.path = self.new_dir(self.memory)
+            q, pushed = self.queue(), list[str]()
             self.assertIsNone(q.pop())
             q.push_many([b"x"] * before)
+            self.foreign = tuple(self.put(f"foreign{n}", b"") for n in range(foreign))
 
-            def listdir(path: str, q: FemtoQueue = q, pushed: list[str] = pushed) -> list[str]:
-                names = os.listdir(path)
+            def listdir(path: str, row: Any = (q, pushed, meanwhile)) -> list[str]:
+                names, (q, pushed, meanwhile) = os.listdir(path), row
                 if path.endswith("pending") and not pushed:
-                    pushed.extend(q.push_many([b"x"] * 300))
+                    pushed.extend(q.push_many([b"x"] * meanwhile))
                     names += pushed[1:]
                 return names
 
             with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
-                ids = [_taken(q).id for _ in range(before + 300)]
+                ids = [_taken(q).id for _ in range(before + meanwhile)]
             self.assertEqual(ids, sorted(ids))
+
+    def test_a_signal_handler_that_pushes_as_an_id_is_made_gets_another(self) -> None:
+        """At any line of it, as under a debugger."""
+        q, ids = self.queue(), list[str]()
+        for number in itertools.count():
+            with at_line(number, lambda: ids.append(q.push(b"handler")), ("new_id",)) as came:
+                ids.append(q.push(b"x"))
+            if not came:
+                break
+        self.assertGreater(number, 1)
+        self.assertEqual(len(self.names("pending")), len(ids))
 
     def test_a_claim_that_is_lost_takes_no_notice_of_one_that_is_read(self) -> None:
         """Of the same task, in another thread of one object."""

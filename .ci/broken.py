@@ -314,8 +314,8 @@ the claim is one rename: a task is in some state at each instant | Crash; faults
 +            with open(f"{self._root}{path}", "wb") as file:
 +                file.write(content)
 orders of one object strictly increase | Model
--            self._order = now_ns if now_ns > self._order else self._order + 1
-+            self._order = now_ns
+-            order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
++            order_ns = self._order = now_ns
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
 -max(time.time_ns(), newest_ns + 1)
 +max(time.time_ns(), _EARLIEST_NS)
@@ -437,10 +437,11 @@ done() and fail() raise what the disk says | Faults; faults: rename
 +            except OSError:
 +                gone_to = target
 the rename to failed/ is the fence: the reason is written after it | Model
--                self.move_leased(lease, target, "failed")
--                self.files.move_over(path, f"{target}.error")
-+                self.files.move_over(path, f"{target}.error")
-+                self.move_leased(lease, target, "failed")
+-            self.move_leased(lease, target, "failed")
+-            _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
+             if path:
+                 self.files.move_over(path, f"{target}.error")
++            self.move_leased(lease, target, "failed")
 a retried task has no reason any more | Model
 -                _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
 +                os.stat(f"{self.files.root}failed")

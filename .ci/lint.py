@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33273,
-    "lines": 5670,
-    "lines of code": 3735,
-    "lines of docstrings": 855,
+    "tokens of code": 33353,
+    "lines": 5676,
+    "lines of code": 3740,
+    "lines of docstrings": 857,
     "lines of its largest class": 582,
-    "lines of test.py": 8349,
-    "lines of .ci/": 7450,
+    "lines of test.py": 8423,
+    "lines of .ci/": 7451,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
