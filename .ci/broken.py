@@ -495,6 +495,30 @@ a payload for later whose sync failed is not delivered now | KeyedByRename
 a payload that is behind a task is a first attempt | Model
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
+a child drops what its parent locked, also if Ctrl-C met the fork | Liveness
+-    with suppress(RuntimeError):  # it is not ours
++    with suppress():  # it is not ours
+the task of a block that Ctrl-C ends is delivered again | Processing
+-        except BaseException:  # trouble with the disk, or
++        except Exception:  # trouble with the disk, or
+of two pushes during a listing with foreign files the older one comes first | Meeting
+-            if self.seen <= _AT_ONCE:
++            if len(self.names) <= _AT_ONCE:
+a chore rests, also if there is a reason to run it | Faults
+-        return max(self.rested_s, min(
++        return max(0.0, min(
+an error of a look ends the wait of a coroutine with it | Coroutines
+-                request.answer.set_exception(error)
++                request.answer.set_result(task)
+a payload that nobody knows does not take the place of a younger one | Keyed
+-                if _id_of(newer) < max(_id_of(path), _id_of(before)):
++                if not newer:
+a task that came back is noted before it is delivered | Keyed
+-        self._save(_tag_of(lease), states)  # or
++        _no_op(_tag_of(lease), states)  # or
+a payload that came up counts more than the task before it | Keyed
+-        if behind and not newer:
++        if not behind and newer:
 of two payloads behind a leased task the newer one stays | KeyedTable
 -                    elif if_in_flight == "update" and not newer:
 +                    elif if_in_flight == "update":

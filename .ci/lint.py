@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 857,
     "lines of its largest class": 582,
     "lines of test.py": 8423,
-    "lines of .ci/": 7451,
+    "lines of .ci/": 7475,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
