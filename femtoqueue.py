@@ -1808,7 +1808,6 @@ class _Worker:
                 if os.path.lexists(self.files.root + path):
                     lease.path = path
                 raise
-            self.house.reclaiming.sooner(length_ns / 1e9)
 
     def left_ns(self, lease: str) -> int:
         return _stamp_of(lease) - self.clock.now_ns()
@@ -1874,7 +1873,6 @@ class _Worker:
         except FileNotFoundError:
             os.stat(f"{self.files.root}pending")  # gone: disk trouble
             return False  # RACE: another process retried or removed it
-        self.note(target)
         self.files.commit(target)
         return True
 

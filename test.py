@@ -3111,6 +3111,11 @@ class Astray(Step):
         raise OSError(errno.ESTALE if self.misses else errno.ENOENT, "replaced", self.args[0])
 
 
+def meets_names(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a call sees or changes names. Between two others, who moves a task makes no odds."""
+    return name in ("open", "list", "lstat", "stat", "move", "unlink", "mkdir", "rmdir")
+
+
 def is_look(name: str, args: tuple[Any, ...]) -> bool:
     """Whether a call looks at a task's file, or at the reason beside it."""
     if name not in ("open", "lstat", "close") or may_change(name, args):
@@ -3498,7 +3503,7 @@ class Interrupted(QueueCase):
 
     def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """After each call another worker takes what is next, and finishes it."""
-        for step in Meanwhile.each(counts=self.counts, at_least=1):
+        for step in Meanwhile.each(counts=self.counts or meets_names, at_least=1):
             q, said = self.born(step.number, settings)
             other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
             self.assertIsNone(other.pop())
@@ -3521,7 +3526,7 @@ class Interrupted(QueueCase):
         who comes between the last look at a lease and the rename over it."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
-            return name != "lstat" or "/inflight-" not in args[0]
+            return meets_names(name, args) and (name != "lstat" or "/inflight-" not in args[0])
 
         for step in Meanwhile.each(counts=counts, at_least=1):
             q, said = self.born(step.number, settings)
