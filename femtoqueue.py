@@ -707,7 +707,7 @@ class Stats(NamedTuple):
     buffered: int  # newer payloads of keys, behind their tasks
     done: int
     failed: int
-    oldest_pending_age_s: float | None  # None: nothing is pending
+    oldest_pending_age_s: float | None  # or due in scheduled/; None: nothing is
     nodes: tuple[NodeStats, ...]
     expired: int = 0  # of those in flight: the lease has ended, and is not yet taken back
 
@@ -2753,15 +2753,18 @@ class FemtoQueue:
     def stats(self) -> Stats:
         """Count the tasks in each state, by name. One that moves may be missed or counted twice."""
         files = self._files
-        pending = files.entries("pending")
-        age_s = max(0, self._clock.now_ns() - pending[0].stamp_ns) / 1e9 if pending else None
+        pending, scheduled = map(files.entries, _WAITING_DIRS)
+        ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
+        ages_ns += [max(-1, time.time_ns() - it.stamp_ns) for it in scheduled[:1]]
+        age_ns = max(ages_ns, default=-1)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
         return Stats(
             pending=len(pending),
+            scheduled=len(scheduled),
             inflight=sum(node.inflight for node in nodes),
             buffered=len(files.entries("keys")),
-            **{state: len(files.entries(state)) for state in ("scheduled", *_ENDED)},
-            oldest_pending_age_s=age_s,
+            **{state: len(files.entries(state)) for state in _ENDED},
+            oldest_pending_age_s=age_ns / 1e9 if age_ns >= 0 else None,
             nodes=nodes,
             expired=sum(node.expired for node in nodes),
         )
@@ -5563,7 +5566,7 @@ def _show_command(options: Any) -> None:
 
 @_command(
     _argument("--json", "print a JSON object"),
-    _argument("--max-age TIME", "status 1 if a pending task is older", default=float("inf")),
+    _argument("--max-age TIME", "status 1 if one is due for longer", default=float("inf")),
     _argument("--max-pending N", "status 1 if more tasks are pending", default=float("inf")),
 )
 def _stat_command(options: Any) -> int:

@@ -4756,9 +4756,11 @@ class Fuzz:
         counts = [len(model.those(state)) for state in states]
         said = [stats.pending, stats.scheduled, stats.inflight, stats.buffered]
         demand([*said, stats.done, stats.failed] == counts, f"{stats} where there are {counts}")
-        oldest_ns = min((task.at_ns for task in model.those("pending")), default=None)
-        age_s = None if oldest_ns is None else max(0, model.now_ns() - oldest_ns) / 1e9
-        demand(stats.oldest_pending_age_s == age_s, f"{stats.oldest_pending_age_s} != {age_s}")
+        ages_ns = [max(0, model.now_ns() - task.at_ns) for task in model.those("pending")]
+        late_ns = [model.wall_ns() - task.at_ns for task in model.those("scheduled")]
+        age_s = max(ages_ns + [it for it in late_ns if it >= 0], default=-1e9) / 1e9
+        found_s = -1 if stats.oldest_pending_age_s is None else stats.oldest_pending_age_s
+        demand(found_s == age_s, f"{stats.oldest_pending_age_s} != {age_s}")
         for node in stats.nodes:
             leases = [task for task in model.those("inflight") if task.node == node.node]
             late = sum(task.at_ns <= model.now_ns() for task in leases)
@@ -7213,6 +7215,8 @@ $ femtoqueue stat jobs -> pending 1 scheduled 0 inflight 1 ... workers_unknown 1
 $ femtoqueue stat jobs --json --max-pending 1 --max-age 1h -> {"pending": 1, "scheduled": 0, ...}
 $ femtoqueue stat jobs --max-pending 0 -> pending 1 ... [1]
 $ femtoqueue stat jobs --max-age 0s -> ... [1]
+$ femtoqueue push late x --at 2026-01-01T00:00 -> <late>
+$ femtoqueue stat late --max-age 1h -> pending 0 scheduled 1 ... [1]
 $ femtoqueue top jobs --interval 10ms | grep -e cli -e ^pending | head -n 4
 pending 1
 inflight <a> ...s 1 1 ...s - cli

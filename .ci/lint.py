@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33335,
-    "lines": 5674,
-    "lines of code": 3738,
+    "tokens of code": 33388,
+    "lines": 5677,
+    "lines of code": 3741,
     "lines of docstrings": 857,
-    "lines of its largest class": 582,
-    "lines of test.py": 8428,
+    "lines of its largest class": 585,
+    "lines of test.py": 8432,
     "lines of .ci/": 7475,
 }
 DOORS = {  # names of annexes that a room above them may use
