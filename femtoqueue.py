@@ -805,14 +805,6 @@ def _check_id(id: object) -> str:
     return match[1]
 
 
-def _add_to_message(error: Exception, text: str) -> None:
-    """Add to what an exception says, and leave it the exception that it is."""
-    if isinstance(error, OSError) and error.strerror is not None:
-        error.strerror = f"{error.strerror}{text}"
-    else:
-        error.args = (f"{error}{text}",)
-
-
 # ==================================================================================================
 # 4. Records: one header line, `FQ1 <crc32> <length> [<key>]`, then the payload.
 #    Invariant: a payload that does not match its header is never returned.
@@ -2019,13 +2011,13 @@ _PURGE_SLICE_S = 0.02  # for which done/ is purged at a time
 
 
 class _Job:
-    """A job that pop() repeats, every_s seconds apart. What comes sooner (a due time, the end of a
-    lease) pulls its next time forward; but it rests for 20 times its last duration, or for
-    _LONGEST_PAUSE_S. `error`: with which it ended last."""
+    """A job that pop() repeats: every_s seconds apart, or 20 times its last duration if that is
+    longer (at most _LONGEST_PAUSE_S). What comes sooner (a due time, the end of a lease) pulls its
+    next time forward. `error`: with which it ended last."""
 
     # When it is to run next, and sooner, for a reason; all times are of the monotonic clock.
     _next_s = _sooner_s = 0.0
-    rested_s = 0.0  # when it may
+    rested_s = 0.0  # when it may, if there is a reason to
     error: OSError | None = None
 
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
@@ -2033,7 +2025,7 @@ class _Job:
 
     @property
     def at_s(self) -> float:
-        return max(self.rested_s, min(self._next_s, self._sooner_s))
+        return min(self._next_s, self._sooner_s)
 
     def sooner(self, seconds: float) -> None:
         """Run within so many seconds: there is a reason to."""
@@ -2054,7 +2046,7 @@ class _Job:
         # It may only have hung once.
         self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
         # A failed job waits too: it must not run at each pop().
-        self._next_s = ended_s + self.every_s
+        self._next_s = max(ended_s + self.every_s, self.rested_s)
 
 
 class _Housekeeper:
@@ -2147,16 +2139,21 @@ class _Housekeeper:
     # The jobs
 
     def _enqueue_due(self) -> None:
-        """Move what is due to the back of pending/, in the order in which it came due."""
+        """Move what is due to the back of pending/, in the order in which it came due; of very many
+        a part, as no lease of ours is renewed meanwhile."""
         now_ns = time.time_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
         due = []
-        for entry in self._files.entries("scheduled"):
-            if entry.stamp_ns > now_ns:
-                self.enqueuing.sooner((entry.stamp_ns - now_ns) / 1e9)
+        for name in sorted(filter(_FORMS["scheduled"], self._files.names("scheduled"))):
+            due_ns = _stamp_of(name)
+            if due_ns > now_ns:
+                self.enqueuing.sooner((due_ns - now_ns) / 1e9)
                 break
-            due.append(entry.path)
-        _for_each(self._enqueue, due)
+            due.append(f"scheduled/{name}")
+        end_s = time.monotonic() + _BASE_INTERVAL_S
+        _for_each(self._enqueue, itertools.takewhile(lambda _: time.monotonic() < end_s, due))
+        if due and time.monotonic() >= end_s:
+            self.enqueuing.sooner(0)
 
     def _enqueue(self, path: str) -> None:
         try:
@@ -2216,7 +2213,8 @@ class _Housekeeper:
         try:
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
-                self.repairing.sooner(0)  # it may have died before it promoted a payload
+                if time.monotonic() >= self.repairing.rested_s:  # a foreign file may keep it here
+                    self.repairing.sooner(0)  # it may have died before it promoted a payload
                 if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # Not with another boot's leases, foreign files.
                     _remove_empty_dir(self._files.root + directory)
@@ -2381,8 +2379,9 @@ class FemtoQueue:
     ) -> str:
         """Add a task to the back of the queue and return its id.
 
-        When it returns, the task is in pending/; if it raises, nothing is. TypeError if data is not
-        bytes-like; OSError, as it came, if the disk did not take it.
+        When it returns, the task is in pending/; if it raises, nothing is, unless a worker took the
+        task before its sync failed. TypeError if data is not bytes-like; OSError, as it came, if
+        the disk did not take it.
 
         key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload, and
         it keeps its id, which is returned, and its place (or its time, in scheduled/). Where
@@ -2402,8 +2401,8 @@ class FemtoQueue:
 
     def push_many(self, iterable: Iterable[_BytesLike]) -> list[str]:
         """Add tasks in order and return their ids; with sync_after_write, sync once for all. An
-        error is raised as it came; its message says how many tasks, the first ones of the iterable,
-        were pushed, and its attribute pushed_ids has their ids."""
+        error is raised as it came; its attribute pushed_ids has the ids of the tasks that were
+        pushed, the first ones of the iterable. The message of an OSError says how many they are."""
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
@@ -2418,11 +2417,13 @@ class FemtoQueue:
             finally:
                 sync()
                 is_synced = True
-        except Exception as error:
+        except BaseException as error:
             if not is_synced:
                 ids = [it for it in ids if not self._files.remove(f"pending/{it}")]
-            _add_to_message(error, f" ({len(ids)} tasks of the batch were pushed)")
-            error.pushed_ids = ids  # type: ignore[attr-defined]
+            if isinstance(error, OSError):
+                error.strerror = f"{error.strerror} ({len(ids)} tasks of the batch were pushed)"
+            with suppress(Exception):  # one of the iterable's own may refuse it
+                error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
         return ids
 
@@ -2603,6 +2604,8 @@ class FemtoQueue:
         the path that task.path had there, its last part, or the task's id. The payload is not read:
         data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any more). A
         detached one is renewed by what is left of it if this object's leases have no end."""
+        if not isinstance(lease, str):
+            raise TypeError(f"lease must be a str, not {lease!r}")
         directory, _, name = lease.rpartition("/")
         is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
         entries = [_parse(directory, name)] if is_path else self._files.find("inflight")

@@ -779,6 +779,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.purge(it), ValueError, "older_than_s", (-1, NAN)),
     (lambda q, task, it: q.purge(0, states=("done", it)), ValueError, "{it}", ("pending", 7)),
     (lambda q, task, it: q.peek(it), ValueError, "not the id", ("../secrets",)),
+    (lambda q, task, it: q.attach(it), TypeError, "lease must be a str", (None, 5, b"x")),
     (lambda q, task, it: q.tasks(it), ValueError, "state must be one of", ("waiting",)),
     (lambda q, task, it: setattr(q, it, 1), AttributeError, "{it}", FIXED),
     (lambda q, task, it: q.pop(it), TypeError, "timeout must be", NO_SECONDS),
@@ -911,13 +912,39 @@ class Lifecycle(QueueCase):
         self.assertEqual((self.drain(q), len(self.names("scheduled"))), ([b"before 1970"], 2))
 
     def test_push_many_that_fails_half_way_says_how_many_were_pushed(self) -> None:
-        """The first ones are in, whole; the type of the error is the error's own."""
+        """The first ones are in, whole; the error is as it came."""
         q = self.queue()
-        with self.assertRaisesRegex(TypeError, r"encode it.*\(2 tasks of the batch were pushed\)"):
+        with self.assertRaisesRegex(TypeError, "encode it") as caught:
             q.push_many([b"1", b"2", "3", b"4"])  # type: ignore[list-item]
-        self.assertEqual(self.drain(q), [b"1", b"2"])
+        self.assertEqual(len(caught.exception.pushed_ids), 2)  # type: ignore[attr-defined]
+        full = hooked(at_call("open", "creating/", raising(errno.ENOSPC)))
+        with full, self.assertRaisesRegex(OSError, r"\(0 tasks of the batch were pushed\)"):
+            q.push_many([b"4"])
+
+        class Frozen(Exception):
+            def __setattr__(self, name: str, value: object) -> None:
+                if name == "pushed_ids":
+                    raise AttributeError(name)
+
+        def payloads() -> Iterator[bytes]:
+            yield b"3"
+            raise Frozen
+
+        self.assertRaises(Frozen, q.push_many, payloads())
+        self.assertEqual(self.drain(q), [b"1", b"2", b"3"])
 
     # Scheduled
+
+    def test_very_many_that_are_due_do_not_keep_the_lock_until_all_have_been_moved(self) -> None:
+        """Else no lease of the worker were renewed meanwhile."""
+        q, clock, wanted = self.queue(), self.clock(), [b"%d" % number for number in range(20)]
+        for due_us, data in enumerate(wanted):
+            q.schedule(data, due_us)
+        with hooked(at_call("move", "/scheduled/", lambda: clock.advance(0.1))):
+            first = self.pop(q)
+            self.assertGreater(len(self.names("scheduled")), 10)
+            self.assertEqual([first.data, *self.drain(q)], wanted)
+        q.done(first)
 
     def test_what_another_schedules_is_seen_at_once_if_nothing_waits(self) -> None:
         """Unless a person cancels it as it is taken."""
@@ -3775,7 +3802,7 @@ class Faults(PlainLives):
         self.hasten("longest pause", longest_s)  # as it is
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
-        q.schedule(b"x", 1)
+        self.queue("n2").schedule(b"x", 1)
         clock.advance(19)
         self.assertIsNone(q.pop())
         clock.advance(2)

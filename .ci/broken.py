@@ -399,8 +399,8 @@ a lease lasts until its deadline | Model; fuzz: lives; storm: held
 +            if entry.stamp_ns > now_ns + 10**10:
                  running
 nothing is delivered before its time | Model; fuzz: lives; storm: due
--            if entry.stamp_ns > now_ns:
-+            if entry.stamp_ns > now_ns + 10**9:
+-            if due_ns > now_ns:
++            if due_ns > now_ns + 10**9:
                  self
 what others are writing in creating/ is left alone for an hour | Crash
 -_LEFTOVER_NS = 3600 * 10**9
@@ -504,9 +504,9 @@ the task of a block that Ctrl-C ends is delivered again | Processing
 of two pushes during a listing with foreign files the older one comes first | Meeting
 -            if self.seen <= _AT_ONCE:
 +            if len(self.names) <= _AT_ONCE:
-a chore rests, also if there is a reason to run it | Faults
--        return max(self.rested_s, min(
-+        return max(0.0, min(
+a chore rests for longer than it took | Faults
+-        self._next_s = max(ended_s + self.every_s, self.rested_s)
++        self._next_s = ended_s
 an error of a look ends the wait of a coroutine with it | Coroutines
 -                request.answer.set_exception(error)
 +                request.answer.set_result(task)
@@ -519,6 +519,11 @@ a task that came back is noted before it is delivered | Keyed
 a payload that came up counts more than the task before it | Keyed
 -        if behind and not newer:
 +        if not behind and newer:
+what is due does not keep the lock for long | Lifecycle
+-        end_s = time.monotonic() + _BASE_INTERVAL_S
+-        _for_each(self._enqueue, itertools
++        end_s = time.monotonic() + 3600
++        _for_each(self._enqueue, itertools
 of two payloads behind a leased task the newer one stays | KeyedTable
 -                    elif if_in_flight == "update" and not newer:
 +                    elif if_in_flight == "update":

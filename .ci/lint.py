@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33388,
-    "lines": 5677,
-    "lines of code": 3741,
-    "lines of docstrings": 857,
-    "lines of its largest class": 585,
-    "lines of test.py": 8432,
-    "lines of .ci/": 7475,
+    "tokens of code": 33439,
+    "lines": 5680,
+    "lines of code": 3745,
+    "lines of docstrings": 858,
+    "lines of its largest class": 590,
+    "lines of test.py": 8459,
+    "lines of .ci/": 7480,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
