@@ -2151,9 +2151,11 @@ class _Housekeeper:
                 break
             due.append(f"scheduled/{name}")
         end_s = time.monotonic() + _BASE_INTERVAL_S
-        _for_each(self._enqueue, itertools.takewhile(lambda _: time.monotonic() < end_s, due))
-        if due and time.monotonic() >= end_s:
-            self.enqueuing.sooner(0)
+        try:
+            _for_each(self._enqueue, itertools.takewhile(lambda _: time.monotonic() < end_s, due))
+        finally:
+            if due and time.monotonic() >= end_s:
+                self.enqueuing.sooner(0)
 
     def _enqueue(self, path: str) -> None:
         try:
@@ -2187,7 +2189,7 @@ class _Housekeeper:
         try:
             _for_each(self._worker.reclaim, ended)
         finally:
-            if has_ours or not running:
+            if directory != self._lease_dir.directory and (has_ours or not running):
                 self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
@@ -2420,7 +2422,7 @@ class FemtoQueue:
         except BaseException as error:
             if not is_synced:
                 ids = [it for it in ids if not self._files.remove(f"pending/{it}")]
-            if isinstance(error, OSError):
+            if isinstance(error, OSError) and error.strerror:
                 error.strerror = f"{error.strerror} ({len(ids)} tasks of the batch were pushed)"
             with suppress(Exception):  # one of the iterable's own may refuse it
                 error.pushed_ids = ids  # type: ignore[attr-defined]
@@ -5569,7 +5571,7 @@ def _show_command(options: Any) -> None:
 
 @_command(
     _argument("--json", "print a JSON object"),
-    _argument("--max-age TIME", "status 1 if one is due for longer", default=float("inf")),
+    _argument("--max-age TIME", "status 1 if a task is due for longer", default=float("inf")),
     _argument("--max-pending N", "status 1 if more tasks are pending", default=float("inf")),
 )
 def _stat_command(options: Any) -> int:

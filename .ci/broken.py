@@ -521,9 +521,11 @@ a payload that came up counts more than the task before it | Keyed
 +        if not behind and newer:
 what is due does not keep the lock for long | Lifecycle
 -        end_s = time.monotonic() + _BASE_INTERVAL_S
--        _for_each(self._enqueue, itertools
+-        try:
+-            _for_each(self._enqueue, itertools
 +        end_s = time.monotonic() + 3600
-+        _for_each(self._enqueue, itertools
++        try:
++            _for_each(self._enqueue, itertools
 of two payloads behind a leased task the newer one stays | KeyedTable
 -                    elif if_in_flight == "update" and not newer:
 +                    elif if_in_flight == "update":

@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33439,
-    "lines": 5680,
-    "lines of code": 3745,
+    "tokens of code": 33457,
+    "lines": 5682,
+    "lines of code": 3747,
     "lines of docstrings": 858,
     "lines of its largest class": 590,
     "lines of test.py": 8459,
-    "lines of .ci/": 7480,
+    "lines of .ci/": 7482,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
