@@ -329,6 +329,12 @@ def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
         raise errors[0]
 
 
+def _check_str(name: str, value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a str, not {value!r}")
+    return value
+
+
 def _no_op(*args: object) -> None:
     """The default of a callback."""
 
@@ -499,9 +505,7 @@ def _key_tag(name: str) -> str:
 
 def _encode_key(key: object) -> str:
     """Return a key as it stands in a header and in keys/: percent-encoded, as in a URL."""
-    if not isinstance(key, str):
-        raise TypeError(f"key must be a str, not {key!r}")
-    raw = key.encode()
+    raw = _check_str("key", key).encode()
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
@@ -797,9 +801,7 @@ def _check_state(state: str) -> str:
 
 
 def _check_id(id: object) -> str:
-    if not isinstance(id, str):
-        raise TypeError(f"id must be a str, not {id!r}")
-    match = _parse_id(id)
+    match = _parse_id(_check_str("id", id))
     if match is None:
         raise ValueError(f"not the id of a task: {id!r}")
     return match[1]
@@ -2144,7 +2146,7 @@ class _Housekeeper:
         now_ns = time.time_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
         due = []
-        for name in sorted(filter(_FORMS["scheduled"], self._files.names("scheduled"))):
+        for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
             due_ns = _stamp_of(name)
             if due_ns > now_ns:
                 self.enqueuing.sooner((due_ns - now_ns) / 1e9)
@@ -2606,9 +2608,7 @@ class FemtoQueue:
         the path that task.path had there, its last part, or the task's id. The payload is not read:
         data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any more). A
         detached one is renewed by what is left of it if this object's leases have no end."""
-        if not isinstance(lease, str):
-            raise TypeError(f"lease must be a str, not {lease!r}")
-        directory, _, name = lease.rpartition("/")
+        directory, _, name = _check_str("lease", lease).rpartition("/")
         is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
         entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
         entry = next((it for it in entries if it and name in (it.name, it.id)), None)
@@ -2760,7 +2760,7 @@ class FemtoQueue:
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
-        ages_ns += [max(-1, time.time_ns() - it.stamp_ns) for it in scheduled[:1]]
+        ages_ns += [time.time_ns() - it.stamp_ns for it in scheduled[:1]]  # negative: not due
         age_ns = max(ages_ns, default=-1)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
         return Stats(

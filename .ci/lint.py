@@ -31,12 +31,12 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33457,
+    "tokens of code": 33454,
     "lines": 5682,
-    "lines of code": 3747,
+    "lines of code": 3745,
     "lines of docstrings": 858,
-    "lines of its largest class": 590,
-    "lines of test.py": 8459,
+    "lines of its largest class": 588,
+    "lines of test.py": 8465,
     "lines of .ci/": 7482,
 }
 DOORS = {  # names of annexes that a room above them may use
