@@ -2895,9 +2895,11 @@ class FemtoQueue:
 
 class _States(dict[str, "tuple[str, str]"]):
     """By encoded key: where its task was last, and the path in keys/ of the newer payload behind it
-    ("": none). `saved`: what keys/<hash> says; "": there is no such file."""
+    ("": none). `saved`: what keys/<hash> says; "": there is no such file. `outdated`: the paths of
+    payloads that a younger one has replaced."""
 
     saved = ""
+    outdated: tuple[str, ...] = ()
 
     def text(self) -> str:
         known = ((key, path, newer[5:]) for key, (path, newer) in self.items() if path)
@@ -4687,6 +4689,14 @@ class _SharedKeys(_Keys):
 
     _files: _SharedFiles
 
+    @contextmanager
+    def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
+        """RACE: a host that was cut off lost the lock, and put a payload beside that of another."""
+        with super().lock(tag, wait) as states:
+            for path in states.outdated:
+                self._files.remove(path)
+            yield states
+
     def _load(self, tag: str, but: str = "") -> _States:
         """Return the states of a hash as the directories tell them, without the file at `but`."""
         for _ in range(_MAX_LISTINGS):
@@ -4703,7 +4713,10 @@ class _SharedKeys(_Keys):
             if name := self._key_at(entry):
                 path, newer = states.get(name, ("", ""))
                 if entry.directory == "keys":
-                    states[name] = path, max(newer, entry.path, key=_id_of)
+                    older, newer = sorted((newer, entry.path), key=_id_of)
+                    states[name] = path, newer
+                    if older and _id_of(older) != _id_of(newer):
+                        states.outdated += (older,)
                 elif entry.id >= _id_of(path):  # an older one has come back (healed)
                     states[name] = entry.path, _younger(newer, entry.path)
         return states

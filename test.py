@@ -2903,6 +2903,17 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         q.push(b"2", key="k")
         self.assertEqual(self.drain(q), [b"2"])
 
+    def test_of_two_payloads_behind_a_task_the_older_one_is_never_delivered(self) -> None:
+        """A host that was cut off lost the lock of the key, and does not know it: each put one."""
+        q = self.queue()
+        task = leased(q, b"1", "k")
+        q.push(b"2", key="k")
+        [behind] = self.names("keys")
+        self.put(f"{int(behind[:20]) + 1:020d}{behind[20:]}", record(b"3", b"k"), "keys")
+        q.release(task)
+        self.assertEqual(self.drain(q), [b"3"])
+        self.assertEqual((self.names("keys"), self.names("failed")), ([], []))
+
     def test_a_younger_task_of_a_key_put_there_by_hand_waits_while_the_older_one_runs(self) -> None:
         """Then it is delivered; that was no attempt."""
         q, other, clock = self.queue(), self.queue("n2"), self.clock()

@@ -550,6 +550,9 @@ what a healed replica brings back in keys/ does not follow a younger task | Heal
 what a healed replica brings back in keys/ is not taken along | Healed
 -        states[name] = lease, _younger(newer, lease)
 +        states[name] = lease, newer
+of two payloads that hosts put behind a task, the older one goes | KeyedOnSharedFileSystem
+-                        states.outdated += (older,)
++                        pass
 a lease that a healed replica brings back does not end over its task | Healed
 -        target = self._free_path(target)
          with self._found_moved(source, target):

@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33454,
-    "lines": 5682,
-    "lines of code": 3745,
-    "lines of docstrings": 858,
+    "tokens of code": 33547,
+    "lines": 5695,
+    "lines of code": 3755,
+    "lines of docstrings": 860,
     "lines of its largest class": 588,
-    "lines of test.py": 8465,
-    "lines of .ci/": 7482,
+    "lines of test.py": 8476,
+    "lines of .ci/": 7485,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
