@@ -2669,8 +2669,11 @@ class FemtoQueue:
         that raises SystemExit or the like ends it, and its task is given back, uncounted. An
         OSError of pop() or of a task's end ends it, too, raised when what runs is finished.
         """
-        if not callable(handler):
-            raise TypeError(f"handler must be callable, not {handler!r}")
+        import inspect
+
+        kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction  # to call it runs nothing
+        if not callable(handler) or any(is_kind(handler) for is_kind in kinds):
+            raise TypeError(f"handler must be a function that does the work, not {handler!r}")
         if type(concurrency) is not int or concurrency < 1:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
         if stop is not None and not callable(getattr(stop, "is_set", None)):
@@ -2718,11 +2721,14 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, except those whose key has
         another task by now; return how many."""
-        count = 0
-        for entry in self._files.find("failed"):
+        moved = []
+
+        def requeue(entry: _Entry) -> None:
             with suppress(KeyInFlight):
-                count += self._worker.requeue_failed(entry.path)
-        return count
+                moved.append(self._worker.requeue_failed(entry.path))
+
+        _for_each(requeue, self._files.find("failed"))
+        return sum(moved)
 
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
         """Delete tasks that were finished more than older_than_s seconds ago; return how many.
@@ -4106,10 +4112,12 @@ class _Inspector:
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
                     continue  # a dead letter for just that
-                mend = self._repair and entry.directory in _WAITING_DIRS
-                if mend:
-                    self._worker.quarantine(entry.path, error.reason)
-                yield Finding("corrupt", entry.path, error.reason, mend)
+                is_mended = False
+                if self._repair and entry.directory in _WAITING_DIRS:
+                    with suppress(OSError):
+                        self._worker.quarantine(entry.path, error.reason)
+                        is_mended = True
+                yield Finding("corrupt", entry.path, error.reason, is_mended)
 
     def _ended_leases(self) -> dict[str, tuple[str, str]]:
         found = {}
@@ -4254,7 +4262,8 @@ class TicketQueue:
         """Say whether that ticket is the first whose member lives; touch it if it is ours. False,
         too, if ours was untouched for so long that another host may have passed it over. It is
         removed then, unless it ever was first: its turn may be another's; stop, and remove() it."""
-        is_first = ticket == next(map(_stamp_of, filter(self._lives, self._tickets())), None)
+        first = next(filter(self._lives, self._tickets()), "")
+        is_first = first != "" and _stamp_of(first) == ticket
         for member, held in list(self._held.items()):
             if _stamp_of(member) != ticket:
                 continue
@@ -4262,6 +4271,7 @@ class TicketQueue:
                 if not held.had_turn:
                     self.remove(member)
                 return False
+            is_first = member == first  # not so if it was removed, and another has its number
             held.had_turn |= is_first
         return is_first
 
@@ -4340,7 +4350,7 @@ class TicketQueue:
     def _touch(self, held: _HeldTicket) -> bool:
         """Touch a ticket; False if it may have been passed over, also just now."""
         began_s = time.time()
-        with _ignore_missing():
+        with _ignore_missing(errno.EBADF, errno.EINVAL):  # RACE: another thread gave it up
             os.utime(held.lock.fd)
             if time.time() - held.touched_s <= self._numbers.late * self._stale_s:
                 held.touched_s = began_s
@@ -4822,8 +4832,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
-    except (FemtoQueueError, OSError, ValueError) as error:
-        _write_error(str(error))
+    except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
+        _write_error(str(error) or "out of memory")
         return 1 if isinstance(error, FemtoQueueError) else 2
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -4948,8 +4958,10 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
     """Open the queue in DIR. Raises ValueError if there is none."""
-    if not os.path.isdir(os.path.abspath(f"{options.dir}/pending")):
-        raise ValueError(f"{options.dir}: there is no queue; push makes one")
+    try:
+        os.stat(os.path.join(os.path.abspath(options.dir), "pending", ""))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(f"{options.dir}: there is no queue; push makes one") from None
     return FemtoQueue(options.dir, **settings)
 
 
@@ -5070,6 +5082,7 @@ def _read_pieces(stream: Any, end: bytes) -> Iterator[bytes]:
 
 _GRACE_S = 5.0  # between a signal to a command's group and SIGKILL
 _REPORT_S = 10.0  # between two lines of progress
+_SH_NAME = "femtoqueue work"  # what sh calls itself in messages; CMD may be a femtoqueue
 # Run by sh, in the process that becomes CMD: standard input is the watchdog's pipe at first, and
 # then the payload. CRASH: if the worker dies after its fork(), the pipe has a writer until CMD is
 # known: the watchdog kills it. Not a preexec_fn: that would run Python in a fork with threads.
@@ -5204,9 +5217,13 @@ class _CommandPool(_WorkerPool):
 
     def _write(self, fd: int, data: bytes) -> None:
         if data:
-            with self._output:
-                while data:
-                    data = data[os.write(fd, data) :]
+            try:
+                with self._output:
+                    while data:
+                        data = data[os.write(fd, data) :]
+            except OSError:  # Ctrl-C ended `| tee log`, too, or the terminal is gone
+                if fd > 2 or not self._is_told.wait(_ONE_SIGNAL_S):
+                    raise
 
     def _run_command(self, task: FemtoTask) -> None:
         """Run CMD for a task. Raises _CommandFailed unless that ends with status 0, and SystemExit
@@ -5217,8 +5234,12 @@ class _CommandPool(_WorkerPool):
         try:
             with ExitStack() as files:
                 payload = files.enter_context(tempfile.TemporaryFile())
-                payload.write(task.data)
-                payload.seek(0)  # and it is flushed; /dev/fd may share the position with us
+                try:
+                    payload.write(task.data)
+                    payload.seek(0)  # and it is flushed; /dev/fd may share the position with us
+                except OSError:  # perhaps it alone is too large: others' turn comes first
+                    self._queue.release(task, counted=False)
+                    raise
                 if output_dir is not None:
                     paths = [f"{output_dir}/{task.id}.{it}" for it in ("out", "err")]
                     fds = [files.enter_context(open(it, "ab")).fileno() for it in paths]
@@ -5253,7 +5274,7 @@ class _CommandPool(_WorkerPool):
         env["FEMTOQUEUE_KEY"] = os.fsdecode((task.key or "").replace("\0", "%00").encode())
         try:
             return subprocess.Popen(
-                ["/bin/sh", "-c", _START, "femtoqueue", f"/dev/fd/{payload}", *words],
+                ["/bin/sh", "-c", _START, _SH_NAME, f"/dev/fd/{payload}", *words],
                 env=env,
                 stdin=self._watchdog,
                 stdout=subprocess.PIPE,
@@ -5283,7 +5304,7 @@ class _CommandPool(_WorkerPool):
                 self._relay(process, fds, time.monotonic() + 0.1)
         finally:
             self._forget(process)
-        if status in (126, 127) and tail.startswith("femtoqueue: "):  # says sh, not CMD
+        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # says sh
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
         if is_stopped:
             self._queue.release(task, front=True, counted=False)
@@ -5527,6 +5548,8 @@ def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
 @_command(_IDS, _LEASE)
 def _extend_command(options: Any) -> int:
     """Renew leases, and print their new paths.
+
+    A worker that holds such a task loses its lease: it renews that itself.
 
     Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
     """

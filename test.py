@@ -728,6 +728,7 @@ NAN, INFINITE = float("nan"), float("inf")
 NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
 NO_TIMES = NAN, INFINITE, 9e15, 1e300, 1e308, 10**400
 NO_AGES = -1, NAN, INFINITE
+NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task)
 NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
 NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-00000000"}
@@ -788,7 +789,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.drain(it), ValueError, "timeout must be", NO_TIMEOUTS),
     (lambda q, task, it: q.take("key", it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.take("key", it), ValueError, "timeout must be", NO_TIMEOUTS),
-    (lambda q, task, it: q.work(it), TypeError, "handler", (7,)),
+    (lambda q, task, it: q.work(it), TypeError, "does the work", NO_HANDLERS),
     (lambda q, task, it: q.work(print, concurrency=it), ValueError, "concurrency", (0, 1.5)),
     (lambda q, task, it: q.work(print, stop=it), TypeError, "stop", (True,)),
     (lambda q, task, it: q.work(print, idle_timeout_s=it), ValueError, "idle_timeout_s", (-1,)),
@@ -3691,6 +3692,18 @@ class Faults(PlainLives):
                 self.assertEqual(_taken(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
 
+    def test_retry_of_all_goes_on_after_one_that_can_not_be_moved(self) -> None:
+        q = self.queue()
+        tasks = [leased(q), leased(q)]
+        for task in tasks:
+            q.fail(task)
+        with (
+            hooked(at_call("move", tasks[0].id, raising(errno.EACCES))),
+            self.assertRaises(PermissionError),
+        ):
+            q.retry_failed()
+        self.assertEqual(self.states(), {"failed": 1, "pending": 1})
+
     def test_a_worker_starts_on_a_full_disk(self) -> None:
         """In the directory that was spared for it; the next one, when that is made again."""
         q = self.queue()
@@ -5351,6 +5364,17 @@ class Tickets(TicketCase):
         with hooked(at_call("move", "/.", look, times=1), after=True):
             ticket, _ = line.register()
         self.assertEqual((swept, line.is_head(ticket)), ([0], True))
+
+    def test_who_was_removed_has_no_turn_though_its_number_is_given_again(self) -> None:
+        """By a person, say, who gave up on a process that is stopped; or as it looks."""
+        line, other = self.line(), self.line()
+        ticket, member = line.register()
+        self.assertTrue(other.remove(member))
+        self.assertTrue(other.maybe_cleanup())
+        self.assertEqual(other.register()[0], ticket)
+        self.assertEqual((line.is_head(ticket), other.is_head(ticket)), (False, True))
+        with hooked(at_call("utime", None, lambda: line.remove(member), times=1)):
+            self.assertFalse(line.is_head(ticket))
 
     def test_turn_times_out_and_leaves_the_line(self) -> None:
         line = self.line()
@@ -7111,6 +7135,8 @@ class Checking(QueueCase):
         with hooked(at_call("list", "/failed", raising(errno.EACCES))):
             kinds = {it.kind for it in q.check()}
         self.assertEqual(kinds, {"unreadable", "corrupt"})
+        with hooked(at_call("move", "/failed", raising(errno.EACCES))):
+            self.assertEqual({*q.check(repair=True)}, {*q.check()})
         q.pop()
 
     def test_clocks_and_file_systems_that_are_odd_are_told(self) -> None:
@@ -7363,11 +7389,24 @@ $ femtoqueue work jobs -q --drain -- ./script -> ! ... ! femtoqueue: ./script ca
 $ femtoqueue work jobs -q --drain -j 2 -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
 $ femtoqueue ls jobs -> ... pending <x> ...s 0 1 - - -
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- sh -c no-such-command -> ! ... [1]
-$ states -> failed 1
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain --max-attempts 1 -- \
+ sh -c 'echo femtoqueue: no queue >&2; exit 127' -> ! ... [1]
+$ states -> failed 2
 # a signal finishes what runs, though nobody hears of it: a terminal that is gone, a full disk
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
 $ states -> done 1
+$ femtoqueue push jobs x -> ...
+$ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $PPID; sleep 0.1; echo 2; echo 3'; \
+ echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: finishing what runs; ...
+$ cat status -> 0
+$ states -> done 2
+# work ends when a payload is too large for TMPDIR; the next one takes others first
+$ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
+$ femtoqueue push jobs y -> <y>
+$ ulimit -f 60; femtoqueue work jobs -q -- true -> ! ... File too large [2]
+$ femtoqueue ls jobs -> ... <y> ... <large> ...
 # what a command leaves running does not hold up work, though it has the pipes, or writes on
 $ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
@@ -7659,6 +7698,8 @@ class CommandLine(QueueCase):
         self.put("file", b"", "")
         for text, line in self.WRONG_USES_OF_A_QUEUE:
             self.check_wrong(line, text)
+        with hooked(at_call("stat", "jobs/pending", raising(errno.EACCES))):
+            self.check_wrong("ls jobs", "Permission denied")
         self.assertEqual(self.states(), {"pending": 1})
 
     def check_wrong(self, line: str, text: str) -> None:

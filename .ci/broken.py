@@ -617,9 +617,16 @@ work() leaves the signal handlers as they were | Work
 work() runs no more than `concurrency` handlers | Work
 -for _ in range(self._concurrency)
 +for _ in range(self._concurrency + 1)
+who was removed from a line has no turn of another's number | Tickets
+-            is_first = member == first  # not
++            is_first |= member == first  # not
+a payload that TMPDIR has no room for is not the first again | CommandLine
+-                    self._queue.release(task, counted=False)
+-                    raise
++                    raise
 check(repair=True) leaves what is in flight alone | Checking
--                mend = self._repair and entry.directory in _WAITING_DIRS
-+                mend = self._repair and bool(entry.directory)
+-                if self._repair and entry.directory in _WAITING_DIRS:
++                if self._repair and entry.directory:
 a new queue is its user's alone | Faults
 -    _make_dir(data_dir, 0o700, is_durable)
 +    _make_dir(data_dir, 0o755, is_durable)

@@ -31,13 +31,13 @@ import femtoqueue
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
-    "tokens of code": 33547,
-    "lines": 5695,
-    "lines of code": 3755,
-    "lines of docstrings": 860,
-    "lines of its largest class": 588,
-    "lines of test.py": 8476,
-    "lines of .ci/": 7485,
+    "tokens of code": 33679,
+    "lines": 5718,
+    "lines of code": 3773,
+    "lines of docstrings": 862,
+    "lines of its largest class": 594,
+    "lines of test.py": 8517,
+    "lines of .ci/": 7492,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
