@@ -55,7 +55,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 from broken import broken, must_catch
-from proof import Unable, Violation, ends, name_of, open_log, parser, payload, say
+from proof import Unable, Violation, ends, install, name_of, open_log, parser, payload, say
 
 import femtoqueue
 from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
@@ -989,8 +989,7 @@ def main() -> None:
     femtoqueue._log().addHandler(logging.NullHandler())
     femtoqueue._log().propagate = False
     with ends(args.seed), workshop():
-        if shutil.which("strace") is None:
-            raise Unable("strace is missing (apt-get install strace)")
+        install(("strace",), "strace")
         if args.self_check:
             must_catch(lambda name, shows: catch(name, shows, args.jobs))
             return

@@ -68,7 +68,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,10 +118,6 @@ OPTIONS = {
 }
 HEAL_S = 240.0  # 54 were seen, on a busy machine
 DYING_S = 30.0  # until processes that were killed are not waited for any more
-KINDS = {  # who notes what
-    "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch", "take_turns"),
-    "got": ("hold",),
-}
 KEYS = {"key": 1, "keys": 10, "many": 50}
 PARTS = {"calm": ("calm",), "keys": (*KEYS, "tickets"), "storms": ("storms",)}
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
@@ -264,7 +259,7 @@ def check_machine() -> None:
     proof.need_root()
     if not os.path.exists("/dev/fuse"):
         raise Unable("it needs FUSE: there is no /dev/fuse")
-    proof.install(lambda: [tool for tool in TOOLS if not shutil.which(tool)], *PACKAGES)
+    proof.install(TOOLS, *PACKAGES)
 
 
 # The storm
@@ -378,7 +373,7 @@ class Stage(Noter):
     def fault(self, episode: Episode) -> None:
         if episode.holder:
             self.start(episode.holder, "hold")
-            self.wait_for("got")
+            self.wait_for("got", "hold")
         self.check_machine()
         self.note("fault", int(episode.cuts_off))
         say(episode.text)
@@ -388,13 +383,13 @@ class Stage(Noter):
         say("all comes back")
         episode.cure()
 
-    def wait_for(self, word: str) -> None:
-        """Until all that run, or ran, have noted it."""
+    def wait_for(self, word: str, kind: str = "") -> None:
+        """Until all that run, or those of a kind, have noted it."""
 
         def noted() -> bool:
             with open(self.log, encoding="ascii") as file:
                 names = {line.split()[1] for line in file if line.split()[2] == word}
-            return all(n in names for n, (_, a, _) in self.running.items() if a.kind in KINDS[word])
+            return all(name in names for name in self.running if name.startswith(kind))
 
         self.cluster.wait_until(noted, 120, f"all are {word}")
 

@@ -25,11 +25,10 @@ import tokenize
 from collections.abc import Callable, Iterator
 from typing import Any
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+from proof import PROJECT, read
 
 import femtoqueue
 
-PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
     "tokens of code": 33547,
     "lines": 5695,
@@ -55,11 +54,6 @@ SECTIONS = [
     *("How", "Develop", "Changes"),
 ]
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def read(name: str) -> str:
-    with open(os.path.join(PROJECT, name), encoding="utf-8") as file:
-        return file.read()
 
 
 SOURCE, README, DOCSTRING = read("femtoqueue.py"), read("README.md"), femtoqueue.__doc__ or ""
@@ -337,7 +331,8 @@ def lines_of(name: str) -> int:
 
 # What is checked
 
-Measure = Callable[[], "int | list[str] | tuple[int, str]"]
+# Returns what is wrong; or a figure, and what is behind it.
+Measure = Callable[[], "list[str] | tuple[int, str]"]
 CHECKS: list[tuple[str, int, Measure]] = [
     ("rooms that are out of number", 0, rooms_misnumbered),
     ("rooms that the docstring lists otherwise", 0, rooms_not_listed),
@@ -345,10 +340,10 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("functions that call another of their name", 0, calls_of_own_name),
     ("lines of a room, but FemtoQueue and Command line", 440, longest_room),
     ("lines of a class, but FemtoQueue", 330, lambda: longest_class(face=False)),
-    ("lines of the module's docstring", 105, lambda: len(DOCSTRING.splitlines())),
+    ("lines of the module's docstring", 105, lambda: (len(DOCSTRING.splitlines()), "")),
     ("steps of its table that are no methods", 0, steps_without_a_method),
     ("methods that move a task and are no step of it", 0, moves_without_a_step),
-    ("README: lines", 220, lambda: lines_of("README.md")),
+    ("README: lines", 220, lambda: (lines_of("README.md"), "")),
     ("README: characters in a line", 100, longest_line),
     ("README: lines in a paragraph", 6, longest_paragraph),
     ("README: sections out of order", 0, sections_out_of_order),
@@ -364,23 +359,17 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.parse_args()
-    results: list[tuple[str, int, int, list[str]]] = []
-    for what, limit, measure in CHECKS:
-        found = measure()
-        if isinstance(found, tuple):
-            results.append((what, limit, found[0], [found[1]]))
-        elif isinstance(found, list):
-            results.append((what, limit, len(found), found))
-        else:
-            results.append((what, limit, found, []))
-    for name, weight in weights().items():
-        results.append((f"weight: {name}", LIMITS[name], weight, []))
-    for what, limit, figure, wrong in results:
+    checks = [(what, limit, measure()) for what, limit, measure in CHECKS]
+    checks += [(f"weight: {name}", LIMITS[name], (it, "")) for name, it in weights().items()]
+    status = 0
+    for what, limit, found in checks:
+        figure, wrong = found if isinstance(found, tuple) else (len(found), "\n".join(found))
         is_over = figure > limit
         print(f"{figure:6} of {limit:6}  {what}{': TOO MUCH' if is_over else ''}")
-        for line in wrong if is_over else ():
+        for line in wrong.splitlines() if is_over else ():
             print(f"{'':18}{line}")
-    return int(any(figure > limit for _, limit, figure, _ in results))
+        status |= is_over
+    return status
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ import verdict
 from actors import Actor
 from broken import break_queue, must_catch
 from hosts import BRICK, MOUNT
-from proof import Unable, Violation, ends, install, parser, run, say
+from proof import PROJECT, Unable, Violation, ends, install, parser, run, say
 
 import femtoqueue
 
@@ -132,9 +132,8 @@ def build(work: str) -> bytes:
     """Return the image. The programs of the server are from Debian's package, unpacked only."""
     run("sh", "-c", f"cd {work} && apt-get download -q {UNPACKED}", timeout_s=120)
     run("dpkg", "-x", *glob.glob(f"{work}/{UNPACKED}_*.deb"), f"{work}/server")
-    here = os.path.dirname(os.path.abspath(__file__))
-    sources = {f"{here}/../{name}": HOME for name in ("femtoqueue.py", "benchmark_mini.py")}
-    sources |= {f"{here}/{name}": f"{HOME}/.ci" for name in PROGRAMS}
+    sources = {f"{PROJECT}/{name}": HOME for name in ("femtoqueue.py", "benchmark_mini.py")}
+    sources |= {f"{PROJECT}/.ci/{name}": f"{HOME}/.ci" for name in PROGRAMS}
     programs = [shutil.which(tool) or "" for tool in CLIENT_TOOLS]
     programs += [f"{work}/server/usr/sbin/{name}" for name in SERVER_TOOLS]
     return machines.build_image(f"{work}/root", sources, programs, TEXTS)
@@ -773,16 +772,10 @@ def laboratory(version: str) -> Iterator[Lab]:
         lab.close()
 
 
-def missing() -> list[str]:
-    """Return what this machine lacks."""
-    lacking = [tool for tool in TOOLS if not shutil.which(tool)]
-    return lacking if machines.find_kernel() else [*lacking, machines.KERNELS]
-
-
 def check_machine() -> None:
     if sys.platform != "linux" or os.uname().machine != "x86_64":
         raise Unable("it needs Linux on x86_64")
-    install(missing, *PACKAGES.split())
+    install((*TOOLS, machines.KERNELS), *PACKAGES.split())
 
 
 def run_all(args: argparse.Namespace) -> None:
