@@ -149,15 +149,9 @@ class Names:
 
     def check_counts(self, q: FemtoQueue) -> None:
         stats = q.stats()
-        for state, count, more in (
-            ("pending", stats.pending, 2),
-            ("scheduled", stats.scheduled, 0),
-            ("keys", stats.buffered, 0),
-            ("inflight", stats.inflight, 0),
-            ("done", stats.done, 0),
-            ("failed", stats.failed, 0),
-        ):
-            named = self.named(state)
+        for state in (*femtoqueue.STATES, "keys"):
+            count = stats.buffered if state == "keys" else getattr(stats, state)
+            named, more = self.named(state), 2 * (state == "pending")
             demand(count == len(named) + more, f"{count} in {state}, not {len(named) + more}")
             if state != "keys":
                 found = {task.data for task in q.tasks(state)} - {b"ours"}
