@@ -25,8 +25,6 @@ nothing is in flight, and stats(), tasks() and peek() agree.
 Not proved: an injected call is not made, so that nothing is seen of one that fails half-way (a
 short write, a rename that took place), and a close() that fails leaves the descriptor open, which
 Linux does not. One process, no races. One fault a life.
-
---self-check shows that this can fail: the faults of broken.py that name it must be caught.
 """
 
 from __future__ import annotations
@@ -139,7 +137,6 @@ class Life:
         self, make: Callable[[], FemtoQueue], clock: PassingClock, note: Callable[[Note], None]
     ) -> None:
         self.make, self.clock, self.note = make, clock, note
-        self.ids: dict[str, str] = {}
         self.queue: FemtoQueue
 
     def step(
@@ -188,8 +185,6 @@ class Life:
         task: FemtoTask | None = self.step(
             call, "pop", key, shown=lambda task: task and name_of(task.data)
         )
-        if task is not None:
-            self.ids[name_of(task.data)] = task.id
         return task
 
     def end(self, task: FemtoTask | None, how: str, **options: Any) -> None:
@@ -220,15 +215,13 @@ class Life:
 
     def look(self) -> None:
         def call() -> dict[str, Any]:
-            stats, q = self.queue.stats(), self.queue
-            k = q.peek(key="k")
+            q = self.queue
+            tasks = {state: [*q.tasks(state)] for state in femtoqueue.STATES}
             return {
-                "stats": [stats.pending, stats.scheduled, stats.inflight, stats.done],
-                "tasks": {s: [name_of(t.data) for t in q.tasks(s)] for s in femtoqueue.STATES},
-                "keys": [*q.keys("pending")],
-                "contains k": q.contains("k"),
-                "k": k and name_of(k.data),
-                "peeked": [name for name, i in self.ids.items() if q.peek(i) is not None],
+                "tasks": {s: [name_of(it.data) for it in found] for s, found in tasks.items()},
+                "of k": q.contains("k") and q.peek(key="k") is not None,
+                "peeked": [q.peek(it.id) is not None for found in tasks.values() for it in found],
+                "others": [q.stats().pending, *q.keys("pending")],
             }
 
         self.step(call, "look", shown=lambda seen: seen)
@@ -449,7 +442,7 @@ class Ledger:
                 if places or not left_out:
                     raise Violation(f"{slot} is seen in {places}")
                 left_out -= 1
-            if state == "live" and slot.key == "k" and not (seen["contains k"] and seen["k"]):
+            if state == "live" and slot.key == "k" and not seen["of k"]:
                 raise Violation(f"{slot} is not seen by its key: {seen}")
 
     def _new(self, name: str, key: str | None) -> Slot:

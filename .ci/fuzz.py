@@ -10,8 +10,6 @@ files of tasks and of keys: what is not a whole record is never delivered, what 
 What is a name and what a record is decided here, by other code than femtoqueue's.
 
 A failure ends it with the seed; `--seed S --only KIND --minutes 0` runs that one again.
-
---self-check shows that this can fail: the faults of broken.py that name it must be caught.
 """
 
 from __future__ import annotations

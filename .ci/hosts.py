@@ -51,8 +51,7 @@ a name that one call made is found by the next call of any host, or within a sec
 it where this volume is mounted below, and run --only calm, keys and then storms.
 
 --only runs one phase (with --self-check: the faults that it must catch). --measure prints calls per
-second on one host, and those of bare calls of the operating system beside them. --self-check shows
-that the proof can fail: the faults of broken.py that name it must be caught.
+second on one host, and those of bare calls of the operating system beside them.
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.

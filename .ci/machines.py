@@ -35,7 +35,7 @@ import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from proof import Unable, run
@@ -43,6 +43,10 @@ from proof import Unable, run
 QEMU = "qemu-system-x86_64"
 KERNELS = "/boot/vmlinuz-*-cloud-*"
 MODULES = "virtio_pci virtio_console virtio_net virtio_blk ext4 nfsv3 nfsv4 nfsd"
+UNNEEDED = shutil.ignore_patterns(  # of Python's library
+    *("test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "tkinter"),
+    *("*-packages", "config-*", "*.opt-?.pyc"),
+)
 MEMORY_MB = 384
 BOOT_S, CALL_S = 120.0, 120.0  # here, where three machines share two cores with other work
 # hpet: the other clocks are calibrated at boot, which a busy machine disturbs.
@@ -65,18 +69,6 @@ exec {python} {main} --guest
 
 
 # The image that a machine boots from
-
-
-def library_files() -> Iterator[str]:
-    """Yield the files of the standard library that a machine needs, compiled ones too."""
-    unneeded = re.compile(
-        r"test|tests|idlelib|lib2to3|ensurepip|turtledemo|tkinter|.*-packages|config-.*"
-    )
-    compiled = f".{sys.implementation.cache_tag}.pyc"
-    for root in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
-        for directory, names, files in os.walk(root):
-            names[:] = [name for name in names if not unneeded.fullmatch(name)]
-            yield from (f"{directory}/{n}" for n in files if n.endswith((compiled, ".py", ".so")))
 
 
 def libraries(programs: Iterable[str]) -> set[str]:
@@ -106,9 +98,11 @@ def build_image(
     last one is the machine's program), programs, for /sbin, and texts. root: where to put them
     together."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    library, modules = [*library_files()], module_files()
-    linked = libraries([python, *programs, *(it for it in library if it.endswith(".so"))])
-    places = {path: os.path.dirname(path) for path in (python, *library, *linked, *modules)}
+    linked, modules = [python, *programs], module_files()
+    for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
+        shutil.copytree(library, f"{root}{library}", ignore=UNNEEDED, dirs_exist_ok=True)
+        linked += glob.glob(f"{library}/lib-dynload/*.so")
+    places = {path: os.path.dirname(path) for path in (python, *libraries(linked), *modules)}
     places |= dict.fromkeys(programs, "/sbin") | {shutil.which("busybox") or "": "/bin"} | sources
     for source, directory in places.items():
         os.makedirs(f"{root}{directory}", exist_ok=True)

@@ -33,7 +33,6 @@ touch. They are those of actors.py, and judged as in hosts.py. Phases:
 Without options it runs keys, a storm with one power cut of each kind, and three replays, on NFS
 4.2. --only runs one phase, all of it; --full all phases, on NFS 4.2 and 3. --measure prints only
 calls per second, as in hosts.py; processors are emulated.
---self-check shows that the proof can fail: the faults of broken.py that name it must be caught.
 """
 
 from __future__ import annotations

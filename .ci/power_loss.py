@@ -12,8 +12,6 @@ replays its journal, and opened as after a reboot. Proved, by the Ledger of faul
 acknowledged task is there once, in the state that was acknowledged (or the next, if that was under
 way), with its own bytes; nothing torn is delivered; the queue works on until it is drained. Without
 sync_after_write: nothing torn, nothing crashes.
-
---self-check shows that this can fail: the faults of broken.py that name it must be caught.
 """
 
 from __future__ import annotations

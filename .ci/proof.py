@@ -37,9 +37,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    seed = random.randrange(10**6)
-    made.add_argument("--seed", type=int, default=seed, help="default: random; it is printed")
-    made.add_argument("--self-check", action="store_true", help="show that faults are caught")
+    add, seed = made.add_argument, random.randrange(10**6)
+    add("--seed", type=int, default=seed, help="default: random; it is printed")
+    add("--self-check", action="store_true", help="catch the faults of broken.py that name it")
     return made
 
 

@@ -1,6 +1,6 @@
 """A storm over one queue: all kinds of processes, killed, stopped, out of room, out of time.
 
-    python .ci/storm.py [--seconds N] [--seed S] [--fs ext4|tmpfs] [--self-check]
+    python .ci/storm.py [--seconds N] [--seed S] [--self-check]
 
 Needs root, on Linux, to mount a small file system, and Debian's faketime (installed if missing).
 
@@ -27,9 +27,6 @@ Order: a listing may miss one of two tasks that are pushed while it runs. So a t
 older one if one pop() of who took it ran while both were pushed.
 
 Interrupted workers give tasks back uncounted; near a SIGINT, order is not looked at.
-
---self-check shows that each of these but the last can fail: the faults of broken.py that name it
-must be caught.
 """
 
 from __future__ import annotations
@@ -829,7 +826,7 @@ def check(storm: Storm) -> History:
 
 def one_storm(args: argparse.Namespace, seed: int, broken: str) -> History:
     work = os.path.dirname(os.environ["FAKETIME_TIMESTAMP_FILE"])
-    with proof.small_disk(args.fs, SIZE_MIB) as path:
+    with proof.small_disk("ext4", SIZE_MIB) as path:
         storm = Storm(path, work, seed, broken)
         try:
             storm.blow(args.seconds)
@@ -899,7 +896,6 @@ def run_again() -> int:
 def main() -> None:
     options = proof.parser(__doc__)
     options.add_argument("--seconds", type=float, default=60, help="default: 60")
-    options.add_argument("--fs", choices=["ext4", "tmpfs"], default="ext4")
     args = options.parse_args()
     with proof.ends(args.seed):
         proof.need_root()
@@ -908,7 +904,7 @@ def main() -> None:
         logging.getLogger("femtoqueue").disabled = True
         if os.path.isdir("/dev/shm"):
             tempfile.tempdir = "/dev/shm"  # an image on a busy disk would make a lull of the storm
-        say(f"seed {args.seed}, {args.fs}")
+        say(f"seed {args.seed}")
         if args.self_check:
             must_catch(lambda broken, rule: catch(args, broken, rule))
             return
