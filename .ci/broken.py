@@ -19,7 +19,6 @@ their first line.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import concurrent.futures
 import contextlib
@@ -39,7 +38,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from proof import PROGRAM, PROJECT, Violation, read, say
+from proof import PROGRAM, PROJECT, Violation, plain_parser, read, say
 
 import femtoqueue
 
@@ -815,9 +814,7 @@ def run_tests(rows: list[Fault], jobs: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = plain_parser(__doc__)
     add = parser.add_argument
     add("--check", action="store_true", help="look whether each fault still has its place")
     add(

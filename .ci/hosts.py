@@ -294,7 +294,7 @@ class Stage(Noter):
         self.dying: list[Any] = []  # processes that were killed, and wait
         self.starts = itertools.count(1)
         self.lost = hosts.lost_bricks()
-        self.at_rest: list[set[str]] = []  # the queue's files after each storm
+        self.at_rest: list[set[str]] = []  # the queue's files whenever nothing runs
         self.over = f"{self.log}.over"
         self.fd = proof.open_log(self.log)
 
@@ -522,26 +522,32 @@ def lasting(files: set[str]) -> set[str]:
     return {path for path in files if not path.startswith("creating/")}
 
 
-def storm_faults(
-    stage: Stage, events: verdict.Events, left: set[str], hosts: Iterable[str]
-) -> dict[str, list[str]]:
-    """Judge keyed tasks and turns. Return what is wrong, by what was promised."""
+def key_faults(stage: Stage, events: verdict.Events, left: set[str]) -> dict[str, list[str]]:
+    """Judge keyed tasks. Return what is wrong, by what was promised."""
     found = verdict.key_faults(events)
-    found.update(verdict.turn_faults(events, hosts))
     for number, files in enumerate(stage.at_rest, 1):
         idents = {path[-29:] for path in files}
         excused = {it for it in idents if events.may_have_come_back(it) or events.lost_locks(it)}
         wrong = verdict.crowded_at_rest(files, excused)
-        found["crowded keys"] += (f"after storm {number}, {it}" for it in wrong)
+        found["crowded keys"] += (f"at rest {number}: {it}" for it in wrong)
     found["tasks left"] += set.union(*verdict.places_of_keys(left))
-    found["done() that were not refused"] += verdict.not_refused(events)
-    found["turns not had"] += (
-        what for _, _, what, code in events.errors if "turn" in what and code == errno.ETIMEDOUT
-    )
     found["dead letters of no fail()"] += verdict.wrong_dead_letters(events, left, stage.reasons())
     pairs = [*verdict.by_key(events)]
     deliveries, pushes = (sum(map(len, column)) for column in zip(*pairs, strict=True))
     say(f"of {len(pairs)} keys: {pushes} pushes, {deliveries} deliveries")
+    return found
+
+
+def storm_faults(
+    stage: Stage, events: verdict.Events, left: set[str], hosts: Iterable[str]
+) -> dict[str, list[str]]:
+    """Judge keyed tasks and turns. Return what is wrong, by what was promised."""
+    found = key_faults(stage, events, left)
+    found.update(verdict.turn_faults(events, hosts))
+    found["done() that were not refused"] += verdict.not_refused(events)
+    found["turns not had"] += (
+        what for _, _, what, code in events.errors if "turn" in what and code == errno.ETIMEDOUT
+    )
     say(f"{len(events.turns)} turns, of {len({it.actor for it in events.turns})} members")
     return found
 
@@ -565,24 +571,17 @@ def storms(stage: Stage, names: Iterable[str]) -> None:
     check_storm(stage)
 
 
-def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
-    """Judge what was noted, with the files that a mount showed before and after the drain."""
-    events = verdict.Events(stage.log)
-    found = verdict.key_faults(events)
-    found["crowded keys"] += verdict.crowded(events, seen, left)
-    found["dead letters of no fail()"] += verdict.wrong_dead_letters(events, left, stage.reasons())
-    say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
-    verdict.judge(events, found, hard=True)
-
-
 def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
     """Push, take and finish tasks of a few keys, on all hosts at once."""
     stage.play(seconds, ("push_keys", "take_keys") * 2, watcher, keys=keys)
-    seen = stage.files(1, stage.queue)
+    stage.at_rest.append(stage.files(1, stage.queue))
     stage.on_all(60, "drain", idle_s=2)
     stage.check_machine()
-    say(f"{keys} key{'s' * (keys > 1)}:")
-    check_keys(stage, seen, stage.files(1, stage.queue))
+    events, left = verdict.Events(stage.log), stage.files(1, stage.queue)
+    found = key_faults(stage, events, left)
+    found["crowded keys"] += verdict.crowded(events)
+    say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
+    verdict.judge(events, found, left, hard=True)
 
 
 def tickets(stage: Stage) -> None:

@@ -12,7 +12,6 @@ file lighter writes the new figure there; who must make one heavier says in the 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import glob
 import inspect
@@ -25,7 +24,7 @@ import tokenize
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from proof import PROJECT, read
+from proof import PROJECT, plain_parser, read
 
 import femtoqueue
 
@@ -355,10 +354,7 @@ CHECKS: list[tuple[str, int, Measure]] = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
+    plain_parser(__doc__).parse_args()
     checks = [(what, limit, measure()) for what, limit, measure in CHECKS]
     checks += [(f"weight: {name}", LIMITS[name], (it, "")) for name, it in weights().items()]
     status = 0

@@ -354,6 +354,7 @@ b  q.done(t)
 """
 
 REPLAYS = r"""
+## nothing before
 # push
 cut rename (\S+) \1
 a  q.push(b"x") and None
@@ -362,12 +363,6 @@ b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
 a  q.push(b"x") and None
 cut rename (\S+) \d+~1~\w+~\1
 a  (t := q.pop()) and t.data  => b'x'
-a  q.done(t)
-b  [t.data for t in q.tasks("done")]  => [b'x']
-# done
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-cut rename \d+~1~\w+~(\S+) \1
 a  q.done(t)
 b  [t.data for t in q.tasks("done")]  => [b'x']
 # replace
@@ -389,79 +384,71 @@ a  (t := q.pop()) and t.data  => b'x'
 cut remove \d+~1~\S+
 a  q.done(t)
 b  [t.data for state in STATES for t in q.tasks(state)]  => []
-# fail
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-cut rename \d+~1~\w+~(\S+) \1
-a  q.fail(t, "why")
-b  [(t.data, t.error) for t in q.tasks("failed")]  => [(b'x', 'why')]
-# reason
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-cut rename \S+ \S+\.error
-a  q.fail(t, "why")
-b  [(t.data, t.error) for t in q.tasks("failed")]  => [(b'x', 'why')]
-# release
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-cut rename \d+~1~\S+ \d+~1~\S+
-a  q.release(t)
-b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b'x', 2)]
-# extend
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-cut rename \d+~1~\S+ \d+~1~\S+
-a  q.extend(t)
-a  q.done(t)
-b  [t.data for t in q.tasks("done")]  => [b'x']
-# retry
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-a  q.fail(t, "why")
-cut rename (\S+) \d+~0~\1
-a  q.retry(t.id)
-b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b'x', 1)]
 # schedule
 cut rename (\S+) \d+~0~\1
 a  q.schedule(b"x", 1) and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
-# checkpoint
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-cut rename (?!\d+~)\S+ \S+
-a  q.checkpoint(t, b"half")
-a  q.release(t)
-b  [q.done(t) or (t.data, t.checkpoint) for t in q.drain()]  => [(b'x', b'half')]
 # first of a key
 cut rename (\S+) \1
 a  q.push(b"x", key="k") and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
-# behind a key
-a  q.push(b"1", key="k") and None
-a  (t := q.pop()) and t.data  => b'1'
-cut rename (\S+) (?!\1)0\d{19}-\w+
-a  q.push(b"2", key="k") and None
-a  q.done(t)
-b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
-# done with a key
-a  q.push(b"1", key="k") and None
-a  (t := q.pop()) and t.data  => b'1'
-a  q.push(b"2", key="k") and None
-cut rename \d+~1~\w+~(\S+) \1
-a  q.done(t)
-b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
-# promotion
-a  q.push(b"1", key="k") and None
-a  (t := q.pop()) and t.data  => b'1'
-a  q.push(b"2", key="k") and None
-cut rename (\S+) \1
-a  q.done(t)
-b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
 # due
 a  q.schedule(b"x", 1) and None
 cut rename \d+~0~(\S+) \d+~0~\1
 a  (t := q.pop()) and t.data  => b'x'
 a  q.done(t)
+## a lease before
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b'x'
+# done
+cut rename \d+~1~\w+~(\S+) \1
+a  q.done(t)
+b  [t.data for t in q.tasks("done")]  => [b'x']
+# fail
+cut rename \d+~1~\w+~(\S+) \1
+a  q.fail(t, "why")
+b  [(t.data, t.error) for t in q.tasks("failed")]  => [(b'x', 'why')]
+# reason
+cut rename \S+ \S+\.error
+a  q.fail(t, "why")
+b  [(t.data, t.error) for t in q.tasks("failed")]  => [(b'x', 'why')]
+# release
+cut rename \d+~1~\S+ \d+~1~\S+
+a  q.release(t)
+b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b'x', 2)]
+# extend
+cut rename \d+~1~\S+ \d+~1~\S+
+a  q.extend(t)
+a  q.done(t)
+b  [t.data for t in q.tasks("done")]  => [b'x']
+# retry
+a  q.fail(t, "why")
+cut rename (\S+) \d+~0~\1
+a  q.retry(t.id)
+b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b'x', 1)]
+# checkpoint
+cut rename (?!\d+~)\S+ \S+
+a  q.checkpoint(t, b"half")
+a  q.release(t)
+b  [q.done(t) or (t.data, t.checkpoint) for t in q.drain()]  => [(b'x', b'half')]
+## a lease of a key before
+a  q.push(b"1", key="k") and None
+a  (t := q.pop()) and t.data  => b'1'
+# behind a key
+cut rename (\S+) (?!\1)0\d{19}-\w+
+a  q.push(b"2", key="k") and None
+a  q.done(t)
+b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
+# done with a key
+a  q.push(b"2", key="k") and None
+cut rename \d+~1~\w+~(\S+) \1
+a  q.done(t)
+b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
+# promotion
+a  q.push(b"2", key="k") and None
+cut rename (\S+) \1
+a  q.done(t)
+b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
 """
 
 
@@ -528,6 +515,14 @@ class Script:
         return call
 
 
+def replays() -> Iterator[tuple[str, str]]:
+    """Yield the titles of the replays, and their scripts, which begin as their group does."""
+    for group in re.split("(?m)^## .*\n", REPLAYS)[1:]:
+        beginning, *scripts = re.split("(?m)^# ", group)
+        for title, script in (it.split("\n", 1) for it in scripts):
+            yield title, beginning + script
+
+
 def replay(lab: Lab, names: Iterable[str], broken: str = "") -> None:
     """Calls whose only answer is lost with the server's power."""
 
@@ -535,7 +530,7 @@ def replay(lab: Lab, names: Iterable[str], broken: str = "") -> None:
         title = f"{name.replace(' ', '-')}{broken}"
         Script(lab, title, "timeout_stale_ms=600_000", broken).play(scripts[name])
 
-    scripts = dict(it.split("\n", 1) for it in re.split("(?m)^# ", REPLAYS)[1:])
+    scripts = dict(replays())
     wrong = [text for name in names or scripts for text in tried(f"replay of {name}", play, name)]
     if wrong:
         raise Violation(f"{len(wrong)} of the replays: {'; '.join(wrong)}")

@@ -32,11 +32,15 @@ def say(text: str) -> None:
     print(f"{PROGRAM}: {text}", flush=True)
 
 
+def plain_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a docstring as it stands."""
+    shown = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=shown)
+
+
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser for the options that each proof has."""
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    """Return a parser for the options that most proofs have."""
+    made = plain_parser(doc)
     add, seed = made.add_argument, random.randrange(10**6)
     add("--seed", type=int, default=seed, help="default: random; it is printed")
     add("--self-check", action="store_true", help="catch the faults of broken.py that name it")

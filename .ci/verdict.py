@@ -125,6 +125,7 @@ class Events:
         self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
+        self.excused: collections.Counter[str] = collections.Counter()  # odd, for a known reason
         self.errors: list[tuple[float, float, str, int]] = []  # begin, end, functions, errno
         self.refused: set[str] = set()  # payloads whose push() raised
         self.faults: list[float] = []
@@ -305,26 +306,22 @@ def host_of(actor: str) -> str:
 
 
 def leased_twice(events: Events) -> Iterator[str]:
-    """Yield the deliveries that began while another had the task by right. Those are counted that
-    did so because the file system had made two of one file; see Events.is_doubled()."""
-    doubled = 0
+    """Yield the deliveries that began while another had the task by right, but for those that did
+    so because the file system had made two of one file; see Events.is_doubled()."""
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             until_s = events.held_until_s(first)
             if second.got_s < until_s and events.is_doubled(first, second):
-                doubled += 1
+                events.excused["leased twice"] += 1
             elif second.got_s < until_s:
                 yield f"{ident} is leased twice: {first.actor} has it until {until_s:.3f}, " + (
                     f"{second.actor} got it at {second.got_s:.3f}"
                 )
-    if doubled:
-        say(f"{doubled} were leased twice, because healing brought a name back")
 
 
 def not_fenced(events: Events) -> Iterator[str]:
     """Yield what was settled after another delivery began, and what came back that had ended: none
-    may on NFS, and none whose deliveries all ended while all was well. The others are counted."""
-    back = set()
+    may on NFS, and none whose deliveries all ended while all was well."""
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             late = first.how in ("done", "fail", "release") and second.got_s < first.called_s
@@ -336,9 +333,7 @@ def not_fenced(events: Events) -> Iterator[str]:
                 if is_calm or not events.may_come_back:
                     yield f"{ident} had ended ({first}), and came back: {second}"
                 else:
-                    back.add(ident)
-    if back:
-        say(f"{len(back)} that had ended came back once more, after healing")
+                    events.excused["delivered once more after they had ended"] += 1
 
 
 def troubled(events: Events, hard: bool) -> Iterator[str]:
@@ -554,15 +549,11 @@ def report_look_ups(events: Events, looked: list[tuple[LookUp, Push]]) -> None:
     say(f"{count} look-ups; had to find a task: {dict(calls)}, {recent} just pushed elsewhere")
 
 
-def crowded(events: Events, seen: set[str], left: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key: on the brick while all ran, on a
-    mount when nothing ran, and when the queue was drained."""
+def crowded(events: Events) -> Iterator[str]:
+    """Yield what is wrong with the number of tasks of a key on the brick while all ran."""
     for most, what in ((events.most, "live tasks"), (events.most_behind, "payloads behind")):
         if most > 1:
             yield f"a key had {most} {what} at once"
-    yield from crowded_at_rest(seen, set())
-    for ident in set.union(*places_of_keys(left)):
-        yield f"{ident} stays in the drained queue"
 
 
 def crowded_at_rest(files: set[str], excused: set[str]) -> Iterator[str]:
@@ -602,16 +593,13 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
 
 
 def lost_early(events: Events) -> Iterator[str]:
-    """Yield the leases that were lost before their deadline; those that may be are counted."""
-    tolerated = 0
+    """Yield the leases that were lost before their deadline, but for those that may be."""
     for it in events.all_deliveries():
         if it.how == "lost" and it.ended_s < it.deadline_s - events.skew_s:
             if events.may_lose(it):
-                tolerated += 1
+                events.excused["leases lost before their deadline"] += 1
             else:
                 yield f"{it.actor} lost the lease of {it.id}, which ended later"
-    if tolerated:
-        say(f"{tolerated} leases were lost before their deadline, while not all was well")
 
 
 def not_refused(events: Events) -> Iterator[str]:
@@ -674,7 +662,10 @@ def judge(
 
 
 def raise_any(events: Events, found: dict[str, list[str]]) -> None:
-    """Print how often each promise was broken, and of what, and raise Violation if one was."""
+    """Print how often each promise was broken, and of what, and raise Violation if one was. And how
+    often that is excused: not all was well just then, or was on the way of a call."""
+    if events.excused:
+        say(f"excused: {dict(events.excused)}")
     faults = {what: texts for what, texts in found.items() if texts}
     for what, texts in faults.items():
         for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", texts[0])[:1]:
