@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import binascii
 import contextlib
+import glob
 import os
 import random
 import re
@@ -241,9 +242,8 @@ class Contents:
         return sorted(path for path in found if is_id(path[-29:]) and "/done/" not in path)
 
     def hints(self) -> list[str]:
-        keys = os.path.join(self.path, "keys")
-        names = sorted(os.listdir(keys)) if os.path.isdir(keys) else []
-        return [os.path.join(keys, name) for name in names if re.fullmatch(TAG, name)]
+        paths = glob.glob(os.path.join(self.path, "keys", "*"))
+        return sorted(path for path in paths if re.fullmatch(TAG, os.path.basename(path)))
 
     def damage_record(self, path: str, others: list[str]) -> None:
         with open(path, "rb") as file:

@@ -453,18 +453,21 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
             held_until_s, holder = until_s, it
 
 
+def latest_push(pushes: list[Push], at_s: float) -> Push | None:
+    """Return the push that began last among those that had returned by then."""
+    returned = bisect.bisect_left(pushes, at_s, key=lambda push: push.ended_s)
+    return max(pushes[:returned], key=lambda push: push.began_s, default=None)
+
+
 def superseded(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[tuple[Delivery, float]]:
     """Yield the deliveries of a key whose payload had been replaced before their calls began, and
     for how many seconds."""
-    ends_s = [push.ended_s for push in pushes]
-    # The latest call of push() among those that had returned at each of these times.
-    latest_s = [0.0, *itertools.accumulate((push.began_s for push in pushes), max)]
     for it in deliveries:
-        newest_s = latest_s[bisect.bisect_left(ends_s, it.began_s)]
-        if events.tried[it.name].ended_s < newest_s:
-            yield it, it.began_s - newest_s
+        newer = latest_push(pushes, it.began_s)
+        if newer and events.tried[it.name].ended_s < newer.began_s:
+            yield it, it.began_s - newer.began_s
 
 
 def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
@@ -515,16 +518,10 @@ def bound(
     workers are killed, nothing notes when others take back what those had: only contains() has to
     find it then."""
     calls = ("contains",) if any(" killed " in line for line in events.lines) else LOOK_UPS
-    ends_s = [push.ended_s for push in pushes]
-    latest = [*itertools.accumulate(pushes, lambda *two: max(two, key=lambda push: push.began_s))]
     for it in events.look_ups[pushes[0].key]:
-        returned = bisect.bisect_left(ends_s, it.began_s)
-        if (
-            it.call in calls
-            and returned
-            and must_find(events, it, latest[returned - 1], deliveries, pushes)
-        ):
-            yield it, latest[returned - 1]
+        push = latest_push(pushes, it.began_s)
+        if push and it.call in calls and must_find(events, it, push, deliveries, pushes):
+            yield it, push
 
 
 def unseen(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
