@@ -678,9 +678,6 @@ an old file in creating/ may have been swept | LostReply
 a host whose queue clock is ahead does not sweep what is written | LostReply
 -            return self._files.lstat(entry.path).st_ctime_ns < time.time_ns() - _LEFTOVER_NS
 +            return bool(self._files.lstat(entry.path))
-a push that was asleep when it was swept says so | LostReply
--time.time_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
-+self.clock.now_ns() < _stamp_of(source) + _LEFTOVER_NS // 2
 a task whose lease was over may be another delivery's | LostReply
 -        if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
 +        if not self.heals:
