@@ -123,15 +123,11 @@ def break_queue(name: str) -> None:
 @contextlib.contextmanager
 def broken(name: str) -> Iterator[None]:
     """Break the queues of this process while the block runs; "": don't."""
-    patches = [*faults()[name].patches()] if name else []
-    before = [(it, attribute, getattr(it, attribute)) for it, attribute, _ in patches]
-    try:
-        for patch in patches:
-            setattr(*patch)
+    with contextlib.ExitStack() as stack:
+        for it, attribute, new in [*faults()[name].patches()] if name else ():
+            stack.callback(setattr, it, attribute, getattr(it, attribute))
+            setattr(it, attribute, new)
         yield
-    finally:
-        for patch in before:
-            setattr(*patch)
 
 
 @functools.cache

@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import errno
@@ -46,11 +47,11 @@ import shutil
 import signal
 import subprocess
 import tempfile
-import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
+from unittest import mock
 
 from broken import broken, must_catch
 from proof import Unable, Violation, ends, install, name_of, open_log, parser, payload, say
@@ -113,13 +114,12 @@ CLOCK = PassingClock()  # read at the start, the same in all processes that are 
 @contextlib.contextmanager
 def made_up(seed: str) -> Iterator[PassingClock]:
     """Let femtoqueue see a clock and random numbers that are the same each time."""
-    clock, chance, urandom = PassingClock.__new__(PassingClock), random.Random(seed), os.urandom
-    clock.__dict__.update(CLOCK.__dict__)
-    vars(femtoqueue)["time"], os.urandom = clock, chance.randbytes
-    try:
+    clock, chance = copy.copy(CLOCK), random.Random(seed)
+    with (
+        mock.patch.object(femtoqueue, "time", clock),
+        mock.patch.object(os, "urandom", chance.randbytes),
+    ):
         yield clock
-    finally:
-        vars(femtoqueue)["time"], os.urandom = time, urandom
 
 
 def data_of(name: str) -> bytes:

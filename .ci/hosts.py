@@ -246,12 +246,9 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    try:
+    with contextlib.closing(Cluster()) as made:
         made.build()
         yield made
-    finally:
-        made.close()
 
 
 def check_machine() -> None:
@@ -538,12 +535,10 @@ def key_faults(stage: Stage, events: verdict.Events, left: set[str]) -> dict[str
     return found
 
 
-def storm_faults(
-    stage: Stage, events: verdict.Events, left: set[str], hosts: Iterable[str]
-) -> dict[str, list[str]]:
+def storm_faults(stage: Stage, events: verdict.Events, left: set[str]) -> dict[str, list[str]]:
     """Judge keyed tasks and turns. Return what is wrong, by what was promised."""
     found = key_faults(stage, events, left)
-    found.update(verdict.turn_faults(events, hosts))
+    found.update(verdict.turn_faults(events, map(str, stage.cluster.hosts)))
     found["done() that were not refused"] += verdict.not_refused(events)
     found["turns not had"] += (
         what for _, _, what, code in events.errors if "turn" in what and code == errno.ETIMEDOUT
@@ -555,7 +550,7 @@ def storm_faults(
 def check_storm(stage: Stage) -> None:
     events = verdict.Events(stage.log, may_come_back=True)
     seen = {number: lasting(stage.files(number, stage.queue)) for number in HOSTS}
-    found = storm_faults(stage, events, seen[1], map(str, HOSTS))
+    found = storm_faults(stage, events, seen[1])
     if not seen[1] == seen[2] == seen[3]:
         found["mounts differ"] += [f"{seen[1] ^ seen[2] | seen[1] ^ seen[3]}"]
     for number in HOSTS:

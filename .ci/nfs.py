@@ -662,7 +662,7 @@ def check_storm(stage: Stage) -> None:
     events = verdict.Events(stage.log)
     seen = {number: stage.files(number, stage.queue) for number in CLIENTS}
     there = stage.files(SERVER, stage.queue.replace(MOUNT, BRICK))
-    found = hosts.storm_faults(stage, events, there, map(str, CLIENTS))
+    found = hosts.storm_faults(stage, events, there)
     for number, files in seen.items():
         if files != there:
             found["clients differ from the server"] += [f"host {number}: {files ^ there}"]
@@ -756,14 +756,11 @@ def run_phases(version: str, seed: int, phases: Iterable[str], short: bool) -> l
 
 @contextlib.contextmanager
 def laboratory(version: str) -> Iterator[Lab]:
-    lab = Lab(version)
-    try:
+    with contextlib.closing(Lab(version)) as lab:
         began_s = time.monotonic()
         lab.join(lab.machines)
         say(f"{len(lab.machines)} machines are up after {time.monotonic() - began_s:.0f} s")
         yield lab
-    finally:
-        lab.close()
 
 
 def check_machine() -> None:

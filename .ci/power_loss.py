@@ -26,7 +26,6 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from unittest import mock
 
 import faults
 from broken import broken, must_catch
@@ -34,6 +33,7 @@ from proof import Violation, ends, make_image, mounted, need_root, parser, run, 
 
 import femtoqueue
 from femtoqueue import FemtoQueue
+from test import on_boot
 
 FICLONE = 0x40049409
 # MiB, how it is made, and how it is mounted: nothing is written that fsync did not ask for.
@@ -121,8 +121,7 @@ class Work:
     def check(self, notes: list[faults.Note], certain: int) -> int:
         """Open the queue after the cut, and drain it; return how many tasks were there. certain: so
         many of the notes are from before the cut, and the first ones of the others may be."""
-        boot = mock.patch.object(femtoqueue, "_read_boot_id", return_value="the next boot")
-        with boot, faults.made_up("next") as clock:
+        with on_boot("the next boot"), faults.made_up("next") as clock:
             clock.advance(faults.AN_HOUR_S + faults.LATER_S)
             q = self.make()
             found = faults.found_in(q)  # of a batch that was under way, some may be torn
