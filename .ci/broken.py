@@ -1,7 +1,7 @@
 """Faults of a line or a few: what the tests and the proofs must catch.
 
     python .ci/broken.py --check
-    python .ci/broken.py --tests [N] [--seed S] [--only TEXT] [--jobs N]
+    python .ci/broken.py --tests [N] [--seed S] [--only TEXT]
 
 FAULTS has text of femtoqueue.py, and what to put in its place. The first line of each says which
 promise the fault breaks, after it which class of tests should find that, and which proofs must, in
@@ -787,7 +787,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
             time.sleep(1 if process.poll() is None else 0)
 
 
-def run_tests(rows: list[Fault], jobs: int) -> int:
+def run_tests(rows: list[Fault]) -> int:
     """Run test.py on each fault, and print what finds it. Return how many nothing finds."""
     missed = 0
 
@@ -797,7 +797,7 @@ def run_tests(rows: list[Fault], jobs: int) -> int:
 
     with (
         tempfile.TemporaryDirectory(prefix="femtoqueue-broken-") as directory,
-        concurrent.futures.ThreadPoolExecutor(jobs) as executor,
+        concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor,
     ):
         for it in concurrent.futures.as_completed([executor.submit(run, it) for it in rows]):
             fault, found, seconds = it.result()
@@ -815,7 +815,6 @@ def main() -> None:
     )
     add("--seed", default=time.strftime("%Y-%m-%d"), help="of the sample (default: the date)")
     add("--only", default="", metavar="TEXT", help="the faults with this in their promise")
-    add("--jobs", type=int, default=os.cpu_count() or 1, help="at the same time")
     args = parser.parse_args()
     rows = [*parse_faults(FAULTS)]
     wrong = check(rows)
@@ -830,7 +829,7 @@ def main() -> None:
     if args.tests:
         chosen = random.Random(args.seed).sample(chosen, min(args.tests, len(chosen)))
         say(f"a sample of {len(chosen)}, seed {args.seed}")
-    missed = run_tests(chosen, args.jobs)
+    missed = run_tests(chosen)
     say(f"{len(chosen)} faults, {missed} caught by nothing")
     raise SystemExit(missed > 0)
 

@@ -58,7 +58,7 @@ from proof import Unable, Violation, ends, install, name_of, open_log, parser, p
 
 import femtoqueue
 from femtoqueue import CorruptTask, FemtoQueue, FemtoQueueError, FemtoTask
-from test import Clock
+from test import Clock, memory_dir
 
 WRITES = ("ENOSPC", "EIO", "EINTR")
 CHANGES = ("ENOSPC", "EIO", "EACCES")
@@ -80,7 +80,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
 SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # a file system without flock, the queue says then
 KILL = "SIGKILL"
 LIVE = ("pending", "scheduled", "inflight")
-TORN_ID = f"{1:020d}-00000001"
+TORN_ID, NO_ID = f"{1:020d}-00000001", f"{7:020d}-00000007"
 AN_HOUR_S, LATER_S = 3600.0, 1000.0
 TIMEOUT_S = 30
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
@@ -221,7 +221,7 @@ class Life:
                 "tasks": {s: [name_of(it.data) for it in found] for s, found in tasks.items()},
                 "of k": q.contains("k") and q.peek(key="k") is not None,
                 "peeked": [q.peek(it.id) is not None for found in tasks.values() for it in found],
-                "others": [q.stats().pending, *q.keys("pending")],
+                "others": [q.stats().pending, q.peek(NO_ID), *q.keys("pending")],
             }
 
         self.step(call, "look", shown=lambda seen: seen)
@@ -610,10 +610,6 @@ class Scene:
     sync: bool
     broken: str = ""
 
-    @property
-    def keep_done(self) -> bool:
-        return self.script != "inherited"
-
     def __str__(self) -> str:
         return f"{self.script}, sync={self.sync}"
 
@@ -627,11 +623,12 @@ class Stage:
 
     def __init__(self, work: str, scene: Scene) -> None:
         self.scene, self.work = scene, work
+        self.is_heir = scene.script == "inherited"
         self.path = os.path.join(work, "jobs")
         self.inherited = os.path.join(os.path.dirname(work), "inherited")
         shutil.rmtree(work, ignore_errors=True)
         os.makedirs(work)
-        if scene.script == "inherited":
+        if self.is_heir:
             shutil.copytree(os.path.join(self.inherited, "jobs"), self.path)
 
     def file(self, name: str) -> str:
@@ -646,8 +643,8 @@ class Stage:
             self.path,
             node_id,
             sync_after_write=self.scene.sync,
-            max_attempts=4 if self.scene.script == "inherited" else 9,
-            keep_done=self.scene.keep_done,
+            max_attempts=4 if self.is_heir else 9,
+            keep_done=not self.is_heir,
         )
 
     def notes(self) -> list[Note]:
@@ -655,14 +652,13 @@ class Stage:
 
     def ledger(self) -> Ledger:
         """What was acknowledged in this life, and by dead workers before it."""
-        is_heir = self.scene.script == "inherited"
-        ledger = Ledger(noted(os.path.join(self.inherited, "notes")) if is_heir else [])
+        ledger = Ledger(noted(os.path.join(self.inherited, "notes")) if self.is_heir else [])
         for slot in ledger.slots:
             if slot.states == {"live"} and any("spent" in name for name in slot.names):
                 slot.states = {"failed", "live"}  # by max_attempts
-        if is_heir:
+        if self.is_heir:
             ledger.slots.append(Slot({"torn"}, {"failed", "live"}))
-        ledger.done = "done" if self.scene.keep_done else "gone"
+        ledger.done = "gone" if self.is_heir else "done"
         for note in self.notes():
             ledger.follow(note)
         return ledger
@@ -914,8 +910,7 @@ WORK = ""
 def workshop() -> Iterator[None]:
     global WORK
     # Nothing here is about what is on disk.
-    directory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="femtoqueue-faults-", dir=directory) as WORK:
+    with tempfile.TemporaryDirectory(prefix="femtoqueue-faults-", dir=memory_dir()) as WORK:
         make_inherited(WORK)
         warm_up()
         yield

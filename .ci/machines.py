@@ -64,7 +64,7 @@ mount -t tmpfs none /tmp
 for module in {modules}; do insmod $module; done
 ln -s /proc/self/mounts /etc/mtab
 ip link set lo up
-exec {python} {main} --guest
+exec {python} {main}
 """
 
 
@@ -92,11 +92,10 @@ def module_files() -> list[str]:
 
 
 def build_image(
-    root: str, sources: dict[str, str], programs: Iterable[str], texts: dict[str, str]
+    root: str, main: str, sources: dict[str, str], programs: Iterable[str], texts: dict[str, str]
 ) -> bytes:
-    """Return an archive of Python, Python files (by source: the directory in the machine; the
-    last one is the machine's program), programs, for /sbin, and texts. root: where to put them
-    together."""
+    """Return an archive of Python, Python files (by source: the directory in the machine),
+    programs, for /sbin, and texts. root: where to put them together; main: what Python runs."""
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     linked, modules = [python, *programs], module_files()
     for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
@@ -107,9 +106,8 @@ def build_image(
     for source, directory in places.items():
         os.makedirs(f"{root}{directory}", exist_ok=True)
         shutil.copy2(source, f"{root}{directory}")
-    for directory in sources.values():  # a machine is slow
+    for directory in {*sources.values()}:  # a machine is slow
         compileall.compile_dir(f"{root}{directory}", maxlevels=0, quiet=1)
-    main = os.path.join(directory, os.path.basename(source))
     init = INIT.format(modules=" ".join(modules), python=python, main=main)
     for path, text in {"/init": init, **texts}.items():
         os.makedirs(os.path.dirname(f"{root}{path}"), exist_ok=True)

@@ -75,9 +75,6 @@ DISK_BYTES = 1 << 30
 GRACE_S = 10  # of the server, and how long its leases are
 KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
 HOME = "/femtoqueue"  # of the program in a machine
-PROGRAMS = [  # a machine runs the last one
-    *("broken.py", "proof.py", "verdict.py", "actors.py", "hosts.py", "machines.py", "nfs.py")
-]
 TEXTS = {
     "/etc/exports": f"{BRICK} 10.77.0.0/24(rw,sync,no_root_squash,no_subtree_check)\n",
     "/etc/group": "root:x:0:\n_rpc:x:1:\n",
@@ -132,10 +129,11 @@ def build(work: str) -> bytes:
     run("sh", "-c", f"cd {work} && apt-get download -q {UNPACKED}", timeout_s=120)
     run("dpkg", "-x", *glob.glob(f"{work}/{UNPACKED}_*.deb"), f"{work}/server")
     sources = {f"{PROJECT}/{name}": HOME for name in ("femtoqueue.py", "benchmark_mini.py")}
-    sources |= {f"{PROJECT}/.ci/{name}": f"{HOME}/.ci" for name in PROGRAMS}
+    sources |= dict.fromkeys(glob.glob(f"{PROJECT}/.ci/*.py"), f"{HOME}/.ci")
     programs = [shutil.which(tool) or "" for tool in CLIENT_TOOLS]
     programs += [f"{work}/server/usr/sbin/{name}" for name in SERVER_TOOLS]
-    return machines.build_image(f"{work}/root", sources, programs, TEXTS)
+    main = f"{HOME}/.ci/nfs.py --guest"
+    return machines.build_image(f"{work}/root", main, sources, programs, TEXTS)
 
 
 class Lab:

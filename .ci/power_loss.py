@@ -202,11 +202,7 @@ def cuts(store: str, kind: str, count: int, seed: int, sync: bool) -> None:
 def catch(store: str, name: str, kind: str, seed: int) -> None:
     """Raise Violation for what is wrong with a broken queue on a file system."""
     with broken(name):
-        for number in range(seed, seed + 40):
-            try:
-                one_cut(store, kind, number, True)
-            except (Violation, OSError) as error:
-                raise Violation(f"on {kind}: {error}") from None
+        cuts(store, kind, 40, seed, sync=True)
 
 
 def main() -> None:

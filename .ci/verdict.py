@@ -642,18 +642,16 @@ def turn_faults(events: Events, hosts: Iterable[str]) -> dict[str, list[str]]:
 # All of it
 
 
-def judge(
-    events: Events, found: dict[str, list[str]], files: set[str] | None = None, hard: bool = False
-) -> None:
-    """Judge all that was noted, and the files that are left, if they are to be. found: what else
-    is wrong, by what was promised. Raise Violation if anything is."""
+def judge(events: Events, found: dict[str, list[str]], files: set[str], hard: bool = False) -> None:
+    """Judge all that was noted, and the files that are left. found: what else is wrong, by what was
+    promised. Raise Violation if anything is."""
     report(events)
     found = {
         **found,
         "double leases": [*leased_twice(events)],
         "fences passed": [*not_fenced(events)],
         "troubles": [*troubled(events, hard)],
-        "misplaced": [*misplaced(events, files)] if files is not None else [],
+        "misplaced": [*misplaced(events, files)],
     }
     raise_any(events, found)
 
