@@ -387,7 +387,7 @@ cut rename (\S+) \d+~0~\1
 a  q.schedule(b"x", 1) and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
 # first of a key
-cut rename (\S+) \1
+cut rename (\S+) (?!\1)0\d{19}-\w+
 a  q.push(b"x", key="k") and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
 # due
