@@ -57,7 +57,7 @@ from typing import Any
 
 import proof
 import verdict
-from actors import Actor, Noter
+from actors import Actor, Noter, unfinished
 from broken import must_catch
 from proof import Unable, Violation, name_of, say
 from verdict import Delivery, Push
@@ -784,24 +784,19 @@ def check_left(storm: Storm) -> Iterator[str]:
     for path, before in storm.rubbish.items():
         if not os.path.lexists(path) or proof.looks(path) != before:
             yield f"rubbish was touched: {path}"
-    creating = []
-    for name in os.listdir(storm.queue_path):
-        place = os.path.join(storm.queue_path, name)
-        if place in storm.rubbish or name.startswith("clock-") or name in ("done", "failed"):
-            continue
-        if not os.path.isdir(place):
-            yield f"{place}"
-            continue
-        names = [n for n in os.listdir(place) if os.path.join(place, n) not in storm.rubbish]
-        if name == "locks":  # they stay
-            names = [n for n in names if not re.fullmatch("[0-9a-f]{2}", n)]
-        if name == "creating":
-            creating = names
-        elif names or (name.startswith("inflight-") and not os.listdir(place)):
-            yield f"{place}: {names[:9]}"
+    root = storm.queue_path
+    rubbish = {os.path.relpath(path, root) for path in storm.rubbish}
+    for path in unfinished(root) - rubbish:
+        if path.partition("/")[0] not in rubbish and not re.fullmatch("locks/[0-9a-f]{2}", path):
+            yield path
+    for name in {*os.listdir(root)} - rubbish:
+        is_idle = name.startswith("inflight-") and not os.listdir(os.path.join(root, name))
+        if is_idle or not (os.path.isdir(os.path.join(root, name)) or name.startswith("clock-")):
+            yield name
+    creating = {f"creating/{name}" for name in os.listdir(f"{root}/creating")} - rubbish
     deaths = storm.counts["SIGKILL"] + storm.counts["SIGINT"]
     if len(creating) > deaths:
-        yield f"{len(creating)} in creating/, {deaths} were killed: {creating[:9]}"
+        yield f"{len(creating)} in creating/, {deaths} were killed: {creating}"
     storm.counts["left in creating/"] = len(creating)
 
 
