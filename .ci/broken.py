@@ -556,9 +556,6 @@ a new queue is its user's alone | Faults
 a setting is not changed in silence | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
-a try that a stop ended is no failure | CommandLine
--        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
-+        return self._is_told.is_set()
 a program that outlives its shell in a stop has its task until then | CommandLine
 -        while is_stopped and self._is_alive(process):
 +        while is_stopped and self._is_told.wait(60) is None:
