@@ -13,7 +13,7 @@ import itertools
 import os
 
 from faults import CLOCK, Ledger, Life, Note, check_end, found_in
-from proof import Violation, ends, need_root, say, small_disk
+from proof import Violation, ends, need_root, plain_parser, say, small_disk
 
 from femtoqueue import FemtoQueue
 
@@ -86,6 +86,7 @@ def check_start(path: str) -> int:
 
 
 def main() -> None:
+    plain_parser(__doc__).parse_args()
     need_root()
     passed = 0
     for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):

@@ -51,8 +51,7 @@ a name that one call made is found by the next call of any host, or within a sec
 it where this volume is mounted below, and run --only calm, keys and then storms.
 
 --only runs one phase (with --self-check: the faults that it must catch). --measure prints calls per
-second on one host, and those of bare calls of the operating system beside them. --self-check shows
-that the proof can fail: the faults of broken.py that name it must be caught.
+second on one host, and those of bare calls of the operating system beside them.
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
@@ -68,7 +67,6 @@ import itertools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -119,10 +117,6 @@ OPTIONS = {
 }
 HEAL_S = 240.0  # 54 were seen, on a busy machine
 DYING_S = 30.0  # until processes that were killed are not waited for any more
-KINDS = {  # who notes what
-    "ready": ("produce", "consume", "hold", "push_keys", "take_keys", "watch", "take_turns"),
-    "got": ("hold",),
-}
 KEYS = {"key": 1, "keys": 10, "many": 50}
 PARTS = {"calm": ("calm",), "keys": (*KEYS, "tickets"), "storms": ("storms",)}
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
@@ -252,19 +246,16 @@ class Cluster:
 
 @contextlib.contextmanager
 def cluster() -> Iterator[Cluster]:
-    made = Cluster()
-    try:
+    with contextlib.closing(Cluster()) as made:
         made.build()
         yield made
-    finally:
-        made.close()
 
 
 def check_machine() -> None:
     proof.need_root()
     if not os.path.exists("/dev/fuse"):
         raise Unable("it needs FUSE: there is no /dev/fuse")
-    proof.install(lambda: [tool for tool in TOOLS if not shutil.which(tool)], *PACKAGES)
+    proof.install(TOOLS, *PACKAGES)
 
 
 # The storm
@@ -300,7 +291,7 @@ class Stage(Noter):
         self.dying: list[Any] = []  # processes that were killed, and wait
         self.starts = itertools.count(1)
         self.lost = hosts.lost_bricks()
-        self.at_rest: list[set[str]] = []  # the queue's files after each storm
+        self.at_rest: list[set[str]] = []  # the queue's files whenever nothing runs
         self.over = f"{self.log}.over"
         self.fd = proof.open_log(self.log)
 
@@ -378,7 +369,7 @@ class Stage(Noter):
     def fault(self, episode: Episode) -> None:
         if episode.holder:
             self.start(episode.holder, "hold")
-            self.wait_for("got")
+            self.wait_for("got", "hold")
         self.check_machine()
         self.note("fault", int(episode.cuts_off))
         say(episode.text)
@@ -388,13 +379,13 @@ class Stage(Noter):
         say("all comes back")
         episode.cure()
 
-    def wait_for(self, word: str) -> None:
-        """Until all that run, or ran, have noted it."""
+    def wait_for(self, word: str, kind: str = "") -> None:
+        """Until all that run, or those of a kind, have noted it."""
 
         def noted() -> bool:
             with open(self.log, encoding="ascii") as file:
                 names = {line.split()[1] for line in file if line.split()[2] == word}
-            return all(n in names for n, (_, a, _) in self.running.items() if a.kind in KINDS[word])
+            return all(name in names for name in self.running if name.startswith(kind))
 
         self.cluster.wait_until(noted, 120, f"all are {word}")
 
@@ -528,26 +519,30 @@ def lasting(files: set[str]) -> set[str]:
     return {path for path in files if not path.startswith("creating/")}
 
 
-def storm_faults(
-    stage: Stage, events: verdict.Events, left: set[str], hosts: Iterable[str]
-) -> dict[str, list[str]]:
-    """Judge keyed tasks and turns. Return what is wrong, by what was promised."""
+def key_faults(stage: Stage, events: verdict.Events, left: set[str]) -> dict[str, list[str]]:
+    """Judge keyed tasks. Return what is wrong, by what was promised."""
     found = verdict.key_faults(events)
-    found.update(verdict.turn_faults(events, hosts))
     for number, files in enumerate(stage.at_rest, 1):
         idents = {path[-29:] for path in files}
         excused = {it for it in idents if events.may_have_come_back(it) or events.lost_locks(it)}
         wrong = verdict.crowded_at_rest(files, excused)
-        found["crowded keys"] += (f"after storm {number}, {it}" for it in wrong)
+        found["crowded keys"] += (f"at rest {number}: {it}" for it in wrong)
     found["tasks left"] += set.union(*verdict.places_of_keys(left))
-    found["done() that were not refused"] += verdict.not_refused(events)
-    found["turns not had"] += (
-        what for _, _, what, code in events.errors if "turn" in what and code == errno.ETIMEDOUT
-    )
     found["dead letters of no fail()"] += verdict.wrong_dead_letters(events, left, stage.reasons())
     pairs = [*verdict.by_key(events)]
     deliveries, pushes = (sum(map(len, column)) for column in zip(*pairs, strict=True))
     say(f"of {len(pairs)} keys: {pushes} pushes, {deliveries} deliveries")
+    return found
+
+
+def storm_faults(stage: Stage, events: verdict.Events, left: set[str]) -> dict[str, list[str]]:
+    """Judge keyed tasks and turns. Return what is wrong, by what was promised."""
+    found = key_faults(stage, events, left)
+    found.update(verdict.turn_faults(events, map(str, stage.cluster.hosts)))
+    found["done() that were not refused"] += verdict.not_refused(events)
+    found["turns not had"] += (
+        what for _, _, what, code in events.errors if "turn" in what and code == errno.ETIMEDOUT
+    )
     say(f"{len(events.turns)} turns, of {len({it.actor for it in events.turns})} members")
     return found
 
@@ -555,7 +550,7 @@ def storm_faults(
 def check_storm(stage: Stage) -> None:
     events = verdict.Events(stage.log, may_come_back=True)
     seen = {number: lasting(stage.files(number, stage.queue)) for number in HOSTS}
-    found = storm_faults(stage, events, seen[1], map(str, HOSTS))
+    found = storm_faults(stage, events, seen[1])
     if not seen[1] == seen[2] == seen[3]:
         found["mounts differ"] += [f"{seen[1] ^ seen[2] | seen[1] ^ seen[3]}"]
     for number in HOSTS:
@@ -571,24 +566,17 @@ def storms(stage: Stage, names: Iterable[str]) -> None:
     check_storm(stage)
 
 
-def check_keys(stage: Stage, seen: set[str], left: set[str]) -> None:
-    """Judge what was noted, with the files that a mount showed before and after the drain."""
-    events = verdict.Events(stage.log)
-    found = verdict.key_faults(events)
-    found["crowded keys"] += verdict.crowded(events, seen, left)
-    found["dead letters of no fail()"] += verdict.wrong_dead_letters(events, left, stage.reasons())
-    say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
-    verdict.judge(events, found, hard=True)
-
-
 def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
     """Push, take and finish tasks of a few keys, on all hosts at once."""
     stage.play(seconds, ("push_keys", "take_keys") * 2, watcher, keys=keys)
-    seen = stage.files(1, stage.queue)
+    stage.at_rest.append(stage.files(1, stage.queue))
     stage.on_all(60, "drain", idle_s=2)
     stage.check_machine()
-    say(f"{keys} key{'s' * (keys > 1)}:")
-    check_keys(stage, seen, stage.files(1, stage.queue))
+    events, left = verdict.Events(stage.log), stage.files(1, stage.queue)
+    found = key_faults(stage, events, left)
+    found["crowded keys"] += verdict.crowded(events)
+    say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
+    verdict.judge(events, found, left, hard=True)
 
 
 def tickets(stage: Stage) -> None:

@@ -2,9 +2,9 @@
 
     python .ci/lint.py
 
-Nothing runs here but the import of femtoqueue: the sources and the README are read. One line for
-each check: its figure, the most that it may be, and what is checked; below it, what is wrong. Exit
-status 1: one of them is over its limit.
+Nothing runs here but imports of femtoqueue and test: the sources and the README are read. One line
+for each check: its figure, the most that it may be, and what is checked; below it, what is wrong.
+Exit status 1: one of them is over its limit.
 
 A weight is a ratchet: its limit is what it was when it was last written down in LIMITS. Who makes a
 file lighter writes the new figure there; who must make one heavier says in the commit why.
@@ -12,7 +12,6 @@ file lighter writes the new figure there; who must make one heavier says in the 
 
 from __future__ import annotations
 
-import argparse
 import ast
 import glob
 import inspect
@@ -22,14 +21,15 @@ import os
 import re
 import sys
 import tokenize
+import unittest
 from collections.abc import Callable, Iterator
 from typing import Any
 
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+from proof import PROJECT, plain_parser, read
 
 import femtoqueue
+import test
 
-PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIMITS = {
     "tokens of code": 33679,
     "lines": 5718,
@@ -55,11 +55,6 @@ SECTIONS = [
     *("How", "Develop", "Changes"),
 ]
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def read(name: str) -> str:
-    with open(os.path.join(PROJECT, name), encoding="utf-8") as file:
-        return file.read()
 
 
 SOURCE, README, DOCSTRING = read("femtoqueue.py"), read("README.md"), femtoqueue.__doc__ or ""
@@ -266,7 +261,7 @@ def missing_in_the_interface() -> list[str]:
 
 def proofs_that_are_not_there() -> list[str]:
     """Return what the table of guarantees names besides tests, classes of them, and programs."""
-    tests = names_of_tests(ast.parse(read("test.py")))
+    tests = names_of_tests()
     programs = {os.path.basename(path) for path in glob.glob(f"{PROJECT}/.ci/*.py")}
     found = []
     for cell in column(1, section("Guarantees")):
@@ -275,14 +270,11 @@ def proofs_that_are_not_there() -> list[str]:
     return found
 
 
-def names_of_tests(tree: ast.Module) -> set[str]:
-    """Return the classes of tests, as Class, and their own tests, as Class.test_name."""
-    own: dict[str, set[str]] = {}
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef):
-            inherited = [own.get(ast.unparse(base), set()) for base in node.bases]
-            methods = {it.name for it in node.body if isinstance(it, ast.FunctionDef)}
-            own[node.name] = {it for it in methods if it.startswith("test_")}.union(*inherited)
+def names_of_tests() -> set[str]:
+    """Return the classes of tests, as Class, and their tests, as Class.test_name."""
+    types = [it for it in vars(test).values() if isinstance(it, type)]
+    cases = [it for it in types if issubclass(it, unittest.TestCase)]
+    own = {it.__name__: unittest.defaultTestLoader.getTestCaseNames(it) for it in cases}
     return {name for name in own if own[name]} | {f"{a}.{b}" for a in own for b in own[a]}
 
 
@@ -337,7 +329,8 @@ def lines_of(name: str) -> int:
 
 # What is checked
 
-Measure = Callable[[], "int | list[str] | tuple[int, str]"]
+# Returns what is wrong; or a figure, and what is behind it.
+Measure = Callable[[], "list[str] | tuple[int, str]"]
 CHECKS: list[tuple[str, int, Measure]] = [
     ("rooms that are out of number", 0, rooms_misnumbered),
     ("rooms that the docstring lists otherwise", 0, rooms_not_listed),
@@ -345,10 +338,10 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("functions that call another of their name", 0, calls_of_own_name),
     ("lines of a room, but FemtoQueue and Command line", 440, longest_room),
     ("lines of a class, but FemtoQueue", 330, lambda: longest_class(face=False)),
-    ("lines of the module's docstring", 105, lambda: len(DOCSTRING.splitlines())),
+    ("lines of the module's docstring", 105, lambda: (len(DOCSTRING.splitlines()), "")),
     ("steps of its table that are no methods", 0, steps_without_a_method),
     ("methods that move a task and are no step of it", 0, moves_without_a_step),
-    ("README: lines", 220, lambda: lines_of("README.md")),
+    ("README: lines", 220, lambda: (lines_of("README.md"), "")),
     ("README: characters in a line", 100, longest_line),
     ("README: lines in a paragraph", 6, longest_paragraph),
     ("README: sections out of order", 0, sections_out_of_order),
@@ -360,27 +353,18 @@ CHECKS: list[tuple[str, int, Measure]] = [
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
-    results: list[tuple[str, int, int, list[str]]] = []
-    for what, limit, measure in CHECKS:
-        found = measure()
-        if isinstance(found, tuple):
-            results.append((what, limit, found[0], [found[1]]))
-        elif isinstance(found, list):
-            results.append((what, limit, len(found), found))
-        else:
-            results.append((what, limit, found, []))
-    for name, weight in weights().items():
-        results.append((f"weight: {name}", LIMITS[name], weight, []))
-    for what, limit, figure, wrong in results:
+    plain_parser(__doc__).parse_args()
+    checks = [(what, limit, measure()) for what, limit, measure in CHECKS]
+    checks += [(f"weight: {name}", LIMITS[name], (it, "")) for name, it in weights().items()]
+    status = 0
+    for what, limit, found in checks:
+        figure, wrong = found if isinstance(found, tuple) else (len(found), "\n".join(found))
         is_over = figure > limit
         print(f"{figure:6} of {limit:6}  {what}{': TOO MUCH' if is_over else ''}")
-        for line in wrong if is_over else ():
+        for line in wrong.splitlines() if is_over else ():
             print(f"{'':18}{line}")
-    return int(any(figure > limit for _, limit, figure, _ in results))
+        status |= is_over
+    return status
 
 
 if __name__ == "__main__":

@@ -16,14 +16,12 @@ keeps its variables.
 
 from __future__ import annotations
 
-import ast
+import compileall
 import contextlib
 import glob
-import io
 import itertools
 import json
 import os
-import py_compile
 import queue
 import re
 import select
@@ -31,25 +29,28 @@ import selectors
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from proof import Unable
+from proof import Unable, run
 
 QEMU = "qemu-system-x86_64"
 KERNELS = "/boot/vmlinuz-*-cloud-*"
 MODULES = "virtio_pci virtio_console virtio_net virtio_blk ext4 nfsv3 nfsv4 nfsd"
+UNNEEDED = shutil.ignore_patterns(  # of Python's library
+    *("test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "tkinter"),
+    *("*-packages", "config-*", "*.opt-?.pyc"),
+)
 MEMORY_MB = 384
 BOOT_S, CALL_S = 120.0, 120.0  # here, where three machines share two cores with other work
-# hpet: the other clocks are calibrated at boot, which a busy machine disturbs.
-BOOT = "console=ttyS0 quiet panic=-1 clocksource=hpet mitigations=off audit=0 apparmor=0"
+# hpet: the other clocks are calibrated at boot, which a busy machine disturbs; so it does a check.
+BOOT = "console=ttyS0 quiet panic=-1 clocksource=hpet no_timer_check mitigations=off apparmor=0"
 INIT = """#!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /run /tmp /sbin /usr/bin /usr/sbin
 /bin/busybox --install -s /bin
@@ -63,55 +64,11 @@ mount -t tmpfs none /tmp
 for module in {modules}; do insmod $module; done
 ln -s /proc/self/mounts /etc/mtab
 ip link set lo up
-exec {python} {main} --guest
+exec {python} {main}
 """
 
 
 # The image that a machine boots from
-
-
-class Image:
-    """An archive in the format "newc" of cpio(5), in memory."""
-
-    def __init__(self) -> None:
-        self.content = io.BytesIO()
-        self.paths: set[str] = set()
-
-    def add(self, path: str, mode: int, content: bytes = b"", mtime: int = 0) -> None:
-        """Add a file or a directory, and the directories that it is in."""
-        parent = os.path.dirname(path)
-        if parent not in ("", "/") and parent not in self.paths:
-            self.add(parent, stat.S_IFDIR | 0o755)
-        if path in self.paths:
-            return
-        self.paths.add(path)
-        name = path.lstrip("/").encode() + b"\0"
-        numbers = (len(self.paths), mode, 0, 0, 1, mtime, len(content), 0, 0, 0, 0, len(name), 0)
-        self.content.write(b"070701" + b"".join(b"%08x" % number for number in numbers))
-        for part in (name, content):
-            self.content.write(part)
-            self.content.write(b"\0" * (-self.content.tell() % 4))
-
-    def add_file(self, source: str, path: str = "") -> None:
-        status = os.stat(source)
-        with open(source, "rb") as file:
-            self.add(path or source, status.st_mode, file.read(), int(status.st_mtime))
-
-    def close(self) -> bytes:
-        self.add("TRAILER!!!", 0)
-        return self.content.getvalue()
-
-
-def library_files() -> Iterator[str]:
-    """Yield the files of the standard library that a machine needs, compiled ones too."""
-    unneeded = re.compile(
-        r"test|tests|idlelib|lib2to3|ensurepip|turtledemo|tkinter|.*-packages|config-.*"
-    )
-    compiled = f".{sys.implementation.cache_tag}.pyc"
-    for root in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
-        for directory, names, files in os.walk(root):
-            names[:] = [name for name in names if not unneeded.fullmatch(name)]
-            yield from (f"{directory}/{n}" for n in files if n.endswith((compiled, ".py", ".so")))
 
 
 def libraries(programs: Iterable[str]) -> set[str]:
@@ -130,49 +87,37 @@ def find_kernel() -> str:
 def module_files() -> list[str]:
     """Return the files of MODULES and what they depend on, in the order in which they load."""
     release = find_kernel().partition("vmlinuz-")[2]
-    directory = f"/lib/modules/{release}"
-    needs: dict[str, list[str]] = {}
-    with open(f"{directory}/modules.dep", encoding="ascii") as file:
-        for line in file:
-            path, _, others = line.partition(":")
-            needs[path] = others.split()
-    by_name = {os.path.basename(path).partition(".")[0]: path for path in needs}
-    chosen: dict[str, None] = {}
-    for path in (by_name[name] for name in MODULES.split() if name in by_name):
-        chosen.update(dict.fromkeys([*reversed(needs[path]), path]))
-    return [f"{directory}/{path}" for path in chosen]
-
-
-def add_program(image: Image, source: str, directory: str, work: str) -> None:
-    """Add a Python file, compiled too: a machine is slow."""
-    name = os.path.basename(source)
-    image.add_file(source, f"{directory}/{name}")
-    compiled = py_compile.compile(source, f"{work}/{name}c", doraise=True)
-    assert compiled is not None
-    target = f"{name[:-3]}.{sys.implementation.cache_tag}.pyc"
-    image.add_file(compiled, f"{directory}/__pycache__/{target}")
+    command = ("modprobe", "-C", "/dev/null", "-S", release, "--show-depends", "-a")
+    return [*dict.fromkeys(re.findall(r"insmod (\S+)", run(*command, *MODULES.split())))]
 
 
 def build_image(
-    work: str, sources: dict[str, str], programs: Iterable[str], texts: dict[str, str]
+    root: str, main: str, sources: dict[str, str], programs: Iterable[str], texts: dict[str, str]
 ) -> bytes:
-    """Return an archive of Python, Python files (by source: the directory in the machine; the
-    last one is the machine's program), programs, for /sbin, and texts."""
-    image, python = Image(), os.path.realpath(getattr(sys, "_base_executable", sys.executable))
-    library, modules = [*library_files()], module_files()
-    linked = [python, *programs, *(name for name in library if name.endswith(".so"))]
-    for path in {python, *library, *libraries(linked), *modules}:
-        image.add_file(path)
-    image.add_file(shutil.which("busybox") or "", "/bin/busybox")
-    for path in programs:
-        image.add_file(path, f"/sbin/{os.path.basename(path)}")
-    for source, directory in sources.items():
-        add_program(image, source, directory, work)
-        main = f"{directory}/{os.path.basename(source)}"
+    """Return an archive of Python, Python files (by source: the directory in the machine),
+    programs, for /sbin, and texts. root: where to put them together; main: what Python runs."""
+    python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+    linked, modules = [python, *programs], module_files()
+    for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
+        shutil.copytree(library, f"{root}{library}", ignore=UNNEEDED, dirs_exist_ok=True)
+        linked += glob.glob(f"{library}/lib-dynload/*.so")
+    places = {path: os.path.dirname(path) for path in (python, *libraries(linked), *modules)}
+    places |= dict.fromkeys(programs, "/sbin") | {shutil.which("busybox") or "": "/bin"} | sources
+    for source, directory in places.items():
+        os.makedirs(f"{root}{directory}", exist_ok=True)
+        shutil.copy2(source, f"{root}{directory}")
+    for directory in {*sources.values()}:  # a machine is slow
+        compileall.compile_dir(f"{root}{directory}", maxlevels=0, quiet=1)
     init = INIT.format(modules=" ".join(modules), python=python, main=main)
     for path, text in {"/init": init, **texts}.items():
-        image.add(path, stat.S_IFREG | 0o755, text.encode())
-    return image.close()
+        os.makedirs(os.path.dirname(f"{root}{path}"), exist_ok=True)
+        with open(f"{root}{path}", "w", encoding="ascii") as file:
+            file.write(text)
+    os.chmod(f"{root}/init", 0o755)
+    pack = "chmod -R go+rX . && find . | busybox cpio -o -H newc -R 0:0 >../image"
+    run("sh", "-c", f"cd {root} && {pack}")
+    with open(f"{root}/../image", "rb") as packed:
+        return packed.read()
 
 
 def memory_file(name: str, content: bytes = b"") -> int:
@@ -499,11 +444,3 @@ def where(error: BaseException) -> str:
     """Return the functions that an error came through."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(frame.name for frame in frames[2:])
-
-
-def value_of(text: str) -> Any:
-    """Return what a literal stands for, and any other text as it is."""
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return text

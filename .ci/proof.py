@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import glob
 import os
 import random
 import shutil
@@ -11,10 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 
-# Who imports this module finds femtoqueue.
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), os.pardir))
+PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, PROJECT)  # who imports this module finds femtoqueue
 PROGRAM = os.path.basename(sys.argv[0]).removesuffix(".py")
 
 
@@ -31,14 +32,18 @@ def say(text: str) -> None:
     print(f"{PROGRAM}: {text}", flush=True)
 
 
+def plain_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser that shows a docstring as it stands."""
+    shown = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=shown)
+
+
 def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser for the options that each proof has."""
-    made = argparse.ArgumentParser(
-        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    seed = random.randrange(10**6)
-    made.add_argument("--seed", type=int, default=seed, help="default: random; it is printed")
-    made.add_argument("--self-check", action="store_true", help="show that faults are caught")
+    """Return a parser for the options that most proofs have."""
+    made = plain_parser(doc)
+    add, seed = made.add_argument, random.randrange(10**6)
+    add("--seed", type=int, default=seed, help="default: random; it is printed")
+    add("--self-check", action="store_true", help="catch the faults of broken.py that name it")
     return made
 
 
@@ -77,8 +82,13 @@ def run(*command: str, timeout_s: float = 60) -> str:
     return result.stdout
 
 
-def install(missing: Callable[[], list[str]], *packages: str) -> None:
-    """Install Debian's packages if something is missing; raises Unable if it still is."""
+def install(wanted: Iterable[str], *packages: str) -> None:
+    """Install Debian's packages if a command, or a file of a pattern, is missing; raises Unable if
+    it still is."""
+
+    def missing() -> list[str]:
+        return [it for it in wanted if not (shutil.which(it) or glob.glob(it))]
+
     if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
         os.environ["DEBIAN_FRONTEND"] = "noninteractive"
         run("apt-get", "update", timeout_s=300)
@@ -140,6 +150,12 @@ def name_of(data: bytes) -> str:
 
 
 # Files
+
+
+def read(name: str) -> str:
+    """Return the text of a file of the project."""
+    with open(os.path.join(PROJECT, name), encoding="utf-8") as file:
+        return file.read()
 
 
 def litter(path: str, kind: str, content: bytes, target: str = "nowhere") -> None:

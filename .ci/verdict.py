@@ -125,6 +125,7 @@ class Events:
         self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
+        self.excused: collections.Counter[str] = collections.Counter()  # odd, for a known reason
         self.errors: list[tuple[float, float, str, int]] = []  # begin, end, functions, errno
         self.refused: set[str] = set()  # payloads whose push() raised
         self.faults: list[float] = []
@@ -305,26 +306,22 @@ def host_of(actor: str) -> str:
 
 
 def leased_twice(events: Events) -> Iterator[str]:
-    """Yield the deliveries that began while another had the task by right. Those are counted that
-    did so because the file system had made two of one file; see Events.is_doubled()."""
-    doubled = 0
+    """Yield the deliveries that began while another had the task by right, but for those that did
+    so because the file system had made two of one file; see Events.is_doubled()."""
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             until_s = events.held_until_s(first)
             if second.got_s < until_s and events.is_doubled(first, second):
-                doubled += 1
+                events.excused["leased twice"] += 1
             elif second.got_s < until_s:
                 yield f"{ident} is leased twice: {first.actor} has it until {until_s:.3f}, " + (
                     f"{second.actor} got it at {second.got_s:.3f}"
                 )
-    if doubled:
-        say(f"{doubled} were leased twice, because healing brought a name back")
 
 
 def not_fenced(events: Events) -> Iterator[str]:
     """Yield what was settled after another delivery began, and what came back that had ended: none
-    may on NFS, and none whose deliveries all ended while all was well. The others are counted."""
-    back = set()
+    may on NFS, and none whose deliveries all ended while all was well."""
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             late = first.how in ("done", "fail", "release") and second.got_s < first.called_s
@@ -336,9 +333,7 @@ def not_fenced(events: Events) -> Iterator[str]:
                 if is_calm or not events.may_come_back:
                     yield f"{ident} had ended ({first}), and came back: {second}"
                 else:
-                    back.add(ident)
-    if back:
-        say(f"{len(back)} that had ended came back once more, after healing")
+                    events.excused["delivered once more after they had ended"] += 1
 
 
 def troubled(events: Events, hard: bool) -> Iterator[str]:
@@ -458,18 +453,21 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
             held_until_s, holder = until_s, it
 
 
+def latest_push(pushes: list[Push], at_s: float) -> Push | None:
+    """Return the push that began last among those that had returned by then."""
+    returned = bisect.bisect_left(pushes, at_s, key=lambda push: push.ended_s)
+    return max(pushes[:returned], key=lambda push: push.began_s, default=None)
+
+
 def superseded(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[tuple[Delivery, float]]:
     """Yield the deliveries of a key whose payload had been replaced before their calls began, and
     for how many seconds."""
-    ends_s = [push.ended_s for push in pushes]
-    # The latest call of push() among those that had returned at each of these times.
-    latest_s = [0.0, *itertools.accumulate((push.began_s for push in pushes), max)]
     for it in deliveries:
-        newest_s = latest_s[bisect.bisect_left(ends_s, it.began_s)]
-        if events.tried[it.name].ended_s < newest_s:
-            yield it, it.began_s - newest_s
+        newer = latest_push(pushes, it.began_s)
+        if newer and events.tried[it.name].ended_s < newer.began_s:
+            yield it, it.began_s - newer.began_s
 
 
 def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
@@ -520,16 +518,10 @@ def bound(
     workers are killed, nothing notes when others take back what those had: only contains() has to
     find it then."""
     calls = ("contains",) if any(" killed " in line for line in events.lines) else LOOK_UPS
-    ends_s = [push.ended_s for push in pushes]
-    latest = [*itertools.accumulate(pushes, lambda *two: max(two, key=lambda push: push.began_s))]
     for it in events.look_ups[pushes[0].key]:
-        returned = bisect.bisect_left(ends_s, it.began_s)
-        if (
-            it.call in calls
-            and returned
-            and must_find(events, it, latest[returned - 1], deliveries, pushes)
-        ):
-            yield it, latest[returned - 1]
+        push = latest_push(pushes, it.began_s)
+        if push and it.call in calls and must_find(events, it, push, deliveries, pushes):
+            yield it, push
 
 
 def unseen(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
@@ -554,15 +546,11 @@ def report_look_ups(events: Events, looked: list[tuple[LookUp, Push]]) -> None:
     say(f"{count} look-ups; had to find a task: {dict(calls)}, {recent} just pushed elsewhere")
 
 
-def crowded(events: Events, seen: set[str], left: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key: on the brick while all ran, on a
-    mount when nothing ran, and when the queue was drained."""
+def crowded(events: Events) -> Iterator[str]:
+    """Yield what is wrong with the number of tasks of a key on the brick while all ran."""
     for most, what in ((events.most, "live tasks"), (events.most_behind, "payloads behind")):
         if most > 1:
             yield f"a key had {most} {what} at once"
-    yield from crowded_at_rest(seen, set())
-    for ident in set.union(*places_of_keys(left)):
-        yield f"{ident} stays in the drained queue"
 
 
 def crowded_at_rest(files: set[str], excused: set[str]) -> Iterator[str]:
@@ -602,16 +590,13 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
 
 
 def lost_early(events: Events) -> Iterator[str]:
-    """Yield the leases that were lost before their deadline; those that may be are counted."""
-    tolerated = 0
+    """Yield the leases that were lost before their deadline, but for those that may be."""
     for it in events.all_deliveries():
         if it.how == "lost" and it.ended_s < it.deadline_s - events.skew_s:
             if events.may_lose(it):
-                tolerated += 1
+                events.excused["leases lost before their deadline"] += 1
             else:
                 yield f"{it.actor} lost the lease of {it.id}, which ended later"
-    if tolerated:
-        say(f"{tolerated} leases were lost before their deadline, while not all was well")
 
 
 def not_refused(events: Events) -> Iterator[str]:
@@ -657,24 +642,25 @@ def turn_faults(events: Events, hosts: Iterable[str]) -> dict[str, list[str]]:
 # All of it
 
 
-def judge(
-    events: Events, found: dict[str, list[str]], files: set[str] | None = None, hard: bool = False
-) -> None:
-    """Judge all that was noted, and the files that are left, if they are to be. found: what else
-    is wrong, by what was promised. Raise Violation if anything is."""
+def judge(events: Events, found: dict[str, list[str]], files: set[str], hard: bool = False) -> None:
+    """Judge all that was noted, and the files that are left. found: what else is wrong, by what was
+    promised. Raise Violation if anything is."""
     report(events)
     found = {
         **found,
         "double leases": [*leased_twice(events)],
         "fences passed": [*not_fenced(events)],
         "troubles": [*troubled(events, hard)],
-        "misplaced": [*misplaced(events, files)] if files is not None else [],
+        "misplaced": [*misplaced(events, files)],
     }
     raise_any(events, found)
 
 
 def raise_any(events: Events, found: dict[str, list[str]]) -> None:
-    """Print how often each promise was broken, and of what, and raise Violation if one was."""
+    """Print how often each promise was broken, and of what, and raise Violation if one was. And how
+    often that is excused: not all was well just then, or was on the way of a call."""
+    if events.excused:
+        say(f"excused: {dict(events.excused)}")
     faults = {what: texts for what, texts in found.items() if texts}
     for what, texts in faults.items():
         for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", texts[0])[:1]:
