@@ -8078,19 +8078,16 @@ class Meeting(QueueCase):
         _, wanted, last = q.push_many([b"1", b"2", b"3"])
         self.pop(q)
         reads, may_go_on = threading.Event(), threading.Event()
-        taker = threading.Thread(target=lambda: got.append(q.take(id=wanted)))
 
         def meet(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and args[0].endswith(wanted) and "/inflight-" in args[0]:
                 reads.set()
                 may_go_on.wait(PATIENCE_S)
 
-        with hooked(meet):
-            taker.start()
+        with hooked(meet), beside(lambda: got.append(q.take(id=wanted))):
             reads.wait(PATIENCE_S)
             task = q.pop()
             may_go_on.set()
-            taker.join(PATIENCE_S)
         self.assertEqual((task and task.id, got[0] and got[0].id), (last, wanted))
 
     @FORK
@@ -8105,33 +8102,30 @@ class Meeting(QueueCase):
         q, other = self.queue(), FemtoQueue(self.new_dir(self.memory))
         self.addCleanup(other.close)
         os.mkdir(self.file("inflight-n2"))
-        hangs, goes_on, children = threading.Event(), threading.Event(), list[Child]()
+        hangs, goes_on = threading.Event(), threading.Event()
+        pushed, children = list[str](), list[Child]()
         self.addCleanup(goes_on.set)
-        hanging = threading.Thread(target=q.stats)
 
         def hang(name: str, args: tuple[Any, ...]) -> None:
-            if name == event and threading.current_thread() is hanging and not hangs.is_set():
+            if name == event and not hangs.is_set():
                 hangs.set()
-                goes_on.wait(PATIENCE_S)
+                goes_on.wait()
                 other.push(b"x", key="k")
 
-        forking = threading.Thread(
-            target=lambda: children.append(self.child(lambda child: child.say("forked")))
-        )
-        with hooked(hang):
-            hanging.start()
+        def push() -> None:
+            pushed.append(other.push(b"x", key="k"))
+
+        def fork() -> None:
+            children.append(self.child(lambda child: child.say("forked")))
+
+        with hooked(hang), beside(q.stats):
             self.assertTrue(hangs.wait(PATIENCE_S))
-            for forks in (False, True):
-                if forks:
-                    forking.start()
-                pushing = threading.Thread(target=other.push, args=(b"x",), kwargs={"key": "k"})
-                pushing.start()
-                pushing.join(PATIENCE_S)
-                self.assertFalse(pushing.is_alive())
-            forking.join(PATIENCE_S)
+            for works in ((push,), (fork, push)):
+                with beside(*works):
+                    pass
+            said = [child.line() for child in children]
+            self.assertEqual((len(pushed), said), (2, ["forked"]))
             goes_on.set()
-            hanging.join(PATIENCE_S)
-        self.assertEqual(children[0].line(), "forked")
 
     @FORK
     def test_a_fork_as_another_thread_opens_a_lock_copies_none(self) -> None:
@@ -8152,9 +8146,7 @@ class Meeting(QueueCase):
         fork.join(PATIENCE_S)
         self.assertEqual(children[0].line(), "forked")
         dies(q)
-        fd = os.open(lease_dir(q), os.O_RDONLY)
-        self.addCleanup(os.close, fd)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self.check_unlocked(lease_dir(q))
 
     @FORK
     def test_a_lease_is_renewed_though_its_key_is_pushed_all_the_time(self) -> None:
