@@ -52,7 +52,7 @@ import types
 import unittest
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
@@ -5875,9 +5875,6 @@ class Compatibility(QueueCase):
 # Waiting and running
 
 
-Tasks = list[Any]
-
-
 def until(condition: Callable[[], bool]) -> None:
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
@@ -5938,7 +5935,7 @@ class Waiting(QueueCase):
 
     def woken(self, wait: Callable[[], Any], happens: Callable[[], object]) -> Any:
         """Return what a wait returns that something ends, which happens while it waits."""
-        got = Tasks()
+        got = list[Any]()
         (thread,) = self.waiting(lambda: got.append(wait()))
         happens()
         thread.join(60)
@@ -6213,7 +6210,7 @@ class Hearing(QueueCase):
             with hooked_poll(sleep):
                 q.take("absent", 60)
 
-        child, told = self.child(listen), Tasks()
+        child, told = self.child(listen), list[Any]()
 
         def sleep(poll: Poll, ms: int) -> list[Any]:
             if not told:
@@ -6245,18 +6242,13 @@ class Hearing(QueueCase):
             self.assertEqual(count > 6, polls)
 
 
-def in_a_loop(test: Callable[[Any], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
-    """Run a test that is a coroutine, for a minute at most."""
+class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
+    async def asyncSetUp(self) -> None:
+        """End a test that hangs: what it awaits is cancelled then."""
+        loop = asyncio.get_running_loop()
+        loop.set_debug(False)  # as users have it
+        loop.call_later(PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)])
 
-    @functools.wraps(test)
-    def run(self: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(self), PATIENCE_S))
-
-    return run
-
-
-class Coroutines(QueueCase):
-    @in_a_loop
     async def test_close_ends_the_waits_of_coroutines(self) -> None:
         """By another thread; also of those that wait behind another."""
         q, looked = self.queue(), threading.Event()
@@ -6271,7 +6263,6 @@ class Coroutines(QueueCase):
         q.push(b"x")
         self.assertIsNotNone(await q.pop_async())
 
-    @in_a_loop
     async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
         """Else each look of it would take a task, and give it back, for ever."""
         q, loop = self.queue(), asyncio.get_running_loop()
@@ -6288,7 +6279,6 @@ class Coroutines(QueueCase):
         self.assertIsNone(await asyncio.wait_for(waiter, 10))
         self.assertEqual(self.states(), {"pending": 1})
 
-    @in_a_loop
     async def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
         """Not two, each of which ends the other's."""
         q, clock = self.queue(), self.clock()
@@ -6316,7 +6306,6 @@ class Coroutines(QueueCase):
         q.push(b"x")
         self.assertIsNotNone(await waiter)
 
-    @in_a_loop
     async def test_a_hundred_wait_half_are_cancelled_and_a_thousand_tasks_come(self) -> None:
         """Each who still waits gets one, the rest is there, nothing is leased to nobody."""
         q, other = self.queue(), self.queue("n2")
@@ -6339,7 +6328,6 @@ class Coroutines(QueueCase):
         self.assertEqual(attempts, {1}, "no delivery to nobody was counted")
 
     @FORK
-    @in_a_loop
     async def test_a_forked_child_does_not_give_back_what_its_parent_gets(self) -> None:
         """Its copy of the wait is cancelled as the child ends."""
         q, answered, loop = self.queue(), threading.Event(), asyncio.get_running_loop()
@@ -6379,7 +6367,6 @@ class Coroutines(QueueCase):
             self.assertEqual(self.names("scheduled"), before, came)
         self.assertGreater(number, 1)
 
-    @in_a_loop
     async def test_what_is_found_for_a_wait_that_is_over_is_back_at_its_place(self) -> None:
         """Uncounted; also behind others, or in scheduled/: it must not come before its time. The
         loop runs on while a look takes long."""
@@ -6416,7 +6403,6 @@ class Coroutines(QueueCase):
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
 
-    @in_a_loop
     async def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
         q, order = self.queue(), list[bytes]()
 
@@ -6433,7 +6419,6 @@ class Coroutines(QueueCase):
         waiters[3].cancel()
         self.assertEqual(order, [b"1", b"2", b"3"])
 
-    @in_a_loop
     async def test_an_error_of_a_look_is_that_of_the_wait(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
@@ -6443,7 +6428,6 @@ class Coroutines(QueueCase):
                     await look
         self.assertIsNotNone(await q.pop_async())
 
-    @in_a_loop
     async def test_time_out_also_of_those_who_were_never_first(self) -> None:
         """They look at least once: nobody leaves what is there."""
         q = self.queue()
@@ -7475,9 +7459,6 @@ class CommandLine(QueueCase):
     def said(self, command: str) -> str:
         """Return what a command says, and its status. One of femtoqueue that needs no shell runs in
         this process, and so does one whose output is a part of a command."""
-        if command.startswith("FEMTOQUEUE_DIR=jobs "):
-            with mock.patch.dict(self.env, FEMTOQUEUE_DIR="jobs"):
-                return self.said(command.partition(" ")[2])
         part = r"\$\((femtoqueue [^()]*)\)"
         command = re.sub(part, lambda it: self.ok(*shlex.split(it[1])[1:]).strip(), command)
         words = shlex.split(command)
