@@ -4866,20 +4866,6 @@ class Model(QueueCase):
 # What else stands in the directories
 
 
-class Lies(QueueCase):
-    """Whole files that say what is not so: nobody's push() wrote them."""
-
-    def test_a_key_that_is_none_or_not_its_ids_is_a_dead_letter(self) -> None:
-        """It must not be an error of pop() for ever, nor lead to the locks of two keys."""
-        q = self.queue()
-        for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
-            self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
-        self.put(f"{4:020d}-80000000", record(b"x", b"other"))
-        q.push(b"good")
-        self.assertEqual(self.drain(q), [b"good"])
-        self.assertEqual(self.states(), {"failed": 5, "done": 1})
-
-
 class Corruption(QueueCase):
     WHOLE, LARGE = b"FQ1 352441c2 3\nabc", record(b"x" * 100_000)
     DAMAGED = (
@@ -4897,6 +4883,17 @@ class Corruption(QueueCase):
         (LARGE[:50_000], "bytes, where the header says 100000"),
         (LARGE[:-1] + b"y", "wrong checksum over 100000 bytes"),
     )
+
+    def test_a_key_that_is_none_or_not_its_ids_is_a_dead_letter(self) -> None:
+        """Nobody's push() wrote it. It must not be an error of pop() for ever, nor lead to the
+        locks of two keys."""
+        q = self.queue()
+        for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
+            self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
+        self.put(f"{4:020d}-80000000", record(b"x", b"other"))
+        q.push(b"good")
+        self.assertEqual(self.drain(q), [b"good"])
+        self.assertEqual(self.states(), {"failed": 5, "done": 1})
 
     def test_a_short_read_of_a_whole_task_is_not_its_end(self) -> None:
         """FUSE may give less than it is asked for."""
