@@ -209,7 +209,7 @@ a record with a wrong checksum is never delivered | Corruption; fuzz: contents
 a record with bytes behind its payload is never delivered | Corruption
 -    if status.st_size - start != length:
 +    if status.st_size - start < length:
-a record with the key of another id is never delivered | Lies
+a record with the key of another id is never delivered | Corruption
 - and _key_tag(name) == _tag_of(ident):
 +:
 the checksum of a record covers its key | Corruption
