@@ -516,6 +516,7 @@ class QueueCase(unittest.TestCase):
     in_memory = True  # False: the tests promise something about the disk
     memory = memory_dir()
     fs_type: int | None = None  # of which femtoqueue takes every directory to be; None: its own
+    exchanges = True  # False: the kernel refuses to exchange two names
 
     def setUp(self) -> None:
         self.path = self.new_dir(self.memory if self.in_memory else None)
@@ -523,6 +524,8 @@ class QueueCase(unittest.TestCase):
         LOG.disabled = True  # corrupt tasks are logged, and are many here
         if self.fs_type is not None:
             self.patched(on_file_system(self.fs_type))
+        if not self.exchanges:
+            self.patched(without_exchange())
 
     def patched(self, patch: Any) -> None:
         """Apply a patch until the test ends."""
@@ -539,6 +542,11 @@ class QueueCase(unittest.TestCase):
         q = FemtoQueue(self.path, node_id, **settings)
         self.addCleanup(q.close)
         return q
+
+    def anew(self, **settings: Any) -> FemtoQueue:
+        """Open a queue in a new directory."""
+        self.path = self.new_dir(self.memory if self.in_memory else None)
+        return self.queue(**settings)
 
     def child(self, work: Callable[[Child], object]) -> Child:
         child = Child(work, next(self.children))
@@ -558,8 +566,8 @@ class QueueCase(unittest.TestCase):
         self.check_invariants()
         return task
 
-    def take(self, q: FemtoQueue, key: str) -> FemtoTask:
-        return q.take(key) or self.fail("a task of that key was there to be taken")
+    def take(self, q: FemtoQueue, key: str | None = None, id: str | None = None) -> FemtoTask:
+        return q.take(key, id=id) or self.fail("a task was there to be taken")
 
     def drain(self, q: FemtoQueue) -> list[bytes]:
         """Pop and finish everything; return the payloads in their order."""
@@ -848,8 +856,7 @@ class Lifecycle(QueueCase):
         self.assertEqual(q.push(b"y", key=Word.KEY), ident)
         self.assertEqual(([*q.keys(Word.PENDING)], len([*q.tasks(Word.PENDING)])), (["k"], 1))
         with FemtoQueue(Word.DIRECTORY, Word.NODE) as other:
-            task = other.take(id=Word.ID)
-            assert task is not None
+            task = self.take(other, id=Word.ID)
             self.assertEqual((task.node, type(other.node_id)), ("n2", str))
             self.assertEqual(q.attach(Word.ID).path, task.path)
             other.fail(task, Word.WHY)
@@ -1178,8 +1185,7 @@ class Liveness(QueueCase):
         wall clock went back, st_ctime tells nothing."""
         clock = self.clock()
         for back_s in (0, 1e8):
-            self.path = self.new_dir(self.memory)
-            q, dead = self.queue(), self.queue("dead")
+            q, dead = self.anew(), self.queue("dead")
             q.push_many([b"1", b"2"])
             mine = os.path.basename(self.pop(q).path)
             self.pop(dead)
@@ -1385,8 +1391,8 @@ class PlaceLost(QueueCase):
     """A worker whose own lease directory was removed while it lives."""
 
     def settled(self, count: int) -> FemtoQueue:
-        """Return a worker that has its place, and has listed as many tasks."""
-        q = self.queue()
+        """Return a worker that has its place, in a new queue, and has listed as many tasks."""
+        q = self.anew()
         q.push_many([b"%d" % n for n in range(count)])
         q.done(self.pop(q))
         return q
@@ -1402,7 +1408,6 @@ class PlaceLost(QueueCase):
         }
         for (name, lose), call in itertools.product(losses.items(), ("next", "pop", "take")):
             with self.subTest(name, call=call):
-                self.path = self.new_dir(self.memory)
                 q, observer = self.settled(3 if call == "next" else 1), self.queue("n2")
                 lose(lease_dir(q))
                 if call != "next":
@@ -1446,7 +1451,6 @@ class PlaceLost(QueueCase):
         """Nor what is in it: it may be empty, or not."""
         clock = self.clock()
         for count in (0, 1):
-            self.path = self.new_dir(self.memory)
             one, other = self.settled(1), self.queue()
             self.assertIsNone(other.pop())
             os.rmdir(lease_dir(one))
@@ -1464,7 +1468,6 @@ class PlaceLost(QueueCase):
         stays stale is an error, not a loop without end."""
         clock = self.clock()
         for code in (errno.EMFILE, errno.ESTALE):
-            self.path = self.new_dir(self.memory)
             q = self.settled(3)
             os.rmdir(lease_dir(q))
             clock.advance(2)
@@ -1478,7 +1481,6 @@ class PlaceLost(QueueCase):
     def test_a_long_batch_is_not_tried_without_a_lease_directory(self) -> None:
         """On NFS each would ask the server; the next listing makes the directory again."""
         for fs_type, most in ((EXT4, 99), (NFS, 2)):
-            self.path = self.new_dir(self.memory)
             with on_file_system(fs_type):
                 q = self.settled(300)
                 shutil.rmtree(lease_dir(q))
@@ -1588,8 +1590,7 @@ class StepCase(QueueCase):
         self, words: str, row: Row, key: str | None = None, **settings: Any
     ) -> Callable[[], object]:
         """Make a step ready, in a queue of its own."""
-        self.path = self.new_dir(self.memory if self.in_memory else None)
-        q = self.queue(**row.settings, **settings)
+        q = self.anew(**row.settings, **settings)
         self.assertIsNone(q.pop())
         life, (*before, step) = Life(q, lambda _: None, key), words.split(" | ")
         for part in before:
@@ -1633,10 +1634,7 @@ class LostReply(QueueCase):
     answers that there is no such file. The step was taken: it must not look as if it were not."""
 
     fs_type = NFS
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.patched(without_exchange())  # as there
+    exchanges = False  # as there
 
     @contextlib.contextmanager
     def lost(self, then: Callable[[], object] = int) -> Iterator[None]:
@@ -1742,8 +1740,7 @@ class LostReply(QueueCase):
         """Its writer's host was suspended once: its clock is behind. Wall clocks agree."""
         for fs_type in (EXT4, NFS):
             self.patched(on_file_system(fs_type))
-            self.path = self.new_dir(self.memory)
-            q = self.queue()
+            q = self.anew()
             other = self.other_later(7200)
             looks = list[list[str]]()
 
@@ -1966,8 +1963,7 @@ class LeftBehind(QueueCase):
 
     def interrupt_at_line(self, number: int, key: str | None) -> bool:
         """Return whether there is such a line."""
-        self.path = self.new_dir(self.memory)
-        q = self.queue()
+        q = self.anew()
         task = leased(q, b"x", key)
         if key:
             q.push(b"newer", key=key)
@@ -1983,8 +1979,7 @@ class LeftBehind(QueueCase):
 
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
         """Return whether there is such a line."""
-        self.path = self.new_dir(self.memory)
-        q = self.queue(max_attempts=1)
+        q = self.anew(max_attempts=1)
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
         closer = threading.Thread(target=q.close)
@@ -2113,8 +2108,7 @@ class KeyedTable(QueueCase):
         for state, way in itertools.product(self.STATES, ("buffer", "update", "schedule")):
             is_synced = can_exchange or (state == "is leased" and way != "update")
             for step in Step.each(raising(errno.EIO)):
-                self.path = self.new_dir(self.memory)
-                with self.queue(sync_after_write=is_synced) as q:
+                with self.anew(sync_after_write=is_synced) as q:
                     self.bring(q, "k", state, clock)
                     before = self.seen(q)
                     with self.subTest(state=state, way=way, call=step.number):
@@ -2134,9 +2128,7 @@ class KeyedTable(QueueCase):
 class KeyedTableByRename(KeyedTable):
     """The same where names can't be exchanged."""
 
-    def setUp(self) -> None:
-        super().setUp()
-        self.patched(without_exchange())
+    exchanges = False
 
 
 class KeyedTableOnSharedFileSystem(KeyedTable):
@@ -2526,11 +2518,7 @@ class Keyed(StepCase):
 class KeyedByRename(Keyed):
     """The same where names can't be exchanged: NFS, FUSE, not Linux."""
 
-    in_memory = True
-
-    def setUp(self) -> None:
-        self.patched(without_exchange())
-        super().setUp()
+    in_memory, exchanges = True, False
 
     def test_a_payload_for_later_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
         """It is in the place of the old one, and can't be taken back."""
@@ -2572,8 +2560,7 @@ class Healed(QueueCase):
         """Under any name that it had; nor is it in its key's way, or a dead letter at its end."""
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
-            self.path = self.new_dir(self.memory)
-            q, clock = self.queue(max_attempts=1), self.clock()
+            q, clock = self.anew(max_attempts=1), self.clock()
             task = leased(q, b"1", key)
             path = self.file(name.format(id=task.id, path=task.path))
             q.done(task)
@@ -2581,8 +2568,7 @@ class Healed(QueueCase):
             with self.subTest(name, key=key):
                 self.assertFalse(key and q.contains(key))
                 self.assertNotEqual(q.push(b"2", key=key), task.id)
-                newer = q.take(key) if key else q.pop()
-                assert newer is not None
+                newer = self.take(q, key) if key else _taken(q)
                 self.assertEqual(newer.data, b"2")
                 q.done(newer)
                 clock.advance(3600)
@@ -2605,8 +2591,7 @@ class Healed(QueueCase):
         """Its task ended with a newer payload, which is another file: nothing shows that it has
         ended. A younger task of the key keeps what is pushed behind it, and is delivered."""
         for name in ("pending/{id}", "{path}"):
-            self.path = self.new_dir(self.memory)
-            q, other, clock = self.queue(), self.queue("n2"), self.clock()
+            q, other, clock = self.anew(), self.queue("n2"), self.clock()
             ended = leased(other, b"1", "k")
             ident = q.push(b"2", key="k")
             other.done(ended)
@@ -2614,8 +2599,7 @@ class Healed(QueueCase):
             with self.subTest(name):
                 self.assertEqual(q.push(b"3", key="k"), ident)
                 clock.advance(60)
-                task = q.take("k")
-                assert task is not None
+                task = self.take(q, "k")
                 self.assertEqual((task.id, task.data), (ident, b"3"))
                 q.push(b"4", key="k")
                 q.done(task)
@@ -2634,8 +2618,7 @@ class Healed(QueueCase):
         newest = q.push(b"4", key="k")
         for behind in (ident, newest):
             ghost = self.put(behind, record(b"2", b"k"), "keys")
-            task = q.pop()
-            assert task is not None
+            task = _taken(q)
             self.assertEqual((task.id, task.data), (newest, b"4"))
             q.release(task) if behind == ident else q.done(task)
             self.assertEqual(self.names("keys"), [behind])
@@ -2716,8 +2699,7 @@ class Healed(QueueCase):
     def test_a_name_that_is_yet_to_be_healed_does_not_hold_up_its_key_nor_what_waits(self) -> None:
         """It takes its time once for each of the two: where it waited, or of a lease."""
         for directory in ("pending", "inflight-n1"):
-            self.path = self.new_dir(self.memory)
-            q, other = self.queue(), self.queue("n2")
+            q, other = self.anew(), self.queue("n2")
             task = leased(q, b"1", "k")
             other.push(b"2")
             name = task.id if directory == "pending" else os.path.basename(task.path)
@@ -2830,8 +2812,7 @@ class Healed(QueueCase):
             return self.cut() if "/inflight-n1/" in path else os.lstat(path)
 
         for is_answered in (False, True):
-            self.path = self.new_dir(self.memory)
-            q = self.queue(timeout_stale_ms=None)
+            q = self.anew(timeout_stale_ms=None)
             q.push(b"1")
             renames.clear()
             fake = fake_os(rename=rename, replace=rename, lstat=lstat)
@@ -2863,8 +2844,7 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         """A claim is undone as the directories are listed, against the order in which they are, and
         without the key's lock; a person renames the task before it is read."""
         for event, is_behind in (("list", True), ("open", False)):
-            self.path = self.new_dir(self.memory)
-            q, other = self.queue(), self.queue("n2")
+            q, other = self.anew(), self.queue("n2")
             task = leased(other, b"1", "k")
             if is_behind:
                 q.push(b"2", key="k")
@@ -3720,8 +3700,7 @@ class Faults(PlainLives):
             ("read", MemoryError(), False),
             ("open", TimeoutError("raised by a signal handler"), True),
         ):
-            self.path = self.new_dir(self.memory)
-            q, other = self.queue(), self.queue("n2")
+            q, other = self.anew(), self.queue("n2")
             ident = q.push_many([b"large" * 10_000, b"small"])[0]
 
             def refuse(name: str, args: tuple[Any, ...], row: Any = (event, error, ident)) -> None:
@@ -3790,8 +3769,7 @@ class Faults(PlainLives):
     def test_one_place_with_an_error_does_not_keep_the_others_waiting(self) -> None:
         """One can't be listed, or a due task not moved. The error surfaces when nothing waits."""
         for event in ("list", "move"):
-            self.path = self.new_dir(self.memory)
-            clock, q, part = self.clock(), self.queue(), "inflight-anothers"
+            clock, q, part = self.clock(), self.anew(), "inflight-anothers"
             if event == "move":
                 part = q.schedule(b"1", 1)
                 q.schedule(b"2", 2)
@@ -3822,8 +3800,7 @@ class Faults(PlainLives):
     def test_dead_letters_that_find_no_room_are_no_obstacle(self) -> None:
         """Without its reason; and if failed/ takes nothing at all, from the back of the queue."""
         for refused in ("creating/", "failed/"):
-            self.path = self.new_dir(self.memory)
-            q = self.queue()
+            q = self.anew()
             self.put(q.push(b"corrupt"), b"rubbish")
             worn = q.push(b"worn out")
             os.rename(self.file("pending", worn), self.file("pending", f"{1:020d}~5~{worn}"))
@@ -3973,8 +3950,7 @@ class KeyedInterrupted(Interrupted):
             self.now.advance(1)
         self.assertFalse([it for it in delivered if it.startswith("later")])
         for later in [*q.tasks("scheduled")]:
-            task = q.take(id=later.id)
-            assert task is not None
+            task = self.take(q, id=later.id)
             delivered.append(task.data.decode())
             q.done(task)
         newest = those("push", said)[-1:] or ["nothing"]
@@ -4009,10 +3985,7 @@ class KeyedInterruptedByRename(KeyedInterrupted):
     """The same where names can't be exchanged, at each call that changes something."""
 
     counts = staticmethod(may_change)
-
-    def setUp(self) -> None:
-        super().setUp()
-        self.patched(without_exchange())
+    exchanges = False
 
 
 class InterruptedOnSharedFileSystem(PlainLives):
@@ -5086,8 +5059,7 @@ class ByHand(QueueCase):
         """For the worker that has a lease without an end, or its tasks' names, and for others."""
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
-            self.path = self.new_dir(self.memory)
-            q = self.queue(timeout_stale_ms=None)
+            q = self.anew(timeout_stale_ms=None)
             ids = q.push_many([b"1", b"2", b"3"])
             task = self.pop(q)
             self.sh(command, LEASED=ids[0], ID=ids[1])
@@ -6117,8 +6089,7 @@ class Waiting(QueueCase):
             (keyed, join, finish, True),
         )
         for before, wait, happens, result in rows:
-            self.path = self.new_dir(self.memory)
-            q, other = self.queue(), self.queue("n2", timeout_stale_ms=None)
+            q, other = self.anew(), self.queue("n2", timeout_stale_ms=None)
             it = before(other)
             self.assertFalse(wait(q, timeout=0.01))
             happens_now = functools.partial(happens, other, it)
@@ -7016,8 +6987,7 @@ class Work(QueueCase):
             (1, "released", 0),
             (2, "released", 0),
         ):
-            self.path = self.new_dir(self.memory)
-            q, begun, is_over = self.queue(), threading.Barrier(concurrency), threading.Event()
+            q, begun, is_over = self.anew(), threading.Barrier(concurrency), threading.Event()
             q.push_many([b"0", b"1", b"2"])
 
             def handle(_: object, end: str = end, begun: Any = begun, over: Any = is_over) -> None:
@@ -8142,8 +8112,7 @@ class Meeting(QueueCase):
     def test_of_two_pushes_during_a_listing_the_younger_does_not_come_first(self) -> None:
         """The listing may have passed the place of the older one; that of foreign files, too."""
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
-            self.path = self.new_dir(self.memory)
-            q, pushed = self.queue(), list[str]()
+            q, pushed = self.anew(), list[str]()
             self.assertIsNone(q.pop())
             q.push_many([b"x"] * before)
             self.foreign = tuple(self.put(f"foreign{n}", b"") for n in range(foreign))
@@ -8199,8 +8168,7 @@ class Meeting(QueueCase):
                 self.hang_at(event)
 
     def hang_at(self, event: str) -> None:
-        self.path = self.new_dir(self.memory)
-        q, other = self.queue(), FemtoQueue(self.new_dir(self.memory))
+        q, other = self.anew(), FemtoQueue(self.new_dir(self.memory))
         self.addCleanup(other.close)
         os.mkdir(self.file("inflight-n2"))
         hangs, goes_on, children = threading.Event(), threading.Event(), list[Child]()
@@ -8334,8 +8302,7 @@ class Meeting(QueueCase):
     def test_a_claim_that_fails_after_close_is_undone_all_the_same(self) -> None:
         """Though close() left the lease alone: a detached one, or beside a living namesake."""
         for detached in (True, False):
-            self.path = self.new_dir(self.memory)
-            q = self.queue(timeout_stale_ms=None, detached=detached)
+            q = self.anew(timeout_stale_ms=None, detached=detached)
             namesake = self.queue(timeout_stale_ms=None)
             self.assertEqual((q.pop(), namesake.pop()), (None, None))
             q.push(b"x")
