@@ -252,13 +252,6 @@ def dies(q: FemtoQueue) -> None:
 Hook = Callable[[str, tuple[Any, ...]], object]
 
 
-def leaves_process(module: Any, name: str) -> bool:
-    """Whether a function of os, os.path or fcntl asks a disk or another process for something."""
-    if module is os:
-        return not IN_PROCESS.fullmatch(name)
-    return name in EVENTS
-
-
 def with_hook(
     hook: Hook, after: bool, event: str, call: Callable[..., Any], asks: bool = False
 ) -> Any:
@@ -291,7 +284,8 @@ class HookedModule(types.ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         it = getattr(self._module, name)
-        if callable(it) and not isinstance(it, type) and leaves_process(self._module, name):
+        is_heard = not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
+        if is_heard and callable(it) and not isinstance(it, type):
             it = self._hear(EVENTS.get(name, name), it, name in ASKING)
         setattr(self, name, it)  # once
         return it
@@ -303,23 +297,21 @@ class HeardLibrary:
     def __init__(self, library: Any, hear: Callable[..., Any]) -> None:
         self._library, self._hear = library, hear
 
-    def __getattr__(self, name: str) -> Callable[..., int]:
+    def __getattr__(self, name: str) -> Callable[..., Any]:
         import ctypes
 
-        function: Callable[..., int] = getattr(self._library, name)
+        function: Callable[..., Any] = getattr(self._library, name)
         if name == "renameat2":
             return function  # hooks hear of it at its seam, where the paths are
 
-        def call(*args: Any) -> int:
+        def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
-            results: list[int] = []
-            event = self._hear(EVENTS.get(name, name), lambda *_: results.append(function(*args)))
+            heard = self._hear(EVENTS.get(name, name), lambda *_: function(*args))
             try:
-                event(*(paths or args))
+                return heard(*(paths or args))
             except OSError as error:
                 ctypes.set_errno(error.errno or 0)
                 return -1
-            return results[0]
 
         return call
 
@@ -610,17 +602,14 @@ class QueueCase(unittest.TestCase):
     def locked(self, key: str, wait: bool = True) -> io.FileIO:
         """Hold the lock of a key until the file is closed, as a process does that is at work on
         it. Raises BlockingIOError if it is not free and wait is False."""
-        file = io.FileIO(self.lock_of(key), "r+")
+        path = self.file("locks", key_tag(key)[-2:])
+        file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT), "r+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
         except BaseException:
             file.close()
             raise
         return file
-
-    def lock_of(self, key: str) -> int:
-        """Open the file that is locked by whoever works on a key."""
-        return os.open(self.file("locks", key_tag(key)[-2:]), os.O_RDWR | os.O_CREAT)
 
     def check_unlocked(self, path: str) -> None:
         """Fail if somebody has the lock of a file or directory."""
@@ -2155,19 +2144,11 @@ class Keyed(StepCase):
             self.assertEqual(len(found), len({*found}), "two tasks of one key")
             self.assertTrue(all(map(q.contains, found)))
 
-    def nothing_in_keys(self) -> None:
-        self.assertEqual(self.names("keys"), [])
-
     def one_behind(self, q: FemtoQueue) -> FemtoTask:
         """Lease a task, and push a newer payload behind it."""
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
         return task
-
-    def brought_back(self, q: FemtoQueue) -> None:
-        """Let a task wait that was delivered before, with a payload behind it: by hand."""
-        task = self.one_behind(q)
-        os.rename(self.file(task.path), self.file("pending", f"{task.id[:20]}~1~{task.id}"))
 
     # What is a key, and what a push of one does
 
@@ -2185,7 +2166,7 @@ class Keyed(StepCase):
             task = self.take(q, key)
             self.assertEqual(task.key, key)
             q.done(task)
-        self.nothing_in_keys()
+        self.assertEqual(self.names("keys"), [])
         # A lock outlives its key: who waits for one may, on a network, be shown its old path.
         self.assertEqual(self.names("locks"), sorted({it[-2:] for it in ids}))
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
@@ -2295,7 +2276,7 @@ class Keyed(StepCase):
                 q.push(b"3", key="k")
             clock.advance(601)
             self.assertEqual(self.drain(q), [newest])
-            self.nothing_in_keys()
+            self.assertEqual(self.names("keys"), [])
 
     def test_a_payload_behind_one_whose_worker_died_at_its_end_comes_at_once(self) -> None:
         """Not at the next round of housekeeping: a dead worker is a reason to look."""
@@ -2336,7 +2317,8 @@ class Keyed(StepCase):
         """Its lease ended before it looked behind the task; another worker had the newer one."""
         for end in (FemtoQueue.done, FemtoQueue.release):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
-            self.brought_back(q)
+            back = self.one_behind(q)  # and delivered before: by hand
+            os.rename(self.file(back.path), self.file("pending", f"{back.id[:20]}~1~{back.id}"))
 
             def be_late(other: FemtoQueue = other, clock: Clock = clock, end: Any = end) -> None:
                 clock.advance(31)
@@ -2398,7 +2380,7 @@ class Keyed(StepCase):
         if self.has_states:
             self.put_back(old.id)
             self.assertEqual(self.drain(q), [b"3"])
-        self.nothing_in_keys()
+        self.assertEqual(self.names("keys"), [])
 
     def unnoted(self) -> Any:
         """Let a state that is not in keys/ yet find no room there."""
@@ -2580,7 +2562,7 @@ class Healed(QueueCase):
         task = leased(q)
         q.done(task)
         os.link(self.file("done", task.id), self.file("pending", task.id))
-        with hooked(at_call("unlink", None, self.cut)):
+        with hooked(at_call("unlink", None, raising(errno.ENOTCONN))):
             self.assertIsNone(q.pop())
         self.assertEqual(len(self.names("inflight-n1")), 1)
         clock.advance(60)
@@ -2651,10 +2633,6 @@ class Healed(QueueCase):
             self.assertEqual(_taken(q).id, dead.id)
             os.unlink(self.file("failed", dead.id))
 
-    def cut(self, *args: Any) -> Any:
-        """Fail as when the network is cut."""
-        fail_with(errno.ENOTCONN)
-
     def test_a_failed_statfs_is_an_error_and_no_local_file_system(self) -> None:
         """The lock of another host's would not be seen. A wait that it ends leaves nothing."""
         q = self.queue()
@@ -2667,7 +2645,8 @@ class Healed(QueueCase):
             lambda: q.pop(0.01),
         )
         push, register, _ = calls
-        with seam("file system type", self.cut), mock.patch("sys.unraisablehook") as complaint:
+        cut = seam("file system type", lambda _: fail_with(errno.ENOTCONN))
+        with cut, mock.patch("sys.unraisablehook") as complaint:
             for call in calls:
                 self.assertRaises(OSError, call)
         complaint.assert_not_called()
@@ -2806,10 +2785,10 @@ class Healed(QueueCase):
             if len(renames) == 1:
                 os.rename(*args, **where)
             if len(renames) > is_answered:
-                self.cut()
+                fail_with(errno.ENOTCONN)
 
         def lstat(path: str) -> os.stat_result:
-            return self.cut() if "/inflight-n1/" in path else os.lstat(path)
+            return fail_with(errno.ENOTCONN) if "/inflight-n1/" in path else os.lstat(path)
 
         for is_answered in (False, True):
             q = self.anew(timeout_stale_ms=None)
@@ -3394,10 +3373,6 @@ class Interrupted(QueueCase):
                     self.check(q, said)
                 shutil.rmtree(self.path)
 
-    def pushed_first(self, pushes: bool, q: FemtoQueue, key: str | None, said: list[str]) -> None:
-        if pushes:
-            Life(q, said.append, key).push("after")
-
     def deaths(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """A copy of the directory, made before a call, is what a process leaves that dies there:
         its locks are gone, and nothing of it runs any more. Before calls between which the
@@ -3418,7 +3393,8 @@ class Interrupted(QueueCase):
             for path, pushes in zip(paths, self.PUSHES, strict=True):
                 self.path = path
                 q, said = FemtoQueue(path, "survivor", **settings), [*lines]
-                self.pushed_first(pushes, q, scenario.key, said)
+                if pushes:
+                    Life(q, said.append, scenario.key).push("after")
                 yield f"{death}, pushes: {pushes}", q, said
 
     def kills(self, live: Living) -> Iterator[tuple[str, list[str]]]:
@@ -3487,16 +3463,17 @@ class Interrupted(QueueCase):
                     said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
                 self.assertTrue(step.at == "unlink" or not self.names("creating"), step.args)
                 pushes = self.PUSHES[(step.number + turn) % len(self.PUSHES)]
-                self.pushed_first(pushes, q, scenario.key, said)
+                if pushes:
+                    Life(q, said.append, scenario.key).push("after")
                 self.now.advance(60)
                 yield f"error {turn} of call {step.number} {step.at}, pushes: {pushes}", q, said
 
     def unnoticed(
-        self, steps: Iterator[Step], scenario: Scenario, settings: dict[str, Any]
+        self, steps: Callable[[], Iterator[Step]], scenario: Scenario, settings: dict[str, Any]
     ) -> Iterator[Ending]:
         """With each of these steps, a life goes on as without one."""
         wanted: list[Any] = []
-        for step in itertools.chain([Step(-1)], steps):
+        for step in itertools.chain([Step(-1)], steps()):
             q, said = self.born(step.number, settings)
             scenario(q, said.append, step)
             tasks = itertools.chain(*map(q.tasks, femtoqueue.STATES))
@@ -3506,18 +3483,6 @@ class Interrupted(QueueCase):
             self.assertEqual(found, wanted, step.args)
             self.now.advance(60)
             yield f"call {step.number} {step.at}", q, said
-
-    def led_astray(self, *life: Any) -> Iterator[Ending]:
-        """What another host replaced is looked for again."""
-        return self.unnoticed(Astray.each(counts=is_look, at_least=0), *life)
-
-    def lost_replies(self, *life: Any) -> Iterator[Ending]:
-        """A server carries out a rename, or an unlink, and says that it has not."""
-
-        def is_it(name: str, args: tuple[Any, ...]) -> bool:
-            return name in ("move", "unlink")
-
-        return self.unnoticed(Meanwhile.each(raising(errno.ENOENT), is_it, at_least=1), *life)
 
     def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """After each call another worker takes what is next, and finishes it."""
@@ -4001,12 +3966,17 @@ class InterruptedOnSharedFileSystem(PlainLives):
 
     def test_what_another_host_has_replaced_is_looked_for_again(self) -> None:
         self.patched(on_file_system(FUSE))
-        self.check_all(self.led_astray, sync_after_write=False)
+        steps = functools.partial(Astray.each, counts=is_look, at_least=0)
+        self.check_all(functools.partial(self.unnoticed, steps), sync_after_write=False)
 
     def test_what_a_server_has_done_and_denies_has_been_done(self) -> None:
+        """A rename, or an unlink."""
         self.patched(without_exchange())  # as there
+        steps = functools.partial(
+            Meanwhile.each, raising(errno.ENOENT), lambda name, _: name in ("move", "unlink"), 1
+        )
         for keep_done in (True, False):
-            self.check_all(self.lost_replies, keep_done=keep_done)
+            self.check_all(functools.partial(self.unnoticed, steps), keep_done=keep_done)
 
 
 class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted, InterruptedOnSharedFileSystem):
