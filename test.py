@@ -1313,19 +1313,6 @@ class Liveness(QueueCase):
             with self.subTest(call):
                 self.outlive(call)
 
-    def test_a_fork_while_another_thread_looks_at_a_directory_keeps_no_lock(self) -> None:
-        """Until it runs, a child has copies of the observer's descriptors: here by dup()."""
-        q, place = self.queue(), self.file("inflight-n2")
-        os.mkdir(place)
-
-        def copy(name: str, args: tuple[Any, ...]) -> None:
-            if name == "lock":
-                self.addCleanup(os.close, os.dup(args[0]))
-
-        with hooked(copy, after=True):
-            q.stats()
-        self.check_unlocked(place)
-
     def test_ctrl_c_as_a_fork_begins_leaves_the_child_none_of_its_parents_leases(self) -> None:
         """Python goes on with such a fork."""
         q = self.queue()
@@ -1424,33 +1411,6 @@ class PlaceLost(QueueCase):
         with hooked(stale):
             self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
         self.assertNotIn(gone, descriptors_of(place))
-
-    def test_two_that_share_it_meet_in_the_new_one(self) -> None:
-        """The end of one is not the end of what the other holds."""
-        one, other = self.settled(5), self.queue()
-        other.done(self.pop(other))
-        os.rmdir(lease_dir(one))
-        one.done(self.pop(one))
-        task = self.pop(other)
-        one.close()
-        self.assertEqual((self.pop(self.queue("n2")).attempts, task.attempts), (1, 1))
-        other.done(task)
-
-    def test_close_leaves_a_directory_that_is_not_its_own(self) -> None:
-        """Nor what is in it: it may be empty, or not."""
-        clock = self.clock()
-        for count in (0, 1):
-            one, other = self.settled(1), self.queue()
-            self.assertIsNone(other.pop())
-            os.rmdir(lease_dir(one))
-            clock.advance(1)
-            self.assertIsNone(other.pop())
-            for _ in range(count):
-                leased(other)
-            one.close()
-            (node,) = self.queue("n2").stats().nodes
-            self.assertEqual((node.inflight, node.liveness), (count, "alive"))
-            self.assertEqual(len(descriptors_of(lease_dir(other))), 1)
 
     def test_nothing_is_claimed_while_the_place_can_not_be_taken(self) -> None:
         """Names that were listed before must not go to a directory that nobody has locked. One that
