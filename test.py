@@ -2271,21 +2271,6 @@ class Keyed(StepCase):
                 each.close()
             self.assertEqual((step.reached, len(self.drain(other)) < 2), (True, True))
 
-    def test_who_wakes_a_task_that_another_woke_before_makes_no_second_one(self) -> None:
-        """It is in flight by now, and a newer payload waits behind it."""
-        q, other, woken = self.queue(), self.queue("n2"), list[FemtoTask]()
-        q.schedule(b"1", 1, key="k")
-
-        def wake() -> None:
-            woken.append(_taken(other))
-            other.push(b"2", key="k")
-
-        with hooked(Meanwhile(0, wake, on("open", "/locks/"))):
-            self.assertIsNone(q.pop())
-        self.assertEqual(self.states(), {"inflight-n2": 1, "keys": 1})
-        other.done(woken[0])
-        self.assertEqual(self.drain(q), [b"2"])
-
     # Dead letters, and what people move
 
     def put_back(self, ident: str) -> None:
