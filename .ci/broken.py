@@ -674,7 +674,7 @@ what a reclaim could not give back is not delivered | Meeting
 -            return  # RACE: another process is at work on its key; next time
 +            self.lease_dir.unread[lease] = source or ""
 +            return
-nor is one that could not be undone | Healed
+nor is one that could not be undone | LeftBehind
 -            name = lease.path.partition("/")[2]
 +            name = self.unread.pop(lease.path) and lease.path.partition("/")[2]
 nor is one whose way back was not there | Faults
