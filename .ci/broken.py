@@ -181,7 +181,7 @@ a name of another form is not removed | ForeignFiles; storm: left over
 a node_id that is no part of a name is refused | Lifecycle
 -    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
 +    match = re.match("(.*)", f"{node_id}")
-a key of more than 200 bytes is refused | Keyed
+a key of more than 200 bytes is refused | Lifecycle
 -_MAX_KEY_BYTES = 200
 +_MAX_KEY_BYTES = 300
 a key that is an Enum goes by its value | Lifecycle
@@ -327,7 +327,7 @@ the interpreter ends though a thread had the worker's lock | LeftBehind hangs
 the interpreter ends though a thread opened a lock | LeftBehind hangs
 -    if sys.is_finalizing() or thread in
 +    if thread in
-close() leaves a namesake's leases alone | PlaceLost
+close() leaves a namesake's leases alone | Model
 -            if is_alone is None or (is_alone and lock.is_at_path()):
 +            if is_alone in (None, True):
 what a dead worker had comes back at once | Model
@@ -411,7 +411,7 @@ the lock file of a key stays | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
                  with suppress(OSError):  # what was done under the lock is done
 +                    os.unlink(lock.path)
-what is in flight is seen by its key | Keyed; hosts: key ~ found nothing
+what is in flight is seen by its key | Model; hosts: key ~ found nothing
 -        return self._worker.keys.path_of(_encode_key(key)) != ""
 +        return self._worker.keys.path_of(_encode_key(key)).startswith(("pending", "scheduled"))
 the state of a key that leads to another's task is not believed | Keyed; fuzz: contents
@@ -500,11 +500,11 @@ a task that came back is on disk in its new place before its payload is replaced
 what is pushed behind a task is younger, whatever the clocks say | KeyedOnSharedFileSystem
 -        order = max(self._clock.next_order(), younger)
 +        order = self._clock.next_order()
-a newer payload that replaces one has no checkpoint of that | Keyed
+a newer payload that replaces one has no checkpoint of that | Cost
 -            self._files.remove(f"checkpoints/{_id_of(path)}")
 a newer payload that is taken along has no checkpoint of the older one | Keyed
 -        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older one
-retry() of a task whose key has another raises | Keyed
+retry() of a task whose key has another raises | Model
          if path:
 -            raise KeyInFlight(_decode_key(name), _id_of(path))
 +            return
@@ -603,7 +603,7 @@ what a reclaim could not give back is not delivered | Meeting
 -            return  # RACE: another process is at work on its key; next time
 +            self.lease_dir.unread[lease] = source or ""
 +            return
-nor is one that could not be undone | Healed
+nor is one that could not be undone | LeftBehind
 -            name = lease.path.partition("/")[2]
 +            name = self.unread.pop(lease.path) and lease.path.partition("/")[2]
 nor is one whose way back was not there | Faults
