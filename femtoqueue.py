@@ -816,6 +816,7 @@ _READ_BYTES = 4096  # a record of this size or less is read with one call
 _JOINED_BYTES = 1 << 14  # a record of this size or less is written with one call
 _HEAD_BYTES = 1024  # holds any header
 
+_Record = tuple[bytes, "str | None"]  # payload and key
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 
 
@@ -849,7 +850,7 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
+def _read_other(fd: int, head: bytes, ident: str) -> _Record:
     """Read on where the first read did not show a whole record, or say what is wrong with it."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -966,7 +967,7 @@ class _FileLock:
             return
         with suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_UN)
-        with _no_fork():
+        with _no_fork(), suppress(OSError):  # nothing was written to it
             _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
             self.fd = -1  # not sooner: what Ctrl-C leaves open is closed with the last reference
             os.close(fd)
@@ -975,8 +976,7 @@ class _FileLock:
         # os is None when the interpreter ends. In a forked child the descriptor is closed already
         # (_after_fork_in_child), and its number may be another's.
         if self.fd >= 0 and os is not None and self._pid == os.getpid():
-            with suppress(OSError):  # closed by code that did not open it
-                self.close()
+            self.close()
 
 
 # What is to be called in a forked child, with the object that it belongs to.
@@ -1047,10 +1047,12 @@ def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
 class _Files:
     """The files of one data_dir. Paths are relative to it, as in "pending/<id>"; `root` ends with
     a separator. `is_durable`: what is acknowledged survives power loss. `parts`: the classes of
-    the lease directory, the keys and the numbers of tickets for this file system."""
+    the lease directory, the keys and the numbers of tickets for this file system. `clock`: the
+    queue's, which sets it; tickets have none."""
 
     caveat = ""  # what check() is to say of the file system
     parts: Any
+    clock: _QueueClock
 
     # A new file is synced after its rename; before it where an open file can't be renamed.
     syncs_after_rename = os.name == "posix"
@@ -1137,7 +1139,7 @@ class _Files:
     def lstat(self, path: str) -> os.stat_result:
         return os.lstat(self.root + path)
 
-    def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
+    def read(self, path: str, ident: str) -> _Record:
         """Return payload and key of a record. Raises CorruptTask unless it is a whole one."""
         try:
             fd = os.open(self.root + path, _READ_FLAGS)
@@ -1241,20 +1243,15 @@ class _Files:
             self.remove(path)
             raise
 
-    def swap(self, aside: str, path: str, or_rename: bool) -> bool | None:
-        """Exchange a file with the one at `path`, in one step, and return True. Where names can't
-        be exchanged (NFS, FUSE; not Linux) do nothing, and return None; or_rename: rename it over
-        that one, and return False; a person who moves that away in the same instant makes two of
-        one. Raises FileNotFoundError if there is none at `path`."""
+    def swap(self, aside: str, path: str) -> bool:
+        """Exchange a file with the one at `path`, in one step; False where names can't be exchanged
+        (NFS, FUSE; not Linux). Raises FileNotFoundError if there is none at `path`."""
         try:
             _exchange(self.root + aside, self.root + path)
             return True
         except OSError as error:
             if error.errno not in _NO_EXCHANGE_ERRNOS:
                 raise
-        if not or_rename:
-            return None
-        self.move_over(aside, path, must_exist=True)
         return False
 
     def move(self, source: str, target: str) -> str:
@@ -1361,7 +1358,7 @@ class _QueueClock:
     """The clock of one queue object. `tag` is the object's own, in the ids that it gives."""
 
     def __init__(self, files: _Files) -> None:
-        self._files = files
+        self._files, files.clock = files, self
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
 
@@ -1674,6 +1671,8 @@ class _LeaseDir:
 #     is only tried (wait=False).
 # ==================================================================================================
 
+_LOOK_INTERVAL_S = 0.1  # between two looks at PAUSED, at our lease directory, at a busy key
+
 
 class _Worker:
     """What one queue object has in one process: its parts, and what they do with tasks."""
@@ -1874,9 +1873,14 @@ class _Worker:
 
     def enqueue_scheduled(self, source: str) -> None:
         """Move one task that is due to the back of pending/. It is synced: on btrfs, a later push's
-        sync of pending/ alone left it in scheduled/ as well. Raises BlockingIOError as lock()."""
+        sync of pending/ alone left it in scheduled/ as well."""
         target = self.back_path(source, _attempts_of(source))
-        self.files.commit(self.move_task(source, target, wait=False))
+        try:
+            self.files.commit(self.move_task(source, target, wait=False))
+        except FileNotFoundError:
+            pass  # RACE: another worker moved it
+        except BlockingIOError:  # RACE: another process is at work on its key; soon
+            self.house.enqueuing.sooner(_LOOK_INTERVAL_S)
 
     # From pending/ to in flight
 
@@ -2004,7 +2008,6 @@ class _Worker:
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
-_LOOK_INTERVAL_S = 0.1  # between two looks at PAUSED and at our lease directory
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
 _LEFTOVER_NS = 3600 * 10**9
@@ -2154,19 +2157,11 @@ class _Housekeeper:
             due.append(f"scheduled/{name}")
         end_s = time.monotonic() + _BASE_INTERVAL_S
         try:
-            _for_each(self._enqueue, itertools.takewhile(lambda _: time.monotonic() < end_s, due))
+            in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
+            _for_each(self._worker.enqueue_scheduled, in_time)
         finally:
             if due and time.monotonic() >= end_s:
                 self.enqueuing.sooner(0)
-
-    def _enqueue(self, path: str) -> None:
-        try:
-            self._worker.enqueue_scheduled(path)
-        except FileNotFoundError:
-            pass  # RACE: another worker moved it
-        except BlockingIOError:
-            # RACE: another process is at work on its key; soon
-            self.enqueuing.sooner(_LOOK_INTERVAL_S)
 
     def reclaim_ended(self) -> None:
         """Reclaim leases that are past their deadline or held by dead workers."""
@@ -2532,7 +2527,7 @@ class FemtoQueue:
 
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
-    ) -> Callable[[], FemtoTask | None]:
+    ) -> _Look[FemtoTask]:
         """Check the arguments of take(); return what looks once."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
@@ -2681,12 +2676,11 @@ class FemtoQueue:
         def is_stopped() -> bool:
             return lease_dir.closes != closes or (stop is not None and stop.is_set())
 
-        pool = _WorkerPool(
+        return _WorkerPool(
             *(self, handler, concurrency, drain, is_stopped),
             idle_timeout_s=idle_timeout_s,
             time_limit_s=time_limit_s,
-        )
-        return pool.run()
+        ).run()
 
     def pause(self) -> None:
         """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers see
@@ -2895,11 +2889,14 @@ class FemtoQueue:
 
 class _States(dict[str, "tuple[str, str]"]):
     """By encoded key: where its task was last, and the path in keys/ of the newer payload behind it
-    ("": none). `saved`: what keys/<hash> says; "": there is no such file. `outdated`: the paths of
-    payloads that a younger one has replaced."""
+    ("": none, as of a key that is not in here). `saved`: what keys/<hash> says; "": there is no
+    such file. `outdated`: the paths of payloads that a younger one has replaced."""
 
     saved = ""
     outdated: tuple[str, ...] = ()
+
+    def __missing__(self, key: str) -> tuple[str, str]:
+        return "", ""
 
     def text(self) -> str:
         known = ((key, path, newer[5:]) for key, (path, newer) in self.items() if path)
@@ -2949,8 +2946,7 @@ class _KeyStates:
                     self._save(tag, states)
         finally:
             if lock is not outer:
-                with suppress(OSError):  # what was done under the lock is done
-                    lock.close()
+                lock.close()
 
     def _open_lock(self, name: str) -> _FileLock:
         try:
@@ -3028,7 +3024,7 @@ class _KeyedTasks(_KeyStates):
     def find_task(self, states: _States, name: str) -> tuple[str, str]:
         """Return where the task of an encoded key is ("": it has none), and the payload behind it;
         correct its state."""
-        task, behind = states.get(name, ("", ""))
+        task, behind = states[name]
         # CRASH: before a payload came to keys/, before it got that name, or after it left.
         path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not newer:
@@ -3088,7 +3084,7 @@ class _KeyedTasks(_KeyStates):
             return self._take_along(states, name, waiting)
 
     def _is_alone(self, name: str, lease: str) -> bool:
-        path, newer = self._load(_tag_of(lease)).get(name, ("", ""))
+        path, newer = self._load(_tag_of(lease))[name]
         self._files.lstat(lease)
         return _id_of(path) == _id_of(lease) and not newer
 
@@ -3207,7 +3203,7 @@ class _KeyedTasks(_KeyStates):
         for newer in sorted(payloads.difference(it for _, it in states.values())):
             with suppress(FileNotFoundError):  # promoted just now, or a person has it
                 name = self._key_in(newer) or "?"  # of no key: pop() will set it aside
-                path, before = states.get(name, ("", ""))
+                path, before = states[name]
                 if _id_of(newer) < max(_id_of(path), _id_of(before)):
                     self._files.remove(newer)
                 else:
@@ -3261,7 +3257,7 @@ class _Keys(_KeyedTasks):
     def _add(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
         """Make a payload the task of a key that has none; or put it behind the task, where it takes
         the place of one that is there. Return its id."""
-        path, before = states.get(name, ("", ""))
+        path, before = states[name]
         younger = _stamp_of(_id_of(path)) + 1 if path else 0  # hosts' clocks differ
         order = max(self._clock.next_order(), younger)
         ident = _id_of(before) or _new_name(order, _key_tag(name))
@@ -3324,17 +3320,20 @@ class _Keys(_KeyedTasks):
             raise
 
     def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:
-        """Put a payload into the place of one; return whether that was done, as in swap(). Raises
+        """Put a payload into the place of one; False where names can't be exchanged. or_rename: it
+        goes over that one then; a person who moves that just now makes two of one. Raises
         FileNotFoundError if that is gone. CRASH: the old one is a leftover in creating/."""
-        is_swapped = self._files.swap(aside, path, or_rename)
-        if is_swapped is None:
-            return False
+        is_swapped = self._files.swap(aside, path)
+        if not is_swapped:
+            if not or_rename:
+                return False
+            self._files.move_over(aside, path, must_exist=True)
         try:
             self._files.commit(path)
         except BaseException:
             if is_swapped:
                 with suppress(OSError):
-                    self._files.swap(aside, path, or_rename=False)
+                    self._files.swap(aside, path)
             raise
         self._files.remove(aside)  # until now the disk may know only that
         return True
@@ -3353,6 +3352,7 @@ _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _I
 _LINGER_S = 1.0  # after which the thread of coroutines ends, if none waits
 _MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
 _Found = TypeVar("_Found")  # by a wait
+_Look = Callable[[], "_Found | None"]
 
 
 class _Watcher:
@@ -3420,7 +3420,7 @@ class _Request:
 
     is_over = False
 
-    def __init__(self, look: Callable[[], FemtoTask | None], line: str, closes: int) -> None:
+    def __init__(self, look: _Look[FemtoTask], line: str, closes: int) -> None:
         import asyncio
         from concurrent.futures import Future
 
@@ -3441,9 +3441,7 @@ class _Waits:
         self._lock = threading.RLock()  # held as the thread that serves them starts and ends
         self._is_serving = False
 
-    def wait_for(
-        self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
-    ) -> _Found | None:
+    def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
         """Look until something is found, the time has come, or the queue is closed: None. A sleep
         between two looks ends with an event, close(), the time, or the next job (a due time, the
         end of a lease); where events are missed, after 1 ms, 2 ms and so on. has_events=False: it
@@ -3466,7 +3464,7 @@ class _Waits:
                     rest_s = min(rest_s, pause_s)
                 watcher.sleep(min(left_s, rest_s))
 
-    def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
+    def _look(self, look: _Look[_Found], closes: int) -> _Found | None:
         """Look once, for a wait that began when the queue had been closed `closes` times."""
         found = look()
         if self._lease_dir.closes == closes:
@@ -3526,7 +3524,7 @@ class _Waits:
     # Coroutines
 
     async def wait_for_async(
-        self, look: Callable[[], FemtoTask | None], end_s: float, line: str
+        self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
         """Do as wait_for() does, without blocking the event loop; first come, first served in a
         line. A look that takes long holds up the others, not their loops."""
@@ -3987,9 +3985,10 @@ class _WorkerPool:
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
-        pid, before = os.getpid(), {n: signal.getsignal(n) for n in self.stop_numbers if is_main}
         # Not those that are ignored, as by nohup, or have a handler that Python did not set.
-        before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
+        kept, pid = (signal.SIG_IGN, None), os.getpid()
+        numbers = self.stop_numbers if is_main else []
+        before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
 
         def handle(number: int, frame: object) -> None:
             if os.getpid() == pid:
@@ -4367,8 +4366,7 @@ class TicketQueue:
                     _unlink_if_exists(self._root + name)  # CRASH: of one that died with this lock
             yield lock
         finally:
-            with suppress(OSError):  # what was done under the lock is done
-                lock.close()
+            lock.close()
 
     def _tickets(self) -> list[str]:
         return sorted(filter(_parse_ticket, self._files.names("")))
@@ -4513,10 +4511,9 @@ class _SharedLock(_FileLock):
 
 class _SharedFiles(_Files):
     """`heals`: it is GlusterFS, which loses no replies. `phantoms`: the paths of those that were
-    met. `clock`: the queue's, set by its lease directory; tickets have none."""
+    met."""
 
     syncs_after_rename = False  # until then, another host could read a torn file
-    clock: _QueueClock
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
         super().__init__(data_dir, is_durable)
@@ -4553,7 +4550,7 @@ class _SharedFiles(_Files):
         self._refresh("")  # keys/ may be new
         return super().has_work()
 
-    def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
+    def read(self, path: str, ident: str) -> _Record:
         """Read a record; after a listing what another host may have replaced before it was here."""
         state = _state_of(path)
         if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
@@ -4561,7 +4558,7 @@ class _SharedFiles(_Files):
             return self.read_listed(path, ident)
         return self._read_once(path, ident)
 
-    def read_listed(self, path: str, ident: str) -> tuple[bytes, str | None]:
+    def read_listed(self, path: str, ident: str) -> _Record:
         """Read a record that was listed just now, and again while its name is listed: it may be
         replaced, or a phantom. A phantom takes so many looks, not so much time: a mount that hung
         knows no more than before. Raises FileNotFoundError."""
@@ -4649,10 +4646,6 @@ class _SharedLeaseDir(_LeaseDir):
 
     _files: _SharedFiles
 
-    def __init__(self, worker: _Worker) -> None:
-        super().__init__(worker)
-        self._files.clock = worker.clock
-
     def claim(self, source: str, lease: _Lease) -> bool:
         if not super().claim(source, lease):
             if not self._was_claimed(lease.path):
@@ -4711,7 +4704,7 @@ class _SharedKeys(_Keys):
             if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
                 continue
             if name := self._key_at(entry):
-                path, newer = states.get(name, ("", ""))
+                path, newer = states[name]
                 if entry.directory == "keys":
                     older, newer = sorted((newer, entry.path), key=_id_of)
                     states[name] = path, newer
@@ -4754,7 +4747,7 @@ class _SharedKeys(_Keys):
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
-        path, newer = self._load(_tag_of(lease), but=lease).get(name, ("", ""))
+        path, newer = self._load(_tag_of(lease), but=lease)[name]
         other = _id_of(path)
         if other > ident:
             self._end_second(name, lease, path)

@@ -462,9 +462,9 @@ the lock of a key is taken | KeyedConcurrency
 +            lock.is_at_path()
 the lock file of a key stays | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
-                 with suppress(OSError):  # what was done under the lock is done
-+                    os.unlink(lock.path)
-                     lock.close()
+             if lock is not outer:
++                os.unlink(lock.path)
+                 lock.close()
 what is in flight is seen by its key | Keyed; hosts: key ~ found nothing
 -        return self._worker.keys.path_of(_encode_key(key)) != ""
 +        return self._worker.keys.path_of(_encode_key(key)).startswith(("pending", "scheduled"))
@@ -522,10 +522,10 @@ a payload that came up counts more than the task before it | Keyed
 what is due does not keep the lock for long | Lifecycle
 -        end_s = time.monotonic() + _BASE_INTERVAL_S
 -        try:
--            _for_each(self._enqueue, itertools
+-            in_time = itertools
 +        end_s = time.monotonic() + 3600
 +        try:
-+            _for_each(self._enqueue, itertools
++            in_time = itertools
 of two payloads behind a leased task the newer one stays | KeyedTable
 -                    elif if_in_flight == "update" and not newer:
 +                    elif if_in_flight == "update":
@@ -659,7 +659,7 @@ a renewal gets the lock of a key that is pushed all the time | Meeting
 -                time.sleep(_LOCK_PAUSE_S)
 +                return False
 a synced push that raises puts back what was there | KeyedTable
--                    self._files.swap(aside, path, or_rename=False)
+-                    self._files.swap(aside, path)
 +                    pass
 repair() comes again soon for a busy key | Meeting
 -                self._worker.house.repairing.sooner(1)
