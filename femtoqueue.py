@@ -117,7 +117,8 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -1649,16 +1650,15 @@ class _LeaseDir:
             lock = self._files.open_dir(self.directory)
         if lock is None:
             return
-        try:
-            is_alone = lock.try_exclusive()
-            if is_alone is None or (is_alone and lock.is_at_path()):
-                if is_alone:
-                    self._worker.reclaim_all(self.directory, None)
-                _remove_empty_dir(self.path)
-        except OSError as error:  # no lease is lost by it: pop() of another worker ends them
-            _log().warning("%s could not be cleared: %s", self.path, error)
-        finally:
-            lock.close()
+        with closing(lock):
+            try:
+                is_alone = lock.try_exclusive()
+                if is_alone is None or (is_alone and lock.is_at_path()):
+                    if is_alone:
+                        self._worker.reclaim_all(self.directory, None)
+                    _remove_empty_dir(self.path)
+            except OSError as error:  # no lease is lost by it: pop() of another worker ends them
+                _log().warning("%s could not be cleared: %s", self.path, error)
 
 
 # ==================================================================================================
@@ -2209,7 +2209,7 @@ class _Housekeeper:
         lock = self._files.open_dir(directory)
         if lock is None:
             return
-        try:
+        with closing(lock):
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
                 if time.monotonic() >= self.repairing.rested_s:  # a foreign file may keep it here
@@ -2217,18 +2217,14 @@ class _Housekeeper:
                 if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # Not with another boot's leases, foreign files.
                     _remove_empty_dir(self._files.root + directory)
-        finally:
-            lock.close()
 
     def node_stats(self, directory: str) -> NodeStats:
         """Count the leases of one worker, and say whether it lives."""
         leases, now_ns, is_free = self._files.entries(directory), self._clock.now_ns(), None
         lock = self._files.open_dir(directory)
         if lock is not None:
-            try:
+            with closing(lock):
                 is_free = lock.try_exclusive()
-            finally:
-                lock.close()
         liveness = "alive" if is_free is False else "unknown"
         if is_free and any(entry.boot == self._clock.boot for entry in leases):
             liveness = "dead"
@@ -2616,7 +2612,7 @@ class FemtoQueue:
         held.path, held.length_ns = entry.path, length_ns
         held.has_checkpoint = True  # it may have one, which has to go with it
         task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
-        task.checkpoint, task.size_bytes = b"", None
+        task.size_bytes = None
         return task
 
     # Working
@@ -3288,7 +3284,7 @@ class _Keys(_KeyedTasks):
         """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
         the new time. Raises FileNotFoundError if another was quicker.
 
-        Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
+        Where names can't be exchanged, the payload goes behind the task. RACE: a claim
         reads the state after its rename. Before our save it delivers the old payload, and the new
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
@@ -3297,8 +3293,7 @@ class _Keys(_KeyedTasks):
             self._files.remove(f"checkpoints/{_id_of(path)}")
         with self._renamed(path, _reset_path(path, due_ns), aside) as target:
             states[name] = target, newer
-            is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
-            if newer or not self._put_over(aside, target, or_rename=is_safe):
+            if newer or not self._put_over(aside, target, or_rename=False):
                 self._add(states, name, aside, due_ns)
         self._worker.note(target)
 
@@ -4374,14 +4369,11 @@ class TicketQueue:
     def _lives(self, member: str) -> bool:
         """Say whether a member lives; remove its ticket if not."""
         with _ignore_missing():  # RACE: given up just now
-            lock = self._files.open_lock(member, os.O_RDWR)
-            try:
+            with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot:
                     is_dead = lock.try_exclusive()
                 else:  # by its open file: what is said of the path may be a minute old
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
-            finally:
-                lock.close()
             if not is_dead:
                 return True
             os.unlink(self._root + member)

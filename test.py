@@ -2533,8 +2533,9 @@ class KeyedByRename(Keyed):
         super().setUp()
 
     def test_a_payload_for_later_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
-        """It is in the place of the old one, and can't be taken back."""
+        """It is in the place of the one behind a task, and can't be taken back."""
         q, moves, clock = self.queue(sync_after_write=True), list[str](), self.clock()
+        task = leased(q, key="k")
         q.push(b"1", key="k")
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
@@ -2544,6 +2545,7 @@ class KeyedByRename(Keyed):
 
         with hooked(fail), self.assertRaises(OSError):
             q.schedule(b"2", (clock.time() + 99) * 1e6, key="k")
+        q.done(task)
         self.assertIsNone(q.pop())
         clock.advance(100)
         self.assertEqual(self.drain(q), [b"2"])
@@ -2614,8 +2616,7 @@ class Healed(QueueCase):
             with self.subTest(name):
                 self.assertEqual(q.push(b"3", key="k"), ident)
                 clock.advance(60)
-                task = q.take("k")
-                assert task is not None
+                task = self.take(q, "k")
                 self.assertEqual((task.id, task.data), (ident, b"3"))
                 q.push(b"4", key="k")
                 q.done(task)
@@ -2634,8 +2635,7 @@ class Healed(QueueCase):
         newest = q.push(b"4", key="k")
         for behind in (ident, newest):
             ghost = self.put(behind, record(b"2", b"k"), "keys")
-            task = q.pop()
-            assert task is not None
+            task = _taken(q)
             self.assertEqual((task.id, task.data), (newest, b"4"))
             q.release(task) if behind == ident else q.done(task)
             self.assertEqual(self.names("keys"), [behind])

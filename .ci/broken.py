@@ -355,9 +355,9 @@ a worker can start on a full disk | Faults
 -                if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
 +                if not error.errno:
 close() gives back what it had | Model
--                if is_alone:
-+                if not is_alone:
-                     self._worker
+-                    if is_alone:
++                    if not is_alone:
+                         self._worker
 the interpreter ends though a thread had the worker's lock | LeftBehind hangs
 -        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
 +        if not worker.lock.acquire():
