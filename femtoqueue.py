@@ -117,8 +117,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -128,6 +127,7 @@ except ImportError:  # not POSIX: leases end by their deadlines
 
 if TYPE_CHECKING:
     import logging
+    from contextlib import AbstractContextManager
     from datetime import datetime
 
 __all__ = [
@@ -665,8 +665,8 @@ class FemtoTask:
     @property
     def node(self) -> str | None:
         """The node_id of the worker that has it in flight, else None."""
-        directory = self.path.partition("/")[0]
-        return directory[len("inflight-") :] if self.state == "inflight" else None
+        match = _parse_node_dir(self.path.partition("/")[0])
+        return match and match[1]
 
     @property
     def created(self) -> datetime:
@@ -2060,17 +2060,17 @@ class _Housekeeper:
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._worker = worker.lease_dir, worker
-        self._lock, self._keep_done = worker.lock, worker.keep_done
+        self._lock = worker.lock
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
         self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
-        often_s, seldom_s = _BASE_INTERVAL_S, _REPAIR_INTERVAL_S
-        self.enqueuing = _Job(self, self._enqueue_due, often_s)
-        self.reclaiming = _Job(self, self.reclaim_ended, min(often_s, worker.length_ns / 4e9))
-        self.repairing = _Job(self, worker.keys.repair, seldom_s)
-        self._purging = _Job(self, self._purge_done, often_s)
-        sweeping = _Job(self, self.remove_stale_files, seldom_s)
+        reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
+        self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
+        self.reclaiming = _Job(self, self.reclaim_ended, reclaim_s)
+        self.repairing = _Job(self, worker.keys.repair, _REPAIR_INTERVAL_S)
+        self._purging = _Job(self, self._purge_done, _BASE_INTERVAL_S)
+        sweeping = _Job(self, self.remove_stale_files, _REPAIR_INTERVAL_S)
         self._jobs = [self.enqueuing, self.reclaiming, self.repairing, sweeping]
         if not isinstance(worker.keep_done, bool):
             self._jobs.append(self._purging)
@@ -2234,7 +2234,8 @@ class _Housekeeper:
 
     def _purge_done(self) -> None:
         """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
-        end_s, before_s = time.monotonic() + _PURGE_SLICE_S, time.time() - self._keep_done
+        keep_s = self._worker.keep_done
+        end_s, before_s = time.monotonic() + _PURGE_SLICE_S, time.time() - keep_s
         self._purging.every_s = _BASE_INTERVAL_S
         if self._done_scan is None:
             self._done_scan = os.scandir(f"{self._files.root}done")
@@ -2244,7 +2245,7 @@ class _Housekeeper:
             if time.monotonic() >= end_s:
                 return
         self.end_scan()
-        self._purging.every_s = min(max(_BASE_INTERVAL_S, self._keep_done / 10), 600.0)
+        self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
         """Remove what a killed process left: it was never acknowledged."""
@@ -2277,12 +2278,6 @@ class _Housekeeper:
 # 12. FemtoQueue: the public face. Its methods stand in the order of a task's life.
 #     Invariant: it checks its arguments before anything is changed. Locks: see room 10.
 # ==================================================================================================
-
-
-_SETTINGS = frozenset(
-    {"data_dir", "timeout_stale_ms", "sync_after_write", "max_attempts", "keep_done"}
-    | {"retry_delay_s", "poll_interval_s", "detached", "node_id"}
-)
 
 
 class FemtoQueue:
@@ -2872,6 +2867,10 @@ class FemtoQueue:
         settings["data_dir"] = os.path.dirname(self._files.root)
         settings["node_id"] = self._given_node_id
         return functools.partial(type(self), **settings), ()
+
+
+# Fixed when an object is made; a pickled one is made anew of them.
+_SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
 # ==================================================================================================

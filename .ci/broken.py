@@ -413,7 +413,7 @@ nothing is delivered while PAUSED is there | ByHand
 -            self._is_paused = self._files.exists("PAUSED")
 +            self._is_paused = False
 done tasks are kept for keep_done seconds | Lifecycle
-- + _PURGE_SLICE_S, time.time() - self._keep_done
+- + _PURGE_SLICE_S, time.time() - keep_s
 + + _PURGE_SLICE_S, time.time()
 max_attempts is a limit | Model
 -            if self.max_attempts is not None and before >= self.max_attempts:
