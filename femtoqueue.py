@@ -1534,8 +1534,7 @@ class _LeaseDir:
         # Leases that no worker holds: by path, the place to go back to. None: at that of the push.
         self.orphans: dict[str, str | None] = {}
         self.closes = 0
-        self._held: _FileLock | None = None
-        self._first_open = True  # leases found in it belong to an earlier process
+        self._held: _FileLock | None = None  # None: leases found in it are an earlier process's
 
     # Opening
 
@@ -1563,7 +1562,7 @@ class _LeaseDir:
                 # RACE: with the exclusive lock no namesake is at work in the directory that we
                 # opened; but an observer may have removed that, and a namesake made it anew: then
                 # its leases run.
-                elif self._first_open and lock.try_exclusive() and lock.is_at_path():
+                elif self._held is None and lock.try_exclusive() and lock.is_at_path():
                     with suppress(OSError):  # the next look at leases raises it
                         leases = self._files.entries(self.directory)
                         for path in (it.path for it in leases if it.boot != _DETACHED):
@@ -1573,7 +1572,7 @@ class _LeaseDir:
                 if lock.is_at_path():
                     # With its last reference, the old one goes now, and not sooner: it may come
                     # back, with what we hold in it.
-                    self._held, self._first_open = lock, False
+                    self._held = lock
                     return
             finally:  # not with the last reference: a kept exception has this frame, and the lock
                 if lock is not self._held:
@@ -1643,7 +1642,6 @@ class _LeaseDir:
 
     def give_up(self) -> None:
         """Close it. If no other object holds it, its leases end."""
-        self._first_open = True
         self._worker.house.look_again()
         lock, self._held = self._held, None
         if lock is not None and lock.fd == -1:  # in a cycle of garbage its finalizer may be first
@@ -2064,7 +2062,7 @@ class _Housekeeper:
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
-        self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
+        self._look_s = 0.0  # when PAUSED is looked at next
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
         self.reclaiming = _Job(self, self.reclaim_ended, reclaim_s)
@@ -2117,14 +2115,15 @@ class _Housekeeper:
     def _list_pending(self) -> None:
         """List the oldest names, unless the queue is paused. PAUSED and our lease directory are
         looked at each _LOOK_INTERVAL_S: each pop() of an almost empty queue comes here."""
-        now_s = time.monotonic()
-        if now_s >= self._look_s or self._is_paused:
+        now_s, is_paused = time.monotonic(), False
+        if now_s >= self._look_s:
             self._lease_dir.ensure_open()
-            self._is_paused = self._files.exists("PAUSED")
+            is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id())
-            self._look_s = now_s + _LOOK_INTERVAL_S
-        if self._is_paused:
+            if not is_paused:  # else it is looked at each time
+                self._look_s = now_s + _LOOK_INTERVAL_S
+        if is_paused:
             self._backlog.names = []
             self._backlog.refill_s = now_s + 1
         else:

@@ -339,8 +339,8 @@ what comes back to the front is delivered next | Model
 -            if self.names and name < self.names[-1]:
 +            if self.names and name > self.names[-1]:
 who comes back under its node_id takes back what it had | Model
--            elif self._first_open and lock.try_exclusive() and lock.is_at_path():
-+            elif self._first_open and not lock.try_exclusive():
+-            elif self._held is None and lock.try_exclusive() and lock.is_at_path():
++            elif self._held is None and not lock.try_exclusive():
 a detached lease outlives a restart of its node_id | CommandLine
 - for it in leases if it.boot != _DETACHED)
 + for it in leases)
@@ -410,8 +410,8 @@ trouble with a directory is raised when no task waits | Faults
 -                    raise job.error
 +                    continue
 nothing is delivered while PAUSED is there | ByHand
--            self._is_paused = self._files.exists("PAUSED")
-+            self._is_paused = False
+-            is_paused = self._files.exists("PAUSED")
++            is_paused = False
 done tasks are kept for keep_done seconds | Lifecycle
 - + _PURGE_SLICE_S, time.time() - keep_s
 + + _PURGE_SLICE_S, time.time()
