@@ -813,9 +813,8 @@ def _check_id(id: object) -> str:
 #    Invariant: a payload that does not match its header is never returned.
 # ==================================================================================================
 
-_READ_BYTES = 4096  # a record of this size or less is read with one call
+_READ_BYTES = 4096  # a record of this size or less is read with one call; holds any header
 _JOINED_BYTES = 1 << 14  # a record of this size or less is written with one call
-_HEAD_BYTES = 1024  # holds any header
 
 _Record = tuple[bytes, "str | None"]  # payload and key
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
@@ -1165,7 +1164,7 @@ class _Files:
         if self.is_regular(path):
             fd = os.open(self.root + path, _READ_FLAGS)
             try:
-                header = _match_header(os.read(fd, _HEAD_BYTES))
+                header = _match_header(os.read(fd, _READ_BYTES))
             finally:
                 os.close(fd)
         if header is None:
@@ -1675,9 +1674,9 @@ _LOOK_INTERVAL_S = 0.1  # between two looks at PAUSED, at our lease directory, a
 class _Worker:
     """What one queue object has in one process: its parts, and what they do with tasks."""
 
-    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock, node_id: str) -> None:
+    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock) -> None:
         self.files, self.clock, self.lock = files, clock, threading.RLock()
-        self.node_id, self.detached = node_id, queue.detached
+        self.node_id, self.detached = queue.node_id, queue.detached
         self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
         self.length_ns, self.poll_interval_s = queue._length_ns, queue.poll_interval_s
         self.backlog = _Backlog(self)
@@ -2263,8 +2262,8 @@ class _Housekeeper:
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        named = [it for it in self._files.entries("creating") if it.stamp_ns < before_ns]
-        creating = [it.path for it in named if self._is_stale(it)]
+        aside = self._files.entries("creating")
+        creating = [it.path for it in aside if it.stamp_ns < before_ns and self._is_stale(it)]
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
     def _is_stale(self, entry: _Entry) -> bool:
@@ -2352,9 +2351,9 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
-        self.__dict__["node_id"] = node_id  # past __setattr__: it is another in a child
-        self._worker = _Worker(self, self._files, self._clock, node_id)
+        # Past __setattr__: it is another in a child.
+        self.__dict__["node_id"] = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
+        self._worker = _Worker(self, self._files, self._clock)
 
     def _after_fork(self) -> None:
         self._worker.house.end_scan()
@@ -3178,7 +3177,6 @@ class _KeyedTasks(_KeyStates):
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
         payloads = {path for path in self._found() if "-" in path}
-        idle = {_tag_of(path) for path in self.idle()}
 
         def repair(tag: str) -> None:
             try:
@@ -3189,7 +3187,7 @@ class _KeyedTasks(_KeyStates):
             except BlockingIOError:  # RACE: another process is at work on a key of its hash
                 self._worker.house.repairing.sooner(1)
 
-        _for_each(repair, sorted(idle.union(map(_tag_of, payloads))))
+        _for_each(repair, sorted({*map(_tag_of, [*self.idle(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
         """Note the payloads in keys/ that no state knows: power loss, or a person, took it. What
@@ -3356,11 +3354,11 @@ class _Watcher:
     def __init__(self, root: str) -> None:
         self._fds: list[int] = []  # of inotify, and of an eventfd for wake()
         self._watches: list[int] = []  # of the directories, as they were at the last look
-        self._root, self._libc = root, _libc()
+        self._root = root
         self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
         self._no_wake.acquire()
         is_local = _fs_type(root) in _LOCAL_TYPES  # it may raise: before there is a descriptor
-        fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
+        fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if _libc() else -1
         self.sees_all = is_local and fd >= 0  # -1: too many
         if fd >= 0:
             self._fds.append(fd)
@@ -3370,7 +3368,7 @@ class _Watcher:
 
     def _watch(self) -> bool:
         """Watch the directories; return whether another is in the place of one (shrink_pending)."""
-        fd, add_watch = self._fds[0], self._libc.inotify_add_watch
+        fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
         self.sees_all &= min(self._watches) >= 0
