@@ -117,7 +117,7 @@ import time
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 try:
@@ -127,6 +127,7 @@ except ImportError:  # not POSIX: leases end by their deadlines
 
 if TYPE_CHECKING:
     import logging
+    from contextlib import AbstractContextManager
     from datetime import datetime
 
 __all__ = [
@@ -664,8 +665,8 @@ class FemtoTask:
     @property
     def node(self) -> str | None:
         """The node_id of the worker that has it in flight, else None."""
-        directory = self.path.partition("/")[0]
-        return directory[len("inflight-") :] if self.state == "inflight" else None
+        match = _parse_node_dir(self.path.partition("/")[0])
+        return match and match[1]
 
     @property
     def created(self) -> datetime:
@@ -812,10 +813,10 @@ def _check_id(id: object) -> str:
 #    Invariant: a payload that does not match its header is never returned.
 # ==================================================================================================
 
-_READ_BYTES = 4096  # a record of this size or less is read with one call
+_READ_BYTES = 4096  # a record of this size or less is read with one call; holds any header
 _JOINED_BYTES = 1 << 14  # a record of this size or less is written with one call
-_HEAD_BYTES = 1024  # holds any header
 
+_Record = tuple[bytes, "str | None"]  # payload and key
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 
 
@@ -849,7 +850,7 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
             rest = rest[os.write(fd, rest) :]
 
 
-def _read_other(fd: int, head: bytes, ident: str) -> tuple[bytes, str | None]:
+def _read_other(fd: int, head: bytes, ident: str) -> _Record:
     """Read on where the first read did not show a whole record, or say what is wrong with it."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
@@ -966,7 +967,7 @@ class _FileLock:
             return
         with suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_UN)
-        with _no_fork():
+        with _no_fork(), suppress(OSError):  # nothing was written to it
             _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
             self.fd = -1  # not sooner: what Ctrl-C leaves open is closed with the last reference
             os.close(fd)
@@ -975,8 +976,7 @@ class _FileLock:
         # os is None when the interpreter ends. In a forked child the descriptor is closed already
         # (_after_fork_in_child), and its number may be another's.
         if self.fd >= 0 and os is not None and self._pid == os.getpid():
-            with suppress(OSError):  # closed by code that did not open it
-                self.close()
+            self.close()
 
 
 # What is to be called in a forked child, with the object that it belongs to.
@@ -1047,10 +1047,12 @@ def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
 class _Files:
     """The files of one data_dir. Paths are relative to it, as in "pending/<id>"; `root` ends with
     a separator. `is_durable`: what is acknowledged survives power loss. `parts`: the classes of
-    the lease directory, the keys and the numbers of tickets for this file system."""
+    the lease directory, the keys and the numbers of tickets for this file system. `clock`: the
+    queue's, which sets it; tickets have none."""
 
     caveat = ""  # what check() is to say of the file system
     parts: Any
+    clock: _QueueClock
 
     # A new file is synced after its rename; before it where an open file can't be renamed.
     syncs_after_rename = os.name == "posix"
@@ -1137,7 +1139,7 @@ class _Files:
     def lstat(self, path: str) -> os.stat_result:
         return os.lstat(self.root + path)
 
-    def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
+    def read(self, path: str, ident: str) -> _Record:
         """Return payload and key of a record. Raises CorruptTask unless it is a whole one."""
         try:
             fd = os.open(self.root + path, _READ_FLAGS)
@@ -1162,7 +1164,7 @@ class _Files:
         if self.is_regular(path):
             fd = os.open(self.root + path, _READ_FLAGS)
             try:
-                header = _match_header(os.read(fd, _HEAD_BYTES))
+                header = _match_header(os.read(fd, _READ_BYTES))
             finally:
                 os.close(fd)
         if header is None:
@@ -1241,20 +1243,15 @@ class _Files:
             self.remove(path)
             raise
 
-    def swap(self, aside: str, path: str, or_rename: bool) -> bool | None:
-        """Exchange a file with the one at `path`, in one step, and return True. Where names can't
-        be exchanged (NFS, FUSE; not Linux) do nothing, and return None; or_rename: rename it over
-        that one, and return False; a person who moves that away in the same instant makes two of
-        one. Raises FileNotFoundError if there is none at `path`."""
+    def swap(self, aside: str, path: str) -> bool:
+        """Exchange a file with the one at `path`, in one step; False where names can't be exchanged
+        (NFS, FUSE; not Linux). Raises FileNotFoundError if there is none at `path`."""
         try:
             _exchange(self.root + aside, self.root + path)
             return True
         except OSError as error:
             if error.errno not in _NO_EXCHANGE_ERRNOS:
                 raise
-        if not or_rename:
-            return None
-        self.move_over(aside, path, must_exist=True)
         return False
 
     def move(self, source: str, target: str) -> str:
@@ -1361,7 +1358,7 @@ class _QueueClock:
     """The clock of one queue object. `tag` is the object's own, in the ids that it gives."""
 
     def __init__(self, files: _Files) -> None:
-        self._files = files
+        self._files, files.clock = files, self
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
 
@@ -1536,8 +1533,7 @@ class _LeaseDir:
         # Leases that no worker holds: by path, the place to go back to. None: at that of the push.
         self.orphans: dict[str, str | None] = {}
         self.closes = 0
-        self._held: _FileLock | None = None
-        self._first_open = True  # leases found in it belong to an earlier process
+        self._held: _FileLock | None = None  # None: leases found in it are an earlier process's
 
     # Opening
 
@@ -1565,7 +1561,7 @@ class _LeaseDir:
                 # RACE: with the exclusive lock no namesake is at work in the directory that we
                 # opened; but an observer may have removed that, and a namesake made it anew: then
                 # its leases run.
-                elif self._first_open and lock.try_exclusive() and lock.is_at_path():
+                elif self._held is None and lock.try_exclusive() and lock.is_at_path():
                     with suppress(OSError):  # the next look at leases raises it
                         leases = self._files.entries(self.directory)
                         for path in (it.path for it in leases if it.boot != _DETACHED):
@@ -1575,7 +1571,7 @@ class _LeaseDir:
                 if lock.is_at_path():
                     # With its last reference, the old one goes now, and not sooner: it may come
                     # back, with what we hold in it.
-                    self._held, self._first_open = lock, False
+                    self._held = lock
                     return
             finally:  # not with the last reference: a kept exception has this frame, and the lock
                 if lock is not self._held:
@@ -1645,23 +1641,21 @@ class _LeaseDir:
 
     def give_up(self) -> None:
         """Close it. If no other object holds it, its leases end."""
-        self._first_open = True
         self._worker.house.look_again()
         lock, self._held = self._held, None
         if lock is not None and lock.fd == -1:  # in a cycle of garbage its finalizer may be first
             lock = self._files.open_dir(self.directory)
         if lock is None:
             return
-        try:
-            is_alone = lock.try_exclusive()
-            if is_alone is None or (is_alone and lock.is_at_path()):
-                if is_alone:
-                    self._worker.reclaim_all(self.directory, None)
-                _remove_empty_dir(self.path)
-        except OSError as error:  # no lease is lost by it: pop() of another worker ends them
-            _log().warning("%s could not be cleared: %s", self.path, error)
-        finally:
-            lock.close()
+        with closing(lock):
+            try:
+                is_alone = lock.try_exclusive()
+                if is_alone is None or (is_alone and lock.is_at_path()):
+                    if is_alone:
+                        self._worker.reclaim_all(self.directory, None)
+                    _remove_empty_dir(self.path)
+            except OSError as error:  # no lease is lost by it: pop() of another worker ends them
+                _log().warning("%s could not be cleared: %s", self.path, error)
 
 
 # ==================================================================================================
@@ -1674,13 +1668,15 @@ class _LeaseDir:
 #     is only tried (wait=False).
 # ==================================================================================================
 
+_LOOK_INTERVAL_S = 0.1  # between two looks at PAUSED, at our lease directory, at a busy key
+
 
 class _Worker:
     """What one queue object has in one process: its parts, and what they do with tasks."""
 
-    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock, node_id: str) -> None:
+    def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock) -> None:
         self.files, self.clock, self.lock = files, clock, threading.RLock()
-        self.node_id, self.detached = node_id, queue.detached
+        self.node_id, self.detached = queue.node_id, queue.detached
         self.max_attempts, self.keep_done = queue.max_attempts, queue.keep_done
         self.length_ns, self.poll_interval_s = queue._length_ns, queue.poll_interval_s
         self.backlog = _Backlog(self)
@@ -1874,9 +1870,14 @@ class _Worker:
 
     def enqueue_scheduled(self, source: str) -> None:
         """Move one task that is due to the back of pending/. It is synced: on btrfs, a later push's
-        sync of pending/ alone left it in scheduled/ as well. Raises BlockingIOError as lock()."""
+        sync of pending/ alone left it in scheduled/ as well."""
         target = self.back_path(source, _attempts_of(source))
-        self.files.commit(self.move_task(source, target, wait=False))
+        try:
+            self.files.commit(self.move_task(source, target, wait=False))
+        except FileNotFoundError:
+            pass  # RACE: another worker moved it
+        except BlockingIOError:  # RACE: another process is at work on its key; soon
+            self.house.enqueuing.sooner(_LOOK_INTERVAL_S)
 
     # From pending/ to in flight
 
@@ -2004,7 +2005,6 @@ class _Worker:
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
-_LOOK_INTERVAL_S = 0.1  # between two looks at PAUSED and at our lease directory
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
 _LEFTOVER_NS = 3600 * 10**9
@@ -2057,17 +2057,17 @@ class _Housekeeper:
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._worker = worker.lease_dir, worker
-        self._lock, self._keep_done = worker.lock, worker.keep_done
+        self._lock = worker.lock
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
-        self._look_s, self._is_paused = 0.0, False  # when PAUSED is looked at next, what was seen
-        often_s, seldom_s = _BASE_INTERVAL_S, _REPAIR_INTERVAL_S
-        self.enqueuing = _Job(self, self._enqueue_due, often_s)
-        self.reclaiming = _Job(self, self.reclaim_ended, min(often_s, worker.length_ns / 4e9))
-        self.repairing = _Job(self, worker.keys.repair, seldom_s)
-        self._purging = _Job(self, self._purge_done, often_s)
-        sweeping = _Job(self, self.remove_stale_files, seldom_s)
+        self._look_s = 0.0  # when PAUSED is looked at next
+        reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
+        self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
+        self.reclaiming = _Job(self, self.reclaim_ended, reclaim_s)
+        self.repairing = _Job(self, worker.keys.repair, _REPAIR_INTERVAL_S)
+        self._purging = _Job(self, self._purge_done, _BASE_INTERVAL_S)
+        sweeping = _Job(self, self.remove_stale_files, _REPAIR_INTERVAL_S)
         self._jobs = [self.enqueuing, self.reclaiming, self.repairing, sweeping]
         if not isinstance(worker.keep_done, bool):
             self._jobs.append(self._purging)
@@ -2114,14 +2114,15 @@ class _Housekeeper:
     def _list_pending(self) -> None:
         """List the oldest names, unless the queue is paused. PAUSED and our lease directory are
         looked at each _LOOK_INTERVAL_S: each pop() of an almost empty queue comes here."""
-        now_s = time.monotonic()
-        if now_s >= self._look_s or self._is_paused:
+        now_s, is_paused = time.monotonic(), False
+        if now_s >= self._look_s:
             self._lease_dir.ensure_open()
-            self._is_paused = self._files.exists("PAUSED")
+            is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id())
-            self._look_s = now_s + _LOOK_INTERVAL_S
-        if self._is_paused:
+            if not is_paused:  # else it is looked at each time
+                self._look_s = now_s + _LOOK_INTERVAL_S
+        if is_paused:
             self._backlog.names = []
             self._backlog.refill_s = now_s + 1
         else:
@@ -2154,19 +2155,11 @@ class _Housekeeper:
             due.append(f"scheduled/{name}")
         end_s = time.monotonic() + _BASE_INTERVAL_S
         try:
-            _for_each(self._enqueue, itertools.takewhile(lambda _: time.monotonic() < end_s, due))
+            in_time = itertools.takewhile(lambda _: time.monotonic() < end_s, due)
+            _for_each(self._worker.enqueue_scheduled, in_time)
         finally:
             if due and time.monotonic() >= end_s:
                 self.enqueuing.sooner(0)
-
-    def _enqueue(self, path: str) -> None:
-        try:
-            self._worker.enqueue_scheduled(path)
-        except FileNotFoundError:
-            pass  # RACE: another worker moved it
-        except BlockingIOError:
-            # RACE: another process is at work on its key; soon
-            self.enqueuing.sooner(_LOOK_INTERVAL_S)
 
     def reclaim_ended(self) -> None:
         """Reclaim leases that are past their deadline or held by dead workers."""
@@ -2214,7 +2207,7 @@ class _Housekeeper:
         lock = self._files.open_dir(directory)
         if lock is None:
             return
-        try:
+        with closing(lock):
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
                 if time.monotonic() >= self.repairing.rested_s:  # a foreign file may keep it here
@@ -2222,18 +2215,14 @@ class _Housekeeper:
                 if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # Not with another boot's leases, foreign files.
                     _remove_empty_dir(self._files.root + directory)
-        finally:
-            lock.close()
 
     def node_stats(self, directory: str) -> NodeStats:
         """Count the leases of one worker, and say whether it lives."""
         leases, now_ns, is_free = self._files.entries(directory), self._clock.now_ns(), None
         lock = self._files.open_dir(directory)
         if lock is not None:
-            try:
+            with closing(lock):
                 is_free = lock.try_exclusive()
-            finally:
-                lock.close()
         liveness = "alive" if is_free is False else "unknown"
         if is_free and any(entry.boot == self._clock.boot for entry in leases):
             liveness = "dead"
@@ -2243,7 +2232,8 @@ class _Housekeeper:
 
     def _purge_done(self) -> None:
         """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
-        end_s, before_s = time.monotonic() + _PURGE_SLICE_S, time.time() - self._keep_done
+        keep_s = self._worker.keep_done
+        end_s, before_s = time.monotonic() + _PURGE_SLICE_S, time.time() - keep_s
         self._purging.every_s = _BASE_INTERVAL_S
         if self._done_scan is None:
             self._done_scan = os.scandir(f"{self._files.root}done")
@@ -2253,7 +2243,7 @@ class _Housekeeper:
             if time.monotonic() >= end_s:
                 return
         self.end_scan()
-        self._purging.every_s = min(max(_BASE_INTERVAL_S, self._keep_done / 10), 600.0)
+        self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
         """Remove what a killed process left: it was never acknowledged."""
@@ -2272,8 +2262,8 @@ class _Housekeeper:
         for _ in range(2 if old else 0):  # while we look, tasks move both ways
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
-        named = [it for it in self._files.entries("creating") if it.stamp_ns < before_ns]
-        creating = [it.path for it in named if self._is_stale(it)]
+        aside = self._files.entries("creating")
+        creating = [it.path for it in aside if it.stamp_ns < before_ns and self._is_stale(it)]
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
     def _is_stale(self, entry: _Entry) -> bool:
@@ -2286,12 +2276,6 @@ class _Housekeeper:
 # 12. FemtoQueue: the public face. Its methods stand in the order of a task's life.
 #     Invariant: it checks its arguments before anything is changed. Locks: see room 10.
 # ==================================================================================================
-
-
-_SETTINGS = frozenset(
-    {"data_dir", "timeout_stale_ms", "sync_after_write", "max_attempts", "keep_done"}
-    | {"retry_delay_s", "poll_interval_s", "detached", "node_id"}
-)
 
 
 class FemtoQueue:
@@ -2367,9 +2351,9 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        node_id = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
-        self.__dict__["node_id"] = node_id  # past __setattr__: it is another in a child
-        self._worker = _Worker(self, self._files, self._clock, node_id)
+        # Past __setattr__: it is another in a child.
+        self.__dict__["node_id"] = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
+        self._worker = _Worker(self, self._files, self._clock)
 
     def _after_fork(self) -> None:
         self._worker.house.end_scan()
@@ -2532,7 +2516,7 @@ class FemtoQueue:
 
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
-    ) -> Callable[[], FemtoTask | None]:
+    ) -> _Look[FemtoTask]:
         """Check the arguments of take(); return what looks once."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
@@ -2621,7 +2605,7 @@ class FemtoQueue:
         held.path, held.length_ns = entry.path, length_ns
         held.has_checkpoint = True  # it may have one, which has to go with it
         task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
-        task.checkpoint, task.size_bytes = b"", None
+        task.size_bytes = None
         return task
 
     # Working
@@ -2684,12 +2668,11 @@ class FemtoQueue:
         def is_stopped() -> bool:
             return lease_dir.closes != closes or (stop is not None and stop.is_set())
 
-        pool = _WorkerPool(
+        return _WorkerPool(
             *(self, handler, concurrency, drain, is_stopped),
             idle_timeout_s=idle_timeout_s,
             time_limit_s=time_limit_s,
-        )
-        return pool.run()
+        ).run()
 
     def pause(self) -> None:
         """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers see
@@ -2890,6 +2873,10 @@ class FemtoQueue:
         return functools.partial(type(self), **settings), ()
 
 
+# Fixed when an object is made; a pickled one is made anew of them.
+_SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
+
+
 # ==================================================================================================
 # 13. Key states: where the task of each key is, under the locks of keys.
 #     Invariant: keys/<hash> has a line for each key, "<key> <path> <newer payload, or ->", then an
@@ -2901,11 +2888,14 @@ class FemtoQueue:
 
 class _States(dict[str, "tuple[str, str]"]):
     """By encoded key: where its task was last, and the path in keys/ of the newer payload behind it
-    ("": none). `saved`: what keys/<hash> says; "": there is no such file. `outdated`: the paths of
-    payloads that a younger one has replaced."""
+    ("": none, as of a key that is not in here). `saved`: what keys/<hash> says; "": there is no
+    such file. `outdated`: the paths of payloads that a younger one has replaced."""
 
     saved = ""
     outdated: tuple[str, ...] = ()
+
+    def __missing__(self, key: str) -> tuple[str, str]:
+        return "", ""
 
     def text(self) -> str:
         known = ((key, path, newer[5:]) for key, (path, newer) in self.items() if path)
@@ -2955,8 +2945,7 @@ class _KeyStates:
                     self._save(tag, states)
         finally:
             if lock is not outer:
-                with suppress(OSError):  # what was done under the lock is done
-                    lock.close()
+                lock.close()
 
     def _open_lock(self, name: str) -> _FileLock:
         try:
@@ -3034,7 +3023,7 @@ class _KeyedTasks(_KeyStates):
     def find_task(self, states: _States, name: str) -> tuple[str, str]:
         """Return where the task of an encoded key is ("": it has none), and the payload behind it;
         correct its state."""
-        task, behind = states.get(name, ("", ""))
+        task, behind = states[name]
         # CRASH: before a payload came to keys/, before it got that name, or after it left.
         path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not newer:
@@ -3094,7 +3083,7 @@ class _KeyedTasks(_KeyStates):
             return self._take_along(states, name, waiting)
 
     def _is_alone(self, name: str, lease: str) -> bool:
-        path, newer = self._load(_tag_of(lease)).get(name, ("", ""))
+        path, newer = self._load(_tag_of(lease))[name]
         self._files.lstat(lease)
         return _id_of(path) == _id_of(lease) and not newer
 
@@ -3194,7 +3183,6 @@ class _KeyedTasks(_KeyStates):
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task."""
         payloads = {path for path in self._found() if "-" in path}
-        idle = {_tag_of(path) for path in self.idle()}
 
         def repair(tag: str) -> None:
             try:
@@ -3205,7 +3193,7 @@ class _KeyedTasks(_KeyStates):
             except BlockingIOError:  # RACE: another process is at work on a key of its hash
                 self._worker.house.repairing.sooner(1)
 
-        _for_each(repair, sorted(idle.union(map(_tag_of, payloads))))
+        _for_each(repair, sorted({*map(_tag_of, [*self.idle(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
         """Note the payloads in keys/ that no state knows: power loss, or a person, took it. What
@@ -3213,7 +3201,7 @@ class _KeyedTasks(_KeyStates):
         for newer in sorted(payloads.difference(it for _, it in states.values())):
             with suppress(FileNotFoundError):  # promoted just now, or a person has it
                 name = self._key_in(newer) or "?"  # of no key: pop() will set it aside
-                path, before = states.get(name, ("", ""))
+                path, before = states[name]
                 if _id_of(newer) < max(_id_of(path), _id_of(before)):
                     self._files.remove(newer)
                 else:
@@ -3267,7 +3255,7 @@ class _Keys(_KeyedTasks):
     def _add(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
         """Make a payload the task of a key that has none; or put it behind the task, where it takes
         the place of one that is there. Return its id."""
-        path, before = states.get(name, ("", ""))
+        path, before = states[name]
         younger = _stamp_of(_id_of(path)) + 1 if path else 0  # hosts' clocks differ
         order = max(self._clock.next_order(), younger)
         ident = _id_of(before) or _new_name(order, _key_tag(name))
@@ -3298,7 +3286,7 @@ class _Keys(_KeyedTasks):
         """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
         the new time. Raises FileNotFoundError if another was quicker.
 
-        Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
+        Where names can't be exchanged, the payload goes behind the task. RACE: a claim
         reads the state after its rename. Before our save it delivers the old payload, and the new
         one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
@@ -3307,8 +3295,7 @@ class _Keys(_KeyedTasks):
             self._files.remove(f"checkpoints/{_id_of(path)}")
         with self._renamed(path, _reset_path(path, due_ns), aside) as target:
             states[name] = target, newer
-            is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
-            if newer or not self._put_over(aside, target, or_rename=is_safe):
+            if newer or not self._put_over(aside, target, or_rename=False):
                 self._add(states, name, aside, due_ns)
         self._worker.note(target)
 
@@ -3330,17 +3317,20 @@ class _Keys(_KeyedTasks):
             raise
 
     def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:
-        """Put a payload into the place of one; return whether that was done, as in swap(). Raises
+        """Put a payload into the place of one; False where names can't be exchanged. or_rename: it
+        goes over that one then; a person who moves that just now makes two of one. Raises
         FileNotFoundError if that is gone. CRASH: the old one is a leftover in creating/."""
-        is_swapped = self._files.swap(aside, path, or_rename)
-        if is_swapped is None:
-            return False
+        is_swapped = self._files.swap(aside, path)
+        if not is_swapped:
+            if not or_rename:
+                return False
+            self._files.move_over(aside, path, must_exist=True)
         try:
             self._files.commit(path)
         except BaseException:
             if is_swapped:
                 with suppress(OSError):
-                    self._files.swap(aside, path, or_rename=False)
+                    self._files.swap(aside, path)
             raise
         self._files.remove(aside)  # until now the disk may know only that
         return True
@@ -3359,6 +3349,7 @@ _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _I
 _LINGER_S = 1.0  # after which the thread of coroutines ends, if none waits
 _MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
 _Found = TypeVar("_Found")  # by a wait
+_Look = Callable[[], "_Found | None"]
 
 
 class _Watcher:
@@ -3369,11 +3360,11 @@ class _Watcher:
     def __init__(self, root: str) -> None:
         self._fds: list[int] = []  # of inotify, and of an eventfd for wake()
         self._watches: list[int] = []  # of the directories, as they were at the last look
-        self._root, self._libc = root, _libc()
+        self._root = root
         self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
         self._no_wake.acquire()
         is_local = _fs_type(root) in _LOCAL_TYPES  # it may raise: before there is a descriptor
-        fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if self._libc else -1
+        fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if _libc() else -1
         self.sees_all = is_local and fd >= 0  # -1: too many
         if fd >= 0:
             self._fds.append(fd)
@@ -3383,7 +3374,7 @@ class _Watcher:
 
     def _watch(self) -> bool:
         """Watch the directories; return whether another is in the place of one (shrink_pending)."""
-        fd, add_watch = self._fds[0], self._libc.inotify_add_watch
+        fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
         self.sees_all &= min(self._watches) >= 0
@@ -3426,7 +3417,7 @@ class _Request:
 
     is_over = False
 
-    def __init__(self, look: Callable[[], FemtoTask | None], line: str, closes: int) -> None:
+    def __init__(self, look: _Look[FemtoTask], line: str, closes: int) -> None:
         import asyncio
         from concurrent.futures import Future
 
@@ -3447,9 +3438,7 @@ class _Waits:
         self._lock = threading.RLock()  # held as the thread that serves them starts and ends
         self._is_serving = False
 
-    def wait_for(
-        self, look: Callable[[], _Found | None], end_s: float, has_events: bool = True
-    ) -> _Found | None:
+    def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
         """Look until something is found, the time has come, or the queue is closed: None. A sleep
         between two looks ends with an event, close(), the time, or the next job (a due time, the
         end of a lease); where events are missed, after 1 ms, 2 ms and so on. has_events=False: it
@@ -3472,7 +3461,7 @@ class _Waits:
                     rest_s = min(rest_s, pause_s)
                 watcher.sleep(min(left_s, rest_s))
 
-    def _look(self, look: Callable[[], _Found | None], closes: int) -> _Found | None:
+    def _look(self, look: _Look[_Found], closes: int) -> _Found | None:
         """Look once, for a wait that began when the queue had been closed `closes` times."""
         found = look()
         if self._lease_dir.closes == closes:
@@ -3532,7 +3521,7 @@ class _Waits:
     # Coroutines
 
     async def wait_for_async(
-        self, look: Callable[[], FemtoTask | None], end_s: float, line: str
+        self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
         """Do as wait_for() does, without blocking the event loop; first come, first served in a
         line. A look that takes long holds up the others, not their loops."""
@@ -3993,9 +3982,10 @@ class _WorkerPool:
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
-        pid, before = os.getpid(), {n: signal.getsignal(n) for n in self.stop_numbers if is_main}
         # Not those that are ignored, as by nohup, or have a handler that Python did not set.
-        before = {n: it for n, it in before.items() if it not in (signal.SIG_IGN, None)}
+        kept, pid = (signal.SIG_IGN, None), os.getpid()
+        numbers = self.stop_numbers if is_main else []
+        before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
 
         def handle(number: int, frame: object) -> None:
             if os.getpid() == pid:
@@ -4377,8 +4367,7 @@ class TicketQueue:
                     _unlink_if_exists(self._root + name)  # CRASH: of one that died with this lock
             yield lock
         finally:
-            with suppress(OSError):  # what was done under the lock is done
-                lock.close()
+            lock.close()
 
     def _tickets(self) -> list[str]:
         return sorted(filter(_parse_ticket, self._files.names("")))
@@ -4386,14 +4375,11 @@ class TicketQueue:
     def _lives(self, member: str) -> bool:
         """Say whether a member lives; remove its ticket if not."""
         with _ignore_missing():  # RACE: given up just now
-            lock = self._files.open_lock(member, os.O_RDWR)
-            try:
+            with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot:
                     is_dead = lock.try_exclusive()
                 else:  # by its open file: what is said of the path may be a minute old
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
-            finally:
-                lock.close()
             if not is_dead:
                 return True
             os.unlink(self._root + member)
@@ -4523,10 +4509,9 @@ class _SharedLock(_FileLock):
 
 class _SharedFiles(_Files):
     """`heals`: it is GlusterFS, which loses no replies. `phantoms`: the paths of those that were
-    met. `clock`: the queue's, set by its lease directory; tickets have none."""
+    met."""
 
     syncs_after_rename = False  # until then, another host could read a torn file
-    clock: _QueueClock
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
         super().__init__(data_dir, is_durable)
@@ -4563,7 +4548,7 @@ class _SharedFiles(_Files):
         self._refresh("")  # keys/ may be new
         return super().has_work()
 
-    def read(self, path: str, ident: str) -> tuple[bytes, str | None]:
+    def read(self, path: str, ident: str) -> _Record:
         """Read a record; after a listing what another host may have replaced before it was here."""
         state = _state_of(path)
         if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
@@ -4571,7 +4556,7 @@ class _SharedFiles(_Files):
             return self.read_listed(path, ident)
         return self._read_once(path, ident)
 
-    def read_listed(self, path: str, ident: str) -> tuple[bytes, str | None]:
+    def read_listed(self, path: str, ident: str) -> _Record:
         """Read a record that was listed just now, and again while its name is listed: it may be
         replaced, or a phantom. A phantom takes so many looks, not so much time: a mount that hung
         knows no more than before. Raises FileNotFoundError."""
@@ -4659,10 +4644,6 @@ class _SharedLeaseDir(_LeaseDir):
 
     _files: _SharedFiles
 
-    def __init__(self, worker: _Worker) -> None:
-        super().__init__(worker)
-        self._files.clock = worker.clock
-
     def claim(self, source: str, lease: _Lease) -> bool:
         if not super().claim(source, lease):
             if not self._was_claimed(lease.path):
@@ -4721,7 +4702,7 @@ class _SharedKeys(_Keys):
             if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
                 continue
             if name := self._key_at(entry):
-                path, newer = states.get(name, ("", ""))
+                path, newer = states[name]
                 if entry.directory == "keys":
                     older, newer = sorted((newer, entry.path), key=_id_of)
                     states[name] = path, newer
@@ -4764,7 +4745,7 @@ class _SharedKeys(_Keys):
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
-        path, newer = self._load(_tag_of(lease), but=lease).get(name, ("", ""))
+        path, newer = self._load(_tag_of(lease), but=lease)[name]
         other = _id_of(path)
         if other > ident:
             self._end_second(name, lease, path)

@@ -2411,8 +2411,9 @@ class KeyedByRename(Keyed):
     in_memory, exchanges = True, False
 
     def test_a_payload_for_later_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
-        """It is in the place of the old one, and can't be taken back."""
+        """It is in the place of the one behind a task, and can't be taken back."""
         q, moves, clock = self.queue(sync_after_write=True), list[str](), self.clock()
+        task = leased(q, key="k")
         q.push(b"1", key="k")
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
@@ -2422,6 +2423,7 @@ class KeyedByRename(Keyed):
 
         with hooked(fail), self.assertRaises(OSError):
             q.schedule(b"2", (clock.time() + 99) * 1e6, key="k")
+        q.done(task)
         self.assertIsNone(q.pop())
         clock.advance(100)
         self.assertEqual(self.drain(q), [b"2"])

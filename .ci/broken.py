@@ -304,8 +304,8 @@ what comes back to the front is delivered next | Model
 -            if self.names and name < self.names[-1]:
 +            if self.names and name > self.names[-1]:
 who comes back under its node_id takes back what it had | Model
--            elif self._first_open and lock.try_exclusive() and lock.is_at_path():
-+            elif self._first_open and not lock.try_exclusive():
+-            elif self._held is None and lock.try_exclusive() and lock.is_at_path():
++            elif self._held is None and not lock.try_exclusive():
 a detached lease outlives a restart of its node_id | CommandLine
 - for it in leases if it.boot != _DETACHED)
 + for it in leases)
@@ -319,8 +319,8 @@ a worker can start on a full disk | Faults
 -                if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
 +                if not error.errno:
 close() gives back what it had | Model
--                if is_alone:
-+                if not is_alone:
+-                    if is_alone:
++                    if not is_alone:
 the interpreter ends though a thread had the worker's lock | LeftBehind hangs
 -        if not worker.lock.acquire(blocking=not sys.is_finalizing()):
 +        if not worker.lock.acquire():
@@ -364,10 +364,10 @@ trouble with a directory is raised when no task waits | Faults
 -                    raise job.error
 +                    continue
 nothing is delivered while PAUSED is there | ByHand
--            self._is_paused = self._files.exists("PAUSED")
-+            self._is_paused = False
+-            is_paused = self._files.exists("PAUSED")
++            is_paused = False
 done tasks are kept for keep_done seconds | Lifecycle
-- + _PURGE_SLICE_S, time.time() - self._keep_done
+- + _PURGE_SLICE_S, time.time() - keep_s
 + + _PURGE_SLICE_S, time.time()
 max_attempts is a limit | Model
 -            if self.max_attempts is not None and before >= self.max_attempts:
@@ -409,8 +409,8 @@ the lock of a key is taken | KeyedConcurrency
 -            lock.acquire_exclusive(wait)
 the lock file of a key stays | -
 ; hosts: key ~ crowded|overlapping; nfs: keys ~ crowded|overlapping
-                 with suppress(OSError):  # what was done under the lock is done
-+                    os.unlink(lock.path)
+             if lock is not outer:
++                os.unlink(lock.path)
 what is in flight is seen by its key | Model; hosts: key ~ found nothing
 -        return self._worker.keys.path_of(_encode_key(key)) != ""
 +        return self._worker.keys.path_of(_encode_key(key)).startswith(("pending", "scheduled"))
@@ -591,7 +591,7 @@ a renewal gets the lock of a key that is pushed all the time | Meeting
 -                time.sleep(_LOCK_PAUSE_S)
 +                return False
 a synced push that raises puts back what was there | KeyedTable
--                    self._files.swap(aside, path, or_rename=False)
+-                    self._files.swap(aside, path)
 repair() comes again soon for a busy key | Meeting
 -                self._worker.house.repairing.sooner(1)
 take_async() looks again soon at a busy key | Meeting
