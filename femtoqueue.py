@@ -4327,8 +4327,9 @@ class TicketQueue:
                 self._held.pop(member, None)
 
     def __del__(self) -> None:
-        if self._held and _FileLock is not None:  # None: the interpreter ends
-            for member in list(self._held):
+        # The constructor may have raised. _FileLock is None when the interpreter ends.
+        if _FileLock is not None:
+            for member in list(self.__dict__.get("_held", ())):
                 self.remove(member)
 
     def _touch_until(self, member: str, over: threading.Event) -> None:

@@ -2391,6 +2391,27 @@ class Keyed(StepCase):
         clock.advance(1)
         self.assertEqual(sorted(self.drain(q)), [b"1", b"3"])
 
+    def test_a_delivery_that_could_not_be_ended_ends_when_its_key_is_free(self) -> None:
+        """Its lease has no deadline that would."""
+        q = self.queue(timeout_stale_ms=10**15)
+        task = leased(q, key="k")
+        with (
+            contextlib.suppress(OSError),
+            hooked(at_call("move", "/inflight-", raising(errno.EIO))),
+            q.processing(task),
+        ):
+            raise ZeroDivisionError
+        with self.locked("k"):
+            self.assertIsNone(q.pop())
+        self.assertEqual(q.pop(10), FemtoTask(task.id, b"x", 2, "k"))
+
+    def test_what_was_scheduled_behind_a_task_is_taken_by_the_id_of_that(self) -> None:
+        q = self.queue()
+        task = leased(q, b"1", "k")
+        q.schedule(b"2", (time.time() + 9000) * 1e6, key="k")
+        q.release(task)
+        self.assertEqual(q.take(id=task.id), FemtoTask(task.id, b"2", 1, "k"))
+
     def test_a_newer_payload_begins_anew_though_its_bytes_are_the_same(self) -> None:
         """What was saved was not its progress."""
         q = self.queue()
@@ -6044,7 +6065,7 @@ class Hearing(QueueCase):
         for patch, polls in rows:
             with patch:
                 q = self.queue(poll_interval_s=0.01)
-                looks = calls_of("list", functools.partial(q.pop, 0.2))
+                looks = calls_of("list", functools.partial(q.pop, 0.5))
             count = sum(path.endswith("pending") for path, *_ in looks)
             self.assertEqual(count > 6, polls)
 

@@ -253,6 +253,9 @@ a file that takes the place of another is synced before | Durability
 a push that raises leaves nothing in creating/ | Faults; faults: writev write
 -            for leftover in (source, path):
 +            for leftover in (path,):
+a push that raises leaves no task | Faults
+-            for leftover in (source, path):
++            for leftover in (source,):
 push() acknowledges only what the disk took | Faults
 ; faults: writev write rename; storm: found; hosts: quorum ~ is lost|never delivered
 -        self._files.publish(ident, data, f"pending/{ident}")
@@ -279,6 +282,13 @@ the claim is one rename: a task is leased once | Crash
 -            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
 +            os.link(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
 +            _unlink_if_exists(self._root + source)
+the claim is one rename: a task is in some state at each instant | Crash; faults: SIGKILL
+-            os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
++            with open(self._root + source, "rb") as file:
++                content = file.read()
++            os.unlink(self._root + source)
++            with open(f"{self._root}{path}", "wb") as file:
++                file.write(content)
 orders of one object strictly increase | Model
 -            order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
 +            order_ns = self._order = now_ns
@@ -351,6 +361,9 @@ a lease of another host that was just renewed is not taken | Healed
 the empty directory of another host's worker stays for a minute | Liveness
 - < _IDLE_NS:
 + < 0:
+a lease ends at its deadline | Model; fuzz: lives
+-            if entry.stamp_ns > now_ns:
++            if entry.stamp_ns > now_ns - 10**10:
 a lease lasts until its deadline | Model; fuzz: lives; storm: held
 -            if entry.stamp_ns > now_ns:
 +            if entry.stamp_ns > now_ns + 10**10:
@@ -547,6 +560,11 @@ work() leaves the signal handlers as they were | Work
 work() runs no more than `concurrency` handlers | Work
 -for _ in range(self._concurrency)
 +for _ in range(self._concurrency + 1)
+what was scheduled behind a task goes with it, to the new time | Keyed
+-            self._files.move_over(newer, target, must_exist=True)
+-            states[name] = target, ""
+a delivery that could not be ended is not forgotten while its key is busy | Keyed
+-            return  # RACE: another process is at work on its key; next time
 who was removed from a line has no turn of another's number | Tickets
 -            is_first = member == first  # not
 +            is_first |= member == first  # not

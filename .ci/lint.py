@@ -31,13 +31,13 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33679,
-    "lines": 5718,
-    "lines of code": 3773,
+    "tokens of code": 33451,
+    "lines": 5700,
+    "lines of code": 3753,
     "lines of docstrings": 862,
-    "lines of its largest class": 594,
-    "lines of test.py": 8517,
-    "lines of .ci/": 7492,
+    "lines of its largest class": 593,
+    "lines of test.py": 8193,
+    "lines of .ci/": 7197,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
