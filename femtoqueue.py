@@ -2590,8 +2590,9 @@ class FemtoQueue:
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to settle or extend it here. lease:
         the path that task.path had there, its last part, or the task's id. The payload is not read:
-        data is b"", and size_bytes None. Raises LeaseLost if there is no such lease (any more). A
-        detached one is renewed by what is left of it if this object's leases have no end."""
+        data is b"", and size_bytes None; a checkpoint is of the payload that is there when it is
+        saved. Raises LeaseLost if there is no such lease (any more). A detached one is renewed by
+        what is left of it if this object's leases have no end."""
         directory, _, name = _check_str("lease", lease).rpartition("/")
         is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
         entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
@@ -3286,9 +3287,9 @@ class _Keys(_KeyedTasks):
         """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
         the new time. Raises FileNotFoundError if another was quicker.
 
-        Where names can't be exchanged, the payload goes behind the task. RACE: a claim
-        reads the state after its rename. Before our save it delivers the old payload, and the new
-        one is behind a lease; after it, it waits for our lock, and takes the new one along.
+        Where names can't be exchanged, the payload goes behind the task. RACE: a claim reads the
+        state after its rename. Before our save it delivers the old payload, and the new one is
+        behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
         if "~" in path:  # it may have been delivered before

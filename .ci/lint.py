@@ -32,10 +32,10 @@ import test
 
 LIMITS = {
     "tokens of code": 33451,
-    "lines": 5700,
+    "lines": 5701,
     "lines of code": 3753,
-    "lines of docstrings": 862,
-    "lines of its largest class": 593,
+    "lines of docstrings": 863,
+    "lines of its largest class": 594,
     "lines of test.py": 8193,
     "lines of .ci/": 7197,
 }
