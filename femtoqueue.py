@@ -967,10 +967,13 @@ class _FileLock:
             return
         with suppress(OSError):  # no locks here
             fcntl.flock(fd, fcntl.LOCK_UN)
-        with _no_fork(), suppress(OSError):  # nothing was written to it
+        with _no_fork():
             _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
             self.fd = -1  # not sooner: what Ctrl-C leaves open is closed with the last reference
-            os.close(fd)
+            try:
+                os.close(fd)
+            except OSError as error:  # what was done under the lock is done
+                _raise_if_foreign(error)
 
     def __del__(self) -> None:
         # os is None when the interpreter ends. In a forked child the descriptor is closed already
@@ -2656,8 +2659,14 @@ class FemtoQueue:
         """
         import inspect
 
-        kinds = inspect.iscoroutinefunction, inspect.isgeneratorfunction  # to call it runs nothing
-        if not callable(handler) or any(is_kind(handler) for is_kind in kinds):
+        is_lazy = (
+            inspect.iscoroutinefunction,
+            inspect.isgeneratorfunction,
+            inspect.isasyncgenfunction,
+        )
+        if not callable(handler) or any(
+            it(handler) or it(type(handler).__call__) for it in is_lazy
+        ):
             raise TypeError(f"handler must be a function that does the work, not {handler!r}")
         if type(concurrency) is not int or concurrency < 1:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
@@ -2705,14 +2714,11 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, except those whose key has
         another task by now; return how many."""
-        moved = []
-
-        def requeue(entry: _Entry) -> None:
+        count = 0
+        for entry in self._files.find("failed"):
             with suppress(KeyInFlight):
-                moved.append(self._worker.requeue_failed(entry.path))
-
-        _for_each(requeue, self._files.find("failed"))
-        return sum(moved)
+                count += self._worker.requeue_failed(entry.path)
+        return count
 
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
         """Delete tasks that were finished more than older_than_s seconds ago; return how many.
@@ -3287,16 +3293,17 @@ class _Keys(_KeyedTasks):
         """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
         the new time. Raises FileNotFoundError if another was quicker.
 
-        Where names can't be exchanged, the payload goes behind the task. RACE: a claim reads the
-        state after its rename. Before our save it delivers the old payload, and the new one is
-        behind a lease; after it, it waits for our lock, and takes the new one along.
+        Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
+        reads the state after its rename. Before our save it delivers the old payload, and the new
+        one is behind a lease; after it, it waits for our lock, and takes the new one along.
         """
         path, newer = states[name]
         if "~" in path:  # it may have been delivered before
             self._files.remove(f"checkpoints/{_id_of(path)}")
         with self._renamed(path, _reset_path(path, due_ns), aside) as target:
             states[name] = target, newer
-            if newer or not self._put_over(aside, target, or_rename=False):
+            is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
+            if newer or not self._put_over(aside, target, or_rename=is_safe):
                 self._add(states, name, aside, due_ns)
         self._worker.note(target)
 
@@ -4816,7 +4823,7 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
     except (FemtoQueueError, OSError, ValueError, MemoryError) as error:
-        _write_error(str(error) or "out of memory")
+        _write_error(str(error) or type(error).__name__)
         return 1 if isinstance(error, FemtoQueueError) else 2
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -5200,13 +5207,19 @@ class _CommandPool(_WorkerPool):
 
     def _write(self, fd: int, data: bytes) -> None:
         if data:
-            try:
-                with self._output:
-                    while data:
-                        data = data[os.write(fd, data) :]
-            except OSError:  # Ctrl-C ended `| tee log`, too, or the terminal is gone
-                if fd > 2 or not self._is_told.wait(_ONE_SIGNAL_S):
-                    raise
+            with self._output:
+                while data:
+                    data = data[os.write(fd, data) :]
+
+    def _pass_on(self, fd: int, data: bytes) -> None:
+        """Write what a command wrote. Ctrl-C ends `| tee log`, too, and a terminal may be gone:
+        what runs is finished then, and nobody hears of it."""
+        try:
+            self._write(fd, data)
+        except OSError as error:
+            is_gone = fd <= 2 and error.errno in (errno.EPIPE, errno.EIO)
+            if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
+                raise
 
     def _run_command(self, task: FemtoTask) -> None:
         """Run CMD for a task. Raises _CommandFailed unless that ends with status 0, and SystemExit
@@ -5341,7 +5354,7 @@ class _CommandPool(_WorkerPool):
                 # What it left running in the background still has the pipes, and may write.
                 relay_end_s = min(relay_end_s, time.monotonic() + 0.1)
         for fd, rest in rests.items():
-            self._write(fd, rest and rest + b"\n")
+            self._pass_on(fd, rest and rest + b"\n")
         with suppress(subprocess.TimeoutExpired):
             process.wait(self._options.task_timeout and end_s - time.monotonic())
         return process.returncode, tail.decode("utf-8", "replace")
@@ -5351,7 +5364,7 @@ class _CommandPool(_WorkerPool):
         end = data.rfind(b"\n") + 1
         if self._options.jobs == 1 or fd > 2 or len(data) - end > 1 << 16:  # too long to wait for
             end = len(data)
-        self._write(fd, data[:end])
+        self._pass_on(fd, data[:end])
         return data[end:]
 
     def _terminate(self, processes: list[Any], number: int = 15) -> None:  # SIGTERM

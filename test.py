@@ -52,7 +52,7 @@ import types
 import unittest
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any, NamedTuple, NoReturn
 from unittest import mock
@@ -726,7 +726,19 @@ NAN, INFINITE = float("nan"), float("inf")
 NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
 NO_TIMES = NAN, INFINITE, 9e15, 1e300, 1e308, 10**400
 NO_AGES = -1, NAN, INFINITE
-NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task)
+
+
+class Lazy:
+    """What nothing of runs when it is called as a handler."""
+
+    async def __call__(self, task: FemtoTask) -> None:
+        raise AssertionError
+
+    async def each(self, task: FemtoTask) -> AsyncIterator[FemtoTask]:
+        yield task
+
+
+NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task), Lazy(), Lazy().each
 NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
 NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-00000000"}
@@ -2405,6 +2417,13 @@ class Keyed(StepCase):
             self.assertIsNone(q.pop())
         self.assertEqual(q.pop(10), FemtoTask(task.id, b"x", 2, "k"))
 
+    def test_rm_cancels_what_is_scheduled_though_its_payload_was_replaced(self) -> None:
+        q = self.queue()
+        q.schedule(b"old", (time.time() + 9000) * 1e6, key="k")
+        q.push(b"new", key="k")
+        os.unlink(self.file("scheduled", *self.names("scheduled")))
+        self.assertEqual((q.contains("k"), q.pop()), (False, None))
+
     def test_what_was_scheduled_behind_a_task_is_taken_by_the_id_of_that(self) -> None:
         q = self.queue()
         task = leased(q, b"1", "k")
@@ -2432,9 +2451,13 @@ class KeyedByRename(Keyed):
     in_memory, exchanges = True, False
 
     def test_a_payload_for_later_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
-        """It is in the place of the one behind a task, and can't be taken back."""
-        q, moves, clock = self.queue(sync_after_write=True), list[str](), self.clock()
-        task = leased(q, key="k")
+        """It is in the place of the old one, or of one behind a task, and can't be taken back."""
+        for is_leased in (False, True):
+            self.check_sync_that_fails(is_leased)
+
+    def check_sync_that_fails(self, is_leased: bool) -> None:
+        q, moves, clock = self.anew(sync_after_write=True), list[str](), self.clock()
+        task = leased(q, key="k") if is_leased else None
         q.push(b"1", key="k")
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
@@ -2444,7 +2467,8 @@ class KeyedByRename(Keyed):
 
         with hooked(fail), self.assertRaises(OSError):
             q.schedule(b"2", (clock.time() + 99) * 1e6, key="k")
-        q.done(task)
+        if task is not None:
+            q.done(task)
         self.assertIsNone(q.pop())
         clock.advance(100)
         self.assertEqual(self.drain(q), [b"2"])
@@ -3567,18 +3591,6 @@ class Faults(PlainLives):
                 self.assertEqual(_taken(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
 
-    def test_retry_of_all_goes_on_after_one_that_can_not_be_moved(self) -> None:
-        q = self.queue()
-        tasks = [leased(q), leased(q)]
-        for task in tasks:
-            q.fail(task)
-        with (
-            hooked(at_call("move", tasks[0].id, raising(errno.EACCES))),
-            self.assertRaises(PermissionError),
-        ):
-            q.retry_failed()
-        self.assertEqual(self.states(), {"failed": 1, "pending": 1})
-
     def test_a_worker_starts_on_a_full_disk(self) -> None:
         """In the directory that was spared for it; the next one, when that is made again."""
         q = self.queue()
@@ -3628,15 +3640,16 @@ class Faults(PlainLives):
     def test_what_a_signal_handler_raises_in_a_job_is_not_taken_for_disk_trouble(self) -> None:
         """TimeoutError is an OSError; one that the system raises has an errno. It is raised at
         once, though the job has met disk trouble before."""
-        ident = self.queue().push(b"x")
+        ident, rung = self.queue().push(b"x"), set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
-        for event, part in (("list", "scheduled"), ("open", "inflight-n3")):
+        for event, part in (("list", "scheduled"), ("open", "inflight-n3"), ("close", "")):
 
             def ring(name: str, args: tuple[Any, ...], row: Any = (event, part)) -> None:
                 if name == "open" and str(args[0]).endswith("inflight-n2"):
                     fail_with(errno.EIO)
-                if name == row[0] and str(args[0]).endswith(row[1]):
+                if name == row[0] and str(args[0]).endswith(row[1]) and name not in rung:
+                    rung.add(name)
                     raise TimeoutError("raised by a signal handler")
 
             q = self.queue(event)
@@ -7097,6 +7110,12 @@ $ { femtoqueue work jobs -q -- sh -c 'echo 1; kill -INT $PPID; sleep 0.1; echo 2
  echo $? > status; } | head -n 1 -> 1 ! ! femtoqueue: finishing what runs; ...
 $ cat status -> 0
 $ states -> done 2
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q -- sh -c 'kill -INT $PPID; sleep 0.1; echo' > /dev/full
+...
+! femtoqueue: [Errno 28] No space left on device
+[2]
+$ states -> done 2, pending 1
 # work ends when a payload is too large for TMPDIR; the next one takes others first
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>

@@ -560,6 +560,13 @@ work() leaves the signal handlers as they were | Work
 work() runs no more than `concurrency` handlers | Work
 -for _ in range(self._concurrency)
 +for _ in range(self._concurrency + 1)
+rm cancels what is scheduled where names can't be exchanged | KeyedByRename
+-            is_safe = _state_of(target) == "scheduled"  # no
++            is_safe = not _state_of(target)  # no
+a signal handler's exception at the end of a lock is heard | Faults
+             except OSError as error:  # what was done under the lock is done
+-                _raise_if_foreign(error)
++                pass
 what was scheduled behind a task goes with it, to the new time | Keyed
 -            self._files.move_over(newer, target, must_exist=True)
 -            states[name] = target, ""

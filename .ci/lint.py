@@ -31,13 +31,13 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33451,
-    "lines": 5701,
-    "lines of code": 3753,
-    "lines of docstrings": 863,
-    "lines of its largest class": 594,
-    "lines of test.py": 8193,
-    "lines of .ci/": 7197,
+    "tokens of code": 33514,
+    "lines": 5714,
+    "lines of code": 3765,
+    "lines of docstrings": 865,
+    "lines of its largest class": 597,
+    "lines of test.py": 8212,
+    "lines of .ci/": 7204,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
