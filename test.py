@@ -2597,7 +2597,7 @@ class Healed(QueueCase):
         calls: tuple[Callable[[], object], ...] = (
             lambda: self.queue("n2").push(b"2", key="k", if_in_flight="reject"),
             lambda: TicketQueue(line, stale_timeout=10).register(),
-            lambda: q.pop(0.01),
+            lambda: q.pop(PATIENCE_S),
         )
         push, register, _ = calls
         cut = seam("file system type", lambda _: fail_with(errno.ENOTCONN))
