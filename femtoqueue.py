@@ -1346,14 +1346,15 @@ class _Files:
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor that starts the clock at the wall clock, or after the newest id if later:
-    what stands first in a name may be a due time of next year, moved to pending/ by hand."""
+    """Return the anchor that starts the clock at the wall clock; if that was set back, after the
+    newest id (a name may begin with a due time of next year) and the newest lease's directory."""
     newest_ns = _EARLIEST_NS
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        with suppress(PermissionError):  # another user's: no reason not to start
-            for entry in files.entries(directory):
-                if (order_ns := _stamp_of(entry.id)) < _FARTHEST_NS:
-                    newest_ns = max(newest_ns, order_ns)
+        # Another user's, which is no reason not to start. Or it is not there (any more).
+        with suppress(PermissionError, FileNotFoundError):
+            times_ns = [files.lstat(directory).st_mtime_ns]
+            times_ns += [_stamp_of(entry.id) for entry in files.entries(directory)]
+            newest_ns = max(newest_ns, *(it for it in times_ns if it < _FARTHEST_NS))
     return max(time.time_ns(), newest_ns + 1) - time.monotonic_ns()
 
 

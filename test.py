@@ -1184,6 +1184,22 @@ class Liveness(QueueCase):
             clock.wall_shift_s -= back_s
             self.assertEqual(self.pop(q).attempts, 2)
 
+    def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
+        """A dead battery; and no task is as new as the lease. Its directory was changed then."""
+        clock = self.clock()
+        with on_boot("1"):
+            q = self.queue("dead")
+            q.push(b"")
+            clock.advance(5 * 3600)
+            self.pop(q)
+            os.utime(lease_dir(q), (clock.time(), clock.time()))
+            dies(q)
+        with on_boot("2"):
+            clock.wall_shift_s = clock.monotonic_shift_s = 0.0
+            q = self.queue()
+            clock.advance(31)
+            self.assertEqual(self.pop(q).attempts, 2)
+
     def test_a_lease_that_can_not_be_moved_keeps_none_of_another_worker_from_being_ended(
         self,
     ) -> None:

@@ -302,8 +302,11 @@ setting the date changes neither order nor deadlines | Ordering; fuzz: lives; st
 -            now_ns = time.monotonic_ns() + self.anchor_ns
 +            now_ns = time.time_ns()
 a name of the year 2200 does not carry the clock along | Ordering
--                if (order_ns := _stamp_of(entry.id)) < _FARTHEST_NS:
-+                if order_ns := _stamp_of(entry.id):
+-(it for it in times_ns if it < _FARTHEST_NS)
++times_ns
+leases of an earlier boot end though the wall clock was set far back | Liveness
+-times_ns = [files.lstat(directory).st_mtime_ns]
++times_ns = [0]
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]

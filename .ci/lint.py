@@ -31,13 +31,13 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33514,
-    "lines": 5714,
+    "tokens of code": 33534,
+    "lines": 5715,
     "lines of code": 3765,
     "lines of docstrings": 865,
     "lines of its largest class": 597,
-    "lines of test.py": 8214,
-    "lines of .ci/": 7204,
+    "lines of test.py": 8230,
+    "lines of .ci/": 7207,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
