@@ -131,6 +131,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 __all__ = [
+    "STATES",
     "CorruptTask",
     "FemtoQueue",
     "FemtoQueueError",
@@ -291,8 +292,9 @@ def _unlink_if_older(path: str, before_s: float) -> bool:
 
 
 def _remove_empty_dir(path: str) -> None:
-    # EEXIST: not empty, as ENOTEMPTY; POSIX leaves the choice to the file system.
-    with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST):
+    # EEXIST: not empty, as ENOTEMPTY; POSIX leaves the choice to the file system. Nor if it is
+    # another user's (sticky).
+    with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST, *_NO_WRITE_ERRNOS):
         os.rmdir(path)
 
 
@@ -597,19 +599,23 @@ class _Lease:
     length_ns = 0
     has_checkpoint = False
 
+    @property
+    def id(self) -> str:
+        return self.path[-_ID_LENGTH:]
+
 
 _NO_LEASE = _Lease()
 
 
 class FemtoTask:
-    """One task, as it was when it was read; what is assigned to it changes nothing in the queue.
-    Two tasks are equal if id, data, attempts and key are.
+    """One task, as it was when it was read; what is assigned to it changes nothing in the queue
+    (but checkpoint() notes of which data it is). Two are equal if id, data, attempts and key are.
 
     id: for life, through retries and delays.
     data: the payload as pushed.
     attempts: deliveries so far, with this one. None: not known (done/ and failed/ do not keep it).
     key: of a keyed task, else None.
-    checkpoint: what checkpoint() saved last, for a leased task; else None.
+    checkpoint: what checkpoint() saved last, for a task of pop() or take(); else None.
     error: the reason of a failed task, else None.
     size_bytes: length of the payload. None: the file has no valid header (tasks(data=False)
     only), or was not read (attach()).
@@ -694,8 +700,8 @@ def _lease_of(task: object) -> _Lease:
 
 class NodeStats(NamedTuple):
     """One worker's leases: how many, how many of them past their deadline, and its liveness:
-    "alive" (its lock is held), "dead" (it is not, on this host), or "unknown" (another host's or
-    an earlier boot's, or no flock here: only deadlines count)."""
+    "alive" (its lock is held), "dead" (it is not, and has leases of this boot), or "unknown"
+    (another host's or an earlier boot's, or no flock here: only deadlines count)."""
 
     node: str
     inflight: int
@@ -1026,7 +1032,8 @@ if hasattr(os, "register_at_fork"):
 #      of a key      its state, as file and directory; then the task: file, rename, directory
 # ==================================================================================================
 
-_MAX_REPLACED = 100  # times that a target directory may be replaced during one move
+_MAX_REPLACED = 100  # times that a directory may be replaced during one move, or step into a line
+_OUT_OF_STEP_S = 1e-5  # of 255: a pause by lot between two looks
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
@@ -1128,12 +1135,12 @@ class _Files:
 
     def has_work(self) -> bool:
         """Whether a task waits or is leased. RACE: tasks move both ways meanwhile; four looks, as
-        one that moves against each of them is not plausible."""
-        return any(
-            self.has_entries(directory)
-            for _ in range(4)
-            for directory in ("keys", "scheduled", "pending", *self.node_dirs())
-        )
+        one that moves against each of them is not plausible, unless both are in step."""
+        for _ in range(4):
+            if any(map(self.has_entries, ("keys", "scheduled", "pending", *self.node_dirs()))):
+                return True
+            time.sleep(os.urandom(1)[0] * _OUT_OF_STEP_S)
+        return False
 
     def text(self, path: str) -> str:
         with open(self.root + path, "rb") as file:
@@ -1348,14 +1355,13 @@ class _Files:
 def _compute_anchor(files: _Files) -> int:
     """Return the anchor that starts the clock at the wall clock; if that was set back, after the
     newest id (a name may begin with a due time of next year) and the newest lease's directory."""
-    newest_ns = _EARLIEST_NS
+    times_ns = [_EARLIEST_NS, time.time_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         # Another user's, which is no reason not to start. Or it is not there (any more).
         with suppress(PermissionError, FileNotFoundError):
-            times_ns = [files.lstat(directory).st_mtime_ns]
-            times_ns += [_stamp_of(entry.id) for entry in files.entries(directory)]
-            newest_ns = max(newest_ns, *(it for it in times_ns if it < _FARTHEST_NS))
-    return max(time.time_ns(), newest_ns + 1) - time.monotonic_ns()
+            times_ns.append(files.lstat(directory).st_mtime_ns)
+            times_ns += [_stamp_of(entry.id) + 1 for entry in files.entries(directory)]
+    return max(it for it in times_ns if it < _FARTHEST_NS) - time.monotonic_ns()
 
 
 class _QueueClock:
@@ -1494,11 +1500,14 @@ class _Backlog:
         self._listed_s = now_s
 
     def add(self, path: str) -> None:
-        """A task came to `path` in pending/: it is next if it stands in front of the batch."""
+        """A task came to `path` in pending/: it is one of the batch unless it stands behind it."""
         with self._lock:
-            name = path.rpartition("/")[2]
-            if self.names and name < self.names[-1]:
-                self.names.append(name)
+            names, name = self.names, path.rpartition("/")[2]
+            if names and name < names[0]:
+                at = len(names)
+                while names[at - 1] < name:
+                    at -= 1
+                names.insert(at, name)
 
     def drop_taken(self, lost: str) -> None:
         """After a lost claim, drop what else of the batch is gone: a look costs a third of a failed
@@ -1712,7 +1721,7 @@ class _Worker:
         """Rename the file of a leased task, by its holder: to where it ends or waits, to a new
         deadline, or to "" (remove it). Return the path that it got. That the lease is there is the
         fence: else LeaseLost. outcome: of the delivery, a field of WorkCounts; "": it goes on."""
-        ident = lease.path[-_ID_LENGTH:]
+        ident = lease.id
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
             try:
@@ -1737,18 +1746,18 @@ class _Worker:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
             why = "it is not leased by this delivery any more: finished, moved, or given up before"
-        return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
+        return LeaseLost(lease.id, late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
         """Move a leased task to done/, or remove it."""
         lease = _lease_of(task)
         if self.keep_done:
-            gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
+            gone_to = self.move_leased(lease, f"done/{lease.id}", "done")
             if self.files.is_durable:
                 self.files.commit(gone_to)
             return
         # Sync the lease first: after power loss the task must not be in pending/ again.
-        with self.keys.lock_of(task.id), self.lock:  # no renewal comes between
+        with self.keys.lock_of(lease.id), self.lock:  # no renewal comes between
             with suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
                 self.files.commit(lease.path)
             self.move_leased(lease, "", "done")
@@ -1759,7 +1768,7 @@ class _Worker:
         lease: a worker that lost it never writes a reason for another delivery. CRASH: after the
         rename, the task is in failed/ without a reason."""
         lease = _lease_of(task)
-        target = f"failed/{_id_of(lease.path)}"
+        target = f"failed/{lease.id}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
             _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
@@ -1789,7 +1798,7 @@ class _Worker:
         """Rename a lease to another deadline: length_ns from now; None: its own length, but never
         less than is left. wait: as in lock()."""
         lease = _lease_of(task)
-        with self.keys.lock_of(task.id, wait), self.lock:
+        with self.keys.lock_of(lease.id, wait), self.lock:
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
             elif id(task) in self.renewer.blocks:  # the next renewal is due only then
@@ -2087,7 +2096,7 @@ class _Housekeeper:
                 # What is nearly due too: a waiting worker is woken once for all of them.
                 if job.at_s <= time.monotonic() + _BASE_INTERVAL_S / 5:
                     job.run()
-            if time.monotonic() >= self._backlog.refill_s:
+            if time.monotonic() >= self._backlog.refill_s or self._files.exists("PAUSED"):
                 self._list_pending()
             self.wake_s = min(self._backlog.refill_s, *(job.at_s for job in self._jobs))
         finally:
@@ -2241,10 +2250,13 @@ class _Housekeeper:
         self._purging.every_s = _BASE_INTERVAL_S
         if self._done_scan is None:
             self._done_scan = os.scandir(f"{self._files.root}done")
+        was_old = False
         for entry in self._done_scan:
             if _FORMS["done"](entry.name):
-                _unlink_if_older(entry.path, before_s)
+                was_old |= _unlink_if_older(entry.path, before_s)
             if time.monotonic() >= end_s:
+                if was_old:  # more may come than a slice every _BASE_INTERVAL_S can take
+                    self._purging.sooner(5 * _PURGE_SLICE_S)
                 return
         self.end_scan()
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
@@ -2430,7 +2442,8 @@ class FemtoQueue:
         """Add a task that joins the back of the queue at a wall-clock time, and return its id.
         time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
         Raises as push() does, and ValueError for a time after the year 2254. A waiting task of the
-        key, due or not, gets the new time with the new payload ("update" does not)."""
+        key, due or not, gets the new time with the new payload. What updates a leased one has
+        none."""
         due_ns = max(0, int(_finite("time_us", time_us) * 1000))
         if due_ns >= _NEVER_NS:
             raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
@@ -2573,36 +2586,39 @@ class FemtoQueue:
         """Give the task back: to the back of the queue, to its front (the place of its push), or
         after delay_s seconds (wall clock) in scheduled/. counted: whether its attempts count this
         delivery. Raises LeaseLost as done() does."""
-        attempts = _attempts_of(_lease_of(task).path) - (not counted)
+        lease = _lease_of(task)
+        attempts = _attempts_of(lease.path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
         if delay_s:
             due_ns = time.time_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
-            target = f"scheduled/{_task_name(due_ns, attempts, task.id)}"
+            target = f"scheduled/{_task_name(due_ns, attempts, lease.id)}"
         elif front:
-            target = _front_path(task.id, attempts)
+            target = _front_path(lease.id, attempts)
         else:
-            target = self._worker.back_path(task.id, attempts)
+            target = self._worker.back_path(lease.id, attempts)
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
         """Renew the lease, which `task` carries: it ends `ms` milliseconds from now (None: as long
-        as it was taken for). Raises LeaseLost as done() does."""
+        as it was taken for, which is the least in processing()). Raises LeaseLost as done()."""
         lease = _lease_of(task)
         self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
 
     def attach(self, lease: str) -> FemtoTask:
         """Return the task of a lease that another process took, to settle or extend it here. lease:
         the path that task.path had there, its last part, or the task's id. The payload is not read:
-        data is b"", and size_bytes None; a checkpoint is of the payload that is there when it is
-        saved. Raises LeaseLost if there is no such lease (any more). A detached one is renewed by
-        what is left of it if this object's leases have no end."""
+        data is b"", and size_bytes, key and checkpoint are None; a checkpoint is of the payload
+        that is there when it is saved. Raises LeaseLost if there is no such lease (any more). It
+        ends with the worker that took it, unless it is detached; then it is renewed by what is left
+        of it if this object's leases have no end."""
         directory, _, name = _check_str("lease", lease).rpartition("/")
         is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
         entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
         entry = next((it for it in entries if it and name in (it.name, it.id)), None)
         if entry is None:
-            raise LeaseLost(_id_of(name), True, "it is not in flight by that name (any more)")
+            is_over = "~" in name and name < f"{self._clock.now_ns():020d}"
+            raise LeaseLost(_id_of(name), is_over, "it is not in flight by that name (any more)")
         length_ns = self._length_ns
         if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
@@ -2630,7 +2646,7 @@ class FemtoQueue:
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
 
-        The next delivery, after release(), a retry or our death, finds it in task.checkpoint, but
+        The next delivery, after release(), a failed try or our death, has it (task.checkpoint), but
         not with a newer payload of its key. done() and fail() remove it. It is replaced in one
         step, and synced with sync_after_write. Raises LeaseLost, with nothing saved, if the task is
         not this delivery's any more; else as push() does.
@@ -3057,6 +3073,7 @@ class _KeyedTasks(_KeyStates):
     def path_of(self, name: str) -> str:
         """Return where the task of an encoded key is, "" if it has none."""
         if not self.may_have_task(name):
+            os.stat(f"{self._files.root}pending")  # gone: disk trouble
             return ""
         with self.lock(_key_tag(name)) as states:
             return self.find_task(states, name)[0]
@@ -3652,7 +3669,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     files, data, lease = worker.files, task.data, _lease_of(task)
     if task.size_bytes is None:  # of attach(): the payload was not read
         try:
-            data, _ = files.read(task.path, task.id)
+            data, _ = files.read(lease.path, lease.id)
         except FileNotFoundError:
             os.stat(files.root)  # gone: disk trouble
             raise worker.lease_lost(lease) from None
@@ -3660,9 +3677,9 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     with files.replacement(worker.clock.new_id(), _header(record), record) as aside:
         if not os.path.isdir(f"{files.root}checkpoints"):
             _make_dir(f"{files.root}checkpoints", 0o777, files.is_durable)
-        with worker.keys.lock_of(task.id), worker.lock:
+        with worker.keys.lock_of(lease.id), worker.lock:
             worker.renew(task)  # it holds for far longer than the next line
-            files.move_over(aside, f"checkpoints/{task.id}")
+            files.move_over(aside, f"checkpoints/{lease.id}")
     files.commit_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
@@ -3773,10 +3790,12 @@ class _Processing:
     ) -> None:
         """End the delivery by what the block raised, unless the block ended it itself."""
         task = self.task
-        if os.getpid() != self._pid:
-            return  # a child that was forked in the block does not own the task
+        # A child that was forked in the block does not own the task; nor does a block that is
+        # garbage with its queue, if that was the first to be finalized.
+        if os.getpid() != self._pid or not vars(self._worker):
+            return
         try:
-            is_lost = isinstance(error, LeaseLost) and error.id == task.id
+            is_lost = isinstance(error, LeaseLost) and error.id == self._lease.id
             if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:
@@ -4059,6 +4078,7 @@ class _Inspector:
             try:
                 yield from look
             except OSError as error:
+                _raise_if_foreign(error)
                 path = os.path.relpath(error.filename or root, root)
                 yield Finding("unreadable", path, str(error))
 
@@ -4107,6 +4127,7 @@ class _Inspector:
             except FileNotFoundError:
                 continue  # it moved on
             except OSError as error:
+                _raise_if_foreign(error)
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
@@ -4193,14 +4214,16 @@ class TicketQueue:
             ...                         # one process at a time, in the order in which they came
 
     A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. On its own host a
-    dead member is passed over at once, and a living one never. On other hosts, and after a reboot,
-    a ticket is passed over when its file was not touched for stale_timeout seconds (wall clock;
-    None: never); is_head() touches it, and turn() does as long as it runs. Hosts that share a line
-    need the same stale_timeout, of 10 s or more. There, a waiting member that could not touch its
-    ticket for three quarters of that time gives it up: another host may be about to pass it over.
-    One that is cut off in its turn is passed over: is_head() tells, turn() does not.
+    dead member is passed over at once, and a living one never. On a file system that other hosts
+    write to, a ticket of another host or an earlier boot is passed over when its file was not
+    touched for stale_timeout seconds (wall clock; None: never); is_head() touches it, and turn()
+    does as long as it runs. Hosts that share a line need the same stale_timeout, of 10 s or more.
+    There, a waiting member that could not touch its ticket for three quarters of that time gives it
+    up: another host may be about to pass it over. One that is cut off in its turn is passed over:
+    is_head() tells, turn() does not.
 
-    queue_dir is made if missing. Threads may share an object; a forked child holds no ticket.
+    queue_dir is made if missing. Threads may share an object; a forked child or a copy holds no
+    ticket.
     Raises OSError without flock, ValueError or TypeError for an invalid stale_timeout.
     """
 
@@ -4217,6 +4240,7 @@ class TicketQueue:
         self._numbers: _Numbers = self._files.parts[-1](self._files)
         boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
         self._boot = _boot_tag(boot_id, self._root)
+        self._is_local = _fs_type(self._root) in _LOCAL_TYPES
         _fork_hooks[self] = lambda line: line._held.clear()
 
     def register(self) -> tuple[int, str]:
@@ -4341,6 +4365,9 @@ class TicketQueue:
             for member in list(self.__dict__.get("_held", ())):
                 self.remove(member)
 
+    def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
+        return type(self), (os.path.dirname(self._root), self.stale_timeout)
+
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held.get(member)):
@@ -4364,13 +4391,15 @@ class TicketQueue:
     @contextmanager
     def _locked(self) -> Iterator[_FileLock]:
         """Hold the lock of "last", in which the last number stands."""
-        is_locked = False
-        while not is_locked:
+        for _ in range(_MAX_REPLACED):
             _make_dir(os.path.dirname(self._root), 0o700, sync=False)
             with suppress(FileNotFoundError):  # RACE: maybe_cleanup() removed it
                 lock = self._files.open_lock("last")
                 lock.acquire_exclusive()
-                is_locked = lock.is_at_path()  # RACE: else it was removed while we waited
+                if lock.is_at_path():  # RACE: else it was removed while we waited
+                    break
+        else:  # a link that leads nowhere
+            raise _os_error(errno.ENOENT, self._root)
         try:
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
@@ -4386,7 +4415,7 @@ class TicketQueue:
         """Say whether a member lives; remove its ticket if not."""
         with _ignore_missing():  # RACE: given up just now
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
-                if member.split("~")[1] == self._boot:
+                if self._is_local or member.split("~")[1] == self._boot:
                     is_dead = lock.try_exclusive()
                 else:  # by its open file: what is said of the path may be a minute old
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
@@ -4936,8 +4965,9 @@ def _id_argument(text: str) -> str:
 
 _SUMMARY = "A durable task queue in a directory, DIR. COMMAND --help says more."
 _NOTES = """If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds.
-Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble."""
-_TIMES = "2026-12-01T08:00, or 2026-12-01T08:00+01:00"
+Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble, 128 + a
+signal's number."""
+_TIMES = "2026-12-01T08:00 (local), or T08:00+01:00"
 _TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
 _IDS = _argument("ids ID", nargs="+")
 _LEASE = _argument("--timeout TIME", "length of the lease", default="30s")
@@ -5083,11 +5113,11 @@ _START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 @_command(
     _argument("words CMD", "what to run for each task", nargs="*", default=(), metavar="-- CMD"),
     _argument("-j --jobs N", "run N at a time", default="1"),
-    _argument("--drain", "exit when no task waits or is in flight"),
+    _argument("--drain", "exit when no task waits, due or not, or is in flight"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
     _argument("--max-attempts N", "give up after N tries; 0: never", default="3"),
-    _argument("--retry-delay TIME", "before a second try; doubles", default="1s"),
+    _argument("--retry-delay TIME", "at most, before a second try; doubles", default="1s"),
     _LEASE,
     _argument("--task-timeout TIME", "kill CMD after TIME (default: never)"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
@@ -5110,16 +5140,16 @@ def _work_command(options: Any) -> int:
     error at the end, and when a task ends 10 s or more after the last such line.
 
     SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are finished.
-    A second one goes to their process groups, which are killed 5 s later; tasks are
-    given back. A scheduler may signal the commands, too: what fails then, or dies
-    of such a signal, is given back to the front as no failed try. Let
-    --task-timeout be less than a job may take: else its task comes first in the
-    next one.
+    A second one (at least 0.3 s later) goes to their process groups, which are
+    killed 5 s later; tasks are given back. A scheduler may signal the commands,
+    too: what fails then, or dies of such a signal, is given back to the front as no
+    failed try. Let --task-timeout be less than a job may take: else its task comes
+    first in the next one.
 
     If this worker is killed, its commands are, too. A lost lease (by a stop longer
     than --timeout, or by `release`) does not end CMD.
 
-    Status 1: with --drain, a task failed for good, or work is left.
+    Status 1: with --drain, a task of DIR failed for good, or work is left.
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
@@ -5171,6 +5201,7 @@ class _CommandPool(_WorkerPool):
 
     def run_reported(self) -> int:
         """Work until told to stop, report what was done, and return the exit status."""
+        before = self._names("failed")
         self._next_report_s = time.monotonic() + _REPORT_S
         try:
             self.run()
@@ -5181,7 +5212,8 @@ class _CommandPool(_WorkerPool):
         if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
             return 128 + self.signals[-1]
         self._report()
-        return int(self._drain and (self.counts["failed"] > 0 or not self._queue.join(0)))
+        failed = self._names("failed") - before
+        return int(self._drain and (bool(failed) or not self._queue.join(0)))
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         super()._count(task, outcome)
@@ -5194,12 +5226,14 @@ class _CommandPool(_WorkerPool):
             return
         began_s, self._next_report_s = time.monotonic(), float("inf")  # not two threads at once
         with suppress(OSError):  # pop() meets it, too
-            path = self._queue.data_dir
-            waiting = sum(len(os.listdir(f"{path}/{it}")) for it in _WAITING_DIRS)
+            waiting = sum(len(self._names(it)) for it in _WAITING_DIRS)
             counts = [f"{name} {count}, " for name, count in self.counts.items()]
             self.write(f"femtoqueue: {''.join(counts)}waiting {waiting}\n")
         now_s = time.monotonic()
         self._next_report_s = now_s + max(_REPORT_S, 20 * (now_s - began_s))
+
+    def _names(self, directory: str) -> set[str]:
+        return {*os.listdir(os.path.join(os.path.abspath(self._queue.data_dir), directory))}
 
     def write(self, text: str) -> None:
         """Write to standard error, also for the log."""
@@ -5306,8 +5340,9 @@ class _CommandPool(_WorkerPool):
         if is_stopped:
             self._queue.release(task, front=True, counted=False)
         elif status != 0:
-            what = f"killed after {_time_text(self._options.task_timeout)}"
-            if status is not None:
+            if status is None:
+                what = f"killed after {self._options.task_timeout:g}s"
+            else:
                 what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
@@ -5544,9 +5579,9 @@ def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
 
 @_command(_IDS, _LEASE)
 def _extend_command(options: Any) -> int:
-    """Renew leases, and print their new paths.
+    """Renew leases that `pop` took, and print their new paths.
 
-    A worker that holds such a task loses its lease: it renews that itself.
+    A worker that is at work on such a task would lose its lease by it.
 
     Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
     """

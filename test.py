@@ -137,6 +137,9 @@ class Clock:
     def monotonic_ns(self) -> int:
         return int(self.monotonic() * 1e9)
 
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def stand_still(self) -> None:
         self._stands_at_s = time.time(), time.monotonic()
 
@@ -890,6 +893,48 @@ class Lifecycle(QueueCase):
             q.done(task)
         self.assertEqual((caught.exception.id, caught.exception.expired), (ident, False))
 
+    def test_attach_says_whether_the_lease_is_over(self) -> None:
+        q, clock = self.queue(), self.clock()
+        path = leased(q).path
+        q.done(q.attach(path))
+        for expired in (False, True):
+            for lease in (path, path.rpartition("/")[2]):
+                with self.assertRaises(LeaseLost) as caught:
+                    q.attach(lease)
+                self.assertEqual(caught.exception.expired, expired)
+            clock.advance(31)
+        self.assertRaises(LeaseLost, q.attach, "what~is~this")
+
+    def test_a_tasks_other_id_is_in_no_name(self) -> None:
+        """A program may keep a number of its own there."""
+        q = self.queue(keep_done=False, retry_delay_s=0)
+        ident = q.push(b"x")
+
+        def assigned() -> FemtoTask:
+            task = self.take(q, id=ident)
+            task.id = "order-17"
+            return task
+
+        q.release(assigned())
+        q.release(assigned(), front=True)
+        q.release(assigned(), delay_s=1e-9)
+        with self.assertRaises(ValueError), q.processing(assigned()) as task:
+            q.extend(task)
+            q.checkpoint(task, b"half")
+            raise ValueError
+        task = assigned()
+        self.assertEqual((task.attempts, task.checkpoint), (5, b"half"))
+        q.done(task)
+        self.assertEqual(self.states(), {})
+
+    def test_what_comes_back_to_the_front_has_the_order_of_its_push(self) -> None:
+        """Also of several, which come back before and behind the first name that was listed."""
+        q, payloads = self.queue(), [b"%d" % number for number in range(8)]
+        q.push_many(payloads)
+        for task in [self.pop(q) for _ in range(3)]:
+            q.release(task, front=True)
+        self.assertEqual(self.drain(q), payloads)
+
     def test_fail_keeps_an_exception_with_its_traceback(self) -> None:
         """Whatever characters are in it."""
         q = self.queue()
@@ -974,6 +1019,22 @@ class Lifecycle(QueueCase):
         clock.advance(61)
         self.assertEqual((q.purge(60), self.names("done")), (1, []))
 
+    def test_a_pause_is_seen_within_a_second_though_the_last_listing_took_long(self) -> None:
+        q, clock = self.queue(), self.clock()
+        q.push_many([b"x"] * 3)
+        with hooked(at_call("list", "pending", lambda: clock.advance(9), times=1)):
+            q.done(self.pop(q))
+        self.queue("n2").pause()
+        clock.advance(1)
+        self.assertIsNone(q.pop())
+
+    def test_looks_for_what_is_left_fall_into_step_with_no_worker(self) -> None:
+        """Of one that releases its task and takes it again, each look could miss it."""
+        q, clock = self.queue(), self.clock()
+        with mock.patch.object(clock, "sleep") as sleep:
+            self.assertTrue(q.join(0))
+        self.assertGreater(len({str(call) for call in sleep.mock_calls}), 1)
+
     def test_what_is_done_is_kept_for_as_many_seconds_as_wanted(self) -> None:
         """pop() deletes it, in slices: no listing of done/ is taken in one piece."""
         q, clock = self.queue(keep_done=60), self.clock()
@@ -994,6 +1055,16 @@ class Lifecycle(QueueCase):
                 counts.append(len(self.names("done")))
         self.assertEqual(self.names("done"), ["notes.txt"])
         self.assertLessEqual(max(a - b for a, b in itertools.pairwise([12, *counts])), 4)
+
+    def test_while_there_is_what_is_to_go_the_slices_of_done_follow_each_other_soon(self) -> None:
+        """Else the directory of a fast worker grew for ever."""
+        q, clock = self.queue(keep_done=1), self.clock()
+        with with_constant("purge slice", 0):
+            for _ in range(5):
+                q.done(leased(q))
+            clock.advance(2)
+            counts = [(q.pop(), len(self.names("done"))) for _ in range(5)]
+        self.assertEqual(counts, [(None, left) for left in (4, 3, 2, 1, 0)])
 
     def test_nothing_is_handed_out_while_the_queue_is_paused(self) -> None:
         """From the call of pause() on in its object, where paused said so, and everywhere else a
@@ -1125,6 +1196,14 @@ class Ordering(QueueCase):
         self.assertEqual(len(others), 1)
         self.boot()  # there is one clock-<boot>
 
+    def test_a_wall_clock_of_the_far_future_starts_no_clock(self) -> None:
+        """Once it is set right, another one would begin."""
+        clock = self.clock()
+        clock.wall_shift_s = 80 * 365 * 86400.0
+        q = self.queue()
+        clock.wall_shift_s = 0.0
+        self.check_one_clock(q, self.queue())
+
     def test_a_task_named_for_the_far_future_does_not_take_the_clock_along(self) -> None:
         """An id at the end of the range, put there by hand, must not leave names without room."""
         os.mkdir(self.file("done"))
@@ -1151,12 +1230,15 @@ class Ordering(QueueCase):
 @FORK
 class Liveness(QueueCase):
     def test_an_empty_directory_of_unknown_boot_is_left_alone_for_a_minute(self) -> None:
-        """It may be an idle worker's on another host, whose lock is not seen here (FUSE)."""
+        """It may be an idle worker's on another host, whose lock is not seen here (FUSE). If it is
+        another user's, in a directory that is sticky, it stays."""
         q, clock = self.queue(), self.clock()
         os.mkdir(self.file("inflight-other"))
-        for advance_s, there in ((1, True), (61, False)):
+        sticky = hooked(at_call("rmdir", "-other", raising(errno.EPERM), times=1))
+        for advance_s, there in ((1, True), (61, True), (1, False)):
             clock.advance(advance_s)
-            self.assertIsNone(q.pop())
+            with sticky if advance_s == 61 else contextlib.nullcontext():
+                self.assertIsNone(q.pop())
             self.assertEqual(os.path.exists(self.file("inflight-other")), there)
 
     def test_the_end_of_a_lease_ends_a_wait(self) -> None:
@@ -1476,7 +1558,7 @@ STEPS = {
     "push x | take": Row("list move open read close", "move"),
     "push x, push y, take | take": Row("move open read close", "move"),
     "schedule x | take": Row(
-        "stat list move list move open read close stat", "move file directory move"
+        "stat list move stat list move open read close stat", "move file directory move"
     ),
     "push x, take, release | take": Row("list move open read close stat", "move"),
     "push x, take | done": Row("move", "move file directory"),
@@ -2115,6 +2197,12 @@ class Keyed(StepCase):
             found = [*q.keys("pending"), *q.keys("scheduled"), *q.keys("inflight")]
             self.assertEqual(len(found), len({*found}), "two tasks of one key")
             self.assertTrue(all(map(q.contains, found)))
+
+    def test_a_queue_that_is_gone_is_disk_trouble_for_who_looks_for_a_key(self) -> None:
+        q = self.queue()
+        shutil.rmtree(self.path)
+        self.assertRaises(FileNotFoundError, q.contains, "k")
+        self.assertRaises(FileNotFoundError, q.peek, key="k")
 
     def one_behind(self, q: FemtoQueue) -> FemtoTask:
         """Lease a task, and push a newer payload behind it."""
@@ -5210,6 +5298,31 @@ class Tickets(TicketCase):
             self.assertTrue(line.is_head(1))
         self.assertTrue(line.is_empty())
 
+    def test_a_copy_holds_no_ticket(self) -> None:
+        """As of an object that multiprocessing gives to a process that it spawns."""
+        line = self.line(7.5)
+        ticket, _ = line.register()
+        twin = pickle.loads(pickle.dumps(line))
+        self.assertEqual((twin.is_head(ticket), twin.stale_timeout), (True, 7.5))
+        del twin
+        self.assertTrue(line.is_head(ticket))
+
+    def test_a_directory_that_can_not_be_made_again_is_an_error(self) -> None:
+        """The link to it leads nowhere any more."""
+        os.mkdir(self.file("there"))
+        os.symlink("there", self.file("line"))
+        line = self.line()
+        os.rmdir(self.file("there"))
+        self.assertRaises(FileNotFoundError, line.register)
+
+    def test_who_died_before_a_reboot_is_passed_over_at_once(self) -> None:
+        """Where only this kernel writes: its lock ended with the boot."""
+        with on_boot("the one before"):
+            _, member = self.line().register()
+        line = self.line()
+        self.put(member, b"", "line")
+        self.assertTrue(line.is_head(line.register()[0]))
+
     def test_who_died_is_passed_over_at_once(self) -> None:
         """While waiting, and at the head; no stale_timeout is needed."""
         lines = [self.line() for _ in range(4)]
@@ -5260,17 +5373,18 @@ class Tickets(TicketCase):
 
     def test_on_another_host_only_the_time_tells(self) -> None:
         """A ticket of another boot lives until nobody has touched it for stale_timeout."""
+        self.patched(on_file_system(NFS))
         with on_boot("another host"):
             other = self.line(stale_timeout=60)
         line, patient, clock = self.line(stale_timeout=60), self.line(), self.clock()
         theirs, member = other.register()
         mine, _ = line.register()
-        clock.advance(50)
+        clock.advance(40)
         self.assertTrue(other.is_head(theirs))  # touches it, but by the clock of the disk
         stats = calls_of("stat", lambda: self.assertFalse(line.is_head(mine)))
         # Of its open file: a host may remember for a minute when a path was last touched.
         self.assertNotIn((self.file("line", member),), stats)
-        clock.advance(20)
+        clock.advance(21)
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
         self.assertFalse(other.is_head(theirs))
 
@@ -6332,6 +6446,14 @@ class Processing(QueueCase):
     def new_threads(self) -> set[threading.Thread]:
         return {*threading.enumerate()} - self.threads
 
+    def test_a_block_that_is_garbage_with_its_queue_ends_nothing(self) -> None:
+        """As in a generator that nobody ends; the queue may be finalized first."""
+        q = FemtoQueue(self.path)
+        with q.processing(leased(q)):
+            q.__del__()
+        del q._worker  # and no other time
+        self.assertEqual(self.states(), {"pending": 1})
+
     def test_how_the_block_ends_is_what_becomes_of_the_task(self) -> None:
         """Who is told to go gives it back to its place, uncounted, also at max_attempts. A lost
         lease of another task is an error as others."""
@@ -6854,6 +6976,14 @@ class Checking(QueueCase):
             for name in self.names("failed"):
                 os.unlink(self.file("failed", name))
 
+    def test_an_error_of_a_signal_handler_ends_it(self) -> None:
+        """A TimeoutError is an OSError, and has no errno."""
+        q = self.queue()
+        q.push(b"x")
+        for event, of in (("open", "/pending/"), ("list", "/failed")):
+            with hooked(at_call(event, of, mock.Mock(side_effect=TimeoutError))):
+                self.assertRaises(TimeoutError, q.check)
+
     def test_what_can_not_be_read_is_told_and_the_rest_is_looked_at(self) -> None:
         q = self.queue()
         self.put(f"{1:020d}-0000aaaa", b"torn")
@@ -7158,7 +7288,15 @@ $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-limit 5s -- sh -c \
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
-$ cat jobs/failed/$x.error -> killed after ...
+$ cat jobs/failed/$x.error -> killed after 0.1s
+# what work --drain can not hand out has failed for good; its DIR is where a link's .. is not
+$ femtoqueue push jobs x -> <x>
+$ echo torn > jobs/pending/$x
+$ mkdir elsewhere elsewhere/inside; ln -s elsewhere/inside link
+$ femtoqueue work link/../jobs --drain -- true
+! ... task <x> is in failed/: ...
+! femtoqueue: waiting 0
+[1]
 # a command that a signal ends alone has failed
 $ femtoqueue push jobs TERM KILL -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- sh -c 'kill -{} $$'

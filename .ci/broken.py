@@ -231,8 +231,8 @@ a forked child keeps no lock of its parent | Liveness
 -    while _open_lock_fds:
 +    while False:
 the lock of a file that was removed is no lock | Tickets
--is_locked = lock.is_at_path()
-+is_locked = True
+-                if lock.is_at_path():  # RACE: else
++                if True:  # RACE: else
 an error of flock() is raised, unless it says that there are no locks | Faults
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
@@ -293,8 +293,7 @@ orders of one object strictly increase | Model
 -            order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
 +            order_ns = self._order = now_ns
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
--max(time.time_ns(), newest_ns + 1)
-+max(time.time_ns(), _EARLIEST_NS)
+-            times_ns += [_stamp_of(entry.id) + 1 for entry in files.entries(directory)]
 the processes of a boot agree on one clock | Ordering
 -        os.link(root + aside, root + name)
 +        os.replace(root + aside, root + name)
@@ -305,8 +304,11 @@ a name of the year 2200 does not carry the clock along | Ordering
 -(it for it in times_ns if it < _FARTHEST_NS)
 +times_ns
 leases of an earlier boot end though the wall clock was set far back | Liveness
--times_ns = [files.lstat(directory).st_mtime_ns]
-+times_ns = [0]
+-            times_ns.append(files.lstat(directory).st_mtime_ns)
+a wall clock of the year 2100 starts no queue clock | Ordering
+-    times_ns = [_EARLIEST_NS, time.time_ns()]
++    return max(time.time_ns(), _EARLIEST_NS) - time.monotonic_ns()
++    times_ns = [_EARLIEST_NS]
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
 +                names = sorted(names, reverse=True)[:keep]
@@ -314,8 +316,11 @@ the first in is the first out | Model; fuzz: lives; hosts: calm ~ in the order
 -    return sorted(names, reverse=True)[-keep:], seen
 +    return sorted(names)[-keep:], seen
 what comes back to the front is delivered next | Model
--            if self.names and name < self.names[-1]:
-+            if self.names and name > self.names[-1]:
+-            if names and name < names[0]:
++            if names and name > names[0]:
+what comes back to the front has the order of its push | Lifecycle
+-            if names and name < names[0]:
++            if names and name < names[-1]:
 who comes back under its node_id takes back what it had | Model
 -            elif self._held is None and lock.try_exclusive() and lock.is_at_path():
 +            elif self._held is None and not lock.try_exclusive():
@@ -550,8 +555,23 @@ processing() renews the lease | Processing
 -        if has_ended or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
 +        if has_ended or next_left_ns:
 a child that is forked in processing() does not end the task | Processing
--        if os.getpid() != self._pid:
-+        if not self._pid:
+-        if os.getpid() != self._pid or
++        if not self._pid or
+a block that is garbage with its queue ends nothing | Processing
+- or not vars(self._worker):
++:
+a pause is seen soon, however long the last listing took | Lifecycle
+- or self._files.exists("PAUSED"):
++:
+looks for what is left are out of step with a worker | Lifecycle
+-            time.sleep(os.urandom(1)[0] * _OUT_OF_STEP_S)
++            time.sleep(_OUT_OF_STEP_S)
+a copy of a line holds no ticket | Tickets
+-    def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
++    def _reduce(self) -> tuple[Any, ...]:
+who died before a reboot is passed over where only this kernel writes | Tickets
+-                if self._is_local or member
++                if member
 two signals at once are one | Work
 -        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
 +        if self.signals and time.monotonic() < self._last_signal_s:

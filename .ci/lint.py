@@ -31,13 +31,13 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33534,
-    "lines": 5715,
-    "lines of code": 3765,
-    "lines of docstrings": 865,
-    "lines of its largest class": 597,
-    "lines of test.py": 8230,
-    "lines of .ci/": 7207,
+    "tokens of code": 33767,
+    "lines": 5750,
+    "lines of code": 3790,
+    "lines of docstrings": 869,
+    "lines of its largest class": 601,
+    "lines of test.py": 8368,
+    "lines of .ci/": 7228,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -254,7 +254,8 @@ def missing_in_the_interface() -> list[str]:
     listed = [it.strip("`") for it in column(0, text)[: len(parameters)]]
     names = [name for name in vars(queue) if name[0] != "_" and name != "paused"]
     names += [it for it in femtoqueue.FemtoTask.__annotations__ if it[0] != "_"]
-    names += [it for it in femtoqueue.__all__ if issubclass(getattr(femtoqueue, it), Exception)]
+    public = [getattr(femtoqueue, it) for it in femtoqueue.__all__]
+    names += [it.__name__ for it in public if isinstance(it, type) and issubclass(it, Exception)]
     missing = [name for name in names if not re.search(rf"`(with |await )?{name}\b", text)]
     return missing + [f"{a} / {b}" for a, b in zip(listed, parameters, strict=True) if a != b]
 
