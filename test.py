@@ -7661,22 +7661,19 @@ class CommandLine(QueueCase):
 # Words and weight
 
 
-class DocumentCase(QueueCase):
-    """A test that reads the README, and runs what a document says in a directory that holds
-    femtoqueue.py and nothing else."""
+class Documents(QueueCase):
+    """What the README and the docstring say runs as it stands, in a directory that holds
+    femtoqueue.py and nothing else. (.ci/lint.py has what reads their text.)"""
 
     def setUp(self) -> None:
         super().setUp()
-        shutil.copy(os.path.join(HERE, "femtoqueue.py"), self.path)
-
-    def queue_of(self, name: str = "jobs") -> FemtoQueue:
-        q = FemtoQueue(self.file(name))
-        self.addCleanup(q.close)
-        return q
+        self.addCleanup(os.chdir, os.getcwd())
+        os.chdir(self.path)
+        shutil.copy(os.path.join(HERE, "femtoqueue.py"), ".")
 
     def run_it(self, *command: str) -> str:
         """Run a command, and return what it prints: nothing goes wrong."""
-        status, out, err = run_guarded(*command, env=os.environ, path=self.path)
+        status, out, err = run_guarded(*command, env=os.environ)
         self.assertEqual((status, err), (0, ""), command[-1])
         return out
 
@@ -7684,7 +7681,7 @@ class DocumentCase(QueueCase):
         return self.run_it(sys.executable, "-S", "-W", "error", "-c", code)
 
     def section(self, title: str) -> str:
-        """Return a section; what stands before the first one, for ""."""
+        """Return a section of the README; what stands before the first one, for ""."""
         with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
             parts = re.split(r"(?m)^## ", file.read())
         return next(text for text in parts if text.startswith(title))
@@ -7692,29 +7689,6 @@ class DocumentCase(QueueCase):
     def blocks(self, language: str, text: str) -> list[str]:
         """Return the blocks of code in a text."""
         return re.findall(rf"(?ms)^```{language}\n(.*?)^```", text)
-
-
-class Documents(DocumentCase):
-    """The module as it is read and imported; .ci/lint.py has what reads its text."""
-
-    def test_the_example_of_the_docstring_runs(self) -> None:
-        match = re.search(r"\n\n((?:    .*\n|\n)+)", femtoqueue.__doc__ or "")
-        assert match is not None
-        code = "\n".join(line[4:] for line in match[1].splitlines())
-        self.assertIn("resize 42.png", self.run_python(code))
-
-    def test_the_import_brings_no_heavy_modules(self) -> None:
-        heavy = {
-            *("argparse", "asyncio", "concurrent.futures", "ctypes", "datetime", "json"),
-            *("logging", "queue", "select", "selectors", "shutil", "signal", "subprocess"),
-            *("tempfile", "traceback"),
-        }
-        code = f"import femtoqueue, sys; print({heavy} & {{*sys.modules}})"
-        self.assertEqual(self.run_python(code).strip(), "set()")
-
-
-class ReadmeExamples(DocumentCase):
-    """Each example of the README runs as it stands, in a directory that has femtoqueue.py only."""
 
     def recipe(self, start: str) -> str:
         """Return a recipe in Python by its start, with the lines that each of them goes on from."""
@@ -7725,16 +7699,27 @@ class ReadmeExamples(DocumentCase):
         (found,) = (it for it in blocks if it.startswith(start))
         return "\n".join([*match.groups(), found])
 
-    def test_the_first_example_works_on_its_task(self) -> None:
-        (code,) = self.blocks("python", self.section(""))
-        self.assertRegex(self.run_python(code), r"^working on .* b'resize 42.png'")
+    def test_the_first_examples_work_on_their_tasks(self) -> None:
+        match = re.search(r"\n\n((?:    .*\n|\n)+)", femtoqueue.__doc__ or "")
+        assert match is not None
+        of_docstring = "\n".join(line[4:] for line in match[1].splitlines())
+        for code in (of_docstring, *self.blocks("python", self.section(""))):
+            self.assertIn("resize 42.png", self.run_python(code))
+
+    def test_the_import_brings_no_heavy_modules(self) -> None:
+        heavy = {
+            *("argparse", "asyncio", "concurrent.futures", "ctypes", "datetime", "json"),
+            *("logging", "queue", "select", "selectors", "shutil", "signal", "subprocess"),
+            *("tempfile", "traceback"),
+        }
+        code = f"import femtoqueue, sys; print({heavy} & {{*sys.modules}})"
+        self.assertEqual(self.run_python(code).strip(), "set()")
 
     @FORK
     def test_the_commands_run_one_after_the_other(self) -> None:
-        os.mkdir(self.file("photos"))
+        os.mkdir("photos")
         for name in ("a b.jpg", "c.jpg"):
-            with open(self.file("photos", name), "wb") as file:
-                file.write(b"x" * 7)
+            self.put(name, b"x" * 7, "photos")
         blocks = self.blocks("sh", self.section("") + self.section("Recipes"))
         self.assertEqual(len(blocks), 2)
         script = "\n".join(blocks).replace("python ", f"{sys.executable} -W error ")
@@ -7759,7 +7744,7 @@ class ReadmeExamples(DocumentCase):
     def test_the_nightly_job_is_there_once_after_two_starts(self) -> None:
         for _ in range(2):
             self.run_python(self.recipe("if not q.contains"))
-        (task,) = self.queue_of().tasks("scheduled")
+        (task,) = FemtoQueue("jobs").tasks("scheduled")
         assert task.until is not None
         self.assertEqual((task.key, task.until.timestamp() % 86400), ("backup", 0))
         self.assertTrue(0 < task.until.timestamp() - time.time() <= 86400)
@@ -7768,7 +7753,7 @@ class ReadmeExamples(DocumentCase):
         """Its worker is killed after seven rows; the next one saves the last three only."""
         work = self.recipe('q.push(b"10 rows")')
         dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
-        died = subprocess.run([sys.executable, "-c", dying], cwd=self.path, check=False)
+        died = subprocess.run([sys.executable, "-c", dying], check=False)
         self.assertEqual(died.returncode, -signal.SIGKILL)
         again = re.sub(r'q\.push\(b"10 rows"\).*\n', "", work) + "\n            print(row, end=' ')"
         self.assertEqual(self.run_python(again), "7 8 9 ")
@@ -7779,9 +7764,9 @@ class ReadmeExamples(DocumentCase):
 
         for _ in range(2):
             self.run_python(self.recipe("db = "))
-            for name in os.listdir(self.file("jobs", "done")):
-                os.rename(self.file("jobs", "done", name), self.file("jobs", "pending", name))
-        with contextlib.closing(sqlite3.connect(self.file("app.db"))) as db:
+            for name in self.names("jobs/done"):
+                os.rename(f"jobs/done/{name}", f"jobs/pending/{name}")
+        with contextlib.closing(sqlite3.connect("app.db")) as db:
             rows = db.execute("SELECT data FROM invoices").fetchall()
         self.assertEqual(rows, [(b"invoice 7",)] * 2)  # of three deliveries
 
@@ -7792,15 +7777,10 @@ class ReadmeExamples(DocumentCase):
         command = settings["ExecStart"].replace("/srv/jobs", "jobs")
         command = command.replace("/usr/local/bin/femtoqueue", f"{sys.executable} -m femtoqueue")
         command = command.replace("/usr/local/bin/resize", "cat")
-        q, pipe = self.queue_of(), subprocess.PIPE
-        q.push_many([b"a\n", b"b\n"])
-        with subprocess.Popen(command.split(), cwd=self.path, stdout=pipe, stderr=pipe) as process:
-            self.addCleanup(process.kill)
-            self.assertTrue(q.join(120))
-            process.terminate()
-            out, err = process.communicate(timeout=120)
-        self.assertEqual((process.returncode, sorted(out.split())), (0, [b"a", b"b"]), err)
-        self.assertEqual(settings["Restart"], "always")
+        FemtoQueue("jobs").push_many([b"a\n", b"b\n"])
+        drained = f"{sys.executable} -c 'from femtoqueue import *; FemtoQueue(\"jobs\").join()'"
+        said = self.run_it("sh", "-c", f"{command} 2> err & {drained}; kill $!; wait $!")
+        self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
     def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
@@ -7809,31 +7789,17 @@ class ReadmeExamples(DocumentCase):
         for here, there in (("sleep 45", "sleep 1"), ("5m", "0s"), ("python3", sys.executable)):
             self.assertIn(here, script)
             script = script.replace(here, there)
-        with open(self.file("task.sh"), "w", encoding="ascii") as file:
-            file.write("#!/bin/sh\necho begun\nexec sleep 1000\n")
-        os.chmod(self.file("task.sh"), 0o755)
-        of_slurm = {"CPUS_PER_TASK": "2", "ARRAY_JOB_ID": "7", "ARRAY_TASK_ID": "1"}
-        settings: dict[str, Any] = {
-            "cwd": self.path,
-            "env": os.environ | {f"SLURM_{name}": it for name, it in of_slurm.items()},
-            "stdout": subprocess.PIPE,
-            "stderr": subprocess.DEVNULL,
-            "start_new_session": True,
-        }
-        q, element = self.queue_of(), ["sh", "-c", script]
-        self.assertEqual(subprocess.run(element, check=False, **settings).returncode, 0)
-        q.push(b"x")
-        with subprocess.Popen(element, **settings) as process:
-            try:
-                assert process.stdout is not None
-                self.assertEqual(process.stdout.readline(), b"begun\n")
-                self.assertEqual(q.stats().nodes[0].node, "7-1")
-                process.terminate()
-                self.assertEqual(process.wait(120), 128 + signal.SIGTERM)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)  # what of it is left
-        task = q.pop()
+        self.put("element", script.encode(), "")
+        os.chmod(self.put("task.sh", b"#!/bin/sh\necho begun\nexec sleep 1000\n", ""), 0o755)
+        said = self.run_it(
+            *("sh", "-c"),
+            f"""export SLURM_CPUS_PER_TASK=2 SLURM_ARRAY_JOB_ID=7 SLURM_ARRAY_TASK_ID=1
+            exec 2> err; sh element && {sys.executable} -m femtoqueue push jobs x
+            sh element > out & until [ -s out ]; do sleep 0.01; done
+            ls -d jobs/inflight-7-1; kill $!; wait $!; echo $?""",
+        )
+        self.assertRegex(said, r"\A.*\njobs/inflight-7-1\n143\n\Z")
+        task = FemtoQueue("jobs").pop()
         self.assertEqual(task and (task.data, task.attempts), (b"x", 1))
 
     def test_the_idea_of_it_works_on_bare_system_calls(self) -> None:
@@ -7841,24 +7807,22 @@ class ReadmeExamples(DocumentCase):
         (code,) = self.blocks("python", self.section("How it works"))
         self.assertLessEqual(len(code.splitlines()), 25)
         for state in ("creating", "pending", "inflight", "done"):
-            os.mkdir(self.file(state))
+            os.mkdir(state)
         for number in (1, 2):
             self.assertRegex(self.run_python(code), r"\Aworking on \d{20}-[0-9a-f]{8}\n\Z")
-            self.assertEqual(len(os.listdir(self.file("done"))), number)
+            self.assertEqual(len(os.listdir("done")), number)
 
+    # The program that drains a queue of femtoqueue 0.4.2 into a new one
 
-class Migration(DocumentCase):
-    """The program of the README that drains a queue of femtoqueue 0.4.2 into a new one."""
-
-    def write(self, state: str, time_us: int, payload: bytes, digest: bytes | None = None) -> str:
+    def write_old(
+        self, state: str, time_us: int, payload: bytes, digest: bytes | None = None
+    ) -> str:
         """Write a task as 0.4.2 does: a version, 7 zero bytes, the md5 of the payload, and it. Its
         name is the time in microseconds, and the text of a method that it forgets to call."""
         name = f"{time_us}_<built-in method hex of bytes object at 0x7f{time_us % 997:010x}>"
-        path = self.file("old", state, name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(path, "wb") as file:
-            file.write(b"\1" + bytes(7) + (digest or hashlib.md5(payload).digest()) + payload)
-        return path
+        os.makedirs(os.path.join("old", state), exist_ok=True)
+        content = b"\1" + bytes(7) + (digest or hashlib.md5(payload).digest()) + payload
+        return self.put(name, content, f"old/{state}")
 
     def test_what_waits_or_was_in_progress_comes_over_in_its_order_and_at_its_time(self) -> None:
         """What is corrupt or finished stays, and a second run adds nothing."""
@@ -7867,12 +7831,11 @@ class Migration(DocumentCase):
         payloads = [b"0", b"1", b"2", b"3", b""]
         states = "node2", "node1", "pending", "pending", "pending"
         for number, (state, payload) in enumerate(zip(states, payloads, strict=True)):
-            self.write(state, now_us - 9000 + number, payload)
-        self.write("scheduled", due_us, b"later")
-        stay = [self.write("pending", 10**15, b"torn", bytes(16))]
-        stay += [self.write(state, 10**15, b"x") for state in ("creating", "done", "failed")]
-        (code,) = self.blocks("python", self.section("Changes"))
-        q = self.queue_of("new")
+            self.write_old(state, now_us - 9000 + number, payload)
+        self.write_old("scheduled", due_us, b"later")
+        stay = [self.write_old("pending", 10**15, b"torn", bytes(16))]
+        stay += [self.write_old(state, 10**15, b"x") for state in ("creating", "done", "failed")]
+        q, (code,) = FemtoQueue("new"), self.blocks("python", self.section("Changes"))
         for _ in range(2):
             self.assertEqual(self.run_python(code), "")
             self.assertEqual([task.data for task in q.tasks("pending")], payloads)
@@ -7881,7 +7844,7 @@ class Migration(DocumentCase):
             due = task.data, round(task.until.timestamp() * 1e6)
             self.assertEqual(due, (b"later", due_us))
         self.assertTrue(all(map(os.path.exists, stay)))
-        self.assertEqual(len(os.listdir(self.file("old", "done"))), 1 + 6)
+        self.assertEqual(len(os.listdir("old/done")), 1 + 6)
 
 
 # What two that meet may do to each other
@@ -8103,8 +8066,8 @@ class Meeting(QueueCase):
 
 # These begin first, so that the last one is short.
 LONGEST = (
-    *("KeyedInterrupted", "CommandLine", "ReadmeExamples", "Concurrency", "Faults"),
-    *("KeyedConcurrency", "Tickets", "Keyed", "Model", "Crash", "Documents", "Sharing"),
+    *("KeyedInterrupted", "CommandLine", "Documents", "Concurrency", "Faults"),
+    *("KeyedConcurrency", "Tickets", "Keyed", "Model", "Crash", "Sharing"),
     *("Processing", "Waiting", "ByHand", "Liveness"),
 )
 
