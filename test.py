@@ -4800,18 +4800,6 @@ class Corruption(QueueCase):
                 self.assertIn(reason, reason_of(q, ident))
                 self.assertIn(reason, line)
 
-    def test_a_flip_of_any_bit_is_noticed(self) -> None:
-        q = self.queue()
-        with open(self.file("pending", q.push(b"abc")), "rb") as file:
-            whole = file.read()
-        self.drain(q)
-        for bit in range(8 * len(whole)):
-            damaged = bytearray(whole)
-            damaged[bit // 8] ^= 1 << bit % 8
-            self.put(f"{bit + 1:020d}-0000aaaa", bytes(damaged))
-        self.assertEqual(self.drain(self.queue("n2")), [])
-        self.assertEqual(self.states()["failed"], 8 * len(whole))
-
 
 class ForeignFiles(QueueCase):
     NAMES = (
@@ -5131,9 +5119,6 @@ class TicketCase(QueueCase):
     def members(self) -> list[str]:
         """Return the files of the tickets in line, in order."""
         return [name for name in self.names("line") if name[0].isdigit()]
-
-    def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
-        return {}
 
 
 class Tickets(TicketCase):
@@ -6610,22 +6595,37 @@ class Work(QueueCase):
             counts += [q.work(lambda _: None, concurrency=concurrency, drain=True)]
             self.assertEqual([it.done for it in counts], [1, 1])
 
-    def test_stop_finishes_what_runs_and_takes_no_more(self) -> None:
-        for concurrency in (1, 2):
-            q, stop = self.queue(str(concurrency)), threading.Event()
-            q.push_many([b"x"] * 20)
-            handler = mock.Mock(side_effect=lambda _, stop=stop: stop.set())
-            counts = q.work(handler, concurrency=concurrency, stop=stop)
-            self.assertLessEqual(counts.done, concurrency)
-            self.assertEqual({*self.states()}, {"done", "pending"})
+    def test_what_ends_it_is_heard_before_it_takes_more(self) -> None:
+        """What runs is finished. What was not begun goes back uncounted, and so does the task of a
+        handler that exits; one that can't be ended would be a dead letter in the end."""
+        clock, stop = self.clock(), threading.Event()
+        as_usual, claimed, ends = contextlib.nullcontext, "inflight-n1/", "/done/"
+        rows: tuple[tuple[Callable[[], object], Callable[[], Any], Any, bool], ...] = (
+            (stop.set, as_usual, None, True),
+            (lambda: clock.advance(61), as_usual, None, True),
+            (sys.exit, as_usual, SystemExit, False),
+            (int, lambda: hooked(at_call("open", claimed, stop.set)), None, False),
+            (int, lambda: hooked(at_call("move", ends, raising(errno.EIO))), OSError, False),
+            (int, no_more_threads, RuntimeError, False),
+        )
+        for concurrency, (happens, broken, error, is_done) in itertools.product((1, 2), rows):
+            q, handled = self.anew(max_attempts=2), list[object]()
+            q.push_many([b"x"] * 9)
+            stop.clear()
 
-    def test_a_task_that_is_claimed_as_it_stops_goes_back_uncounted(self) -> None:
-        q, stop = self.queue(), threading.Event()
-        q.push(b"x")
-        with hooked(at_call("open", "inflight-n1/", stop.set)):
-            q.work(self.fail, stop=stop)
-        self.assertEqual(self.states(), {"pending": 1})
-        self.assertEqual(self.pop(q).attempts, 1)
+            def handle(task: FemtoTask, handled: Any = handled, happens: Any = happens) -> None:
+                handled.append(task)
+                happens()
+
+            raises = self.assertRaises(error) if error else contextlib.nullcontext()
+            with self.subTest(error, concurrency=concurrency, is_done=is_done), raises, broken():
+                q.work(handle, concurrency=concurrency, stop=stop, time_limit_s=60)
+            self.assertLessEqual(len(handled), concurrency)
+            done = self.states()["done"]
+            self.assertEqual(done, len(handled) if is_done else 0)
+            again = Counter(task.attempts for task in iter(q.pop, None))
+            failed = len(handled) if error is OSError else 0
+            self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
 
     def test_a_lost_lease_is_counted_and_work_goes_on(self) -> None:
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
@@ -6638,14 +6638,6 @@ class Work(QueueCase):
 
         counts = q.work(lose, drain=True)
         self.assertEqual((counts.lost, counts.done), (1, 1))
-
-    def test_system_exit_of_a_handler_ends_work_and_gives_its_task_back(self) -> None:
-        for concurrency in (1, 2):
-            q = self.queue(str(concurrency))
-            q.push(b"x")
-            with self.assertRaisesRegex(SystemExit, "enough"):
-                q.work(lambda task: sys.exit("enough"), concurrency=concurrency)
-            self.assertEqual(self.drain(q), [b"x"])
 
     def test_disk_trouble_of_pop_ends_it_when_what_runs_is_finished(self) -> None:
         """Unless a signal does, as it waits for that: a caller that goes on after an OSError would
@@ -6667,26 +6659,6 @@ class Work(QueueCase):
             with hooked(fail), contextlib.suppress(OSError):
                 counts = q.work(handle, concurrency=2)
             self.assertEqual((counts is not None, self.states()), (is_signal, {"done": number}))
-
-    def test_a_task_that_can_not_be_ended_ends_it_before_it_takes_others(self) -> None:
-        """Each would be delivered again, and would be a dead letter in the end."""
-        for concurrency in (1, 2):
-            q, handled = self.queue(str(concurrency), max_attempts=2), list[object]()
-            q.push_many([b"x"] * 9)
-            with hooked(at_call("move", "/done/", raising(errno.EIO))), self.assertRaises(OSError):
-                q.work(handled.append, concurrency=concurrency, drain=True)
-            self.assertLessEqual(len(handled), concurrency)
-            self.assertEqual(len(self.drain(q)), 9)
-
-    def test_without_threads_nothing_is_begun(self) -> None:
-        """Neither that which renews leases, nor those of handlers."""
-        q = self.queue(max_attempts=1)
-        q.push_many([b"1", b"2"])
-        for concurrency in (1, 2):
-            with no_more_threads(), self.assertRaisesRegex(RuntimeError, "no more"):
-                q.work(self.fail, concurrency=concurrency, drain=True)
-            self.assertEqual(self.states(), {"pending": 2})
-        self.assertEqual(self.pop(q).attempts, 1)
 
     def test_an_idle_worker_leaves_but_not_while_it_runs_a_task(self) -> None:
         """And whatever others have in flight."""
@@ -6723,13 +6695,6 @@ class Work(QueueCase):
         counts = q.work(lambda _: os.kill(os.getpid(), signal.SIGINT), drain=True)
         after = [signal.getsignal(number) for number in numbers]
         self.assertEqual((counts.done, after), (2, before))
-
-    def test_after_its_time_limit_a_worker_finishes_what_runs_and_takes_no_more(self) -> None:
-        q, clock = self.queue(), self.clock()
-        q.push_many([b"1", b"2"])
-        self.assertEqual(q.work(lambda _: clock.advance(61), drain=True, time_limit_s=60).done, 1)
-        self.assertEqual(q.work(self.fail, drain=True, time_limit_s=0).done, 0)
-        self.assertEqual(self.drain(q), [b"2"])
 
     @FORK
     def test_children_of_a_handler_are_ended_by_a_signal_as_ever(self) -> None:
