@@ -6875,7 +6875,9 @@ $ femtoqueue release jobs $(basename $lease_longer)
 $ states -> done 1, failed 1, pending 1
 $ femtoqueue done jobs $lease_a $lease_longer -> ! ...task <a>: ... ! ...task <b>: ... [1]
 $ femtoqueue fail jobs $lease_c -> ! ...task <c>: it is not in flight by that name (any more) [1]
-$ femtoqueue ls jobs failed -> ... failed <c> ...s - 1 - - -
+$ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending failed
+$ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending done failed
+$ femtoqueue ls jobs failed pending -> ... failed <c> ...s - 1 - - - pending <b> ...
 $ femtoqueue show jobs $c -> state failed ... attempts - ... reason no such image 3
 # pop takes a task by its id, due or not, or waits for a key
 $ femtoqueue push jobs first second -> <first> <second>
@@ -6933,16 +6935,6 @@ $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
 $ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
 $ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
-# ls lists what is alive and failed, and the rest when asked
-$ femtoqueue push jobs held done failed waiting -> ...
-$ femtoqueue push jobs later --delay 1h -> ...
-$ femtoqueue pop jobs -> <lease>
-$ femtoqueue done jobs $(femtoqueue pop jobs)
-$ femtoqueue fail jobs $(femtoqueue pop jobs)
-$ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending scheduled inflight failed
-$ femtoqueue ls jobs done | cut -d' ' -f 1 -> STATE done
-$ femtoqueue ls jobs failed pending | cut -d' ' -f 1 -> STATE failed pending
-$ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending scheduled inflight done failed
 # stat counts, and is a monitor; where there is no terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
@@ -6988,17 +6980,13 @@ $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
 # work runs a command for each task, its payload as standard input, and passes its lines on
 $ femtoqueue push jobs 1 2 -> ...
-$ femtoqueue push jobs keyed --key k:1 -> ...
+$ femtoqueue push jobs keyed --key ü -> ...
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> ...
-$ femtoqueue work jobs -q -j 2 --drain -- sh -c \
+$ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue work jobs -q -j 2 --drain -- sh -c \
  'wc -c; echo "$FEMTOQUEUE_KEY $FEMTOQUEUE_ATTEMPT" >&2; printf end' > out 2> err
 $ sort out -> 1 1 100000 5 end end end end
-$ sort err -> 1 1 1 k:1 1
+$ sort err -> 1 1 1 ü 1
 $ states -> done 4
-# a key is in the environment as UTF-8, whatever the locale is
-$ femtoqueue push jobs x --key ü -> ...
-$ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue work jobs -q --drain -- \
- sh -c 'echo $FEMTOQUEUE_KEY' -> ü
 # {} in an argument is the payload, bytes as they are; standard input has them too
 $ printf ' $HOME {} \377\n' | femtoqueue push jobs -> ...
 $ femtoqueue push jobs '' -> ...
@@ -7020,13 +7008,6 @@ good
 $ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte
 $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
-# work keeps what is done for as long as asked, and says at the end what it did
-$ femtoqueue push jobs x -> <x>
-$ femtoqueue work jobs --drain --keep-done 1h -- true -> ! femtoqueue: done 1, waiting 0
-$ states -> done 1
-$ femtoqueue push jobs y -> <y>
-$ femtoqueue work jobs -q --drain --keep-done 0s -- true
-$ states -> none
 # a command that fails is tried again, and then its task is a dead letter
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
@@ -7086,30 +7067,31 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
 $ kill $(cat pids)
 $ states -> done 3
-# work --drain that ends sooner says so by its status
+# work --drain that ends sooner says so by its status; it keeps what is done for as long as asked
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --time-limit 0s -- true -> [1]
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue work jobs -q --drain --idle-timeout 0s -- true -> [1]
 $ femtoqueue release jobs --all -> released 1
-$ femtoqueue work jobs -q --drain --time-limit 1h -- true
+$ femtoqueue work jobs --drain --time-limit 1h --keep-done 1h -- true
+! femtoqueue: done 1, waiting 0
 $ states -> done 1
+$ femtoqueue push jobs y -> <y>
+$ femtoqueue work jobs -q --drain --keep-done 0s -- true
+$ states -> none
 # a command that takes too long is killed, with all its group
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-limit 5s -- sh -c \
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ cat jobs/failed/$x.error -> killed after ...
-# a command that a signal ends alone has failed
+# a command that a signal ends alone has failed, also if a parent ignores its children
 $ femtoqueue push jobs TERM KILL -> ...
-$ femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- sh -c 'kill -{} $$'
+$ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- \
+ sh -c 'kill -{} $$'
 ! ... try 1 failed, a dead letter: killed by signal 15
 ! ... try 1 failed, a dead letter: killed by signal 9
 [1]
-# a parent that ignores its children does not make a failure a success
-$ femtoqueue push jobs x -> ...
-$ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 -- false -> ! ... [1]
-$ states -> failed 1
 # a reader of work that leaves fails no task: what it had not read, the next worker tells of
 $ femtoqueue push jobs 1 2 3 4 5 6 7 8 9 -> ...
 $ echo 'echo $1; test $1 = 1 || head -c 100000 /dev/zero' > more-than-a-pipe-holds
