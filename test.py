@@ -5331,51 +5331,40 @@ class SharedTickets(TicketCase):
         self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
         self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
 
-    def test_a_number_that_another_host_draws_meanwhile_is_not_drawn_twice(self) -> None:
-        """Whether ours is being noted, or noted and not in line yet, when that host has its turn:
-        a lower number would take its place."""
+    def test_a_ticket_that_another_host_comes_between_is_made_again(self) -> None:
+        """That host draws a number as ours is being noted, or is noted and not in line yet: a lower
+        one would take its place. Or it takes ours for that of a dead process. Or GlusterFS lists a
+        name which it does not find, perhaps for minutes, until it has healed: at last an error."""
         line = self.line()
-        for call, part, theirs, ours in (
-            ("open", "/last~", 1, 2),
-            ("move", "/last~", 5, 6),
-            ("move", "/.", 8, 9),
-        ):
 
-            def draw(theirs: int = theirs) -> None:
-                for name in self.names("line"):
-                    if name.startswith("last~"):
-                        os.unlink(self.file("line", name))
-                self.put(f"last~{theirs:020d}", b"", "line")
-
-            with self.subTest(call=call), hooked(at_call(call, part, draw, times=1)):
-                ticket, member = line.register()
-                self.assertEqual((ticket, self.members()), (ours, [member]))
-                line.remove(member)
-
-    def test_a_number_that_can_not_be_noted_is_drawn_again_and_at_last_an_error(self) -> None:
-        """GlusterFS may list a name for minutes which it does not find, until it has healed."""
-        line = self.line()
-        self.put(f"last~{5:020d}", b"", "line")
-        for code in (errno.ENOENT, errno.ESTALE):
-            with hooked(at_call("move", "/last~", raising(code))):
-                self.assertRaises(OSError, line.turn(60).__enter__)
-            self.assertTrue(line.is_empty())
-            with hooked(at_call("move", "/last~", raising(code), times=2)):
-                line.remove(line.register()[1])
-
-    def test_a_ticket_that_is_swept_away_before_it_is_one_is_made_again(self) -> None:
-        """Another host took it for that of a dead process."""
-        line = self.line()
+        def draw(theirs: int) -> None:
+            for name in self.names("line"):
+                if name.startswith("last~"):
+                    os.unlink(self.file("line", name))
+            self.put(f"last~{theirs:020d}", b"", "line")
 
         def sweep() -> None:
             (name,) = (name for name in self.names("line") if name.startswith("."))
             os.unlink(self.file("line", name))
 
-        with hooked(at_call("move", "/.", sweep, times=1)):
-            ticket, member = line.register()
-        self.assertTrue(line.is_head(ticket))
-        self.assertTrue(line.remove(member))
-        self.assertTrue(line.is_empty())
+        missing, stale = raising(errno.ENOENT), raising(errno.ESTALE)
+        for call, part, happens, times, ours in (
+            ("open", "/last~", lambda: draw(1), 1, 2),
+            ("move", "/last~", lambda: draw(5), 1, 6),
+            ("move", "/.", lambda: draw(8), 1, 9),
+            ("move", "/.", sweep, 1, 11),
+            ("move", "/last~", missing, 2, 12),
+            ("move", "/last~", stale, 2, 13),
+        ):
+            with self.subTest(ours=ours), hooked(at_call(call, part, happens, times)):
+                ticket, member = line.register()
+                self.assertEqual((ticket, self.members()), (ours, [member]))
+                self.assertTrue(line.is_head(ticket))
+                self.assertTrue(line.remove(member))
+        for error in (missing, stale):
+            with hooked(at_call("move", "/last~", error)):
+                self.assertRaises(OSError, line.turn(60).__enter__)
+            self.assertTrue(line.is_empty())
 
     def test_a_touch_that_came_late_does_not_make_up_for_it(self) -> None:
         """The thread of turn() touches the ticket, and tells nobody that it was late."""
