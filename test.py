@@ -6452,7 +6452,7 @@ class Processing(QueueCase):
         with q.processing(task):
             self.until_renewed(task)
 
-    # Lost leases, and ends that can't be written
+    # Lost leases
 
     def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
         """With what the block raised as its cause; but who is told to exit does. What was never
@@ -6482,21 +6482,7 @@ class Processing(QueueCase):
             self.assertEqual(child.finish()[1], 0)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    def test_a_task_whose_end_can_not_be_written_is_delivered_again(self) -> None:
-        """Also by a worker whose leases last for as long as it lives; and after Ctrl-C."""
-        q = self.queue(timeout_stale_ms=None)
-        for error, fail in ((OSError, raising(errno.EIO)), (KeyboardInterrupt, interrupt)):
-            task = leased(q)
-            broken = hooked(at_call("move", f"/{task.path}", fail))
-            with broken, self.assertRaises(error), q.processing(task):
-                pass
-            again = self.pop(q)
-            self.assertEqual(again.id, task.id)
-            q.done(again)
-
-
-class Checkpoints(QueueCase):
-    """What becomes of one as its task goes on, and of the lease, is asserted by Model."""
+    # Checkpoints: what becomes of one as its task goes on, and of the lease, is asserted by Model
 
     def test_what_can_not_be_saved_leaves_the_former_and_what_is_torn_is_none(self) -> None:
         q = self.queue()
@@ -6589,6 +6575,7 @@ class Work(QueueCase):
             (sys.exit, as_usual, SystemExit, False),
             (int, lambda: hooked(at_call("open", claimed, stop.set)), None, False),
             (int, lambda: hooked(at_call("move", ends, raising(errno.EIO))), OSError, False),
+            (int, lambda: hooked(at_call("move", ends, interrupt)), KeyboardInterrupt, False),
             (int, no_more_threads, RuntimeError, False),
         )
         for concurrency, (happens, broken, error, is_done) in itertools.product((1, 2), rows):
@@ -6607,7 +6594,7 @@ class Work(QueueCase):
             done = self.states()["done"]
             self.assertEqual(done, len(handled) if is_done else 0)
             again = Counter(task.attempts for task in iter(q.pop, None))
-            failed = len(handled) if error is OSError else 0
+            failed = len(handled) if error in (OSError, KeyboardInterrupt) else 0
             self.assertEqual(again, Counter({1: 9 - done - failed, 2: failed}))
 
     def test_disk_trouble_of_pop_ends_it_when_what_runs_is_finished(self) -> None:
@@ -7966,11 +7953,7 @@ class Meeting(QueueCase):
 
 
 # These begin first, so that the last one is short.
-LONGEST = (
-    *("KeyedInterrupted", "CommandLine", "Documents", "Concurrency", "Faults"),
-    *("KeyedConcurrency", "Tickets", "Keyed", "Model", "Crash", "Sharing"),
-    *("Processing", "Waiting", "ByHand", "Liveness"),
-)
+LONGEST = "KeyedInterrupted", "CommandLine", "Documents", "Concurrency", "Faults", "Tickets"
 
 
 def run_forked(words: list[str], output: Any) -> int:

@@ -456,7 +456,7 @@ a payload that is behind a task is a first attempt | Model
 a child drops what its parent locked, also if Ctrl-C met the fork | Liveness
 -    with suppress(RuntimeError):  # it is not ours
 +    with suppress():  # it is not ours
-the task of a block that Ctrl-C ends is delivered again | Processing
+the task of a block that Ctrl-C ends is delivered again | Work
 -        except BaseException:  # trouble with the disk, or
 +        except Exception:  # trouble with the disk, or
 of two pushes during a listing with foreign files the older one comes first | Meeting
