@@ -5138,15 +5138,10 @@ class Tickets(TicketCase):
         self.assertEqual((other.register()[0], line.is_empty()), (4, False))
         del other  # and with the object, its tickets
         self.assertEqual(self.names("line"), ["last"])
-
-    def test_a_last_number_that_is_none_is_made_anew(self) -> None:
-        """After power loss there may be nothing, or zeros; a person may have written there."""
-        line = self.line()
-        for content in (b"", bytes(20), b"hello"):
-            with open(self.file("line", "last"), "wb") as file:
-                file.write(content)
+        for content in (b"", bytes(20), b"hello"):  # after power loss, or of a person
+            self.put("last", content, "line")
             number, member = line.register()
-            self.assertEqual((number, line.is_head(1), line.remove(member)), (1, True, True))
+            self.assertEqual((number, line.remove(member)), (1, True))
 
     def test_a_ticket_appears_locked(self) -> None:
         """Or whoever looks just then takes it for that of a dead process."""
@@ -7626,23 +7621,18 @@ class Documents(QueueCase):
 
     @FORK
     def test_short_recipes_say_what_they_say_they_do(self) -> None:
-        """The service handles what it pushed, the inbox hands out the latest value only, and the
-        turn comes."""
+        """The service handles what it pushed, the inbox hands out the latest value only, the turn
+        comes, and the nightly job is there once after two starts."""
+        nightly = self.recipe("if not q.contains")
+        due = "at_s = q.peek(key='backup').until.timestamp(); "
+        due += "print(q.stats().scheduled, at_s % 86400, 0 < at_s - time.time() <= 86400)"
         for start, then, said in (
             ("async def", "print(q.stats().done)", "handling b'hello'\n1\n"),
             ('q.push(b"balance', "print(q.pop())", "b'balance 20'\nNone\n"),
             ("with Ticket", "", "my turn\n"),
+            ("if not q.contains", f"{nightly}\n{due}", "1 0.0 True\n"),
         ):
             self.assertEqual(self.run_python(f"{self.recipe(start)}\n{then}"), said)
-
-    @FORK
-    def test_the_nightly_job_is_there_once_after_two_starts(self) -> None:
-        for _ in range(2):
-            self.run_python(self.recipe("if not q.contains"))
-        (task,) = FemtoQueue("jobs").tasks("scheduled")
-        assert task.until is not None
-        self.assertEqual((task.key, task.until.timestamp() % 86400), ("backup", 0))
-        self.assertTrue(0 < task.until.timestamp() - time.time() <= 86400)
 
     def test_the_long_work_resumes_where_a_killed_worker_stopped(self) -> None:
         """Its worker is killed after seven rows; the next one saves the last three only."""
