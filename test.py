@@ -6573,7 +6573,7 @@ class Work(QueueCase):
 
             raises = self.assertRaises(error) if error else contextlib.nullcontext()
             with self.subTest(error, concurrency=concurrency, is_done=is_done), raises, broken():
-                q.work(handle, concurrency=concurrency, stop=stop, time_limit_s=60)
+                q.work(handle, concurrency=concurrency, drain=True, stop=stop, time_limit_s=60)
             self.assertLessEqual(len(handled), concurrency)
             done = self.states()["done"]
             self.assertEqual(done, len(handled) if is_done else 0)

@@ -212,7 +212,7 @@ a record with bytes behind its payload is never delivered | Corruption
 a record with the key of another id is never delivered | Corruption
 - and _key_tag(name) == _tag_of(ident):
 +:
-the checksum of a record covers its key | Corruption
+the checksum of a record covers its key | Compatibility
 -binascii.crc32(payload, binascii.crc32(name))
 +binascii.crc32(payload)
 the rest of a short write is written | Corruption
