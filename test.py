@@ -6525,18 +6525,6 @@ class Work(QueueCase):
         self.assertRegex(logs.output[1], r"(?s)dead letter.*Traceback.*Unspeakable")
         self.assertEqual(self.states(), {"done": 3, "failed": 1})
 
-    def test_as_many_run_at_a_time_as_were_asked_for(self) -> None:
-        """They meet at a barrier for just so many; there is no fifth."""
-        q, barrier, threads = self.queue(), threading.Barrier(4), set[int]()
-        q.push_many([b"x"] * 16)
-
-        def handle(_: FemtoTask) -> None:
-            threads.add(threading.get_ident())
-            barrier.wait(60)
-
-        counts = q.work(handle, concurrency=4, drain=True)
-        self.assertEqual((counts.done, len(threads), self.states()), (16, 4, {"done": 16}))
-
     def test_drain_waits_for_what_comes_later_and_for_others(self) -> None:
         """For longer than it waits for a task at a time."""
         self.hasten("base interval", 0.02)
@@ -6651,7 +6639,8 @@ class Work(QueueCase):
 
     def test_a_signal_finishes_what_runs_and_a_second_one_gives_it_back(self) -> None:
         """To its place, and uncounted; no more is taken. Two at once are one, as timeout(1) sends
-        them, to a process and to its group. (CommandLine has the signals of another process.)"""
+        them, to a process and to its group. (CommandLine has the signals of another process.) As
+        many run at a time as were asked for: they meet at a barrier."""
         for concurrency, end, one_signal_s in (
             (1, "done", PATIENCE_S),
             (1, "released", 0),
