@@ -212,7 +212,7 @@ a record with bytes behind its payload is never delivered | Corruption
 a record with the key of another id is never delivered | Corruption
 - and _key_tag(name) == _tag_of(ident):
 +:
-the checksum of a record covers its key | Corruption
+the checksum of a record covers its key | Compatibility
 -binascii.crc32(payload, binascii.crc32(name))
 +binascii.crc32(payload)
 the rest of a short write is written | Corruption
@@ -464,7 +464,7 @@ a payload that is behind a task is a first attempt | Model
 a child drops what its parent locked, also if Ctrl-C met the fork | Liveness
 -    with suppress(RuntimeError):  # it is not ours
 +    with suppress():  # it is not ours
-the task of a block that Ctrl-C ends is delivered again | Processing
+the task of a block that Ctrl-C ends is delivered again | Work
 -        except BaseException:  # trouble with the disk, or
 +        except Exception:  # trouble with the disk, or
 of two pushes during a listing with foreign files the older one comes first | Meeting
