@@ -12,7 +12,7 @@ import errno
 import itertools
 import os
 
-from faults import CLOCK, Ledger, Life, Note, check_end, found_in
+from faults import CLOCK, Ledger, Life, Note, check_end, stands
 from proof import Violation, ends, need_root, plain_parser, say, small_disk
 
 from femtoqueue import FemtoQueue
@@ -28,14 +28,14 @@ def expect(condition: bool, message: str) -> None:
 class Filler(Life):
     """A life on a full disk, whose answers a Ledger checks. keep_done=False: room comes back."""
 
-    def __init__(self, path: str, node_id: str, sync: bool = False) -> None:
+    def __init__(self, path: str, sync: bool = False) -> None:
         self.path, self.notes, self.ledger = path, list[Note](), Ledger([], "gone")
-        self.node_id, self.sync = node_id, sync
+        self.sync = sync
         super().__init__(self.opened, CLOCK, self.noted)
         self.open()
 
-    def opened(self) -> FemtoQueue:
-        return FemtoQueue(self.path, self.node_id, sync_after_write=self.sync, keep_done=False)
+    def opened(self, node_id: str) -> FemtoQueue:
+        return FemtoQueue(self.path, node_id, sync_after_write=self.sync, keep_done=False)
 
     def noted(self, note: Note) -> None:
         self.notes.append(note)
@@ -51,7 +51,7 @@ class Filler(Life):
                 self.push(next(names))
         expect(self.notes[-1][-2] == errno.ENOSPC, f"ENOSPC was to surface: {self.notes[-1]}")
         expect(not os.listdir(f"{self.path}/creating"), "creating/ was to be empty")
-        found = found_in(self.queue)
+        found = stands(self.queue)
         self.ledger.compare(found)
         return len(found)
 
@@ -61,12 +61,12 @@ class Filler(Life):
         expect(sum(note[0] == "err" for note in self.notes) == 1, "only the push was to raise")
         self.finish()
         with FemtoQueue(self.path, "looker") as q:
-            check_end(q, found_in(q), self.ledger, set())
+            check_end(q, stands(q), self.ledger)
 
 
 def check(path: str, size: int, *, sync: bool, many: bool) -> int:
     """Fill, drain on the full disk, push again. Return how many tasks fitted."""
-    life = Filler(os.path.join(path, "jobs"), "n1", sync)
+    life = Filler(os.path.join(path, "jobs"), sync)
     life.push("first")
     life.drain()  # the lease directory is there
     fitted = life.fill(size, many=many)
@@ -76,10 +76,9 @@ def check(path: str, size: int, *, sync: bool, many: bool) -> int:
 
 def check_start(path: str) -> int:
     """Use up all inodes; then let a new worker start and drain. Return how many tasks fitted."""
-    life = Filler(os.path.join(path, "jobs"), "n1")
+    life = Filler(os.path.join(path, "jobs"))
     fitted = life.fill(100)
-    life.node_id = "n2"
-    life.open()
+    life.open("n2")
     life.drain_all()
     expect(os.path.isdir(os.path.join(life.path, "spare")), "the spare directory was to be back")
     return fitted

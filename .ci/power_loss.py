@@ -95,9 +95,9 @@ class Work:
         self.keep_done = random.Random(seed).random() < 0.5
         self.done = "done" if self.keep_done else "gone"
 
-    def make(self) -> FemtoQueue:
+    def make(self, node_id: str) -> FemtoQueue:
         return FemtoQueue(
-            self.path, "writer", None, sync_after_write=self.sync, keep_done=self.keep_done
+            self.path, node_id, None, sync_after_write=self.sync, keep_done=self.keep_done
         )
 
     def go_on(self, life: faults.Life) -> None:
@@ -123,7 +123,7 @@ class Work:
         many of the notes are from before the cut, and the first ones of the others may be."""
         with on_boot("the next boot"), faults.made_up("next") as clock:
             clock.advance(faults.AN_HOUR_S + faults.LATER_S)
-            q = self.make()
+            q = self.make("n1")
             found = faults.found_in(q)  # of a batch that was under way, some may be torn
             if self.sync:
                 ledger = self.agreeing(notes, certain, found)
@@ -134,12 +134,12 @@ class Work:
                         faults.Slot({name}, {"live" if state in faults.LIVE else state})
                     )
             ledger.died()
-            life = faults.Life(lambda: q, clock, ledger.follow)
+            life = faults.Life(lambda _: q, clock, ledger.follow)
             life.open()
             life.drain(10**6)
             life.finish()
             with FemtoQueue(self.path, "looker") as q:
-                faults.check_end(q, faults.found_in(q), ledger, set())
+                faults.check_end(q, faults.found_in(q), ledger)
         return len(found)
 
     def agreeing(
