@@ -109,7 +109,7 @@ def must_catch(
         except Violation as error:
             if not re.search("".join(wanted), str(error)):
                 raise Violation(f"{name}: {error}, and not: {wanted}") from None
-            say(f"{name} is caught: {error}")
+            say(f"{name} is caught: {error}"[:300].partition("\n")[0])
         else:
             raise Violation(f"{name} is not caught, {need}")
 
