@@ -240,7 +240,7 @@ sync_after_write: the bytes of a push are synced | Durability
 ; power_loss: ext4; power_loss: xfs; power_loss: btrfs
 -                if sync:
 +                if not source:
-sync_after_write: the name of a push is synced | Durability; power_loss: ext4-nojournal
+sync_after_write: the name of a push is synced | Durability
 -            if sync_dir:
 +            if sync_dir and not source:
 sync_after_write: the file of a finished task is synced | Durability
