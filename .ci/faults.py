@@ -29,7 +29,6 @@ Linux does not. One process, no races. One fault a life.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import ctypes
@@ -59,7 +58,7 @@ from proof import Unable, Violation, ends, install, name_of, open_log, parser, p
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask
-from test import Clock, memory_dir
+from test import Clock, memory_dir, record
 
 WRITES = ("ENOSPC", "EIO", "EINTR")
 CHANGES = ("ENOSPC", "EIO", "EACCES")
@@ -204,7 +203,7 @@ class Life:
 
     def expire(self) -> None:
         self.clock.advance(40)
-        self.note(["ok", "expire"])
+        self.note(["over"])
 
     def look(self) -> None:
         def call() -> tuple[dict[str, str], bool]:
@@ -216,15 +215,19 @@ class Life:
         self.step(call, "look", shown=lambda seen: seen)
 
     def die(self) -> None:
-        """All workers lose their locks, as if killed; one left a torn task, which no push() does,
-        and one what it was writing."""
+        """All workers lose their locks, as if killed. They left a torn task, which no push() does,
+        one that was delivered as often as it may be, and what they were writing."""
         for q in self.queues:
             if held := q._worker.lease_dir._held:
                 fcntl.flock(held.fd, fcntl.LOCK_UN)
-        for name in (f"pending/{1:020d}-00000001", f"creating/{2:020d}-00000002"):
+        for name, content in (
+            (f"pending/{1:020d}-00000001", b"FQ1 00000000 99\nshort"),
+            (f"pending/{1:020d}~4~{2:020d}-00000002", record(data_of("spent"))),
+            (f"creating/{3:020d}-00000003", b"FQ1"),
+        ):
             with open(os.path.join(self.queue.data_dir, name), "wb") as file:
-                file.write(b"FQ1 00000000 99\nshort")
-        self.note(["died"])
+                file.write(content)
+        self.note(["over"])
         self.note(["ok", "litter"])
 
     def drain(self, most: int = 100) -> None:
@@ -344,14 +347,6 @@ def former(life: Life, own: str) -> None:
     life.push(f"{own}-k2", f"k{own}")
     life.push(f"{own}-k", "k")  # behind that of the one before
     life.pop("k")
-    life.push(f"{own}-spent")
-    for _ in range(4):
-        task = life.pop()
-        while task is not None and name_of(task.data) != f"{own}-spent":
-            life.end(task, "done")
-            task = life.pop()
-        life.end(task, "release")
-    life.note(["ok", "spend", f"{own}-spent"])
 
 
 # What must be true of it
@@ -385,8 +380,8 @@ class Ledger:
         word, what, *rest = [*note, None]
         if word == "crash":
             raise Violation(f"neither OSError nor FemtoQueueError: {what}")
-        if word == "died":
-            self.died(is_seen=True)
+        if word == "over":
+            self.end_leases(is_seen=True)
         if word == "try":
             self._logged = []
         if word == "log":
@@ -401,9 +396,9 @@ class Ledger:
         if word != "try":
             self._erred = note[1:-2] if word == "err" else []
 
-    def died(self, is_seen: bool = False) -> None:
-        """A process was killed: what was leased comes back, with the newer payload. is_seen: the
-        life goes on, and may look before that."""
+    def end_leases(self, is_seen: bool = False) -> None:
+        """They expired, or a process was killed: what was leased comes back, with the newer
+        payload. is_seen: the life goes on, and may look before that."""
         for slot in [slot for slot in self.slots if slot.leased]:
             behind, slot.leased, slot.behind = slot.behind, "", None
             slot.later |= is_seen
@@ -472,19 +467,9 @@ class Ledger:
             raise Violation(f"{name} was delivered, which was not to be had: {slot}")
         slot.names, slot.states, slot.leased = {name}, {"live"}, name
 
-    def _expire(self, _: str) -> None:
-        for slot in self.slots:
-            slot.later |= slot.leased != ""
-            slot.leased = ""
-
-    def _spend(self, _: str, name: str) -> None:
-        """It was delivered as often as it may be."""
-        for slot in self.slots:
-            if name in slot.names:
-                slot.states, slot.later = {"failed", "live"}, True
-
     def _litter(self, _: str) -> None:
-        self.slots.append(Slot({"torn 0 pending", "torn 0 failed"}, {"failed", "live"}, later=True))
+        for names in ({"torn 0 pending", "torn 0 failed"}, {"spent"}):
+            self.slots.append(Slot(names, {"failed", "live"}, later=True))
 
     def _end(self, word: str, how: str, name: str, later: bool, *_: Any) -> None:
         slot = next(s for s in self.slots if s.leased == name)
@@ -580,16 +565,6 @@ def check_end(
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
-    """The N-th call of a kind, which is on the data directory."""
-
-    call: str
-    number: int
-    text: str
-    step: int  # of the life
-
-
-@dataclasses.dataclass(frozen=True)
 class Scene:
     script: str
     sync: bool
@@ -597,6 +572,21 @@ class Scene:
 
     def __str__(self) -> str:
         return f"{self.script}, sync={self.sync}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A fault at the N-th call of a kind, which is on the data directory."""
+
+    scene: Scene
+    call: str
+    number: int
+    text: str
+    step: int  # of the life
+    fault: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.scene}: {self.fault} at {self.call} {self.number} {self.text}"
 
 
 SCRIPTS = {script.__name__: script for script in (plain, keyed, inherited)}
@@ -707,9 +697,9 @@ def traced(stage: Stage, *options: str) -> int:
     return status
 
 
-def points_of(stage: Stage) -> list[Point]:
+def points_of(stage: Stage) -> list[Job]:
     """Return the calls on the data directory, of a life that was traced whole."""
-    points: list[Point] = []
+    points: list[Job] = []
     numbers, step = Counter[str](), 0
     for line in stage.read("trace").splitlines():
         match = re.match(r"\d+ +(\w+)\((.*)", line)
@@ -723,7 +713,8 @@ def points_of(stage: Stage) -> list[Point]:
             if r"[\"end\"]" in line:
                 return points
         if f"<{stage.path}" in line or f'"{stage.path}' in line:
-            points.append(Point(match[1], numbers[match[1]], places(stage, line), step))
+            place = places(stage, line)
+            points.append(Job(stage.scene, match[1], numbers[match[1]], place, step))
     raise Violation(f"no end in the trace: {stage.read('notes')[-2000:]}")
 
 
@@ -731,17 +722,6 @@ def places(stage: Stage, line: str) -> str:
     """Return which paths a call is on: the same in each life."""
     called = line.rpartition(" = ")[0]
     return " ".join(re.findall(f'{re.escape(stage.path)}([^>"]*)[>"]', called)) or "."
-
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    scene: Scene
-    point: Point
-    fault: str
-
-    def __str__(self) -> str:
-        call, number, text = self.point.call, self.point.number, self.point.text
-        return f"{self.scene}: {self.fault} at {call} {number} {text}"
 
 
 def lines_hit(stage: Stage) -> list[str]:
@@ -752,8 +732,8 @@ def check_hit(stage: Stage, job: Job, status: int) -> None:
     """Was it that call, and nothing said or died but by the fault?"""
     killed = stage.read("trace").splitlines()[-2:-1]
     hit = killed if job.fault == KILL else lines_hit(stage)
-    if [places(stage, line) for line in hit[:1]] != [job.point.text] or len(hit) > 1:
-        raise Violation(f"another call than {job.point} was hit: {hit}")
+    if [places(stage, line) for line in hit[:1]] != [job.text] or len(hit) > 1:
+        raise Violation(f"another call than {job} was hit: {hit}")
     said = stage.read("stderr")
     if said or status != (signal.SIGKILL if job.fault == KILL else 0):
         raise Violation(f"exit status {status}, and it said: {said}")
@@ -763,8 +743,8 @@ def inject(job: Job, work: str) -> str:
     """Play one life with one fault, and check; return how the fault showed."""
     stage = Stage(work, job.scene)
     what = f"signal={KILL}" if job.fault == KILL else f"error={job.fault}"
-    call, when = job.point.call, job.point.number
-    status = traced(stage, "-e", f"trace={call}", "-e", f"inject={call}:{what}:when={when}")
+    where = f"inject={job.call}:{what}:when={job.number}"
+    status = traced(stage, "-e", f"trace={job.call}", "-e", where)
     check_hit(stage, job, status)
     ledger = stage.ledger()
     if job.fault == KILL:
@@ -788,16 +768,16 @@ def outcome(job: Job, notes: list[Note]) -> str:
     if errors:
         before = notes[: notes.index(errors[0])]
         step = sum(note[0] == "try" for note in before)
-        late = step > job.point.step and errors[0][1] != "pop"
-        if step < job.point.step or late:
-            raise Violation(f"the fault in step {job.point.step} surfaced in {step}: {errors}")
+        late = step > job.step and errors[0][1] != "pop"
+        if step < job.step or late:
+            raise Violation(f"the fault in step {job.step} surfaced in {step}: {errors}")
         return "surfaced"
     return "harmless"
 
 
 def succeed(stage: Stage, ledger: Ledger) -> None:
     """After a kill: the next process finds a legal state, and drains it."""
-    ledger.died()
+    ledger.end_leases()
     with broken(stage.scene.broken), made_up("next") as clock:
         clock.advance(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
         life = Life(stage.make, clock, ledger.follow)
@@ -831,7 +811,7 @@ def jobs_of(scene: Scene) -> list[Job]:
     if unknown := {point.call for point in points} - ERRORS.keys():
         raise Unable(f"no errno is known for {unknown}; put it into ERRORS")
     return [
-        Job(scene, point, fault)
+        dataclasses.replace(point, fault=fault)
         for point in points
         for fault in (*ERRORS[point.call], KILL)
         if fault != "ENOSPC" or "open" not in point.call or point.text.startswith("/creating")
@@ -870,7 +850,7 @@ def catch(name: str, shows: str) -> None:
         jobs = [
             job
             for job in jobs_of(Scene(script, sync, name))
-            if (KILL if job.fault == KILL else job.point.call) in shows.split()
+            if (KILL if job.fault == KILL else job.call) in shows.split()
         ]
         for start in range(0, len(jobs), 20):
             for job, _, wrong in [*results(jobs[start : start + 20])]:
@@ -883,27 +863,23 @@ def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
     chance, kinds = random.Random(seed), Counter[tuple[str, ...]]()
     ranked = []
     for job in chance.sample(jobs, len(jobs)):
-        kind = (job.point.call, job.fault, *re.findall(r"(?:^| )/([a-z]*)", job.point.text))
+        kind = (job.call, job.fault, *re.findall(r"(?:^| )/([a-z]*)", job.text))
         kinds[kind] += 1
         ranked.append((kinds[kind], job))
     return [job for _, job in sorted(ranked, key=lambda pair: pair[0])[:count]]
 
 
-def check_all(args: argparse.Namespace) -> tuple[int, int]:
-    """Return how many injections there were, and how many violations."""
-    total = violations = 0
-    for scene in SCENES:
-        all_jobs = jobs_of(scene)
-        calls = len({job.point for job in all_jobs})
-        jobs = sample(all_jobs, args.sample, args.seed)
-        counts = Counter[str]()
-        for job, showed, wrong in results(jobs):
-            counts[showed] += 1
-            if wrong:
-                say(f"VIOLATION: {job}: {wrong}")
-        total, violations = total + len(jobs), violations + counts["violations"]
-        say(f"{scene}: {calls} calls, {len(jobs)} of {len(all_jobs)} injections: {dict(counts)}")
-    return total, violations
+def check(scene: Scene, count: int, seed: int) -> None:
+    """Inject so many faults into a life. Raises Violation if it was not as it must be."""
+    all_jobs = jobs_of(scene)
+    jobs, counts = sample(all_jobs, count, seed), Counter[str]()
+    for job, showed, wrong in results(jobs):
+        counts[showed] += 1
+        if wrong:
+            say(f"VIOLATION: {job}: {wrong}")
+    say(f"{scene}: {len(jobs)} of {len(all_jobs)} injections: {dict(counts)}")
+    if counts["violations"]:
+        raise Violation(f"{counts['violations']} violations")
 
 
 def main() -> None:
@@ -919,9 +895,8 @@ def main() -> None:
         if args.self_check:
             must_catch(catch)
             return
-        total, violations = check_all(args)
-    say(f"{total} injections, {violations} violations")
-    raise SystemExit(violations > 0)
+        for scene in SCENES:
+            check(scene, args.sample, args.seed)
 
 
 if __name__ == "__main__":

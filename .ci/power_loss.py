@@ -107,7 +107,7 @@ class Work:
                 ledger = faults.Ledger([], self.done)
                 states = ((it, "live" if found[it] in faults.LIVE else found[it]) for it in found)
                 ledger.slots = [faults.Slot({name}, {state}) for name, state in states]
-            ledger.died()
+            ledger.end_leases()
             life = faults.Life(lambda _: q, clock, ledger.follow)
             life.open()
             life.drain(10**6)
