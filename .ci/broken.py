@@ -826,8 +826,7 @@ def run_tests(rows: list[Fault]) -> int:
         tempfile.TemporaryDirectory(prefix="femtoqueue-broken-") as directory,
         concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as executor,
     ):
-        for it in concurrent.futures.as_completed([executor.submit(run, it) for it in rows]):
-            fault, found, seconds = it.result()
+        for fault, found, seconds in executor.map(run, rows):
             missed += not found
             say(f"{fault.promise}: {found or 'CAUGHT BY NOTHING'}, {seconds:.0f} s")
     return missed

@@ -86,6 +86,8 @@ TIMEOUT_S = 30
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 
 Note = list[Any]  # [try, ok, err, lost or other word, step, its arguments..., its outcome]
+Noting = Callable[[Note], None]
+Maker = Callable[[str], FemtoQueue]  # of a node_id
 
 
 class PassingClock(Clock):
@@ -133,9 +135,7 @@ def data_of(name: str) -> bytes:
 class Life:
     """Calls a queue's methods, and notes each before and after."""
 
-    def __init__(
-        self, make: Callable[[str], FemtoQueue], clock: PassingClock, note: Callable[[Note], None]
-    ) -> None:
+    def __init__(self, make: Maker, clock: PassingClock, note: Noting) -> None:
         self.make, self.clock, self.note = make, clock, note
         self.queues: list[FemtoQueue] = []  # kept: one that is dropped would close itself
 
@@ -631,7 +631,7 @@ class Stage:
         return Ledger(self.notes(), "gone" if self.scene.script == "inherited" else "done")
 
 
-def writer(path: str) -> Callable[[Note], None]:
+def writer(path: str) -> Noting:
     fd = open_log(path)
     return lambda note: (os.write(fd, f"{json.dumps(note)}\n".encode()), None)[1]
 
@@ -641,12 +641,7 @@ def noted(path: str) -> list[Note]:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
-def play(
-    script: Callable[[Life], None],
-    make: Callable[[str], FemtoQueue],
-    note: Callable[[Note], None],
-    seed: str,
-) -> NoReturn:
+def play(script: Callable[[Life], None], make: Maker, note: Noting, seed: str) -> NoReturn:
     """In a child: live a life, to its end."""
     try:
         with made_up(seed) as clock:

@@ -87,18 +87,14 @@ def check_start(path: str) -> int:
 def main() -> None:
     plain_parser(__doc__).parse_args()
     need_root()
-    passed = 0
     for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):
         for size, sync, many in itertools.product(PAYLOADS, (False, True), (False, True)):
             with small_disk(kind, size_mib) as path:
                 fitted = check(path, size, sync=sync, many=many)
             say(f"{kind}, {size} bytes, sync={sync}, push_many={many}: {fitted} fitted")
-            passed += 1
     for kind, size_mib, options in (("tmpfs", 4, ",nr_inodes=100"), ("ext4", 12, "")):
         with small_disk(kind, size_mib, options) as path:
             say(f"{kind}, no inode left for a new worker: {check_start(path)} fitted")
-        passed += 1
-    say(f"{passed} passed, 0 failed")
 
 
 if __name__ == "__main__":

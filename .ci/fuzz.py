@@ -25,7 +25,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
 from unittest import mock
 
 from broken import broken, must_catch
@@ -206,11 +205,10 @@ class Contents:
 
     def push(self, q: FemtoQueue, key: str | None = None, due_s: float | None = None) -> None:
         data = self.payload()
-        more: dict[str, Any] = {} if key is None else {"key": key}
         if due_s is None:
-            ident = q.push(data, **more)
+            ident = q.push(data, key=key)
         else:
-            ident = q.schedule(data, (self.clock.time() + due_s) * 1e6, **more)
+            ident = q.schedule(data, (self.clock.time() + due_s) * 1e6, key=key)
         self.keys[data], self.pushed[ident], self.newest[key] = key, data, data
 
     def fill(self, q: FemtoQueue) -> None:
@@ -278,19 +276,16 @@ class Contents:
     def damage_hint(self, path: str, others: list[str]) -> None:
         with open(path, "rb") as file:
             content = file.read()
-        # A line that leads to another's task.
-        # (Not of another key of the same hash: that would be believed.)
+        # To another's task, but not of another key of the same hash: that would be believed.
         others = [other for other in others if other[-8:] != path[-8:]]
         other = os.path.relpath(self.chance.choice(others), self.path).encode()
         key = content.partition(b" ")[0] or b"a"
         astray = b"%b %b -\n\n" % (key, other)
         behind = b"%b %b\n\n" % (b" ".join(content.split(b" ")[:2]), os.path.basename(other))
-        ways = (b"", b"\n\n", self.bent, self.bent, content * 2, astray, astray, behind)
-        new = self.chance.choice(ways)
-        if not isinstance(new, bytes):
-            new = new(content) if content else b"\0" * 100
+        bent = self.bent(content) if content else b"\0" * 100
+        ways = (b"", b"\n\n", bent, bent, content * 2, astray, astray, behind)
         with open(path, "wb") as file:
-            file.write(new)
+            file.write(self.chance.choice(ways))
 
     def run(self) -> None:
         with mock.patch.object(femtoqueue, "time", self.clock):
