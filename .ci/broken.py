@@ -175,9 +175,8 @@ a name with another tag than 8 hex digits is foreign | ForeignFiles; fuzz: names
 -_ID = f"({_NS}-[0-9a-f]{{8}})"
 +_ID = f"({_NS}-[0-9a-zA-Z]{{8}})"
 a name of another form is not removed | ForeignFiles; storm: left over
--        return [entry for name in names if (entry := _parse(directory, name))]
 +        [self.remove(f"{directory}/{name}") for name in names if not _parse(directory, name)]
-+        return [entry for name in names if (entry := _parse(directory, name))]
+         return [entry for name in names if (entry := _parse(directory, name))]
 a node_id that is no part of a name is refused | Lifecycle
 -    match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
 +    match = re.match("(.*)", f"{node_id}")
@@ -564,7 +563,6 @@ rm cancels what is scheduled where names can't be exchanged | KeyedByRename
 -            is_safe = _state_of(target) == "scheduled"  # no
 +            is_safe = not _state_of(target)  # no
 a signal handler's exception at the end of a lock is heard | Faults
-             except OSError as error:  # what was done under the lock is done
 -                _raise_if_foreign(error)
 +                pass
 what was scheduled behind a task goes with it, to the new time | Keyed
@@ -577,8 +575,7 @@ who was removed from a line has no turn of another's number | Tickets
 +            is_first |= member == first  # not
 a payload that TMPDIR has no room for is not the first again | CommandLine
 -                    self._queue.release(task, counted=False)
--                    raise
-+                    raise
+                     raise
 check(repair=True) leaves what is in flight alone | Checking
 -                if self._repair and entry.directory in _WAITING_DIRS:
 +                if self._repair and entry.directory:

@@ -386,10 +386,9 @@ class Ledger:
             self._logged = []
         if word == "log":
             self._logged.append(what)
-        if word == "lost" and self._erred != note[1:-1]:
-            raise Violation(f"{note} without an error before")
-        if word == "lost" and (what not in ("end", "retry") or rest[0] == "extend"):
-            raise Violation(f"{note}: after the error, the task was not in hand any more")
+        may_be_lost = self._erred == note[1:-1] and what in ("end", "retry") and rest[0] != "extend"
+        if word == "lost" and not may_be_lost:
+            raise Violation(f"{note}, though the task was in hand; the error before: {self._erred}")
         handler = getattr(self, f"_{what}", None) if word in ("try", "ok", "err", "lost") else None
         if handler is not None:
             handler(word, *rest[:-1])
