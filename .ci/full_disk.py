@@ -11,11 +11,13 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import tempfile
 
 from faults import CLOCK, Ledger, Life, Note, check_end, stands
 from proof import Violation, ends, need_root, plain_parser, say, small_disk
 
 from femtoqueue import FemtoQueue
+from test import memory_dir
 
 PAYLOADS = (100, 5_000, 1_000_000)
 
@@ -87,6 +89,7 @@ def check_start(path: str) -> int:
 def main() -> None:
     plain_parser(__doc__).parse_args()
     need_root()
+    tempfile.tempdir = memory_dir()  # for images: full ones are full as soon in memory
     for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):
         for size, sync, many in itertools.product(PAYLOADS, (False, True), (False, True)):
             with small_disk(kind, size_mib) as path:
