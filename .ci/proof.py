@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterable, Iterator
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -104,12 +103,8 @@ def mounted(*what: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for _ in range(50):
-            if subprocess.call(["umount", what[-1]], stderr=subprocess.DEVNULL) == 0:
-                break
-            time.sleep(0.05)
-        else:
-            run("umount", "-l", what[-1])
+        if subprocess.call(["umount", what[-1]], stderr=subprocess.DEVNULL):
+            run("umount", "--lazy", what[-1])  # a process that was killed is not gone yet
 
 
 def make_image(path: str, size_mib: int, *mkfs: str) -> None:
