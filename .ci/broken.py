@@ -586,7 +586,9 @@ rm cancels what is scheduled where names can't be exchanged | KeyedByRename
 -            is_safe = _state_of(target) == "scheduled"  # no
 +            is_safe = not _state_of(target)  # no
 a signal handler's exception at the end of a lock is heard | Faults
+-is done
 -                _raise_if_foreign(error)
++is done
 +                pass
 what was scheduled behind a task goes with it, to the new time | Keyed
 -            self._files.move_over(newer, target, must_exist=True)
