@@ -6,14 +6,12 @@ one clock, or are told how far theirs is behind. verdict.py reads and judges tha
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
 import itertools
 import json
 import os
 import random
-import statistics
 import time
 import traceback
 from dataclasses import asdict, dataclass
@@ -24,12 +22,10 @@ from broken import break_queue
 from proof import name_of, payload
 from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
-from benchmark_mini import Floor, Queue
 from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, KeyInFlight, LeaseLost, TicketQueue
 
 SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
 STALE_S = 30.0  # of a ticket that another host's member does not touch
-ROUNDS = 5  # of a measurement
 SIZES = (0, 50, 5000, 100_000)
 
 
@@ -83,7 +79,7 @@ class Actor(Noter):
         self.line: TicketQueue | None = None
         break_queue(self.broken)
         with contextlib.ExitStack() as stack:
-            if self.kind not in ("watch", "take_turn", "take_turns", "measure"):
+            if self.kind not in ("watch", "take_turn", "take_turns"):
                 self.q = stack.enter_context(self.opened())
                 self.note_claims()
             self.note("ready")
@@ -340,23 +336,6 @@ class Actor(Noter):
             self.note("turn", ticket, began_s)
             time.sleep(self.chance.random() * 0.02)
             self.note("turned", ticket)
-
-    def measure(self) -> None:
-        """Print how many calls a second take: push(), and pop() with done(), of the queue, of the
-        bare calls of benchmark_mini.py, in turn, and all three of them for a key."""
-        sides = {"queue": Queue(self.queue), "floor": Floor(f"{self.queue}-floor")}
-        rates: dict[str, list[float]] = collections.defaultdict(list)
-        for _, name, what in itertools.product(range(ROUNDS), sides, ("push", "take")):
-            step, began_s = getattr(sides[name], what), time.monotonic()
-            if any(step() is False for _ in range(self.count)):
-                raise SystemExit(f"fewer than {self.count} tasks came out")
-            rates[f"{name} {what}"].append(self.count / (time.monotonic() - began_s))
-        keyed, began_s = FemtoQueue(f"{self.queue}-keyed"), time.monotonic()
-        for number in range(self.count):
-            keyed.push(b"x", key=str(number))
-            keyed.done(keyed.pop())  # type: ignore[arg-type]
-        rates["keyed push + take"].append(self.count / (time.monotonic() - began_s))
-        print(", ".join(f"{what}: {statistics.median(of):.0f}/s" for what, of in rates.items()))
 
 
 def unfinished(root: str) -> set[str]:

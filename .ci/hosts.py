@@ -1,6 +1,6 @@
 """Many hosts, one queue: on GlusterFS nothing acknowledged is lost, and no task is leased twice.
 
-    python .ci/hosts.py [--seed S] [--only PHASE | --measure] [--self-check]
+    python .ci/hosts.py [--seed S] [--only PHASE] [--self-check]
 
 Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-server and
 glusterfs-client (Debian) if they are missing. Takes six minutes.
@@ -50,8 +50,7 @@ one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and
 a name that one call made is found by the next call of any host, or within a second. To try: mount
 it where this volume is mounted below, and run --only calm, keys and then storms.
 
---only runs one phase (with --self-check: the faults that it must catch). --measure prints calls per
-second on one host, and those of bare calls of the operating system beside them.
+--only runs one phase (with --self-check: the faults that it must catch).
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
@@ -338,9 +337,8 @@ class Stage(Noter):
         except subprocess.TimeoutExpired:
             self.dying.append(process)
 
-    def finish(self, timeout_s: float) -> list[str]:
-        """Wait for all actors, and those that were killed; return what the former printed."""
-        outputs = []
+    def finish(self, timeout_s: float) -> None:
+        """Wait for all actors, and those that were killed."""
         hang: type[Exception] = Violation
         end_s = time.monotonic() + DYING_S
         for process in self.dying:
@@ -358,9 +356,7 @@ class Stage(Noter):
                 raise hang(f"{actor.name} on host {host.number} hangs") from None
             if process.returncode:
                 raise Violation(f"{actor.name} ended with {process.returncode}: {output}")
-            outputs.append(output)
         self.running.clear()
-        return outputs
 
     def check_machine(self) -> None:
         if self.cluster.lost_bricks() > self.lost:
@@ -593,11 +589,6 @@ def tickets(stage: Stage) -> None:
     say(f"{len(events.turns)} turns of six members in order, after at most {longest_s:.1f} s")
 
 
-def measure(stage: Stage) -> None:
-    stage.start(1, "measure", count=60)
-    say(*stage.finish(300))
-
-
 def play(hosts: Cluster, work: str, seed: int, part: str, broken: str = "") -> None:
     """Run a part of a phase. Raises Violation if a promise is broken."""
     stage = Stage(hosts, work, seed, broken, f"-{part}")
@@ -614,7 +605,6 @@ def play(hosts: Cluster, work: str, seed: int, part: str, broken: str = "") -> N
 def main() -> None:
     options = proof.parser(__doc__)
     options.add_argument("--only", choices=PARTS, help="run only this phase")
-    options.add_argument("--measure", action="store_true", help="only measure")
     options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
     args = options.parse_args()
     femtoqueue._log().disabled = True
@@ -633,8 +623,6 @@ def main() -> None:
                     lambda broken, part: play(hosts, work, args.seed, part, broken),
                     lambda part: not args.only or part in (*PARTS[args.only], *one_storm),
                 )
-            elif args.measure:
-                measure(Stage(hosts, work, args.seed))
             else:
                 for part in (it for phase in phases for it in PARTS[phase]):
                     play(hosts, work, args.seed, part)

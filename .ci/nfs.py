@@ -1,6 +1,6 @@
 """Real NFS, one queue: two clients and a server in virtual machines, power cuts and lost replies.
 
-    python .ci/nfs.py [--seed S] [--only PHASE] [--nfs 4.2|3] [--full] [--measure] [--self-check]
+    python .ci/nfs.py [--seed S] [--only PHASE] [--nfs 4.2|3] [--full] [--self-check]
 
 Needs Linux on x86_64 and Debian's qemu-system-x86, linux-image-cloud-amd64, nfs-common, rpcbind
 and busybox-static; installs them if they are missing, and fetches nfs-kernel-server to unpack it:
@@ -31,8 +31,7 @@ touch. They are those of actors.py, and judged as in hosts.py. Phases:
     What was acknowledged is there, what was done stays done, order is that of the pushes.
 
 Without options it runs keys, a storm with one power cut of each kind, and three replays, on NFS
-4.2. --only runs one phase, all of it; --full all phases, on NFS 4.2 and 3. --measure prints only
-calls per second, as in hosts.py; processors are emulated.
+4.2. --only runs one phase, all of it; --full all phases, on NFS 4.2 and 3.
 """
 
 from __future__ import annotations
@@ -128,7 +127,7 @@ def build(work: str) -> bytes:
     """Return the image. The programs of the server are from Debian's package, unpacked only."""
     run("sh", "-c", f"cd {work} && apt-get download -q {UNPACKED}", timeout_s=120)
     run("dpkg", "-x", *glob.glob(f"{work}/{UNPACKED}_*.deb"), f"{work}/server")
-    sources = {f"{PROJECT}/{name}": HOME for name in ("femtoqueue.py", "benchmark_mini.py")}
+    sources = {f"{PROJECT}/femtoqueue.py": HOME}
     sources |= dict.fromkeys(glob.glob(f"{PROJECT}/.ci/*.py"), f"{HOME}/.ci")
     programs = [shutil.which(tool) or "" for tool in CLIENT_TOOLS]
     programs += [f"{work}/server/usr/sbin/{name}" for name in SERVER_TOOLS]
@@ -582,10 +581,10 @@ class Stage(hosts.Stage):
         process.kill()
         self.dying.append(process)
 
-    def finish(self, timeout_s: float) -> list[str]:
+    def finish(self, timeout_s: float) -> None:
         while self.dying:  # all must end: the server is reached again
             self.dying.pop().communicate(timeout_s)
-        return super().finish(timeout_s)
+        super().finish(timeout_s)
 
     def cut_power(self, number: int) -> None:
         """End a client, and all that runs there."""
@@ -770,12 +769,9 @@ def check_machine() -> None:
 def run_all(args: argparse.Namespace) -> None:
     """Run what was asked for. Raises Violation with all that went wrong."""
     check_machine()
-    if args.self_check or args.measure:
+    if args.self_check:
         with laboratory(args.nfs or "4.2") as lab:
-            if args.measure:
-                hosts.measure(Stage(lab, args.seed, "", "-speed"))
-            else:
-                must_catch(lambda broken, phase: prove(lab, args.seed, phase, broken=broken))
+            must_catch(lambda broken, phase: prove(lab, args.seed, phase, broken=broken))
         return
     phases = (args.only,) if args.only else PHASES if args.full else SHORT
     versions = (args.nfs,) if args.nfs else ("4.2", "3") if args.full else ("4.2",)
@@ -794,7 +790,6 @@ def main() -> None:
     add("--nfs", choices=("4.2", "3"), help="the version; default: 4.2")
     add("--only", choices=PHASES, help="run only this phase, all of it")
     add("--full", action="store_true", help="run all phases, on both versions")
-    add("--measure", action="store_true", help="only measure")
     add("--guest", action="store_true", help=argparse.SUPPRESS)
     args = options.parse_args()
     if args.guest:
