@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
-import json
 import os
 import random
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import verdict
@@ -69,9 +68,6 @@ class Actor(Noter):
     timeout_s: float = LONGEST_CALL_S  # for a turn
     offset_s: float = 0.0
 
-    def settings(self) -> str:
-        return json.dumps(asdict(self))
-
     def start(self, fd: int) -> None:
         """Runs on the host. fd: of what it notes."""
         self.fd, self.number = fd, itertools.count(1)  # of its payloads
@@ -79,7 +75,7 @@ class Actor(Noter):
         self.line: TicketQueue | None = None
         break_queue(self.broken)
         with contextlib.ExitStack() as stack:
-            if self.kind not in ("watch", "take_turn", "take_turns"):
+            if self.kind != "watch":
                 self.q = stack.enter_context(self.opened())
                 self.note_claims()
             self.note("ready")
@@ -309,13 +305,14 @@ class Actor(Noter):
         A task that two listings in a row show was there when the first one ended, even if it was
         renamed meanwhile. So what both show is counted, and nothing is counted twice.
         """
-        looks, most, before = 0, (0, 0), verdict.places_of_keys(unfinished(self.queue))
+        looks, before = 0, verdict.places_of_keys(unfinished(self.queue))
         while not self.is_over():
             time.sleep(0.01)
             now = verdict.places_of_keys(unfinished(self.queue))
-            here = tuple(verdict.most_of_a_key(a & b) for a, b in zip(before, now, strict=True))
-            looks, most, before = looks + 1, (max(most[0], here[0]), max(most[1], here[1])), now
-        self.note("watched", looks, *most)
+            for text in verdict.crowded(a & b for a, b in zip(before, now, strict=True)):
+                self.note("crowded", text)
+            looks, before = looks + 1, now
+        self.note("watched", looks)
 
     # Turns
 

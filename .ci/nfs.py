@@ -38,10 +38,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import glob
 import itertools
-import json
 import os
 import re
 import shutil
@@ -519,6 +519,8 @@ class Stage(hosts.Stage):
     """Actors in the machines of a laboratory."""
 
     cluster: Any  # a Lab
+    bricks = (SERVER,)
+    is_hard = True
     tail_s = GRACE_S + 5.0  # in the grace time nobody gets a lock
 
     def __init__(self, lab: Lab, seed: int, broken: str, phase: str) -> None:
@@ -536,7 +538,7 @@ class Stage(hosts.Stage):
         return machine
 
     def launch(self, host: Any, actor: Actor) -> None:
-        settings = json.loads(actor.settings())
+        settings = dataclasses.asdict(actor)
         self.running[actor.name] = host, actor, host.ask("act", settings=settings)
 
     def call_over(self, is_over: bool = True) -> None:
@@ -597,12 +599,6 @@ def keys(lab: Lab, seed: int, broken: str = "") -> None:
         hosts.keyed(Stage(lab, seed, broken, f"-keys{count}"), count, SERVER, KEYS_S)
 
 
-def storms(lab: Lab, seed: int, names: Iterable[str], broken: str = "") -> None:
-    stage = Stage(lab, seed, broken, "-storm")
-    stage.storms(EPISODES[name](stage) for name in names)
-    check_storm(stage)
-
-
 def server_cut(stage: Stage) -> hosts.Episode:
     server = stage.cluster.server
     return hosts.Episode(4, "the server's power is cut", server.power_off, 5, stage.cluster.serve)
@@ -621,31 +617,6 @@ def net_cut(stage: Stage) -> hosts.Episode:
 
 
 EPISODES = {"server": server_cut, "client": client_cut, "net": net_cut, "server again": server_cut}
-
-
-def check_storm(stage: Stage) -> None:
-    events = verdict.Events(stage.log)
-    seen = {number: stage.files(number, stage.queue) for number in CLIENTS}
-    there = stage.files(SERVER, stage.queue.replace(MOUNT, BRICK))
-    found = hosts.storm_faults(stage, events, there)
-    for number, files in seen.items():
-        if files != there:
-            found["clients differ from the server"] += [f"host {number}: {files ^ there}"]
-    found["answers that were not so"] += not_so(events, there)
-    verdict.judge(events, found, there, hard=True)
-
-
-def not_so(events: verdict.Events, files: set[str]) -> Iterator[str]:
-    """Yield the calls that raised though they did what they were to do."""
-    for ident, deliveries in events.deliveries.items():
-        for name in {it.name for it in deliveries} & events.refused:
-            yield f"the push of {name} raised, and {ident} was delivered"
-        hows = {it.how for it in deliveries}
-        places = {f"done/{ident}", f"failed/{ident}"}
-        if events.lost_locks(ident):  # a dead letter that nobody made: see wrong_dead_letters()
-            places.discard(f"failed/{ident}")
-        if files & places and not hows & {"done", "fail", ""}:
-            yield f"{ident} has ended, but those who had it were told {hows}"
 
 
 # Power
@@ -668,10 +639,6 @@ def power(lab: Lab, seed: int) -> None:
     stage.call_over()
     stage.finish(machines.CALL_S)
     stage.drain()
-    check_power(stage)
-
-
-def check_power(stage: Stage) -> None:
     events = verdict.Events(stage.log)
     of = {ident: events.tried[name] for ident, name in events.pushed.items()}
     early = [
@@ -679,7 +646,7 @@ def check_power(stage: Stage) -> None:
         for first, second in itertools.permutations(of, 2)
         if of[first].ended_s < of[second].began_s and first > second
     ]
-    verdict.judge(events, {"ids out of order": early}, stage.files(1, stage.queue))
+    stage.judge(events, {"ids out of order": early})
 
 
 # Everything
@@ -699,7 +666,8 @@ def prove(lab: Lab, seed: int, phase: str, short: bool = False, broken: str = ""
     elif phase == "keys":
         keys(lab, seed, broken)
     elif phase == "storm":
-        storms(lab, seed, SHORT_STORM if short else EPISODES)
+        stage, names = Stage(lab, seed, broken, "-storm"), SHORT_STORM if short else EPISODES
+        hosts.storms(stage, (EPISODES[name](stage) for name in names))
     elif phase == "replay":
         replay(lab, SHORT_REPLAYS[:1] if broken else SHORT_REPLAYS if short else (), broken)
     else:

@@ -14,7 +14,7 @@ import errno
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +132,8 @@ class Events:
         self.cuts: list[float] = []  # those of the faults that took a host's locks away
         self.heals: list[float] = []
         self.calls: list[tuple[float, float, str]] = []
-        self.looks, self.most, self.most_behind = 0, 0, 0
+        self.looks = 0
+        self.crowds: list[str] = []
         self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
         self.turns: list[Turn] = []
         # By the last part of the task's id, which is a hash of its key.
@@ -194,8 +195,11 @@ class Events:
     def read_healed(self, at: float, _: str) -> None:
         self.heals.append(at)
 
-    def read_watched(self, at: float, _: str, *counts: int) -> None:
-        self.looks, self.most, self.most_behind = counts
+    def read_watched(self, at: float, _: str, looks: int) -> None:
+        self.looks = looks
+
+    def read_crowded(self, at: float, _: str, *text: object) -> None:
+        self.crowds.append(" ".join(map(str, text)))
 
     def read_looked(self, at: float, actor: str, call: str, key: str, *rest: Any) -> None:
         began_s, found = rest
@@ -204,6 +208,7 @@ class Events:
 
     def read_turn(self, at: float, actor: str, ticket: int, began_s: float) -> None:
         self.turns.append(Turn(ticket, actor, began_s, at))
+        self.calls.append((began_s, at, "turn"))
 
     def read_turned(self, at: float, actor: str, ticket: int) -> None:
         turn = next(it for it in reversed(self.turns) if it.actor == actor)
@@ -221,6 +226,11 @@ class Events:
         ends = (d for d in self.deliveries.get(ident, ()) if d.how in ("done", "fail"))
         troubled = (d for d in ends if not self.is_calm(d.began_s, d.ended_s))
         return self.may_come_back and any(d.ended_s < until_s for d in troubled)
+
+    def may_be_two(self, ident: str) -> bool:
+        """Whether a task may stand beside another one of its key: healing brought it back, or a
+        host without its locks pushed it."""
+        return self.may_have_come_back(ident) or self.lost_locks(ident)
 
     def is_outdated_by_healing(self, it: Delivery) -> bool:
         """Whether GlusterFS may have kept the payload of a delivery: its task had ended; or another
@@ -376,6 +386,19 @@ def misplaced(events: Events, files: set[str]) -> Iterator[str]:
             yield f"{ident} is {names}, which nobody pushed"
 
 
+def not_so(events: Events, files: set[str]) -> Iterator[str]:
+    """Yield the calls that raised though they did what they were to do."""
+    for ident, deliveries in events.deliveries.items():
+        for name in {it.name for it in deliveries} & events.refused:
+            yield f"the push of {name} raised, and {ident} was delivered"
+        hows = {it.how for it in deliveries}
+        places = {f"done/{ident}", f"failed/{ident}"}
+        if events.lost_locks(ident):  # a dead letter that nobody made: see wrong_dead_letters()
+            places.discard(f"failed/{ident}")
+        if files & places and not hows & {"done", "fail", ""}:
+            yield f"{ident} has ended, but those who had it were told {hows}"
+
+
 def out_of_order(events: Events) -> Iterator[str]:
     """Yield who got a producer's tasks in another order, as of what nobody had before."""
     numbers: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
@@ -399,11 +422,13 @@ def report(events: Events) -> None:
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
+    members = {it.actor for it in events.turns}
     killed = sum(" killed " in line or line.endswith("SIGKILL") for line in events.lines)
     pushes = sum(what == "push" for _, _, what in events.calls)
     say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
     say(f"{killed} processes killed; errors: {dict(errors)}")
     say(f"longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s")
+    say(f"{len(events.turns)} turns, of {len(members)} members; {events.looks} looks at the brick")
 
 
 # Keys
@@ -422,9 +447,19 @@ def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
     return live, behind
 
 
-def most_of_a_key(ids: Iterable[str]) -> int:
-    """Return how many tasks the key with the most tasks has. An id ends with a hash of the key."""
-    return max(collections.Counter(name[-8:] for name in ids).values(), default=0)
+def crowded(places: Iterable[set[str]]) -> Iterator[str]:
+    """Yield what is wrong with the number of tasks of a key, whose hash an id ends with, and with
+    that of the payloads behind them."""
+    for ids, what in zip(places, ("live tasks", "payloads behind"), strict=True):
+        for tag, count in collections.Counter(ident[-8:] for ident in ids).items():
+            if count > 1:
+                yield f"a key has {count} {what}: {sorted(it for it in ids if it[-8:] == tag)}"
+
+
+def crowded_at_rest(events: Events, files: set[str]) -> Iterator[str]:
+    """The same of what is there when nothing runs, but for those that are excused."""
+    alone = ({it for it in ids if not events.may_be_two(it)} for ids in places_of_keys(files))
+    return crowded(alone)
 
 
 def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
@@ -546,23 +581,6 @@ def report_look_ups(events: Events, looked: list[tuple[LookUp, Push]]) -> None:
     say(f"{count} look-ups; had to find a task: {dict(calls)}, {recent} just pushed elsewhere")
 
 
-def crowded(events: Events) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key on the brick while all ran."""
-    for most, what in ((events.most, "live tasks"), (events.most_behind, "payloads behind")):
-        if most > 1:
-            yield f"a key had {most} {what} at once"
-
-
-def crowded_at_rest(files: set[str], excused: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key. Those excused don't count: healing
-    brought them back, or a host without its locks left them."""
-    places = [ids - excused for ids in places_of_keys(files)]
-    live, behind = map(most_of_a_key, places)
-    if live > 1 or behind > 1:
-        paths = sorted(path for path in files if path[-29:] in set.union(*places))
-        yield f"a key has {live} live tasks and {behind} payloads behind: {' '.join(paths)}"
-
-
 def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -> Iterator[str]:
     """Yield what is wrong with the dead letters: no worker gave them to fail(), which writes no
     reason here. reasons: lines "./<id>.error:<reason>"."""
@@ -570,8 +588,7 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
     for line in reasons:
         ident = line.removeprefix("./")[:29]
         both = ident, line[-29:]  # of two tasks of a key, either may be the one too many
-        is_excused = any(events.may_have_come_back(it) or events.lost_locks(it) for it in both)
-        if "has a task already" in line and is_excused:
+        if "has a task already" in line and any(map(events.may_be_two, both)):
             say(f"a dead letter, for it came back, or a host had lost its locks: {line}")
             doubles.add(ident)
         else:
@@ -620,7 +637,6 @@ def key_faults(events: Events) -> dict[str, list[str]]:
         found["outdated deliveries"] += outdated(events, deliveries, pushes)
         found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
     found["look-ups that found nothing"] += unseen(looked)
-    found["leases lost early"] += lost_early(events)
     report_look_ups(events, looked)
     return found
 
@@ -628,43 +644,65 @@ def key_faults(events: Events) -> dict[str, list[str]]:
 # Turns
 
 
-def turn_faults(events: Events, hosts: Iterable[str]) -> dict[str, list[str]]:
-    """Turns do not overlap, and each host has some. Return what is wrong."""
+def turns_at_once(events: Events) -> Iterator[str]:
     turns = sorted(events.turns, key=lambda it: it.got_s)
-    found: dict[str, list[str]] = {"turns overlap": []}
     for first, second in itertools.pairwise(turns):
         if second.got_s < min(first.ended_s, events.gone_s(first.actor)):
-            found["turns overlap"].append(f"{first} and {second}")
-    found["hosts have no turn"] = [*set(hosts).difference(host_of(it.actor) for it in turns)]
-    return found
+            yield f"{first} and {second}"
+
+
+def turns_not_had(events: Events) -> Iterator[str]:
+    """Yield the turns for which a member waited in vain."""
+    for _, ended_s, what, code in events.errors:
+        if "turn" in what and code == errno.ETIMEDOUT:
+            yield f"{what}, until {ended_s:.3f}"
+
+
+def without_turn(events: Events, hosts: Iterable[int]) -> list[str]:
+    return [*{str(host) for host in hosts}.difference(host_of(it.actor) for it in events.turns)]
 
 
 # All of it
 
 
-def judge(events: Events, found: dict[str, list[str]], files: set[str], hard: bool = False) -> None:
-    """Judge all that was noted, and the files that are left. found: what else is wrong, by what was
-    promised. Raise Violation if anything is."""
+def judge(
+    events: Events,
+    files: set[str],
+    reasons: Iterable[str] = (),
+    found: Mapping[str, Iterable[str]] | None = None,
+    hard: bool = False,
+) -> None:
+    """Judge all that was noted, the files that are left, and reasons() of dead letters. found: what
+    else is wrong, by what was promised. hard: no call raises, whatever happens. Raise Violation if
+    anything is wrong."""
     report(events)
-    found = {
-        **found,
-        "double leases": [*leased_twice(events)],
-        "fences passed": [*not_fenced(events)],
-        "troubles": [*troubled(events, hard)],
-        "misplaced": [*misplaced(events, files)],
+    faults = {
+        **key_faults(events),
+        "crowded keys": events.crowds,
+        "dead letters of no fail()": wrong_dead_letters(events, files, reasons),
+        "leases lost early": lost_early(events),
+        "double leases": leased_twice(events),
+        "fences passed": not_fenced(events),
+        "done() that were not refused": not_refused(events),
+        "answers that were not so": not_so(events, files) if hard else (),
+        "turns overlap": turns_at_once(events),
+        "turns not had": turns_not_had(events),
+        "troubles": troubled(events, hard),
+        "misplaced": misplaced(events, files),
+        **(found or {}),
     }
-    raise_any(events, found)
+    raise_any(events, faults)
 
 
-def raise_any(events: Events, found: dict[str, list[str]]) -> None:
+def raise_any(events: Events, found: Mapping[str, Iterable[str]]) -> None:
     """Print how often each promise was broken, and of what, and raise Violation if one was. And how
     often that is excused: not all was well just then, or was on the way of a call."""
+    faults = {what: wrong for what, texts in found.items() if (wrong := [*texts])}
     if events.excused:
         say(f"excused: {dict(events.excused)}")
-    faults = {what: texts for what, texts in found.items() if texts}
-    for what, texts in faults.items():
-        for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", texts[0])[:1]:
+    for what, wrong in faults.items():
+        for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", wrong[0])[:1]:
             events.tell(ident)
-        say(f"{len(texts)} {what}; the first: {texts[0]}")
+        say(f"{len(wrong)} {what}; the first: {wrong[0]}")
     if faults:
         raise Violation("; ".join(f"{len(it)} {what}: {it[0]}" for what, it in faults.items()))
