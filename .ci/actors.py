@@ -228,8 +228,8 @@ class Actor(Noter):
         else:
             self.note("extended", task.id, self.deadline_s(task, began_s))
 
-    def settle(self, task: FemtoTask, how: str, **options: Any) -> None:
-        """Try until it is done, or the lease is lost."""
+    def settle(self, task: FemtoTask, how: str, **options: Any) -> bool:
+        """Try until it is done, or the lease is lost: then return False."""
         give_up_s = self.now_s() + SETTLE_S
         while self.now_s() < give_up_s:
             began_s = self.now_s()
@@ -237,12 +237,12 @@ class Actor(Noter):
                 self.end(task, how, **options)
             except LeaseLost:
                 self.note("end", "lost", task.id, began_s)
-                return
+                return False
             except OSError as error:
                 self.trouble(how, task.id, began_s, error)
             else:
                 self.note("end", how, task.id, began_s)
-                return
+                return True
         raise SystemExit(f"{self.name}: could not settle {task.id} within {SETTLE_S:g} s")
 
     def end(self, task: FemtoTask, how: str, **options: Any) -> None:

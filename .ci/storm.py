@@ -32,7 +32,6 @@ Interrupted workers give tasks back uncounted; near a SIGINT, order is not looke
 from __future__ import annotations
 
 import argparse
-import bisect
 import contextlib
 import errno
 import glob
@@ -202,13 +201,15 @@ class Role(Actor):
         elif how == "fail":
             options["error"] = "storm"
         elif how == "release" and (delay_s := self.chance.choice((0, 0, 0.5))):
-            self.note("delay", task.id, time.time() + delay_s)
             options["delay_s"] = delay_s
         elif how == "release":
             options["front"] = self.chance.random() < 0.5
         elif how == "process":
             options["in_processing"] = True
-        self.settle(task, how if how in ("fail", "release") else "done", **options)
+        due_s = time.time() + options.get("delay_s", 0)
+        is_ended = self.settle(task, how if how in ("fail", "release") else "done", **options)
+        if is_ended and "delay_s" in options:
+            self.note("delayed", task.id, due_s)
 
     def end(self, task: FemtoTask, how: str, **options: Any) -> None:
         if not options.pop("in_processing", False):
@@ -551,15 +552,9 @@ class History(verdict.Events):
         self.steps: list[list[float]] = []  # from, to, offset
         self.pops: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.wall_s = 0.0  # minus the monotonic clock, without the steps
-        self.torn: list[tuple[float, str, str]] = []
-        self.delays: dict[tuple[str, str], float] = {}
-        self.troubled: set[tuple[str, str, float]] = set()
         super().__init__(os.path.join(directory, "log"))
         for path in glob.glob(os.path.join(directory, "*.err")):
             self.read_stderr(path)
-        # Not of a command whose worker was killed as it wrote the payload.
-        killed = {it for it in self.torn if self.gone_s(it[1]) < it[0] + SLACK_S}
-        self.found["torn"] += (f"{ident}, of {who}" for _, who, ident in {*self.torn} - killed)
 
     def read_stderr(self, path: str) -> None:
         """Of work() and the command line: a traceback that nobody expected."""
@@ -573,7 +568,9 @@ class History(verdict.Events):
         self.found["crashed"].append(f"{actor}: {' '.join(map(str, text))}")
 
     def read_torn(self, at: float, actor: str, ident: str) -> None:
-        self.torn.append((at, actor, ident))
+        """Not of a command whose worker was killed as it wrote the payload."""
+        if actor not in self.gone:
+            self.found["torn"].append(f"{ident}, of {actor}")
 
     def read_idle(self, at: float, actor: str, began_s: float) -> None:
         self.pops[actor].append((began_s, at))
@@ -584,29 +581,27 @@ class History(verdict.Events):
             began_s = self.awake_since(actor, at - slack_s, at)
         else:
             self.pops[actor].append((began_s, at))
-        self.delays.pop((actor, ident), None)
         super().read_got(at, actor, ident, began_s, began_s + LEASE_S, *rest[1:])
 
-    def read_delay(self, at: float, actor: str, ident: str, due_s: float) -> None:
-        self.delays[actor, ident] = due_s
-
-    def read_end(self, at: float, actor: str, how: str, ident: str, began_s: float) -> None:
-        super().read_end(at, actor, how, ident, began_s)
-        due_s = self.delays.get((actor, ident))
-        if how == "release" and due_s is not None:
-            self.released.append((ident, at, due_s))
+    def read_delayed(self, at: float, actor: str, ident: str, due_s: float) -> None:
+        self.released.append((ident, at, due_s))
 
     def read_error(self, at: float, actor: str, call: str, which: str, *rest: Any) -> None:
         super().read_error(at, actor, call, which, *rest)
         if which in self.deliveries:
-            self.troubled.add((actor, which, self.last(actor, which).got_s))
-
-    def read_closing(self, at: float, actor: str) -> None:
-        """A signal had told it to."""
+            self.last(actor, which).is_troubled = True
 
     def may_lose(self, it: Delivery) -> bool:
         """What was in the way of one call may have let the task go."""
-        return (it.actor, it.id, it.got_s) in self.troubled
+        return it.is_troubled
+
+    def is_replaced(self, it: Delivery, by: Push) -> bool:
+        """One producer at a time has a key."""
+        return order_of(it.name) < order_of(by.name)
+
+    def must_be_seen(self, push: Push) -> bool:
+        """Not an update: done() may have ended it before."""
+        return not is_updated(push.key)
 
     def is_doubled(self, first: Delivery, second: Delivery) -> bool:
         """Whether the second's lease was over when it was noted, or it was of a command whose
@@ -629,10 +624,11 @@ class History(verdict.Events):
         elif which == "SIGCONT":
             for stop in self.stops[whom]:
                 stop[1] = min(stop[1], at)
+        elif which == "SIGKILL":
+            self.read_killed(at, _, whom)
         else:
-            self.gone[whom] = min(at, self.gone_s(whom))
-            if which != "SIGKILL":
-                self.interrupts.append(at)
+            self.gone.setdefault(whom, at)
+            self.interrupts.append(at)
 
     def awake_since(self, who: str, from_s: float, to_s: float) -> float:
         """Return from_s, or when a stop of that process began that lasted until then."""
@@ -675,12 +671,6 @@ def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
             yield f"{ident} was ended by {ends[0].how}() and is {state}"
     yield from verdict.not_fenced(history)
     yield from verdict.lost_early(history)
-
-
-def check_held(history: History) -> Iterator[str]:
-    yield from verdict.leased_twice(history)
-    for deliveries, _ in verdict.by_key(history):
-        yield from verdict.overlapping(history, deliveries)
 
 
 def check_first(history: History) -> Iterator[str]:
@@ -740,18 +730,11 @@ def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
     for name in history.tried.keys() & found:
         key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
-    for deliveries, pushes in verdict.by_key(history):
+    for _, pushes in verdict.by_key(history):
         key, last = pushes[0].key, max(order_of(push.name) for push in pushes)
         if last > ended[key]:
             yield f"the last value of {key} is {last}; the last one finished is {ended[key]}"
-        values, ends_s = [order_of(it.name) for it in deliveries], [it.got_s for it in deliveries]
-        newest = [(), *itertools.accumulate(values, max)]
-        for value, it in zip(values, deliveries, strict=True):
-            if value < newest[bisect.bisect_left(ends_s, it.began_s)]:
-                yield f"an older value of {key} came after a newer one: {it}"
-        # done() may have ended an update before anybody saw it.
-        if last > newest[-1] and not is_updated(key):
-            yield f"the last value of {key} is {last}; the last one delivered is {newest[-1]}"
+    yield from itertools.chain(*verdict.key_faults(history).values())
 
 
 def check_found(
@@ -808,7 +791,7 @@ def check(storm: Storm) -> History:
     rules = {  # the first one fills both
         "found": check_found(history, storm.queue_path, found, states),
         "settled": check_settled(history, states),
-        "held": check_held(history),
+        "held": verdict.leased_twice(history),
         "first": check_first(history),
         "due": check_due(history),
         "keys": check_keys(history, found),

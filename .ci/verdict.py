@@ -49,14 +49,11 @@ class Delivery:
     ended_s: float = float("inf")
     how: str = ""
     called_s: float = float("inf")  # of the call that succeeded
+    is_troubled: bool = False  # a call about it had raised
 
     def may_have_ended(self, *how: str) -> bool:
         """Whether it ended so, or was about to end when its worker was killed."""
         return self.how in how or (not self.how and self.tried_s < float("inf"))
-
-    def claimed_s(self) -> float:
-        """Return when it was leased, at the earliest; not for a lease that was renewed."""
-        return max(self.began_s, self.deadline_s - LEASE_MS / 1e3 - SKEW_S)
 
 
 @dataclass
@@ -132,7 +129,7 @@ class Events:
         self.cuts: list[float] = []  # those of the faults that took a host's locks away
         self.heals: list[float] = []
         self.calls: list[tuple[float, float, str]] = []
-        self.looks = 0
+        self.looks = self.killed = 0
         self.crowds: list[str] = []
         self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
         self.turns: list[Turn] = []
@@ -179,10 +176,11 @@ class Events:
         self.errors.append((began_s, at, where, code))
 
     def read_killed(self, at: float, _: str, actor: str) -> None:
-        self.gone[actor] = at
+        self.gone.setdefault(actor, at)
+        self.killed += 1
 
     def read_closing(self, at: float, actor: str) -> None:
-        self.gone[actor] = at
+        self.gone.setdefault(actor, at)
 
     def read_fault(self, at: float, _: str, is_cut: int) -> None:
         self.faults.append(at)
@@ -247,6 +245,14 @@ class Events:
 
     def is_newer(self, old: Delivery, new: Delivery) -> bool:
         return self.tried[old.name].ended_s < self.tried[new.name].ended_s
+
+    def is_replaced(self, it: Delivery, by: Push) -> bool:
+        """Whether the payload of a delivery was, or had to be, replaced by another one."""
+        return self.tried[it.name].ended_s < by.began_s
+
+    def must_be_seen(self, push: Push) -> bool:
+        """Whether an acknowledged payload of a key must be delivered, if no newer one is."""
+        return True
 
     def is_split(self, old: Delivery, new: Delivery) -> bool:
         """Whether GlusterFS let two claims of one file through, and one took a newer payload along:
@@ -423,10 +429,9 @@ def report(events: Events) -> None:
     errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
     members = {it.actor for it in events.turns}
-    killed = sum(" killed " in line or line.endswith("SIGKILL") for line in events.lines)
     pushes = sum(what == "push" for _, _, what in events.calls)
     say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
-    say(f"{killed} processes killed; errors: {dict(errors)}")
+    say(f"{events.killed} processes killed; errors: {dict(errors)}")
     say(f"longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s")
     say(f"{len(events.turns)} turns, of {len(members)} members; {events.looks} looks at the brick")
 
@@ -494,36 +499,24 @@ def latest_push(pushes: list[Push], at_s: float) -> Push | None:
     return max(pushes[:returned], key=lambda push: push.began_s, default=None)
 
 
-def superseded(
-    events: Events, deliveries: list[Delivery], pushes: list[Push]
-) -> Iterator[tuple[Delivery, float]]:
-    """Yield the deliveries of a key whose payload had been replaced before their calls began, and
-    for how many seconds."""
+def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
+    """Yield what is wrong with the deliveries of a key whose payload had been replaced before their
+    calls began."""
     for it in deliveries:
         newer = latest_push(pushes, it.began_s)
-        if newer and events.tried[it.name].ended_s < newer.began_s:
-            yield it, it.began_s - newer.began_s
-
-
-def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
-    """Yield what is wrong with the deliveries of a key whose payload had been replaced before."""
-    for it, late_s in superseded(events, deliveries, pushes):
-        if not events.is_outdated_by_healing(it):
+        if newer and events.is_replaced(it, newer) and not events.is_outdated_by_healing(it):
+            late_s = it.began_s - newer.began_s
             yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
 
 
-def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> list[str]:
-    """Return what is wrong with the pushes of a key that began after that of the last payload.
-
-    That is the one that was claimed last: a pop() that hung may hand out an older one later. But
-    none that was superseded().
-    """
-    old = [it for it, _ in superseded(events, deliveries, pushes)]
-    in_time = (it for it in deliveries if it not in old)
-    last = max(in_time, key=Delivery.claimed_s, default=None)
-    last_s = events.tried[last.name].ended_s if last else 0.0
-    late = [push for push in pushes if push.began_s > last_s]
-    return [f"a push to {push.key} at {push.began_s:.3f} came after {last}" for push in late]
+def never_delivered(
+    events: Events, deliveries: list[Delivery], pushes: list[Push]
+) -> Iterator[str]:
+    """Yield the pushes of a key after which no payload as new was delivered."""
+    for push in filter(events.must_be_seen, pushes):
+        later = (it for it in reversed(deliveries) if it.got_s > push.began_s)
+        if all(events.is_replaced(it, push) for it in later):
+            yield f"{push.name}, pushed to {push.key} at {push.began_s:.3f}, and nothing newer"
 
 
 def must_find(
@@ -552,7 +545,7 @@ def bound(
     """Yield the look-ups of a key that had to find a task, and the push that tells so. While
     workers are killed, nothing notes when others take back what those had: only contains() has to
     find it then."""
-    calls = ("contains",) if any(" killed " in line for line in events.lines) else LOOK_UPS
+    calls = ("contains",) if events.killed else LOOK_UPS
     for it in events.look_ups[pushes[0].key]:
         push = latest_push(pushes, it.began_s)
         if push and it.call in calls and must_find(events, it, push, deliveries, pushes):
