@@ -1,6 +1,6 @@
 """Many hosts, one queue: on GlusterFS nothing acknowledged is lost, and no task is leased twice.
 
-    python .ci/hosts.py [--seed S] [--only PHASE] [--self-check]
+    python .ci/hosts.py [--seed S] [--only PART] [--self-check]
 
 Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-server and
 glusterfs-client (Debian) if they are missing. Takes six minutes.
@@ -48,9 +48,10 @@ key, then of ten, then of fifty, and all ask for them: contains(), peek() and ta
 What a queue needs of another shared file system, between its hosts: of two rename() of one name
 one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and ends with its host;
 a name that one call made is found by the next call of any host, or within a second. To try: mount
-it where this volume is mounted below, and run --only calm, keys and then storms.
+it where this volume is mounted below, and run the parts one by one.
 
---only runs one phase (with --self-check: the faults that it must catch).
+--only runs one part, with --self-check the faults that it must catch: calm; key, keys and many (one
+key, ten, fifty); tickets; storms, or one of these: brick, cut, quorum.
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
@@ -69,7 +70,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,9 +115,9 @@ OPTIONS = {
     "cluster.favorite-child-policy": "majority",
 }
 HEAL_S = 240.0  # 54 were seen, on a busy machine
-DYING_S = 30.0  # until processes that were killed are not waited for any more
 KEYS = {"key": 1, "keys": 10, "many": 50}
-PARTS = {"calm": ("calm",), "keys": (*KEYS, "tickets"), "storms": ("storms",)}
+STORMS = ("brick", "cut", "quorum")  # one after the other: see episodes()
+PARTS = ("calm", *KEYS, "tickets", "storms")
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
 STORM_STALE_S = 10.0  # of a ticket that another host's member does not touch
 CLEAR_S = 90.0  # for a turn, in a storm
@@ -168,7 +169,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.switch = Host(0)
-        self.hosts = {number: Host(number) for number in HOSTS}
+        self.hosts = self.machines = {number: Host(number) for number in HOSTS}
 
     def build(self) -> None:
         self.switch.ip("link", "add", "bridge", "type", "bridge")
@@ -245,20 +246,6 @@ class Cluster:
             host.close()
 
 
-@contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
-    with contextlib.closing(Cluster()) as made:
-        made.build()
-        yield made
-
-
-def check_machine() -> None:
-    proof.need_root()
-    if not os.path.exists("/dev/fuse"):
-        raise Unable("it needs FUSE: there is no /dev/fuse")
-    proof.install(TOOLS, *PACKAGES)
-
-
 # The storm
 
 
@@ -284,30 +271,21 @@ class Stage(Noter):
     is_hard = False  # no call raises, however long the hosts are cut off
     tail_s = 6.0  # of a storm, after its last event
 
-    def __init__(
-        self, hosts: Cluster, work: str, seed: int, broken: str = "", phase: str = ""
-    ) -> None:
-        self.cluster, self.chance, self.broken = hosts, random.Random(seed), broken
-        self.log = self.new_log(work, f"events-{broken}{phase}")
-        self.queue = f"{MOUNT}/jobs{broken}{phase}"
+    def __init__(self, cluster: Cluster, log: str, seed: int, broken: str, part: str) -> None:
+        self.cluster, self.log, self.broken = cluster, log, broken
+        self.chance = random.Random(seed)
+        self.queue = f"{MOUNT}/jobs-{broken}-{part}"
         self.running: dict[str, tuple[Any, Actor, Any]] = {}  # host, actor, process
         self.dying: list[Any] = []  # processes that were killed, and wait
         self.starts = itertools.count(1)
-        self.lost = hosts.lost_bricks()
+        self.lost = cluster.lost_bricks()
         self.at_rest: list[set[str]] = []  # the queue's files whenever nothing runs
         self.over = f"{self.log}.over"
         self.fd = proof.open_log(self.log)
 
-    def new_log(self, work: str, name: str) -> str:
-        """Return the path of a file for what is noted."""
-        return os.path.join(work, name)
-
     def start(self, host: int, kind: str, **settings: Any) -> None:
         settings = {"queue": self.queue, "broken": self.broken, **settings}
         self.start_as(host, Actor(kind, "", over=self.over, **settings))
-
-    def host(self, number: int) -> Any:
-        return self.cluster.hosts[number]
 
     def launch(self, host: Host, actor: Actor) -> None:
         # Who kills nsenter kills the actor.
@@ -325,26 +303,19 @@ class Stage(Noter):
         names = [name for name in self.running if not name.startswith("hold")]
         host, actor, process = self.running.pop(self.chance.choice(names))
         self.note("killed", actor.name)
-        self.end(process)
+        process.kill()
+        self.dying.append(process)  # one that waits where the network is cut dies after that
         self.start_as(host.number, actor)
 
     def start_as(self, host: int, actor: Actor) -> None:
         """Start an actor like this one, under a name of its own."""
         name, seed = f"{actor.kind}{host}.{next(self.starts)}", self.chance.randrange(10**9)
-        self.launch(self.host(host), dataclasses.replace(actor, name=name, seed=seed))
-
-    def end(self, process: Any) -> None:
-        """Kill a process. One that waits for a lock where the network is cut dies after that."""
-        process.kill()
-        try:
-            process.communicate(timeout=1)
-        except subprocess.TimeoutExpired:
-            self.dying.append(process)
+        self.launch(self.cluster.machines[host], dataclasses.replace(actor, name=name, seed=seed))
 
     def finish(self, timeout_s: float) -> None:
         """Wait for all actors, and those that were killed."""
         hang: type[Exception] = Violation
-        end_s = time.monotonic() + DYING_S
+        end_s = time.monotonic() + timeout_s
         for process in self.dying:
             try:
                 process.communicate(timeout=max(1, end_s - time.monotonic()))
@@ -375,10 +346,6 @@ class Stage(Noter):
         say(episode.text)
         episode.fault()
 
-    def cure(self, episode: Episode) -> None:
-        say("all comes back")
-        episode.cure()
-
     def wait_for(self, word: str, kind: str = "") -> None:
         """Until all that run, or those of a kind, have noted it."""
 
@@ -402,10 +369,14 @@ class Stage(Noter):
         self.wait_for("ready")
         began_s = time.monotonic()
         next_kill_s, end_s = began_s + 2, began_s + episode.cure_s + self.tail_s
-        steps = [(episode.fault_s, self.fault), (episode.cure_s, self.cure)]
+        steps: list[tuple[float, Callable[[], object]]] = [
+            (episode.fault_s, lambda: self.fault(episode)),
+            (episode.cure_s, episode.cure),
+        ]
         while steps or time.monotonic() < end_s:
             if steps and time.monotonic() >= began_s + steps[0][0]:
-                steps.pop(0)[1](episode)
+                _, happen = steps.pop(0)
+                happen()
             if time.monotonic() >= next_kill_s:
                 self.kill_one()
                 next_kill_s = time.monotonic() + 1 + 4 * self.chance.random()
@@ -468,7 +439,7 @@ class Stage(Noter):
 
     def files(self, host: int, root: str) -> set[str]:
         """Return what a host sees of the queue, through its mount or on its brick."""
-        listing = self.host(host).run("sh", "-c", f"cd {root} && find . -type f")
+        listing = self.cluster.machines[host].run("sh", "-c", f"cd {root} && find . -type f")
         return {line.removeprefix("./") for line in listing.splitlines()}
 
     def judge(self, events: verdict.Events, found: Found, hard: bool = False) -> None:
@@ -557,8 +528,8 @@ def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
 
 
 def play(hosts: Cluster, work: str, seed: int, part: str, broken: str = "") -> None:
-    """Run a part of a phase. Raises Violation if a promise is broken."""
-    stage = Stage(hosts, work, seed, broken, f"-{part}")
+    """Run a part. Raises Violation if a promise is broken."""
+    stage = Stage(hosts, f"{work}/{broken}-{part}", seed, broken, part)
     if part == "calm":
         calm(stage, 100)
     elif part == "tickets":
@@ -567,32 +538,33 @@ def play(hosts: Cluster, work: str, seed: int, part: str, broken: str = "") -> N
         keyed(stage, KEYS[part], 1)
     else:
         of = episodes(stage)
-        storms(stage, of.values() if part == "storms" else [of[part]])
+        storms(stage, (of[it] for it in (STORMS if part == "storms" else (part,))))
 
 
 def main() -> None:
     options = proof.parser(__doc__)
-    options.add_argument("--only", choices=PARTS, help="run only this phase")
+    options.add_argument("--only", choices=(*PARTS, *STORMS), help="run only this part")
     options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
     args = options.parse_args()
     femtoqueue._log().disabled = True
     if args.actor:
         Actor(**json.loads(args.actor[0])).start(proof.open_log(args.actor[1]))
         return
-    phases = (args.only,) if args.only else PARTS
-    # Without a quorum each push raises, else those of one host.
-    one_storm = ("cut", "quorum") if args.only == "storms" else ()
     say(f"seed {args.seed}")
     with proof.ends(args.seed), tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work:
-        check_machine()
-        with cluster() as hosts:
+        proof.need_root()
+        if not os.path.exists("/dev/fuse"):
+            raise Unable("it needs FUSE: there is no /dev/fuse")
+        proof.install(TOOLS, *PACKAGES)
+        with contextlib.closing(Cluster()) as hosts:
+            hosts.build()
             if args.self_check:
                 must_catch(
                     lambda broken, part: play(hosts, work, args.seed, part, broken),
-                    lambda part: not args.only or part in (*PARTS[args.only], *one_storm),
+                    lambda part: args.only in (None, part),
                 )
             else:
-                for part in (it for phase in phases for it in PARTS[phase]):
+                for part in (args.only,) if args.only else PARTS:
                     play(hosts, work, args.seed, part)
 
 

@@ -39,7 +39,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import glob
 import itertools
 import os
@@ -524,18 +523,12 @@ class Stage(hosts.Stage):
     tail_s = GRACE_S + 5.0  # in the grace time nobody gets a lock
 
     def __init__(self, lab: Lab, seed: int, broken: str, phase: str) -> None:
-        super().__init__(lab, "", seed, broken, phase)  # type: ignore[arg-type]
+        log = f"/proc/self/fd/{machines.memory_file(phase)}"
+        super().__init__(lab, log, seed, broken, phase)  # type: ignore[arg-type]
         self.off: list[Actor] = []  # what ran on a host whose power was cut
         self.lost_locks = dict.fromkeys(CLIENTS, 0)  # how often, since it was booted
         for machine in lab.machines.values():
             machine.heard = lambda line: os.write(self.fd, line.encode())
-
-    def new_log(self, work: str, name: str) -> str:
-        return f"/proc/self/fd/{machines.memory_file(name)}"
-
-    def host(self, number: int) -> machines.Machine:
-        machine: machines.Machine = self.cluster.machines[number]
-        return machine
 
     def launch(self, host: Any, actor: Actor) -> None:
         settings = dataclasses.asdict(actor)
@@ -546,16 +539,6 @@ class Stage(hosts.Stage):
             if machine.is_on:
                 machine.ask("over", is_over=is_over).answer()
 
-    def end(self, process: machines.Call) -> None:
-        """Kill a process. It may not end before it reaches the server."""
-        process.kill()
-        self.dying.append(process)
-
-    def finish(self, timeout_s: float) -> None:
-        while self.dying:  # all must end: the server is reached again
-            self.dying.pop().communicate(timeout_s)
-        super().finish(timeout_s)
-
     def cut_power(self, number: int) -> None:
         """End a client, and all that runs there."""
         self.cluster.keep_statd(number)  # first: it takes a while
@@ -565,7 +548,7 @@ class Stage(hosts.Stage):
                 self.off.append(actor)
                 del self.running[name]
         self.dying = [call for call in self.dying if call.machine.number != number]
-        self.host(number).power_off()
+        self.cluster.machines[number].power_off()
         self.lost_locks[number] = 0
 
     def restore(self, number: int) -> None:
@@ -579,7 +562,7 @@ class Stage(hosts.Stage):
         """Wait until each client reaches the server."""
         began_s = time.monotonic()
         for number in self.cluster.hosts:
-            self.host(number).run("touch", f"{MOUNT}/healed{number}")
+            self.cluster.machines[number].run("touch", f"{MOUNT}/healed{number}")
             self.note_lost_locks(number)
         self.note("healed")
         say(f"all is well after {time.monotonic() - began_s:.0f} s")
@@ -587,36 +570,25 @@ class Stage(hosts.Stage):
     def note_lost_locks(self, number: int) -> None:
         """Note, if its kernel says so, that a client was cut off, or came after the grace time."""
         found = "dmesg | grep -c 'lost .* locks' || true"
-        count = int(self.host(number).run("sh", "-c", found))
+        count = int(self.cluster.machines[number].run("sh", "-c", found))
         if count > self.lost_locks[number]:
             self.note("unlocked")
             say(f"host {number} lost its locks")
         self.lost_locks[number] = count
 
 
-def keys(lab: Lab, seed: int, broken: str = "") -> None:
-    for count in (1,) if broken else (1, 10):
-        hosts.keyed(Stage(lab, seed, broken, f"-keys{count}"), count, SERVER, KEYS_S)
-
-
-def server_cut(stage: Stage) -> hosts.Episode:
-    server = stage.cluster.server
-    return hosts.Episode(4, "the server's power is cut", server.power_off, 5, stage.cluster.serve)
-
-
-def client_cut(stage: Stage) -> hosts.Episode:
-    number = stage.chance.choice(CLIENTS)
-    cut, restore = lambda: stage.cut_power(number), lambda: stage.restore(number)
-    return hosts.Episode(4, f"host {number}'s power is cut", cut, 5, restore)
-
-
-def net_cut(stage: Stage) -> hosts.Episode:
-    number, cut = stage.chance.choice(CLIENTS), stage.cluster.network.cut
-    text, until_s = f"host {number} is cut off", 2 * GRACE_S + 5
-    return hosts.Episode(2, text, lambda: cut.add(number), until_s, cut.clear, True, holder=number)
-
-
-EPISODES = {"server": server_cut, "client": client_cut, "net": net_cut, "server again": server_cut}
+def episodes(stage: Stage) -> dict[str, hosts.Episode]:
+    """Return what happens in storms, one after the other."""
+    one, other = (stage.chance.choice(CLIENTS) for _ in range(2))
+    lab, server, cut = stage.cluster, stage.cluster.server, stage.cluster.network.cut
+    end, restore = lambda: stage.cut_power(one), lambda: stage.restore(one)
+    go, until_s = lambda: cut.add(other), 2 * GRACE_S + 5
+    return {
+        "server": hosts.Episode(4, "the server's power is cut", server.power_off, 5, lab.serve),
+        "client": hosts.Episode(4, f"host {one}'s power is cut", end, 5, restore),
+        "net": hosts.Episode(2, f"host {other} is cut off", go, until_s, cut.clear, True, other),
+        "server again": hosts.Episode(4, "and once more", server.power_off, 5, lab.serve),
+    }
 
 
 # Power
@@ -625,7 +597,7 @@ EPISODES = {"server": server_cut, "client": client_cut, "net": net_cut, "server 
 def power(lab: Lab, seed: int) -> None:
     """Cut the power of a machine with a queue on its own disk, three times. Each time the date of
     its next boot is an hour earlier than it should be, and its monotonic clock begins anew."""
-    stage = Stage(lab, seed, "", "-power")
+    stage = Stage(lab, seed, "", "power")
     for boot in range(4):
         stage.call_over(False)
         for kind in ("produce", "consume") * 2:
@@ -656,43 +628,37 @@ SHORT = ("keys", "storm", "replay")  # and not all of the last two
 SHORT_STORM, SHORT_REPLAYS = ("client", "server", "net"), ("push", "claim", "done")
 
 
-def prove(lab: Lab, seed: int, phase: str, short: bool = False, broken: str = "") -> None:
+def prove(lab: Lab, seed: int, phase: str, short: bool, broken: str) -> None:
     """Run a phase, on a queue of its own. Raises Violation if a promise is broken."""
-    began_s = time.monotonic()
     if phase == "basic":
         Script(lab, "basic", "timeout_stale_ms=4000").play(BASIC)
     elif phase == "calm":
-        hosts.calm(Stage(lab, seed, broken, "-calm"), 50)
+        hosts.calm(Stage(lab, seed, broken, phase), 50)
     elif phase == "keys":
-        keys(lab, seed, broken)
+        for count in (1,) if broken else (1, 10):
+            hosts.keyed(Stage(lab, seed, broken, f"keys{count}"), count, SERVER, KEYS_S)
     elif phase == "storm":
-        stage, names = Stage(lab, seed, broken, "-storm"), SHORT_STORM if short else EPISODES
-        hosts.storms(stage, (EPISODES[name](stage) for name in names))
+        stage = Stage(lab, seed, broken, phase)
+        of = episodes(stage)
+        hosts.storms(stage, (of[it] for it in (SHORT_STORM if short else of)))
     elif phase == "replay":
         replay(lab, SHORT_REPLAYS[:1] if broken else SHORT_REPLAYS if short else (), broken)
     else:
         power(lab, seed)
-    say(f"{phase}, {lab.version}: holds, {time.monotonic() - began_s:.0f} s")
 
 
-@contextlib.contextmanager
-def laboratory(version: str) -> Iterator[Lab]:
+def prove_all(
+    version: str, seed: int, phases: Iterable[str], short: bool = False, broken: str = ""
+) -> None:
+    """Run phases, one after the other, on machines of their own."""
     with contextlib.closing(Lab(version)) as lab:
         began_s = time.monotonic()
         lab.join(lab.machines)
-        say(f"{len(lab.machines)} machines are up after {time.monotonic() - began_s:.0f} s")
-        yield lab
-
-
-def prove_on(version: str, args: argparse.Namespace, phases: Iterable[str]) -> None:
-    with laboratory(version) as lab:
-        for phase in phases:
-            prove(lab, args.seed, phase, not (args.only or args.full))
-
-
-def catch(args: argparse.Namespace, broken: str, phase: str) -> None:
-    with laboratory("4.2") as lab:
-        prove(lab, args.seed, phase, broken=broken)
+        for what in ("boot", *phases):
+            if what != "boot":
+                prove(lab, seed, what, short, broken)
+            say(f"{what}, {version}: holds, {time.monotonic() - began_s:.0f} s")
+            began_s = time.monotonic()
 
 
 def run_all(args: argparse.Namespace) -> None:
@@ -701,14 +667,15 @@ def run_all(args: argparse.Namespace) -> None:
         raise Unable("it needs Linux on x86_64")
     install((*TOOLS, machines.KERNELS), *PACKAGES.split())
     if args.self_check:
-        must_catch(functools.partial(catch, args))
+        must_catch(lambda broken, phase: prove_all("4.2", args.seed, [phase], broken=broken))
         return
     phases = (args.only,) if args.only else PHASES if args.full else SHORT
+    is_short = not (args.only or args.full)
     if on_nfs := [phase for phase in phases if phase != "power"]:
         for version in ("4.2", "3") if args.full else ("4.2",):
-            prove_on(version, args, on_nfs)
+            prove_all(version, args.seed, on_nfs, is_short)
     if "power" in phases:
-        prove_on(LOCAL, args, ["power"])
+        prove_all(LOCAL, args.seed, ["power"])
 
 
 def main() -> None:

@@ -1,8 +1,7 @@
-"""What the processes of a proof note, read back and judged: of storm.py, hosts.py and nfs.py.
+"""What actors noted, read back and judged: of storm.py, hosts.py and nfs.py.
 
-Each actor notes what it is about to do and what came of it, a line each, with the time: all hosts
-have one clock, or are told how far theirs is behind. From that this tells who had a task, when, and
-by right; what had been pushed when a look-up began; and what may be excused.
+It tells who had a task, when, and by right; what had been pushed when a look-up began; and what may
+be excused.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ SKEW_S = 0.1  # by which the clocks of hosts may differ
 # While all is well. On NFS, 23 were seen: eight processes want one key, on emulated processors, and
 # those of the host that has its lock are the first to see it free.
 LONGEST_CALL_S = 40.0
-RECENT_S = 1.0  # for so long a mount may answer from its cache
 LOOK_UPS = ("contains", "peek", "take")
 
 
@@ -428,12 +426,12 @@ def report(events: Events) -> None:
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
-    members = {it.actor for it in events.turns}
     pushes = sum(what == "push" for _, _, what in events.calls)
     say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
     say(f"{events.killed} processes killed; errors: {dict(errors)}")
     say(f"longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s")
-    say(f"{len(events.turns)} turns, of {len(members)} members; {events.looks} looks at the brick")
+    if events.turns or events.looks:
+        say(f"{len(events.turns)} turns, {events.looks} looks at a brick")
 
 
 # Keys
@@ -562,18 +560,6 @@ def unseen(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
             )
 
 
-def report_look_ups(events: Events, looked: list[tuple[LookUp, Push]]) -> None:
-    """Say how many look-ups had to find a task, and how many of those a cache might have fooled:
-    another host had just pushed it."""
-    calls = collections.Counter(it.call for it, _ in looked)
-    recent = sum(
-        host_of(it.actor) != host_of(push.actor) and it.began_s - push.ended_s < RECENT_S
-        for it, push in looked
-    )
-    count = sum(map(len, events.look_ups.values()))
-    say(f"{count} look-ups; had to find a task: {dict(calls)}, {recent} just pushed elsewhere")
-
-
 def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -> Iterator[str]:
     """Yield what is wrong with the dead letters: no worker gave them to fail(), which writes no
     reason here. reasons: lines "./<id>.error:<reason>"."""
@@ -630,7 +616,8 @@ def key_faults(events: Events) -> dict[str, list[str]]:
         found["outdated deliveries"] += outdated(events, deliveries, pushes)
         found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
     found["look-ups that found nothing"] += unseen(looked)
-    report_look_ups(events, looked)
+    if calls := collections.Counter(it.call for it, _ in looked):
+        say(f"look-ups that had to find a task: {dict(calls)}")
     return found
 
 
