@@ -194,12 +194,12 @@ class Actor(Noter):
         if key is not None:
             self.note("looked", "take", key, began_s, int(task is not None))
         if task is not None:
-            deadline_s, name = self.deadline_s(task, began_s), name_of(task.data)
+            name, deadline_s = name_of(task.data), self.deadline_s(task)
             self.note("got", task.id, began_s, deadline_s, task.attempts, name)
         return task
 
-    def deadline_s(self, task: FemtoTask, began_s: float) -> float:
-        """Return when a lease ends that a call from began_s on took or renewed."""
+    def deadline_s(self, task: FemtoTask) -> float:
+        """Return when the lease of a task ends."""
         name = task.path.rpartition("/")[2]
         return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
 
@@ -226,7 +226,7 @@ class Actor(Noter):
         except OSError as error:
             self.trouble("extend", task.id, began_s, error)
         else:
-            self.note("extended", task.id, self.deadline_s(task, began_s))
+            self.note("extended", task.id, self.deadline_s(task))
 
     def settle(self, task: FemtoTask, how: str, **options: Any) -> bool:
         """Try until it is done, or the lease is lost: then return False."""
