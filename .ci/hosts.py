@@ -29,8 +29,8 @@ task that had ended comes once more, or one that waits is claimed by two hosts: 
 and no failure while not all is well; nor is what follows for a key: such a task is delivered after
 a newer one, or is a dead letter beside it; or the payload comes once more that a task had before.
 Nor is a key's second task that was pushed while a host was cut off, which may lose its locks. Such
-dead letters are printed, and the leases counted that were lost early meanwhile, for the replicas
-did not agree on their names.
+dead letters are counted, and the leases that were lost early meanwhile, for the replicas did not
+agree on their names.
 
 Without faults, two processes on each host push, two take, release, fail and finish tasks of one
 key, then of ten, then of fifty, and all ask for them: contains(), peek() and take(). Proved:

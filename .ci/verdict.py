@@ -117,7 +117,6 @@ class Events:
         with open(log, encoding="utf-8") as file:
             self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
         self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
-        self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
         self.excused: collections.Counter[str] = collections.Counter()  # odd, for a known reason
@@ -144,7 +143,6 @@ class Events:
         self.tried[name] = Push(actor, name, began_s, *key_due)
 
     def read_pushed(self, at: float, actor: str, name: str, ident: str, began_s: float) -> None:
-        self.pushed[ident] = name
         self.tried[name].ended_s, self.tried[name].ident = at, ident
         self.calls.append((began_s, at, "push"))
 
@@ -232,12 +230,13 @@ class Events:
         """Whether GlusterFS may have kept the payload of a delivery: its task had ended; or another
         delivery, which ended before while not all was well, had a newer one in its place; or two
         claims got the same file just then, and one of them took the newer payload along."""
-        of_task = self.deliveries.get(it.id, ())
+        if not self.may_come_back:
+            return False
+        of_task = self.deliveries[it.id]
         older = (d for d in of_task if d.name == it.name and d.got_s <= it.got_s)
         before = (d for d in of_task if d.ended_s < it.got_s)
         is_back = self.may_have_come_back(it.id, it.got_s) or any(
-            self.may_come_back and self.is_newer(it, d) and not self.is_calm(d.began_s, d.ended_s)
-            for d in before
+            self.is_newer(it, d) and not self.is_calm(d.began_s, d.ended_s) for d in before
         )
         return is_back or any(self.is_split(*two) for two in itertools.product(older, of_task))
 
@@ -257,8 +256,7 @@ class Events:
         both are the same delivery, and were claimed while not all was well, at the same time."""
         is_same = self.is_newer(old, new) and old.attempts == new.attempts
         is_at_once = old.began_s < new.got_s and new.began_s < old.got_s
-        is_troubled = not self.is_calm(old.began_s, old.got_s)
-        return self.may_come_back and is_same and is_at_once and is_troubled
+        return is_same and is_at_once and not self.is_calm(old.began_s, old.got_s)
 
     def gone_s(self, actor: str) -> float:
         return self.gone.get(actor, float("inf"))
@@ -369,11 +367,10 @@ def misplaced(events: Events, files: set[str]) -> Iterator[str]:
         state, _, name = path.partition("/")
         if not state.startswith(("creating", "clock-", "locks")) and not name.endswith(".error"):
             places[name[-29:]].append(path)
-    for ident, name in events.pushed.items():
+    for push in (it for it in events.tried.values() if it.ident and it.ident not in places):
         # Those of a key may have been replaced: see key_faults().
-        may_be_gone = events.tried[name].key != "-" and not events.deliveries[ident]
-        if ident not in places and not may_be_gone:
-            yield f"{name}, {ident}, was acknowledged and is lost"
+        if push.key == "-" or events.deliveries[push.ident]:
+            yield f"{push.name}, {push.ident}, was acknowledged and is lost"
     for ident, paths in places.items():
         hows = ("done", "fail")
         ends = sum(
@@ -568,21 +565,19 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
         ident = line.removeprefix("./")[:29]
         both = ident, line[-29:]  # of two tasks of a key, either may be the one too many
         if "has a task already" in line and any(map(events.may_be_two, both)):
-            say(f"a dead letter, for it came back, or a host had lost its locks: {line}")
+            events.excused["dead letters beside a task of their key"] += 1
             doubles.add(ident)
         else:
             yield line
-    for path in left:
-        state, _, name = path.partition("/")
+    dead = {path.partition("/")[2] for path in left if path.startswith("failed/")}
+    for name in (it for it in dead - doubles if not it.endswith(".error")):
         deliveries = events.deliveries.get(name[-29:], [])
-        is_dead_letter = state == "failed" and not name.endswith(".error") and name not in doubles
-        may_fail = any(it.may_have_ended("fail") for it in deliveries)
-        if is_dead_letter and not may_fail:
-            text = f"{name} is in failed/ after {[d.how for d in deliveries]}"
-            if events.may_have_come_back(name):
-                say(f"{text}: it came back")
-            else:
-                yield text
+        if any(it.may_have_ended("fail") for it in deliveries):
+            continue
+        if events.may_have_come_back(name):
+            events.excused["dead letters that came back"] += 1
+        else:
+            yield f"{name} is in failed/ after {[d.how for d in deliveries]}"
 
 
 def lost_early(events: Events) -> Iterator[str]:
