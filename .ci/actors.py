@@ -306,11 +306,14 @@ class Actor(Noter):
         renamed meanwhile. So what both show is counted, and nothing is counted twice.
         """
         looks, before = 0, verdict.places_of_keys(unfinished(self.queue))
+        told = set[str]()
         while not self.is_over():
             time.sleep(0.01)
             now = verdict.places_of_keys(unfinished(self.queue))
-            for text in verdict.crowded(a & b for a, b in zip(before, now, strict=True)):
+            wrong = {*verdict.crowded(a & b for a, b in zip(before, now, strict=True))} - told
+            for text in wrong:
                 self.note("crowded", text)
+            told |= wrong
             looks, before = looks + 1, now
         self.note("watched", looks)
 

@@ -199,13 +199,11 @@ class Role(Actor):
             self.extend(task)
             time.sleep(self.chance.choice((0, 0.1)))
         elif how == "fail":
-            options["error"] = "storm"
-        elif how == "release" and (delay_s := self.chance.choice((0, 0, 0.5))):
-            options["delay_s"] = delay_s
+            options = {"error": "storm"}
         elif how == "release":
-            options["front"] = self.chance.random() < 0.5
+            options = self.chance.choice(({"delay_s": 0.5}, {"front": True}, {"front": False}))
         elif how == "process":
-            options["in_processing"] = True
+            options = {"in_processing": True}
         due_s = time.time() + options.get("delay_s", 0)
         is_ended = self.settle(task, how if how in ("fail", "release") else "done", **options)
         if is_ended and "delay_s" in options:
