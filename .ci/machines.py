@@ -235,12 +235,19 @@ class Machine:
         self.is_on = True
 
     def join(self) -> None:
-        """Wait until it is up, and set its date."""
+        """Wait until it is up, learn what its monotonic clock shows, and set its date."""
         try:
             self.calls[0].answer(BOOT_S)
         except subprocess.TimeoutExpired:
             raise Unable(f"machine {self.number} does not boot: {self.said()[-2000:]}") from None
-        self.set_clock()
+        best_s = float("inf")
+        for _ in range(10):
+            began_s = time.monotonic()
+            there_s = self.ask("clock").answer()
+            took_s = time.monotonic() - began_s
+            if took_s < best_s:
+                best_s, offset_s = took_s, began_s + took_s / 2 - there_s
+        self.ask("set_clock", offset_s=offset_s, wall_s=time.time()).answer()
 
     def command(self, port: int, control: int, notes: int, image: int, disk: int) -> list[str]:
         options = f"""
@@ -293,17 +300,6 @@ class Machine:
         if call.returncode:
             raise Unable(f"{' '.join(command)} on host {self.number}: {output}")
         return output
-
-    def set_clock(self) -> None:
-        """Learn what its monotonic clock shows, and set its date."""
-        best_s = float("inf")
-        for _ in range(10):
-            began_s = time.monotonic()
-            there_s = self.ask("clock").answer()
-            took_s = time.monotonic() - began_s
-            if took_s < best_s:
-                best_s, offset_s = took_s, began_s + took_s / 2 - there_s
-        self.ask("set_clock", offset_s=offset_s, wall_s=time.time()).answer()
 
     def power_off(self) -> None:
         self.is_on = False

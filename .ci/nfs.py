@@ -372,11 +372,9 @@ class Script:
         self.sessions = {who: lab.hosts[n].ask("session") for n, who in enumerate("ab", 1)}
         self.waiting: dict[str, machines.Call] = {}
         self.pattern = ""
-        for session in self.sessions.values():
-            for code in f"break_queue({broken!r})", f"q = FemtoQueue('{MOUNT}/{name}', {settings})":
-                kind, text = session.tell(code).answer()
-                if kind:
-                    raise Violation(f"{code}: {kind} {text}")
+        for who in self.sessions:
+            self.step(f"{who}  break_queue({broken!r})")
+            self.step(f"{who}  q = FemtoQueue('{MOUNT}/{name}', {settings})")
 
     def play(self, script: str) -> None:
         for line in script.strip().splitlines():

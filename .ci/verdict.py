@@ -349,10 +349,12 @@ def not_fenced(events: Events) -> Iterator[str]:
 
 
 def troubled(events: Events, hard: bool) -> Iterator[str]:
-    """Yield the calls that raised or took too long while all was well. hard: those that raised
-    while it was not, too; but that a ticket was passed over, a FemtoQueueError, may be then."""
+    """Yield the calls that raised or took too long while all was well, or waited for a turn in
+    vain. hard: those that raised while it was not, too; but that a ticket was passed over, a
+    FemtoQueueError, may be then."""
     for began_s, ended_s, what, code in events.errors:
-        if events.is_calm(began_s, ended_s) or (hard and code):
+        is_in_vain = "turn" in what and code == errno.ETIMEDOUT
+        if is_in_vain or events.is_calm(began_s, ended_s) or (hard and code):
             yield f"{what} raised {error_name(code)}, at {began_s:.3f}"
     for began_s, ended_s, what in events.calls:
         if ended_s - began_s > LONGEST_CALL_S and events.is_calm(began_s, ended_s):
@@ -595,7 +597,7 @@ def not_refused(events: Events) -> Iterator[str]:
     call that hung may have left no time for others: then the late done() is right."""
     for it in events.all_deliveries():
         if it.actor.startswith("hold"):
-            others = [d for d in events.deliveries[it.id] if d is not it and d.got_s < it.ended_s]
+            others = [d for d in events.deliveries[it.id] if it.got_s < d.got_s < it.ended_s]
             say(f"done() of one who was cut off: {it.how}; others who had the task: {len(others)}")
             if it.how != "lost" and others:
                 yield f"{it.actor} was cut off, and its done() was not refused: {it}, {others}"
@@ -626,13 +628,6 @@ def turns_at_once(events: Events) -> Iterator[str]:
             yield f"{first} and {second}"
 
 
-def turns_not_had(events: Events) -> Iterator[str]:
-    """Yield the turns for which a member waited in vain."""
-    for _, ended_s, what, code in events.errors:
-        if "turn" in what and code == errno.ETIMEDOUT:
-            yield f"{what}, until {ended_s:.3f}"
-
-
 def without_turn(events: Events, hosts: Iterable[int]) -> list[str]:
     return [*{str(host) for host in hosts}.difference(host_of(it.actor) for it in events.turns)]
 
@@ -661,7 +656,6 @@ def judge(
         "done() that were not refused": not_refused(events),
         "answers that were not so": not_so(events, files) if hard else (),
         "turns overlap": turns_at_once(events),
-        "turns not had": turns_not_had(events),
         "troubles": troubled(events, hard),
         "misplaced": misplaced(events, files),
         **(found or {}),
