@@ -475,7 +475,7 @@ def episodes(stage: Stage) -> dict[str, Episode]:
     }
 
 
-# Phases
+# Parts
 
 
 def lasting(files: set[str]) -> set[str]:
