@@ -234,7 +234,7 @@ class Machine:
             reader.start()
         self.is_on = True
 
-    def join(self) -> None:
+    def join(self, behind_s: float) -> None:
         """Wait until it is up, learn what its monotonic clock shows, and set its date."""
         try:
             self.calls[0].answer(BOOT_S)
@@ -247,7 +247,7 @@ class Machine:
             took_s = time.monotonic() - began_s
             if took_s < best_s:
                 best_s, offset_s = took_s, began_s + took_s / 2 - there_s
-        self.ask("set_clock", offset_s=offset_s, wall_s=time.time()).answer()
+        self.ask("set_clock", offset_s=offset_s, wall_s=time.time() - behind_s).answer()
 
     def command(self, port: int, control: int, notes: int, image: int, disk: int) -> list[str]:
         options = f"""

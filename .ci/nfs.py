@@ -22,10 +22,13 @@ touch. They are those of actors.py, and judged as in hosts.py. Phases:
     be passed over); no push that raised is delivered; nobody is told that his lease was lost who
     had ended the task, or whose deadline is still to come; both clients see what the server's disk
     has. A client that is cut off, or comes after the grace time, loses its locks, and is not told:
-    if a key has two tasks then, the dead letter that one becomes is counted, and no failure;
+    if a key has two tasks then, the dead letter that one becomes is printed, and no failure;
   - replay: the server carries out one request, and its power is cut before the client has the
     answer. The client asks again, and the server, which has forgotten, says that there is no such
-    file. Each call must return as if nothing had happened.
+    file. Each call must return as if nothing had happened;
+  - power: no NFS: a machine with a queue on its own ext4 disk, sync_after_write, loses its power
+    three times and comes back with an earlier date, another boot id and a new monotonic clock.
+    What was acknowledged is there, what was done stays done, order is that of the pushes.
 
 Without options it runs keys, a storm with one power cut of each kind, and three replays, on NFS
 4.2. --only runs one phase, all of it; --full all phases, or that one, on NFS 4.2 and 3.
@@ -37,6 +40,7 @@ import argparse
 import contextlib
 import dataclasses
 import glob
+import itertools
 import os
 import re
 import shutil
@@ -51,6 +55,7 @@ from typing import Any
 
 import hosts
 import machines
+import verdict
 from actors import Actor
 from broken import break_queue, must_catch
 from hosts import BRICK, MOUNT
@@ -108,8 +113,10 @@ mkdir -p /var/lib/nfs/sm /var/lib/nfs/sm.bak
 [ -z "KEPT" ] || echo KEPT | base64 -d | tar -x -C /var/lib/nfs
 rpcbind
 rpc.statd
-mount.nfs 10.77.0.{SERVER}:{BRICK} {MOUNT} -o vers=VERSION
+mount.nfs 10.77.0.{SERVER}:{BRICK} {MOUNT} -o vers=%s
 """
+LOCAL = "local"
+MOUNTS = {LOCAL: f"mount -t ext4 /dev/vda {MOUNT}", "4.2": JOIN % "4.2", "3": JOIN % "3"}
 
 
 # The laboratory: a server and two clients
@@ -128,10 +135,11 @@ def build(work: str) -> bytes:
 
 
 class Lab:
-    """A server with a disk and its clients. It stands in for hosts.Cluster."""
+    """A server with a disk and its clients; or, for LOCAL, one machine with a disk. It stands in
+    for hosts.Cluster."""
 
     def __init__(self, version: str) -> None:
-        self.version = version
+        self.version, self.behind_s = version, 0.0
         self.kept = dict.fromkeys(CLIENTS, "")  # an archive of what a client has on its disk
         self.network = machines.Network((SERVER, *CLIENTS))
         with tempfile.TemporaryDirectory(prefix="femtoqueue-nfs-") as work:
@@ -139,9 +147,14 @@ class Lab:
         disk = machines.memory_file("disk")
         os.truncate(disk, DISK_BYTES)
         run("mkfs.ext4", "-q", "-F", f"/proc/{os.getpid()}/fd/{disk}")
-        self.server = machines.Machine(SERVER, self.network, image, disk)
-        self.hosts = {n: machines.Machine(n, self.network, image) for n in CLIENTS}
-        self.machines = {SERVER: self.server, **self.hosts}
+        with_disk = 1 if version == LOCAL else SERVER
+        numbers = (1,) if version == LOCAL else (SERVER, *CLIENTS)
+        self.machines = {
+            n: machines.Machine(n, self.network, image, disk if n == with_disk else -1)
+            for n in numbers
+        }
+        self.server = self.machines[with_disk]
+        self.hosts = {n: self.machines[n] for n in numbers if n != SERVER}
         self.fds = (image, disk)
         self.network.start()
 
@@ -151,9 +164,9 @@ class Lab:
         for machine in machines:
             machine.boot()
         for machine in machines:
-            machine.join()
-            script = PREPARE + (SERVE if machine is self.server else JOIN)
-            script = script.replace("NUMBER", str(machine.number)).replace("VERSION", self.version)
+            machine.join(self.behind_s)
+            script = SERVE if machine.number == SERVER else MOUNTS[self.version]
+            script = (PREPARE + script).replace("NUMBER", str(machine.number))
             machine.run("sh", "-exc", script.replace("KEPT", self.kept.get(machine.number, "")))
 
     def keep_statd(self, number: int) -> None:
@@ -497,9 +510,39 @@ def episodes(stage: Stage) -> dict[str, hosts.Episode]:
     }
 
 
+# Power
+
+
+def power(lab: Lab, seed: int) -> None:
+    """Cut the power of a machine with a queue on its own disk, three times. Each time the date of
+    its next boot is an hour earlier than it should be, and its monotonic clock begins anew."""
+    stage = Stage(lab, seed, "", "power")
+    for boot in range(4):
+        stage.call_over(False)
+        for kind in ("produce", "consume") * 2:
+            stage.start(1, kind, sync=True)
+        stage.wait_for("ready")
+        time.sleep(4 + 4 * stage.chance.random())
+        if boot < 3:
+            stage.cut_power(1)
+            lab.behind_s += 3600
+            lab.join([1])
+    stage.call_over()
+    stage.finish(machines.CALL_S)
+    stage.drain()
+    events = verdict.Events(stage.log)
+    of = {ident: events.tried[name] for ident, name in events.pushed.items()}
+    early = [
+        f"{second} was pushed after {first} had been, and sorts before it"
+        for first, second in itertools.permutations(of, 2)
+        if of[first].ended_s < of[second].began_s and first > second
+    ]
+    stage.judge(events, {"ids out of order": early})
+
+
 # Everything
 
-PHASES = ("basic", "calm", "keys", "storm", "replay")
+PHASES = ("basic", "calm", "keys", "storm", "replay", "power")
 SHORT = ("keys", "storm", "replay")  # and not all of the last two
 SHORT_STORM, SHORT_REPLAYS = ("client", "server", "net"), ("push", "claim", "done")
 
@@ -517,8 +560,10 @@ def prove(lab: Lab, seed: int, phase: str, short: bool, broken: str) -> None:
         stage = Stage(lab, seed, broken, phase)
         of = episodes(stage)
         hosts.storms(stage, (of[it] for it in (SHORT_STORM if short else of)))
-    else:
+    elif phase == "replay":
         replay(lab, SHORT_REPLAYS[:1] if broken else SHORT_REPLAYS if short else REPLAYS, broken)
+    else:
+        power(lab, seed)
 
 
 def prove_all(
@@ -543,8 +588,11 @@ def run_all(args: argparse.Namespace) -> None:
         return
     phases = (args.only,) if args.only else PHASES if args.full else SHORT
     is_short = not (args.only or args.full)
-    for version in ("4.2", "3") if args.full else ("4.2",):
-        prove_all(version, args.seed, phases, is_short)
+    if on_nfs := [phase for phase in phases if phase != "power"]:
+        for version in ("4.2", "3") if args.full else ("4.2",):
+            prove_all(version, args.seed, on_nfs, is_short)
+    if "power" in phases:
+        prove_all(LOCAL, args.seed, ["power"])
 
 
 def main() -> None:
