@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 865,
     "lines of its largest class": 597,
     "lines of test.py": 8214,
-    "lines of .ci/": 6788,
+    "lines of .ci/": 6917,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),

@@ -11,8 +11,8 @@ sync, and two clients that mount it with default options (hard); leases and grac
 are 10 s. Their processes tell this program what they do through a port that a power cut does not
 touch. They are those of actors.py, and judged as in hosts.py. Phases:
 
-  - basic: what one client does, the other one sees: a time, a task that it waits for, a pause (what
-    else there is, keys, storm and replay show);
+  - basic: what one client does, the other one sees: schedule, the fence, processing, waiting, a
+    pause (what else there is, keys, storm and replay show);
   - calm: a backlog from both clients is taken in order, each task once;
   - keys: as in hosts.py, for one key and for ten; the server's own disk is watched meanwhile;
   - storm: producers and workers on both clients, of tasks without a key and with one, and members
@@ -50,7 +50,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import hosts
@@ -304,14 +304,31 @@ class Guest(machines.Guest):
 # answers to the request that it names is lost, with the server's memory.
 
 BASIC = r"""
+# a time
 a  q.schedule(b"later", (time.time() + 3) * 1e6) and None
 b  q.pop()  => None
 b  (t := q.pop(60)) and t.data  => b'later'
 b  q.done(t)
+# the fence
+a  q.push(b"fence") and None
+a  (t := q.pop(9, lease_ms=2000)) and t.data  => b'fence'
+b  (t := q.pop(60)) and (t.data, t.attempts)  => (b'fence', 2)
+a  q.extend(t)  => LeaseLost
+a  q.done(t)  => LeaseLost
+b  q.done(t)
+# processing() renews the lease
+a  q.push(b"long") and None
+a  (t := q.pop(9)) and t.data  => b'long'
+a& exec("with q.processing(t): time.sleep(9)")
+b  q.pop(7)  => None
+a=
+b  sorted(t.data for t in q.tasks("done"))  => [b'fence', b'later', b'long']
+# waiting
 b& (t := q.pop(60)) and t.data
 a  q.push(b"soon") and None
 b=  => b'soon'
 b  q.done(t)
+# a pause
 b  q.paused  => False
 a  q.pause()
 a  q.push(b"paused") and None
@@ -322,59 +339,103 @@ b=  => b'paused'
 b  q.done(t)
 """
 
-# Each kind of request once: that each rename and unlink of each life may be lost is for test.py to
-# show (InterruptedOnSharedFileSystem). Promotion and replacement are under the lock of a key.
-REPLAYS = {
-    "push": r"""
+REPLAYS = r"""
+## nothing before
+# push
 cut rename (\S+) \1
 a  q.push(b"x") and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
-""",
-    "claim": r"""
+# claim
 a  q.push(b"x") and None
 cut rename (\S+) \d+~1~\w+~\1
 a  (t := q.pop()) and t.data  => b'x'
 a  q.done(t)
 b  [t.data for t in q.tasks("done")]  => [b'x']
-""",
-    "done": r"""
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-cut rename \d+~1~\w+~(\S+) \1
+# replace
+a  q.push(b"1", key="k") and None
+cut rename (\S+) (?!\1)0\d{19}-\w+
+a  q.push(b"2", key="k") and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
+# take along
+a  q.push(b"1", key="k") and None
+a  q.push(b"2", key="k") and None
+cut rename (0\d{19}-\w+) \d+~1~\w+~(?!\1)\S+
+a  (t := q.pop()) and t.data  => b'2'
 a  q.done(t)
-b  [t.data for t in q.tasks("done")]  => [b'x']
-""",
-    "extension": r"""
-a  q.push(b"x") and None
-a  (t := q.pop()) and t.data  => b'x'
-cut rename \d+~1~\S+ \d+~1~\S+
-a  q.extend(t)
-a  q.done(t)
-b  [t.data for t in q.tasks("done")]  => [b'x']
-""",
-    "removal": r"""
+b  [t.data for state in STATES for t in q.tasks(state)]  => [b'2']
+# removal
 a  q = FemtoQueue(q.data_dir, None, 600_000, keep_done=False)
 a  q.push(b"x") and None
 a  (t := q.pop()) and t.data  => b'x'
 cut remove \d+~1~\S+
 a  q.done(t)
 b  [t.data for state in STATES for t in q.tasks(state)]  => []
-""",
-    "replacement": r"""
-a  q.push(b"1", key="k") and None
+# schedule
+cut rename (\S+) \d+~0~\1
+a  q.schedule(b"x", 1) and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
+# first of a key
 cut rename (\S+) (?!\1)0\d{19}-\w+
-a  q.push(b"2", key="k") and None
-b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
-""",
-    "promotion": r"""
+a  q.push(b"x", key="k") and None
+b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
+# due
+a  q.schedule(b"x", 1) and None
+cut rename \d+~0~(\S+) \d+~0~\1
+a  (t := q.pop()) and t.data  => b'x'
+a  q.done(t)
+## a lease before
+a  q.push(b"x") and None
+a  (t := q.pop()) and t.data  => b'x'
+# done
+cut rename \d+~1~\w+~(\S+) \1
+a  q.done(t)
+b  [t.data for t in q.tasks("done")]  => [b'x']
+# fail
+cut rename \d+~1~\w+~(\S+) \1
+a  q.fail(t, "why")
+b  [(t.data, t.error) for t in q.tasks("failed")]  => [(b'x', 'why')]
+# reason
+cut rename \S+ \S+\.error
+a  q.fail(t, "why")
+b  [(t.data, t.error) for t in q.tasks("failed")]  => [(b'x', 'why')]
+# release
+cut rename \d+~1~\S+ \d+~1~\S+
+a  q.release(t)
+b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b'x', 2)]
+# extend
+cut rename \d+~1~\S+ \d+~1~\S+
+a  q.extend(t)
+a  q.done(t)
+b  [t.data for t in q.tasks("done")]  => [b'x']
+# retry
+a  q.fail(t, "why")
+cut rename (\S+) \d+~0~\1
+a  q.retry(t.id)
+b  [q.done(t) or (t.data, t.attempts) for t in q.drain()]  => [(b'x', 1)]
+# checkpoint
+cut rename (?!\d+~)\S+ \S+
+a  q.checkpoint(t, b"half")
+a  q.release(t)
+b  [q.done(t) or (t.data, t.checkpoint) for t in q.drain()]  => [(b'x', b'half')]
+## a lease of a key before
 a  q.push(b"1", key="k") and None
 a  (t := q.pop()) and t.data  => b'1'
+# behind a key
+cut rename (\S+) (?!\1)0\d{19}-\w+
+a  q.push(b"2", key="k") and None
+a  q.done(t)
+b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
+# done with a key
+a  q.push(b"2", key="k") and None
+cut rename \d+~1~\w+~(\S+) \1
+a  q.done(t)
+b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
+# promotion
 a  q.push(b"2", key="k") and None
 cut rename (\S+) \1
 a  q.done(t)
 b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
-""",
-}
+"""
 
 
 class Script:
@@ -391,7 +452,9 @@ class Script:
 
     def play(self, script: str) -> None:
         for line in script.strip().splitlines():
-            if line.startswith("cut "):
+            if line.startswith("# "):
+                say(f"{self.name}: {line[2:]}")
+            elif line.startswith("cut "):
                 self.pattern = line[4:]
             else:
                 self.step(line)
@@ -429,10 +492,20 @@ class Script:
         return call
 
 
+def replays() -> Iterator[tuple[str, str]]:
+    """Yield the titles of the replays, and their scripts, which begin as their group does."""
+    for group in re.split("(?m)^## .*\n", REPLAYS)[1:]:
+        beginning, *scripts = re.split("(?m)^# ", group)
+        for title, script in (it.split("\n", 1) for it in scripts):
+            yield title, beginning + script
+
+
 def replay(lab: Lab, names: Iterable[str], broken: str = "") -> None:
     """Calls whose only answer is lost with the server's power."""
-    for name in names:
-        Script(lab, f"{name}{broken}", "timeout_stale_ms=600_000", broken).play(REPLAYS[name])
+    scripts = dict(replays())
+    for name in names or scripts:
+        title = f"{name.replace(' ', '-')}{broken}"
+        Script(lab, title, "timeout_stale_ms=600_000", broken).play(scripts[name])
         say(f"replay of {name}: holds")
 
 
@@ -484,16 +557,22 @@ class Stage(hosts.Stage):
             self.start_as(number, actor)
 
     def heal(self) -> None:
-        """Wait until each client reaches the server. Note, if its kernel says so, that it was cut
-        off, or came after the grace time."""
-        for number, client in self.cluster.hosts.items():
-            client.run("touch", f"{MOUNT}/healed{number}")
-            count = int(client.run("sh", "-c", "dmesg | grep -c 'lost .* locks' || true"))
-            if count > self.lost_locks[number]:
-                self.note("unlocked")
-                say(f"host {number} lost its locks")
-            self.lost_locks[number] = count
+        """Wait until each client reaches the server."""
+        began_s = time.monotonic()
+        for number in self.cluster.hosts:
+            self.cluster.machines[number].run("touch", f"{MOUNT}/healed{number}")
+            self.note_lost_locks(number)
         self.note("healed")
+        say(f"all is well after {time.monotonic() - began_s:.0f} s")
+
+    def note_lost_locks(self, number: int) -> None:
+        """Note, if its kernel says so, that a client was cut off, or came after the grace time."""
+        found = "dmesg | grep -c 'lost .* locks' || true"
+        count = int(self.cluster.machines[number].run("sh", "-c", found))
+        if count > self.lost_locks[number]:
+            self.note("unlocked")
+            say(f"host {number} lost its locks")
+        self.lost_locks[number] = count
 
 
 def episodes(stage: Stage) -> dict[str, hosts.Episode]:
@@ -531,7 +610,7 @@ def power(lab: Lab, seed: int) -> None:
     stage.finish(machines.CALL_S)
     stage.drain()
     events = verdict.Events(stage.log)
-    of = {ident: events.tried[name] for ident, name in events.pushed.items()}
+    of = {it.ident: it for it in events.tried.values() if it.ident}
     early = [
         f"{second} was pushed after {first} had been, and sorts before it"
         for first, second in itertools.permutations(of, 2)
@@ -561,7 +640,7 @@ def prove(lab: Lab, seed: int, phase: str, short: bool, broken: str) -> None:
         of = episodes(stage)
         hosts.storms(stage, (of[it] for it in (SHORT_STORM if short else of)))
     elif phase == "replay":
-        replay(lab, SHORT_REPLAYS[:1] if broken else SHORT_REPLAYS if short else REPLAYS, broken)
+        replay(lab, SHORT_REPLAYS[:1] if broken else SHORT_REPLAYS if short else (), broken)
     else:
         power(lab, seed)
 
@@ -571,11 +650,13 @@ def prove_all(
 ) -> None:
     """Run phases, one after the other, on machines of their own."""
     with contextlib.closing(Lab(version)) as lab:
+        began_s = time.monotonic()
         lab.join(lab.machines)
-        for phase in phases:
+        for what in ("boot", *phases):
+            if what != "boot":
+                prove(lab, seed, what, short, broken)
+            say(f"{what}, {version}: holds, {time.monotonic() - began_s:.0f} s")
             began_s = time.monotonic()
-            prove(lab, seed, phase, short, broken)
-            say(f"{phase}, {version}: holds, {time.monotonic() - began_s:.0f} s")
 
 
 def run_all(args: argparse.Namespace) -> None:
