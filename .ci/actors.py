@@ -6,17 +6,14 @@ one clock, or are told how far theirs is behind. verdict.py reads and judges tha
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import errno
 import itertools
-import json
 import os
 import random
-import statistics
 import time
 import traceback
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import verdict
@@ -24,12 +21,10 @@ from broken import break_queue
 from proof import name_of, payload
 from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
-from benchmark_mini import Floor, Queue
 from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, KeyInFlight, LeaseLost, TicketQueue
 
 SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
 STALE_S = 30.0  # of a ticket that another host's member does not touch
-ROUNDS = 5  # of a measurement
 SIZES = (0, 50, 5000, 100_000)
 
 
@@ -73,9 +68,6 @@ class Actor(Noter):
     timeout_s: float = LONGEST_CALL_S  # for a turn
     offset_s: float = 0.0
 
-    def settings(self) -> str:
-        return json.dumps(asdict(self))
-
     def start(self, fd: int) -> None:
         """Runs on the host. fd: of what it notes."""
         self.fd, self.number = fd, itertools.count(1)  # of its payloads
@@ -83,7 +75,7 @@ class Actor(Noter):
         self.line: TicketQueue | None = None
         break_queue(self.broken)
         with contextlib.ExitStack() as stack:
-            if self.kind not in ("watch", "take_turn", "take_turns", "measure"):
+            if self.kind != "watch":
                 self.q = stack.enter_context(self.opened())
                 self.note_claims()
             self.note("ready")
@@ -202,12 +194,12 @@ class Actor(Noter):
         if key is not None:
             self.note("looked", "take", key, began_s, int(task is not None))
         if task is not None:
-            deadline_s, name = self.deadline_s(task, began_s), name_of(task.data)
+            name, deadline_s = name_of(task.data), self.deadline_s(task)
             self.note("got", task.id, began_s, deadline_s, task.attempts, name)
         return task
 
-    def deadline_s(self, task: FemtoTask, began_s: float) -> float:
-        """Return when a lease ends that a call from began_s on took or renewed."""
+    def deadline_s(self, task: FemtoTask) -> float:
+        """Return when the lease of a task ends."""
         name = task.path.rpartition("/")[2]
         return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
 
@@ -234,10 +226,10 @@ class Actor(Noter):
         except OSError as error:
             self.trouble("extend", task.id, began_s, error)
         else:
-            self.note("extended", task.id, self.deadline_s(task, began_s))
+            self.note("extended", task.id, self.deadline_s(task))
 
-    def settle(self, task: FemtoTask, how: str, **options: Any) -> None:
-        """Try until it is done, or the lease is lost."""
+    def settle(self, task: FemtoTask, how: str, **options: Any) -> bool:
+        """Try until it is done, or the lease is lost: then return False."""
         give_up_s = self.now_s() + SETTLE_S
         while self.now_s() < give_up_s:
             began_s = self.now_s()
@@ -245,12 +237,12 @@ class Actor(Noter):
                 self.end(task, how, **options)
             except LeaseLost:
                 self.note("end", "lost", task.id, began_s)
-                return
+                return False
             except OSError as error:
                 self.trouble(how, task.id, began_s, error)
             else:
                 self.note("end", how, task.id, began_s)
-                return
+                return True
         raise SystemExit(f"{self.name}: could not settle {task.id} within {SETTLE_S:g} s")
 
     def end(self, task: FemtoTask, how: str, **options: Any) -> None:
@@ -313,13 +305,17 @@ class Actor(Noter):
         A task that two listings in a row show was there when the first one ended, even if it was
         renamed meanwhile. So what both show is counted, and nothing is counted twice.
         """
-        looks, most, before = 0, (0, 0), verdict.places_of_keys(unfinished(self.queue))
+        looks, before = 0, verdict.places_of_keys(unfinished(self.queue))
+        told = set[str]()
         while not self.is_over():
             time.sleep(0.01)
             now = verdict.places_of_keys(unfinished(self.queue))
-            here = tuple(verdict.most_of_a_key(a & b) for a, b in zip(before, now, strict=True))
-            looks, most, before = looks + 1, (max(most[0], here[0]), max(most[1], here[1])), now
-        self.note("watched", looks, *most)
+            wrong = {*verdict.crowded(a & b for a, b in zip(before, now, strict=True))} - told
+            for text in wrong:
+                self.note("crowded", text)
+            told |= wrong
+            looks, before = looks + 1, now
+        self.note("watched", looks)
 
     # Turns
 
@@ -340,23 +336,6 @@ class Actor(Noter):
             self.note("turn", ticket, began_s)
             time.sleep(self.chance.random() * 0.02)
             self.note("turned", ticket)
-
-    def measure(self) -> None:
-        """Print how many calls a second take: push(), and pop() with done(), of the queue, of the
-        bare calls of benchmark_mini.py, in turn, and all three of them for a key."""
-        sides = {"queue": Queue(self.queue), "floor": Floor(f"{self.queue}-floor")}
-        rates: dict[str, list[float]] = collections.defaultdict(list)
-        for _, name, what in itertools.product(range(ROUNDS), sides, ("push", "take")):
-            step, began_s = getattr(sides[name], what), time.monotonic()
-            if any(step() is False for _ in range(self.count)):
-                raise SystemExit(f"fewer than {self.count} tasks came out")
-            rates[f"{name} {what}"].append(self.count / (time.monotonic() - began_s))
-        keyed, began_s = FemtoQueue(f"{self.queue}-keyed"), time.monotonic()
-        for number in range(self.count):
-            keyed.push(b"x", key=str(number))
-            keyed.done(keyed.pop())  # type: ignore[arg-type]
-        rates["keyed push + take"].append(self.count / (time.monotonic() - began_s))
-        print(", ".join(f"{what}: {statistics.median(of):.0f}/s" for what, of in rates.items()))
 
 
 def unfinished(root: str) -> set[str]:

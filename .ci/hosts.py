@@ -1,6 +1,6 @@
 """Many hosts, one queue: on GlusterFS nothing acknowledged is lost, and no task is leased twice.
 
-    python .ci/hosts.py [--seed S] [--only PHASE | --measure] [--self-check]
+    python .ci/hosts.py [--seed S] [--only PART] [--self-check]
 
 Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-server and
 glusterfs-client (Debian) if they are missing. Takes six minutes.
@@ -29,8 +29,8 @@ task that had ended comes once more, or one that waits is claimed by two hosts: 
 and no failure while not all is well; nor is what follows for a key: such a task is delivered after
 a newer one, or is a dead letter beside it; or the payload comes once more that a task had before.
 Nor is a key's second task that was pushed while a host was cut off, which may lose its locks. Such
-dead letters are printed, and the leases counted that were lost early meanwhile, for the replicas
-did not agree on their names.
+dead letters are counted, and the leases that were lost early meanwhile, for the replicas did not
+agree on their names.
 
 Without faults, two processes on each host push, two take, release, fail and finish tasks of one
 key, then of ten, then of fifty, and all ask for them: contains(), peek() and take(). Proved:
@@ -48,10 +48,10 @@ key, then of ten, then of fifty, and all ask for them: contains(), peek() and ta
 What a queue needs of another shared file system, between its hosts: of two rename() of one name
 one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and ends with its host;
 a name that one call made is found by the next call of any host, or within a second. To try: mount
-it where this volume is mounted below, and run --only calm, keys and then storms.
+it where this volume is mounted below, and run the parts one by one.
 
---only runs one phase (with --self-check: the faults that it must catch). --measure prints calls per
-second on one host, and those of bare calls of the operating system beside them.
+--only runs one part, with --self-check the faults that it must catch: calm; key, keys and many (one
+key, ten, fifty); tickets; storms, or one of these: brick, cut, quorum.
 
 The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
 bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
@@ -62,7 +62,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import errno
 import itertools
 import json
 import os
@@ -71,7 +70,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,13 +115,16 @@ OPTIONS = {
     "cluster.favorite-child-policy": "majority",
 }
 HEAL_S = 240.0  # 54 were seen, on a busy machine
-DYING_S = 30.0  # until processes that were killed are not waited for any more
 KEYS = {"key": 1, "keys": 10, "many": 50}
-PARTS = {"calm": ("calm",), "keys": (*KEYS, "tickets"), "storms": ("storms",)}
+STORMS = ("brick", "cut", "quorum")  # one after the other: see episodes()
+PARTS = ("calm", *KEYS, "tickets", "storms")
 KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
 STORM_STALE_S = 10.0  # of a ticket that another host's member does not touch
 CLEAR_S = 90.0  # for a turn, in a storm
 STORM_KEYS = (1, 50)  # in one storm after the other
+
+
+Found = Mapping[str, Iterable[str]]  # what is wrong, by what was promised
 
 
 # Hosts
@@ -167,7 +169,7 @@ class Cluster:
 
     def __init__(self) -> None:
         self.switch = Host(0)
-        self.hosts = {number: Host(number) for number in HOSTS}
+        self.hosts = self.machines = {number: Host(number) for number in HOSTS}
 
     def build(self) -> None:
         self.switch.ip("link", "add", "bridge", "type", "bridge")
@@ -244,20 +246,6 @@ class Cluster:
             host.close()
 
 
-@contextlib.contextmanager
-def cluster() -> Iterator[Cluster]:
-    with contextlib.closing(Cluster()) as made:
-        made.build()
-        yield made
-
-
-def check_machine() -> None:
-    proof.need_root()
-    if not os.path.exists("/dev/fuse"):
-        raise Unable("it needs FUSE: there is no /dev/fuse")
-    proof.install(TOOLS, *PACKAGES)
-
-
 # The storm
 
 
@@ -279,38 +267,31 @@ class Stage(Noter):
     """Actors on the hosts of a cluster, and what they noted."""
 
     name = "storm"
+    bricks: Iterable[int] = HOSTS  # where files can be seen that no cache is in front of
+    is_hard = False  # no call raises, however long the hosts are cut off
     tail_s = 6.0  # of a storm, after its last event
 
-    def __init__(
-        self, hosts: Cluster, work: str, seed: int, broken: str = "", phase: str = ""
-    ) -> None:
-        self.cluster, self.chance, self.broken = hosts, random.Random(seed), broken
-        self.log = self.new_log(work, f"events-{broken}{phase}")
-        self.queue = f"{MOUNT}/jobs{broken}{phase}"
+    def __init__(self, cluster: Cluster, log: str, seed: int, broken: str, part: str) -> None:
+        self.cluster, self.log, self.broken = cluster, log, broken
+        self.chance = random.Random(seed)
+        self.queue = f"{MOUNT}/jobs-{broken}-{part}"
         self.running: dict[str, tuple[Any, Actor, Any]] = {}  # host, actor, process
         self.dying: list[Any] = []  # processes that were killed, and wait
         self.starts = itertools.count(1)
-        self.lost = hosts.lost_bricks()
+        self.lost = cluster.lost_bricks()
         self.at_rest: list[set[str]] = []  # the queue's files whenever nothing runs
         self.over = f"{self.log}.over"
         self.fd = proof.open_log(self.log)
-
-    def new_log(self, work: str, name: str) -> str:
-        """Return the path of a file for what is noted."""
-        return os.path.join(work, name)
 
     def start(self, host: int, kind: str, **settings: Any) -> None:
         settings = {"queue": self.queue, "broken": self.broken, **settings}
         self.start_as(host, Actor(kind, "", over=self.over, **settings))
 
-    def host(self, number: int) -> Any:
-        return self.cluster.hosts[number]
-
     def launch(self, host: Host, actor: Actor) -> None:
         # Who kills nsenter kills the actor.
         command = ("setpriv", "--pdeathsig", "KILL", sys.executable, __file__)
         process = subprocess.Popen(
-            host.command(*command, "--actor", actor.settings(), self.log),
+            host.command(*command, "--actor", json.dumps(dataclasses.asdict(actor)), self.log),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -322,27 +303,19 @@ class Stage(Noter):
         names = [name for name in self.running if not name.startswith("hold")]
         host, actor, process = self.running.pop(self.chance.choice(names))
         self.note("killed", actor.name)
-        self.end(process)
+        process.kill()
+        self.dying.append(process)  # one that waits where the network is cut dies after that
         self.start_as(host.number, actor)
 
     def start_as(self, host: int, actor: Actor) -> None:
         """Start an actor like this one, under a name of its own."""
         name, seed = f"{actor.kind}{host}.{next(self.starts)}", self.chance.randrange(10**9)
-        self.launch(self.host(host), dataclasses.replace(actor, name=name, seed=seed))
+        self.launch(self.cluster.machines[host], dataclasses.replace(actor, name=name, seed=seed))
 
-    def end(self, process: Any) -> None:
-        """Kill a process. One that waits for a lock where the network is cut dies after that."""
-        process.kill()
-        try:
-            process.communicate(timeout=1)
-        except subprocess.TimeoutExpired:
-            self.dying.append(process)
-
-    def finish(self, timeout_s: float) -> list[str]:
-        """Wait for all actors, and those that were killed; return what the former printed."""
-        outputs = []
+    def finish(self, timeout_s: float) -> None:
+        """Wait for all actors, and those that were killed."""
         hang: type[Exception] = Violation
-        end_s = time.monotonic() + DYING_S
+        end_s = time.monotonic() + timeout_s
         for process in self.dying:
             try:
                 process.communicate(timeout=max(1, end_s - time.monotonic()))
@@ -358,9 +331,7 @@ class Stage(Noter):
                 raise hang(f"{actor.name} on host {host.number} hangs") from None
             if process.returncode:
                 raise Violation(f"{actor.name} ended with {process.returncode}: {output}")
-            outputs.append(output)
         self.running.clear()
-        return outputs
 
     def check_machine(self) -> None:
         if self.cluster.lost_bricks() > self.lost:
@@ -374,10 +345,6 @@ class Stage(Noter):
         self.note("fault", int(episode.cuts_off))
         say(episode.text)
         episode.fault()
-
-    def cure(self, episode: Episode) -> None:
-        say("all comes back")
-        episode.cure()
 
     def wait_for(self, word: str, kind: str = "") -> None:
         """Until all that run, or those of a kind, have noted it."""
@@ -402,10 +369,14 @@ class Stage(Noter):
         self.wait_for("ready")
         began_s = time.monotonic()
         next_kill_s, end_s = began_s + 2, began_s + episode.cure_s + self.tail_s
-        steps = [(episode.fault_s, self.fault), (episode.cure_s, self.cure)]
+        steps: list[tuple[float, Callable[[], object]]] = [
+            (episode.fault_s, lambda: self.fault(episode)),
+            (episode.cure_s, episode.cure),
+        ]
         while steps or time.monotonic() < end_s:
             if steps and time.monotonic() >= began_s + steps[0][0]:
-                steps.pop(0)[1](episode)
+                _, happen = steps.pop(0)
+                happen()
             if time.monotonic() >= next_kill_s:
                 self.kill_one()
                 next_kill_s = time.monotonic() + 1 + 4 * self.chance.random()
@@ -428,12 +399,7 @@ class Stage(Noter):
         time.sleep(seconds)
         self.call_over()
         self.finish(60)
-
-    def storms(self, episodes: Iterable[Episode]) -> None:
-        """Have one storm after the other, of few keys and of many; then finish what is left."""
-        for episode, keys in zip(episodes, itertools.cycle(STORM_KEYS)):
-            self.storm(episode, keys)
-        self.drain()
+        self.at_rest.append(self.files(1, self.queue))
 
     def call_over(self, is_over: bool = True) -> None:
         """Tell the actors that run until they are told to stop."""
@@ -473,8 +439,17 @@ class Stage(Noter):
 
     def files(self, host: int, root: str) -> set[str]:
         """Return what a host sees of the queue, through its mount or on its brick."""
-        listing = self.host(host).run("sh", "-c", f"cd {root} && find . -type f")
+        listing = self.cluster.machines[host].run("sh", "-c", f"cd {root} && find . -type f")
         return {line.removeprefix("./") for line in listing.splitlines()}
+
+    def judge(self, events: verdict.Events, found: Found, hard: bool = False) -> None:
+        """Judge what was noted, and what is left. found: what else is wrong, by promise. Raises
+        Violation if anything is."""
+        for number, files in enumerate(self.at_rest, 1):
+            wrong = verdict.crowded_at_rest(events, files)
+            events.crowds += (f"at rest {number}: {it}" for it in wrong)
+        left = lasting(self.files(1, self.queue))
+        verdict.judge(events, left, self.reasons(), found, hard)
 
 
 def episodes(stage: Stage) -> dict[str, Episode]:
@@ -500,7 +475,12 @@ def episodes(stage: Stage) -> dict[str, Episode]:
     }
 
 
-# Phases
+# Parts
+
+
+def lasting(files: set[str]) -> set[str]:
+    """Return files but for what raised pushes have left: no tasks, and swept away in an hour."""
+    return {path for path in files if not path.startswith("creating/")}
 
 
 def calm(stage: Stage, count: int) -> None:
@@ -509,74 +489,15 @@ def calm(stage: Stage, count: int) -> None:
     time.sleep(1.1)
     stage.on_all(60, "drain", idle_s=1)
     events = verdict.Events(stage.log)
-    order = [*verdict.out_of_order(events)]
-    verdict.judge(events, {"out of order": order}, stage.files(1, stage.queue))
-    say(f"{len(events.pushed)} tasks in order, by a worker on each host")
-
-
-def lasting(files: set[str]) -> set[str]:
-    """Return files but for what raised pushes have left: no tasks, and swept away in an hour."""
-    return {path for path in files if not path.startswith("creating/")}
-
-
-def key_faults(stage: Stage, events: verdict.Events, left: set[str]) -> dict[str, list[str]]:
-    """Judge keyed tasks. Return what is wrong, by what was promised."""
-    found = verdict.key_faults(events)
-    for number, files in enumerate(stage.at_rest, 1):
-        idents = {path[-29:] for path in files}
-        excused = {it for it in idents if events.may_have_come_back(it) or events.lost_locks(it)}
-        wrong = verdict.crowded_at_rest(files, excused)
-        found["crowded keys"] += (f"at rest {number}: {it}" for it in wrong)
-    found["tasks left"] += set.union(*verdict.places_of_keys(left))
-    found["dead letters of no fail()"] += verdict.wrong_dead_letters(events, left, stage.reasons())
-    pairs = [*verdict.by_key(events)]
-    deliveries, pushes = (sum(map(len, column)) for column in zip(*pairs, strict=True))
-    say(f"of {len(pairs)} keys: {pushes} pushes, {deliveries} deliveries")
-    return found
-
-
-def storm_faults(stage: Stage, events: verdict.Events, left: set[str]) -> dict[str, list[str]]:
-    """Judge keyed tasks and turns. Return what is wrong, by what was promised."""
-    found = key_faults(stage, events, left)
-    found.update(verdict.turn_faults(events, map(str, stage.cluster.hosts)))
-    found["done() that were not refused"] += verdict.not_refused(events)
-    found["turns not had"] += (
-        what for _, _, what, code in events.errors if "turn" in what and code == errno.ETIMEDOUT
-    )
-    say(f"{len(events.turns)} turns, of {len({it.actor for it in events.turns})} members")
-    return found
-
-
-def check_storm(stage: Stage) -> None:
-    events = verdict.Events(stage.log, may_come_back=True)
-    seen = {number: lasting(stage.files(number, stage.queue)) for number in HOSTS}
-    found = storm_faults(stage, events, seen[1])
-    if not seen[1] == seen[2] == seen[3]:
-        found["mounts differ"] += [f"{seen[1] ^ seen[2] | seen[1] ^ seen[3]}"]
-    for number in HOSTS:
-        stray = lasting(stage.files(number, stage.queue.replace(MOUNT, BRICK))) ^ seen[1]
-        if not all(path.startswith("inflight-") for path in stray):
-            found["bricks differ from the mounts"] += [f"that of host {number}: {stray}"]
-    verdict.judge(events, found, seen[1])
-
-
-def storms(stage: Stage, names: Iterable[str]) -> None:
-    of = episodes(stage)
-    stage.storms(of[name] for name in names)
-    check_storm(stage)
+    stage.judge(events, {"out of order": verdict.out_of_order(events)})
 
 
 def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
     """Push, take and finish tasks of a few keys, on all hosts at once."""
     stage.play(seconds, ("push_keys", "take_keys") * 2, watcher, keys=keys)
-    stage.at_rest.append(stage.files(1, stage.queue))
     stage.on_all(60, "drain", idle_s=2)
     stage.check_machine()
-    events, left = verdict.Events(stage.log), stage.files(1, stage.queue)
-    found = key_faults(stage, events, left)
-    found["crowded keys"] += verdict.crowded(events)
-    say(f"{events.looks} looks at the brick: at most {events.most} of a key at once")
-    verdict.judge(events, found, left, hard=True)
+    stage.judge(verdict.Events(stage.log), {}, hard=True)
 
 
 def tickets(stage: Stage) -> None:
@@ -586,21 +507,29 @@ def tickets(stage: Stage) -> None:
     events = verdict.Events(stage.log)
     order = sorted(events.turns, key=lambda it: it.got_s)
     pairs = [two for two in itertools.pairwise(order) if two[1].ticket <= two[0].ticket]
-    found = verdict.turn_faults(events, map(str, HOSTS))
-    found["turns out of order"] = [str(two) for two in pairs]
-    verdict.raise_any(events, {**found, "troubles": [*verdict.troubled(events, False)]})
-    longest_s = max(it.got_s - it.began_s for it in events.turns)
-    say(f"{len(events.turns)} turns of six members in order, after at most {longest_s:.1f} s")
+    idle = verdict.without_turn(events, HOSTS)
+    stage.judge(events, {"hosts have no turn": idle, "turns out of order": map(str, pairs)})
 
 
-def measure(stage: Stage) -> None:
-    stage.start(1, "measure", count=60)
-    say(*stage.finish(300))
+def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
+    """Have one storm after the other, of few keys and of many; then finish what is left."""
+    for episode, keys in zip(episodes, itertools.cycle(STORM_KEYS)):
+        stage.storm(episode, keys)
+    stage.drain()
+    events, hosts = verdict.Events(stage.log, not stage.is_hard), [*stage.cluster.hosts]
+    there, brick = lasting(stage.files(1, stage.queue)), stage.queue.replace(MOUNT, BRICK)
+    found = {"hosts have no turn": verdict.without_turn(events, hosts), "views differ": []}
+    for host, root in (*((it, stage.queue) for it in hosts), *((it, brick) for it in stage.bricks)):
+        stray = lasting(stage.files(host, root)) ^ there
+        is_forgotten = root == brick and all(path.startswith("inflight-") for path in stray)
+        if stray and not (is_forgotten and events.may_come_back):
+            found["views differ"].append(f"{root} of host {host}: {stray}")
+    stage.judge(events, found, hard=stage.is_hard)
 
 
 def play(hosts: Cluster, work: str, seed: int, part: str, broken: str = "") -> None:
-    """Run a part of a phase. Raises Violation if a promise is broken."""
-    stage = Stage(hosts, work, seed, broken, f"-{part}")
+    """Run a part. Raises Violation if a promise is broken."""
+    stage = Stage(hosts, f"{work}/{broken}-{part}", seed, broken, part)
     if part == "calm":
         calm(stage, 100)
     elif part == "tickets":
@@ -608,35 +537,34 @@ def play(hosts: Cluster, work: str, seed: int, part: str, broken: str = "") -> N
     elif part in KEYS:
         keyed(stage, KEYS[part], 1)
     else:
-        storms(stage, ("brick", "cut", "quorum") if part == "storms" else (part,))
+        of = episodes(stage)
+        storms(stage, (of[it] for it in (STORMS if part == "storms" else (part,))))
 
 
 def main() -> None:
     options = proof.parser(__doc__)
-    options.add_argument("--only", choices=PARTS, help="run only this phase")
-    options.add_argument("--measure", action="store_true", help="only measure")
+    options.add_argument("--only", choices=(*PARTS, *STORMS), help="run only this part")
     options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
     args = options.parse_args()
     femtoqueue._log().disabled = True
     if args.actor:
         Actor(**json.loads(args.actor[0])).start(proof.open_log(args.actor[1]))
         return
-    phases = (args.only,) if args.only else PARTS
-    # Without a quorum each push raises, else those of one host.
-    one_storm = ("cut", "quorum") if args.only == "storms" else ()
     say(f"seed {args.seed}")
     with proof.ends(args.seed), tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work:
-        check_machine()
-        with cluster() as hosts:
+        proof.need_root()
+        if not os.path.exists("/dev/fuse"):
+            raise Unable("it needs FUSE: there is no /dev/fuse")
+        proof.install(TOOLS, *PACKAGES)
+        with contextlib.closing(Cluster()) as hosts:
+            hosts.build()
             if args.self_check:
                 must_catch(
                     lambda broken, part: play(hosts, work, args.seed, part, broken),
-                    lambda part: not args.only or part in (*PARTS[args.only], *one_storm),
+                    lambda part: args.only in (None, part),
                 )
-            elif args.measure:
-                measure(Stage(hosts, work, args.seed))
             else:
-                for part in (it for phase in phases for it in PARTS[phase]):
+                for part in (args.only,) if args.only else PARTS:
                     play(hosts, work, args.seed, part)
 
 

@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 869,
     "lines of its largest class": 601,
     "lines of test.py": 8179,
-    "lines of .ci/": 6998,
+    "lines of .ci/": 6713,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),

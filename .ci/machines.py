@@ -235,43 +235,38 @@ class Machine:
         self.is_on = True
 
     def join(self, behind_s: float) -> None:
-        """Wait until it is up, and set its date."""
+        """Wait until it is up, learn what its monotonic clock shows, and set its date."""
         try:
             self.calls[0].answer(BOOT_S)
         except subprocess.TimeoutExpired:
             raise Unable(f"machine {self.number} does not boot: {self.said()[-2000:]}") from None
-        self.set_clock(behind_s)
+        best_s = float("inf")
+        for _ in range(10):
+            began_s = time.monotonic()
+            there_s = self.ask("clock").answer()
+            took_s = time.monotonic() - began_s
+            if took_s < best_s:
+                best_s, offset_s = took_s, began_s + took_s / 2 - there_s
+        self.ask("set_clock", offset_s=offset_s, wall_s=time.time() - behind_s).answer()
 
     def command(self, port: int, control: int, notes: int, image: int, disk: int) -> list[str]:
-        options = {
-            "-accel": "tcg",
-            "-cpu": "max",
-            "-m": str(MEMORY_MB),
-            "-nodefaults": "",
-            "-no-user-config": "",
-            "-no-reboot": "",
-            "-display": "none",
-            "-serial": "stdio",
-            "-kernel": find_kernel(),
-            "-initrd": f"/dev/fd/{image}",
-            "-append": BOOT,
-            "-netdev": f"dgram,id=net,local.type=fd,local.str={port}",
-        }
-        devices = [
-            f"virtio-net-pci,netdev=net,mac=52:54:00:00:00:{self.number:02x},romfile=",
-            "virtio-serial-pci",
-            "virtserialport,chardev=control,name=control",
-            "virtserialport,chardev=notes,name=notes",
-        ]
-        command = ["setpriv", "--pdeathsig", "KILL", QEMU]
-        command += [word for option in options.items() for word in option if word]
-        for name, fd in (("control", control), ("notes", notes)):
-            command += ["-chardev", f"socket,id={name},fd={fd}"]
+        options = f"""
+            -accel tcg -cpu max -m {MEMORY_MB} -nodefaults -no-user-config -no-reboot
+            -display none -serial stdio -kernel {find_kernel()} -initrd /dev/fd/{image}
+            -netdev dgram,id=net,local.type=fd,local.str={port}
+            -device virtio-net-pci,netdev=net,mac=52:54:00:00:00:{self.number:02x},romfile=
+            -device virtio-serial-pci
+            -chardev socket,id=control,fd={control}
+            -device virtserialport,chardev=control,name=control
+            -chardev socket,id=notes,fd={notes}
+            -device virtserialport,chardev=notes,name=notes
+        """
         if disk >= 0:
-            drive = f"if=none,id=disk,format=raw,file.locking=off,file.filename=/dev/fd/{disk}"
-            command += ["-drive", drive]
-            devices.append("virtio-blk-pci,drive=disk")
-        return command + [word for device in devices for word in ("-device", device)]
+            options += f"""
+                -drive if=none,id=disk,format=raw,file.locking=off,file.filename=/dev/fd/{disk}
+                -device virtio-blk-pci,drive=disk
+            """
+        return ["setpriv", "--pdeathsig", "KILL", QEMU, *options.split(), "-append", BOOT]
 
     def said(self) -> str:
         return os.pread(self.console, 1 << 20, 0).decode(errors="replace")
@@ -305,17 +300,6 @@ class Machine:
         if call.returncode:
             raise Unable(f"{' '.join(command)} on host {self.number}: {output}")
         return output
-
-    def set_clock(self, behind_s: float) -> None:
-        """Learn what its monotonic clock shows, and set its date."""
-        best_s = float("inf")
-        for _ in range(10):
-            began_s = time.monotonic()
-            there_s = self.ask("clock").answer()
-            took_s = time.monotonic() - began_s
-            if took_s < best_s:
-                best_s, offset_s = took_s, began_s + took_s / 2 - there_s
-        self.ask("set_clock", offset_s=offset_s, wall_s=time.time() - behind_s).answer()
 
     def power_off(self) -> None:
         self.is_on = False

@@ -7,7 +7,7 @@ Needs root, on Linux, to mount a small file system, and Debian's faketime (insta
 Producers (push, push_many), schedulers, keyed producers, workers (loops, work(), the command
 line) and an onlooker run on one queue. Meanwhile they are killed, interrupted (SIGINT) and stopped
 for longer than the lease, the file system is full for a second, the wall clock is set back and
-forth under their feet (libfaketime), the queue is paused, and rubbish appears in its directories.
+forth under their feet (libfaketime), and rubbish appears in the queue's directories.
 Each process notes its steps outside, before it and when it was acknowledged: see verdict.py. Then
 the storm ends, calm workers drain the queue, and this must hold:
 
@@ -32,7 +32,6 @@ Interrupted workers give tasks back uncounted; near a SIGINT, order is not looke
 from __future__ import annotations
 
 import argparse
-import bisect
 import contextlib
 import errno
 import glob
@@ -200,15 +199,15 @@ class Role(Actor):
             self.extend(task)
             time.sleep(self.chance.choice((0, 0.1)))
         elif how == "fail":
-            options["error"] = "storm"
-        elif how == "release" and (delay_s := self.chance.choice((0, 0, 0.5))):
-            self.note("delay", task.id, time.time() + delay_s)
-            options["delay_s"] = delay_s
+            options = {"error": "storm"}
         elif how == "release":
-            options["front"] = self.chance.random() < 0.5
+            options = self.chance.choice(({"delay_s": 0.5}, {"front": True}, {"front": False}))
         elif how == "process":
-            options["in_processing"] = True
-        self.settle(task, how if how in ("fail", "release") else "done", **options)
+            options = {"in_processing": True}
+        due_s = time.time() + options.get("delay_s", 0)
+        is_ended = self.settle(task, how if how in ("fail", "release") else "done", **options)
+        if is_ended and "delay_s" in options:
+            self.note("delayed", task.id, due_s)
 
     def end(self, task: FemtoTask, how: str, **options: Any) -> None:
         if not options.pop("in_processing", False):
@@ -218,22 +217,14 @@ class Role(Actor):
             time.sleep(self.chance.choice((0, 0.1)))
             self.note("settle", task.id)
 
-    def deadline_s(self, task: FemtoTask, began_s: float) -> float:
-        """Not before then, in any case."""
-        return began_s + LEASE_S
-
     def onlook(self) -> float:
-        look, state = self.chance.randrange(4), self.chance.choice(femtoqueue.STATES[:3])
-        if look == 0:
-            self.q.stats()
-        elif look == 1:
-            list(self.q.keys(state))
-        elif look == 2:
-            for task in self.q.tasks(state):
-                name_of(task.data)
-        else:
-            self.q.contains(self.key_of(self.chance.randrange(len(SLOTS))))
-        return 0.05
+        state = self.chance.choice(femtoqueue.STATES[:3])
+        self.q.stats()
+        list(self.q.keys(state))
+        self.q.contains(self.key_of(self.chance.randrange(len(SLOTS))))
+        for task in self.q.tasks(state):
+            name_of(task.data)
+        return 0.2
 
 
 def live(storm: Storm, name: str, slot: int) -> None:
@@ -288,7 +279,7 @@ class Storm(Noter):
         self.processes: list[Process] = []
         self.rubbish: dict[str, tuple[int, ...]] = {}
         self.ballast = -1
-        self.room_at_s = self.resume_at_s = math.inf
+        self.room_at_s = math.inf
         self.full_at_s = time.monotonic() + 3
         self.counts: Counter[str] = Counter()
         self.set_clock(0)
@@ -306,10 +297,7 @@ class Storm(Noter):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         pid = os.fork()
         if pid == 0:
-            try:
-                self.be_child(name, slot)
-            finally:
-                os._exit(0)
+            self.be_child(name, slot)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self.processes.append(Process(pid, name, slot))
 
@@ -317,10 +305,7 @@ class Storm(Noter):
         try:
             os.setpgid(0, 0)
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            errors = os.open(
-                os.path.join(self.logs, f"{name}.err"), os.O_WRONLY | os.O_CREAT, 0o600
-            )
-            os.dup2(errors, 2)
+            os.dup2(proof.open_log(os.path.join(self.logs, f"{name}.err")), 2)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             live(self, name, slot)
         except KeyboardInterrupt:
@@ -328,6 +313,8 @@ class Storm(Noter):
         except BaseException as error:
             if getattr(error, "errno", None) != errno.ENOSPC:  # it could not even start
                 self.note("crashed", ascii(traceback.format_exc()))
+        finally:
+            os._exit(0)
 
     def signal(self, process: Process, which: signal.Signals) -> None:
         self.note("signal", process.name, which.name)
@@ -359,11 +346,6 @@ class Storm(Noter):
 
     def kill(self) -> None:
         self.signal(self.victim(), signal.SIGKILL)
-
-    def kill_all(self) -> None:
-        if self.chance.random() < 0.05:
-            for process in self.processes:
-                self.signal(process, signal.SIGKILL)
 
     def interrupt(self) -> None:
         """In one second of five: in the others order is checked, see put_back()."""
@@ -413,26 +395,15 @@ class Storm(Noter):
         self.ballast, self.room_at_s = -1, math.inf
         self.full_at_s = time.monotonic() + self.chance.uniform(3, 7)
 
-    def hold_up(self) -> None:
-        with contextlib.suppress(OSError):
-            os.close(os.open(os.path.join(self.queue_path, "PAUSED"), os.O_CREAT))
-            self.resume_at_s = time.monotonic() + 1.5
-            self.counts["pauses"] += 1
-
-    def resume(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(os.path.join(self.queue_path, "PAUSED"))
-        self.resume_at_s = math.inf
-
     def litter(self) -> None:
-        places = [os.path.join(self.queue_path, name) for name in os.listdir(self.queue_path)]
-        # What is in spare/ goes along when that becomes a worker's directory.
-        not_here = {*self.rubbish, os.path.join(self.queue_path, "spare")}
-        places = [place for place in places if place not in not_here]
+        """In the queue's directory, or in one below; but what is in spare/ goes along when that
+        becomes a worker's directory."""
+        root = self.queue_path
+        places = [f"{root}/{name}" for name in os.listdir(root) if name != "spare"]
+        places = [place for place in places if place not in self.rubbish]
         standing = [place for place in places if "inflight-" not in place]
-        place = self.chance.choice((self.queue_path, *self.chance.choice((standing, places))))
-        number = len(self.rubbish)
-        name = self.chance.choice(RUBBISH_NAMES).replace("%", str(number))
+        place = self.chance.choice((root, *self.chance.choice((standing, places))))
+        name = self.chance.choice(RUBBISH_NAMES).replace("%", str(len(self.rubbish)))
         path = os.path.join(place, name)
         with contextlib.suppress(OSError):  # full; its worker took its directory away; a file
             proof.litter(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
@@ -440,10 +411,9 @@ class Storm(Noter):
             self.rubbish[path] = proof.looks(path)
 
     def blow(self, seconds: float) -> None:
-        events = [*[self.kill] * 8, *[self.interrupt] * 8, *[self.stop] * 6, self.kill_all]
+        events = [*[self.kill] * 9, *[self.interrupt] * 8, *[self.stop] * 6]
         events += [*[self.step_clock] * 3, *[self.litter] * 4]
         end_s = time.monotonic() + seconds
-        next_pause_s = time.monotonic() + 5
         while time.monotonic() < end_s:
             self.reap()
             for slot in range(len(SLOTS)):
@@ -455,17 +425,11 @@ class Storm(Noter):
                 self.make_room()
             elif self.ballast >= 0 or now_s >= self.full_at_s:
                 self.fill()
-            if now_s >= self.resume_at_s:
-                self.resume()
-            elif now_s >= next_pause_s:
-                self.hold_up()
-                next_pause_s = now_s + 8
             time.sleep(self.chance.uniform(0.0, 0.1))
 
     def end(self) -> None:
         """Half of them may finish what they do."""
         self.make_room()
-        self.resume()
         for process in self.processes:
             self.go_on(process)
             gently = self.chance.random() < 0.5
@@ -539,7 +503,7 @@ def role_of(actor: str) -> str:
 
 class History(verdict.Events):
     """What was noted, and what the storm did. Of a delivery by work() or the command line nobody
-    knows when it began; of a lease, that it ran for LEASE_S in any case."""
+    knows when it began; its lease ran for LEASE_S in any case."""
 
     skew_s = 0.0
 
@@ -551,15 +515,9 @@ class History(verdict.Events):
         self.steps: list[list[float]] = []  # from, to, offset
         self.pops: dict[str, list[tuple[float, float]]] = defaultdict(list)
         self.wall_s = 0.0  # minus the monotonic clock, without the steps
-        self.torn: list[tuple[float, str, str]] = []
-        self.delays: dict[tuple[str, str], float] = {}
-        self.troubled: set[tuple[str, str, float]] = set()
         super().__init__(os.path.join(directory, "log"))
         for path in glob.glob(os.path.join(directory, "*.err")):
             self.read_stderr(path)
-        # Not of a command whose worker was killed as it wrote the payload.
-        killed = {it for it in self.torn if self.gone_s(it[1]) < it[0] + SLACK_S}
-        self.found["torn"] += (f"{ident}, of {who}" for _, who, ident in {*self.torn} - killed)
 
     def read_stderr(self, path: str) -> None:
         """Of work() and the command line: a traceback that nobody expected."""
@@ -573,7 +531,9 @@ class History(verdict.Events):
         self.found["crashed"].append(f"{actor}: {' '.join(map(str, text))}")
 
     def read_torn(self, at: float, actor: str, ident: str) -> None:
-        self.torn.append((at, actor, ident))
+        """Not of a command whose worker was killed as it wrote the payload."""
+        if actor not in self.gone:
+            self.found["torn"].append(f"{ident}, of {actor}")
 
     def read_idle(self, at: float, actor: str, began_s: float) -> None:
         self.pops[actor].append((began_s, at))
@@ -582,31 +542,31 @@ class History(verdict.Events):
         if began_s == "-":
             slack_s = (3 if role_of(actor) == "command" else 1) * SLACK_S
             began_s = self.awake_since(actor, at - slack_s, at)
+            rest = (began_s + LEASE_S, *rest[1:])
         else:
             self.pops[actor].append((began_s, at))
-        self.delays.pop((actor, ident), None)
-        super().read_got(at, actor, ident, began_s, began_s + LEASE_S, *rest[1:])
+        super().read_got(at, actor, ident, began_s, *rest)
 
-    def read_delay(self, at: float, actor: str, ident: str, due_s: float) -> None:
-        self.delays[actor, ident] = due_s
-
-    def read_end(self, at: float, actor: str, how: str, ident: str, began_s: float) -> None:
-        super().read_end(at, actor, how, ident, began_s)
-        due_s = self.delays.get((actor, ident))
-        if how == "release" and due_s is not None:
+    def read_delayed(self, at: float, actor: str, ident: str, due_s: float) -> None:
+        if not femtoqueue._is_keyed(ident):
             self.released.append((ident, at, due_s))
 
     def read_error(self, at: float, actor: str, call: str, which: str, *rest: Any) -> None:
         super().read_error(at, actor, call, which, *rest)
         if which in self.deliveries:
-            self.troubled.add((actor, which, self.last(actor, which).got_s))
-
-    def read_closing(self, at: float, actor: str) -> None:
-        """A signal had told it to."""
+            self.last(actor, which).is_troubled = True
 
     def may_lose(self, it: Delivery) -> bool:
         """What was in the way of one call may have let the task go."""
-        return (it.actor, it.id, it.got_s) in self.troubled
+        return it.is_troubled
+
+    def is_replaced(self, it: Delivery, by: Push) -> bool:
+        """One producer at a time has a key."""
+        return order_of(it.name) < order_of(by.name)
+
+    def must_be_seen(self, push: Push) -> bool:
+        """Not an update: done() may have ended it before."""
+        return f"/{SLOTS.index('update')}:" not in push.key
 
     def is_doubled(self, first: Delivery, second: Delivery) -> bool:
         """Whether the second's lease was over when it was noted, or it was of a command whose
@@ -629,27 +589,16 @@ class History(verdict.Events):
         elif which == "SIGCONT":
             for stop in self.stops[whom]:
                 stop[1] = min(stop[1], at)
+        elif which == "SIGKILL":
+            self.read_killed(at, _, whom)
         else:
-            self.gone[whom] = min(at, self.gone_s(whom))
-            if which != "SIGKILL":
-                self.interrupts.append(at)
+            self.gone.setdefault(whom, at)
+            self.interrupts.append(at)
 
     def awake_since(self, who: str, from_s: float, to_s: float) -> float:
         """Return from_s, or when a stop of that process began that lasted until then."""
         spans = [stop for stop in self.stops[who] if stop[0] < to_s and stop[1] > from_s]
         return min([from_s, *(stop[0] - SLACK_S for stop in spans)])
-
-    def scheduled(self) -> Iterator[tuple[str, float, float]]:
-        """Yield name, begin of the push, and due time. Not of a key whose next push was killed (it
-        may have moved the old value to its own time), and not where "update" ignores the time."""
-        next_of: dict[str, Push] = {}
-        for push in sorted(self.tried.values(), key=lambda it: order_of(it.name), reverse=True):
-            after = next_of.get(push.key)
-            next_of[push.key] = push
-            if push.due_s is None or not push.ident or is_updated(push.key):
-                continue
-            if push.key == "-" or after is None or after.ident:
-                yield push.name, push.began_s, push.due_s
 
     def latest_wall_s(self, from_s: float, to_s: float) -> float:
         """Return what the wall clock was at most between two times."""
@@ -659,10 +608,6 @@ class History(verdict.Events):
             if since_s <= to_s and until_s >= from_s
         )
         return self.wall_s + max(ends)
-
-
-def is_updated(key: str) -> bool:
-    return f"/{SLOTS.index('update')}:" in key
 
 
 def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
@@ -675,12 +620,6 @@ def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
             yield f"{ident} was ended by {ends[0].how}() and is {state}"
     yield from verdict.not_fenced(history)
     yield from verdict.lost_early(history)
-
-
-def check_held(history: History) -> Iterator[str]:
-    yield from verdict.leased_twice(history)
-    for deliveries, _ in verdict.by_key(history):
-        yield from verdict.overlapping(history, deliveries)
 
 
 def check_first(history: History) -> Iterator[str]:
@@ -720,18 +659,16 @@ def missed(history: History, older: Push, younger: Push, who: str) -> bool:
 
 
 def check_due(history: History) -> Iterator[str]:
-    deliveries: dict[str, list[Delivery]] = defaultdict(list)  # of a payload, and of an id
-    for it in history.all_deliveries():
-        deliveries[it.name].append(it)
-        if history.tried[it.name].key == "-":  # the time of a key's task may change
-            deliveries[it.id].append(it)
-    for what, from_s, due_s in (*history.scheduled(), *history.released):
+    """Of tasks without a key; the time of a key's task may change."""
+    pushes = [it for it in history.tried.values() if it.key == "-" and it.due_s is not None]
+    timed = [(it.ident, it.began_s, it.due_s or 0) for it in pushes if it.ident]
+    for ident, from_s, due_s in (*timed, *history.released):
         # Who woke it may have read his clock and been stopped before he looked.
         awake_s = [history.awake_since(who, from_s - 0.2, from_s) for who in history.stops]
         since_s = min([from_s - 0.2, *awake_s])
-        for it in (it for it in deliveries[what] if it.began_s >= from_s):
+        for it in history.deliveries[ident]:
             early_s = due_s - history.latest_wall_s(since_s, it.got_s)
-            if early_s > CLOCK_SLACK_S:
+            if it.began_s >= from_s and early_s > CLOCK_SLACK_S:
                 yield f"{it.name} was delivered {early_s:.3f} s early: {it}"
 
 
@@ -740,18 +677,11 @@ def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
     for name in history.tried.keys() & found:
         key = history.tried[name].key
         ended[key] = max(ended[key], order_of(name))
-    for deliveries, pushes in verdict.by_key(history):
+    for _, pushes in verdict.by_key(history):
         key, last = pushes[0].key, max(order_of(push.name) for push in pushes)
         if last > ended[key]:
             yield f"the last value of {key} is {last}; the last one finished is {ended[key]}"
-        values, ends_s = [order_of(it.name) for it in deliveries], [it.got_s for it in deliveries]
-        newest = [(), *itertools.accumulate(values, max)]
-        for value, it in zip(values, deliveries, strict=True):
-            if value < newest[bisect.bisect_left(ends_s, it.began_s)]:
-                yield f"an older value of {key} came after a newer one: {it}"
-        # done() may have ended an update before anybody saw it.
-        if last > newest[-1] and not is_updated(key):
-            yield f"the last value of {key} is {last}; the last one delivered is {newest[-1]}"
+    yield from itertools.chain(*verdict.key_faults(history).values())
 
 
 def check_found(
@@ -781,17 +711,17 @@ def check_found(
 
 
 def check_left(storm: Storm) -> Iterator[str]:
+    root = storm.queue_path
+    rubbish = {os.path.relpath(path, root) for path in storm.rubbish}
     for path, before in storm.rubbish.items():
         if not os.path.lexists(path) or proof.looks(path) != before:
             yield f"rubbish was touched: {path}"
-    root = storm.queue_path
-    rubbish = {os.path.relpath(path, root) for path in storm.rubbish}
     for path in unfinished(root) - rubbish:
         if path.partition("/")[0] not in rubbish and not re.fullmatch("locks/[0-9a-f]{2}", path):
             yield path
     for name in {*os.listdir(root)} - rubbish:
-        is_idle = name.startswith("inflight-") and not os.listdir(os.path.join(root, name))
-        if is_idle or not (os.path.isdir(os.path.join(root, name)) or name.startswith("clock-")):
+        is_idle = name.startswith("inflight-") and not os.listdir(f"{root}/{name}")
+        if is_idle or not (os.path.isdir(f"{root}/{name}") or name.startswith("clock-")):
             yield name
     creating = {f"creating/{name}" for name in os.listdir(f"{root}/creating")} - rubbish
     deaths = storm.counts["SIGKILL"] + storm.counts["SIGINT"]
@@ -808,7 +738,7 @@ def check(storm: Storm) -> History:
     rules = {  # the first one fills both
         "found": check_found(history, storm.queue_path, found, states),
         "settled": check_settled(history, states),
-        "held": check_held(history),
+        "held": verdict.leased_twice(history),
         "first": check_first(history),
         "due": check_due(history),
         "keys": check_keys(history, found),

@@ -1,8 +1,7 @@
-"""What the processes of a proof note, read back and judged: of storm.py, hosts.py and nfs.py.
+"""What actors noted, read back and judged: of storm.py, hosts.py and nfs.py.
 
-Each actor notes what it is about to do and what came of it, a line each, with the time: all hosts
-have one clock, or are told how far theirs is behind. From that this tells who had a task, when, and
-by right; what had been pushed when a look-up began; and what may be excused.
+It tells who had a task, when, and by right; what had been pushed when a look-up began; and what may
+be excused.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import errno
 import functools
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +26,6 @@ SKEW_S = 0.1  # by which the clocks of hosts may differ
 # While all is well. On NFS, 23 were seen: eight processes want one key, on emulated processors, and
 # those of the host that has its lock are the first to see it free.
 LONGEST_CALL_S = 40.0
-RECENT_S = 1.0  # for so long a mount may answer from its cache
 LOOK_UPS = ("contains", "peek", "take")
 
 
@@ -49,14 +47,11 @@ class Delivery:
     ended_s: float = float("inf")
     how: str = ""
     called_s: float = float("inf")  # of the call that succeeded
+    is_troubled: bool = False  # a call about it had raised
 
     def may_have_ended(self, *how: str) -> bool:
         """Whether it ended so, or was about to end when its worker was killed."""
         return self.how in how or (not self.how and self.tried_s < float("inf"))
-
-    def claimed_s(self) -> float:
-        """Return when it was leased, at the earliest; not for a lease that was renewed."""
-        return max(self.began_s, self.deadline_s - LEASE_MS / 1e3 - SKEW_S)
 
 
 @dataclass
@@ -122,7 +117,6 @@ class Events:
         with open(log, encoding="utf-8") as file:
             self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
         self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
-        self.pushed: dict[str, str] = {}  # id -> "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
         self.excused: collections.Counter[str] = collections.Counter()  # odd, for a known reason
@@ -132,7 +126,8 @@ class Events:
         self.cuts: list[float] = []  # those of the faults that took a host's locks away
         self.heals: list[float] = []
         self.calls: list[tuple[float, float, str]] = []
-        self.looks, self.most, self.most_behind = 0, 0, 0
+        self.looks = self.killed = 0
+        self.crowds: list[str] = []
         self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
         self.turns: list[Turn] = []
         # By the last part of the task's id, which is a hash of its key.
@@ -148,7 +143,6 @@ class Events:
         self.tried[name] = Push(actor, name, began_s, *key_due)
 
     def read_pushed(self, at: float, actor: str, name: str, ident: str, began_s: float) -> None:
-        self.pushed[ident] = name
         self.tried[name].ended_s, self.tried[name].ident = at, ident
         self.calls.append((began_s, at, "push"))
 
@@ -178,10 +172,11 @@ class Events:
         self.errors.append((began_s, at, where, code))
 
     def read_killed(self, at: float, _: str, actor: str) -> None:
-        self.gone[actor] = at
+        self.gone.setdefault(actor, at)
+        self.killed += 1
 
     def read_closing(self, at: float, actor: str) -> None:
-        self.gone[actor] = at
+        self.gone.setdefault(actor, at)
 
     def read_fault(self, at: float, _: str, is_cut: int) -> None:
         self.faults.append(at)
@@ -194,8 +189,11 @@ class Events:
     def read_healed(self, at: float, _: str) -> None:
         self.heals.append(at)
 
-    def read_watched(self, at: float, _: str, *counts: int) -> None:
-        self.looks, self.most, self.most_behind = counts
+    def read_watched(self, at: float, _: str, looks: int) -> None:
+        self.looks = looks
+
+    def read_crowded(self, at: float, _: str, *text: object) -> None:
+        self.crowds.append(" ".join(map(str, text)))
 
     def read_looked(self, at: float, actor: str, call: str, key: str, *rest: Any) -> None:
         began_s, found = rest
@@ -204,6 +202,7 @@ class Events:
 
     def read_turn(self, at: float, actor: str, ticket: int, began_s: float) -> None:
         self.turns.append(Turn(ticket, actor, began_s, at))
+        self.calls.append((began_s, at, "turn"))
 
     def read_turned(self, at: float, actor: str, ticket: int) -> None:
         turn = next(it for it in reversed(self.turns) if it.actor == actor)
@@ -222,29 +221,42 @@ class Events:
         troubled = (d for d in ends if not self.is_calm(d.began_s, d.ended_s))
         return self.may_come_back and any(d.ended_s < until_s for d in troubled)
 
+    def may_be_two(self, ident: str) -> bool:
+        """Whether a task may stand beside another one of its key: healing brought it back, or a
+        host without its locks pushed it."""
+        return self.may_have_come_back(ident) or self.lost_locks(ident)
+
     def is_outdated_by_healing(self, it: Delivery) -> bool:
         """Whether GlusterFS may have kept the payload of a delivery: its task had ended; or another
         delivery, which ended before while not all was well, had a newer one in its place; or two
         claims got the same file just then, and one of them took the newer payload along."""
-        of_task = self.deliveries.get(it.id, ())
+        if not self.may_come_back:
+            return False
+        of_task = self.deliveries[it.id]
         older = (d for d in of_task if d.name == it.name and d.got_s <= it.got_s)
         before = (d for d in of_task if d.ended_s < it.got_s)
         is_back = self.may_have_come_back(it.id, it.got_s) or any(
-            self.may_come_back and self.is_newer(it, d) and not self.is_calm(d.began_s, d.ended_s)
-            for d in before
+            self.is_newer(it, d) and not self.is_calm(d.began_s, d.ended_s) for d in before
         )
         return is_back or any(self.is_split(*two) for two in itertools.product(older, of_task))
 
     def is_newer(self, old: Delivery, new: Delivery) -> bool:
         return self.tried[old.name].ended_s < self.tried[new.name].ended_s
 
+    def is_replaced(self, it: Delivery, by: Push) -> bool:
+        """Whether the payload of a delivery was, or had to be, replaced by another one."""
+        return self.tried[it.name].ended_s < by.began_s
+
+    def must_be_seen(self, push: Push) -> bool:
+        """Whether an acknowledged payload of a key must be delivered, if no newer one is."""
+        return True
+
     def is_split(self, old: Delivery, new: Delivery) -> bool:
         """Whether GlusterFS let two claims of one file through, and one took a newer payload along:
         both are the same delivery, and were claimed while not all was well, at the same time."""
         is_same = self.is_newer(old, new) and old.attempts == new.attempts
         is_at_once = old.began_s < new.got_s and new.began_s < old.got_s
-        is_troubled = not self.is_calm(old.began_s, old.got_s)
-        return self.may_come_back and is_same and is_at_once and is_troubled
+        return is_same and is_at_once and not self.is_calm(old.began_s, old.got_s)
 
     def gone_s(self, actor: str) -> float:
         return self.gone.get(actor, float("inf"))
@@ -337,10 +349,12 @@ def not_fenced(events: Events) -> Iterator[str]:
 
 
 def troubled(events: Events, hard: bool) -> Iterator[str]:
-    """Yield the calls that raised or took too long while all was well. hard: those that raised
-    while it was not, too; but that a ticket was passed over, a FemtoQueueError, may be then."""
+    """Yield the calls that raised or took too long while all was well, or waited for a turn in
+    vain. hard: those that raised while it was not, too; but that a ticket was passed over, a
+    FemtoQueueError, may be then."""
     for began_s, ended_s, what, code in events.errors:
-        if events.is_calm(began_s, ended_s) or (hard and code):
+        is_in_vain = "turn" in what and code == errno.ETIMEDOUT
+        if is_in_vain or events.is_calm(began_s, ended_s) or (hard and code):
             yield f"{what} raised {error_name(code)}, at {began_s:.3f}"
     for began_s, ended_s, what in events.calls:
         if ended_s - began_s > LONGEST_CALL_S and events.is_calm(began_s, ended_s):
@@ -355,11 +369,10 @@ def misplaced(events: Events, files: set[str]) -> Iterator[str]:
         state, _, name = path.partition("/")
         if not state.startswith(("creating", "clock-", "locks")) and not name.endswith(".error"):
             places[name[-29:]].append(path)
-    for ident, name in events.pushed.items():
+    for push in (it for it in events.tried.values() if it.ident and it.ident not in places):
         # Those of a key may have been replaced: see key_faults().
-        may_be_gone = events.tried[name].key != "-" and not events.deliveries[ident]
-        if ident not in places and not may_be_gone:
-            yield f"{name}, {ident}, was acknowledged and is lost"
+        if push.key == "-" or events.deliveries[push.ident]:
+            yield f"{push.name}, {push.ident}, was acknowledged and is lost"
     for ident, paths in places.items():
         hows = ("done", "fail")
         ends = sum(
@@ -374,6 +387,19 @@ def misplaced(events: Events, files: set[str]) -> Iterator[str]:
         names = {delivery.name for delivery in events.deliveries[ident]}
         if not names <= events.tried.keys():
             yield f"{ident} is {names}, which nobody pushed"
+
+
+def not_so(events: Events, files: set[str]) -> Iterator[str]:
+    """Yield the calls that raised though they did what they were to do."""
+    for ident, deliveries in events.deliveries.items():
+        for name in {it.name for it in deliveries} & events.refused:
+            yield f"the push of {name} raised, and {ident} was delivered"
+        hows = {it.how for it in deliveries}
+        places = {f"done/{ident}", f"failed/{ident}"}
+        if events.lost_locks(ident):  # a dead letter that nobody made: see wrong_dead_letters()
+            places.discard(f"failed/{ident}")
+        if files & places and not hows & {"done", "fail", ""}:
+            yield f"{ident} has ended, but those who had it were told {hows}"
 
 
 def out_of_order(events: Events) -> Iterator[str]:
@@ -399,11 +425,12 @@ def report(events: Events) -> None:
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
     longest = max(events.calls, key=lambda call: call[1] - call[0])
-    killed = sum(" killed " in line or line.endswith("SIGKILL") for line in events.lines)
     pushes = sum(what == "push" for _, _, what in events.calls)
     say(f"{pushes} pushes, {len(deliveries)} deliveries: {dict(ends)}")
-    say(f"{killed} processes killed; errors: {dict(errors)}")
+    say(f"{events.killed} processes killed; errors: {dict(errors)}")
     say(f"longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s")
+    if events.turns or events.looks:
+        say(f"{len(events.turns)} turns, {events.looks} looks at a brick")
 
 
 # Keys
@@ -422,9 +449,19 @@ def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
     return live, behind
 
 
-def most_of_a_key(ids: Iterable[str]) -> int:
-    """Return how many tasks the key with the most tasks has. An id ends with a hash of the key."""
-    return max(collections.Counter(name[-8:] for name in ids).values(), default=0)
+def crowded(places: Iterable[set[str]]) -> Iterator[str]:
+    """Yield what is wrong with the number of tasks of a key, whose hash an id ends with, and with
+    that of the payloads behind them."""
+    for ids, what in zip(places, ("live tasks", "payloads behind"), strict=True):
+        for tag, count in collections.Counter(ident[-8:] for ident in ids).items():
+            if count > 1:
+                yield f"a key has {count} {what}: {sorted(it for it in ids if it[-8:] == tag)}"
+
+
+def crowded_at_rest(events: Events, files: set[str]) -> Iterator[str]:
+    """The same of what is there when nothing runs, but for those that are excused."""
+    alone = ({it for it in ids if not events.may_be_two(it)} for ids in places_of_keys(files))
+    return crowded(alone)
 
 
 def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
@@ -459,36 +496,24 @@ def latest_push(pushes: list[Push], at_s: float) -> Push | None:
     return max(pushes[:returned], key=lambda push: push.began_s, default=None)
 
 
-def superseded(
-    events: Events, deliveries: list[Delivery], pushes: list[Push]
-) -> Iterator[tuple[Delivery, float]]:
-    """Yield the deliveries of a key whose payload had been replaced before their calls began, and
-    for how many seconds."""
+def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
+    """Yield what is wrong with the deliveries of a key whose payload had been replaced before their
+    calls began."""
     for it in deliveries:
         newer = latest_push(pushes, it.began_s)
-        if newer and events.tried[it.name].ended_s < newer.began_s:
-            yield it, it.began_s - newer.began_s
-
-
-def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
-    """Yield what is wrong with the deliveries of a key whose payload had been replaced before."""
-    for it, late_s in superseded(events, deliveries, pushes):
-        if not events.is_outdated_by_healing(it):
+        if newer and events.is_replaced(it, newer) and not events.is_outdated_by_healing(it):
+            late_s = it.began_s - newer.began_s
             yield f"{it.actor} got {it.name}, {it.id}, {late_s:.3f} s after the push of a newer one"
 
 
-def never_delivered(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> list[str]:
-    """Return what is wrong with the pushes of a key that began after that of the last payload.
-
-    That is the one that was claimed last: a pop() that hung may hand out an older one later. But
-    none that was superseded().
-    """
-    old = [it for it, _ in superseded(events, deliveries, pushes)]
-    in_time = (it for it in deliveries if it not in old)
-    last = max(in_time, key=Delivery.claimed_s, default=None)
-    last_s = events.tried[last.name].ended_s if last else 0.0
-    late = [push for push in pushes if push.began_s > last_s]
-    return [f"a push to {push.key} at {push.began_s:.3f} came after {last}" for push in late]
+def never_delivered(
+    events: Events, deliveries: list[Delivery], pushes: list[Push]
+) -> Iterator[str]:
+    """Yield the pushes of a key after which no payload as new was delivered."""
+    for push in filter(events.must_be_seen, pushes):
+        later = (it for it in reversed(deliveries) if it.got_s > push.began_s)
+        if all(events.is_replaced(it, push) for it in later):
+            yield f"{push.name}, pushed to {push.key} at {push.began_s:.3f}, and nothing newer"
 
 
 def must_find(
@@ -517,7 +542,7 @@ def bound(
     """Yield the look-ups of a key that had to find a task, and the push that tells so. While
     workers are killed, nothing notes when others take back what those had: only contains() has to
     find it then."""
-    calls = ("contains",) if any(" killed " in line for line in events.lines) else LOOK_UPS
+    calls = ("contains",) if events.killed else LOOK_UPS
     for it in events.look_ups[pushes[0].key]:
         push = latest_push(pushes, it.began_s)
         if push and it.call in calls and must_find(events, it, push, deliveries, pushes):
@@ -534,35 +559,6 @@ def unseen(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
             )
 
 
-def report_look_ups(events: Events, looked: list[tuple[LookUp, Push]]) -> None:
-    """Say how many look-ups had to find a task, and how many of those a cache might have fooled:
-    another host had just pushed it."""
-    calls = collections.Counter(it.call for it, _ in looked)
-    recent = sum(
-        host_of(it.actor) != host_of(push.actor) and it.began_s - push.ended_s < RECENT_S
-        for it, push in looked
-    )
-    count = sum(map(len, events.look_ups.values()))
-    say(f"{count} look-ups; had to find a task: {dict(calls)}, {recent} just pushed elsewhere")
-
-
-def crowded(events: Events) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key on the brick while all ran."""
-    for most, what in ((events.most, "live tasks"), (events.most_behind, "payloads behind")):
-        if most > 1:
-            yield f"a key had {most} {what} at once"
-
-
-def crowded_at_rest(files: set[str], excused: set[str]) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key. Those excused don't count: healing
-    brought them back, or a host without its locks left them."""
-    places = [ids - excused for ids in places_of_keys(files)]
-    live, behind = map(most_of_a_key, places)
-    if live > 1 or behind > 1:
-        paths = sorted(path for path in files if path[-29:] in set.union(*places))
-        yield f"a key has {live} live tasks and {behind} payloads behind: {' '.join(paths)}"
-
-
 def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -> Iterator[str]:
     """Yield what is wrong with the dead letters: no worker gave them to fail(), which writes no
     reason here. reasons: lines "./<id>.error:<reason>"."""
@@ -570,23 +566,20 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
     for line in reasons:
         ident = line.removeprefix("./")[:29]
         both = ident, line[-29:]  # of two tasks of a key, either may be the one too many
-        is_excused = any(events.may_have_come_back(it) or events.lost_locks(it) for it in both)
-        if "has a task already" in line and is_excused:
-            say(f"a dead letter, for it came back, or a host had lost its locks: {line}")
+        if "has a task already" in line and any(map(events.may_be_two, both)):
+            events.excused["dead letters beside a task of their key"] += 1
             doubles.add(ident)
         else:
             yield line
-    for path in left:
-        state, _, name = path.partition("/")
+    dead = {path.partition("/")[2] for path in left if path.startswith("failed/")}
+    for name in (it for it in dead - doubles if not it.endswith(".error")):
         deliveries = events.deliveries.get(name[-29:], [])
-        is_dead_letter = state == "failed" and not name.endswith(".error") and name not in doubles
-        may_fail = any(it.may_have_ended("fail") for it in deliveries)
-        if is_dead_letter and not may_fail:
-            text = f"{name} is in failed/ after {[d.how for d in deliveries]}"
-            if events.may_have_come_back(name):
-                say(f"{text}: it came back")
-            else:
-                yield text
+        if any(it.may_have_ended("fail") for it in deliveries):
+            continue
+        if events.may_have_come_back(name):
+            events.excused["dead letters that came back"] += 1
+        else:
+            yield f"{name} is in failed/ after {[d.how for d in deliveries]}"
 
 
 def lost_early(events: Events) -> Iterator[str]:
@@ -604,7 +597,7 @@ def not_refused(events: Events) -> Iterator[str]:
     call that hung may have left no time for others: then the late done() is right."""
     for it in events.all_deliveries():
         if it.actor.startswith("hold"):
-            others = [d for d in events.deliveries[it.id] if d is not it and d.got_s < it.ended_s]
+            others = [d for d in events.deliveries[it.id] if it.got_s < d.got_s < it.ended_s]
             say(f"done() of one who was cut off: {it.how}; others who had the task: {len(others)}")
             if it.how != "lost" and others:
                 yield f"{it.actor} was cut off, and its done() was not refused: {it}, {others}"
@@ -620,51 +613,65 @@ def key_faults(events: Events) -> dict[str, list[str]]:
         found["outdated deliveries"] += outdated(events, deliveries, pushes)
         found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
     found["look-ups that found nothing"] += unseen(looked)
-    found["leases lost early"] += lost_early(events)
-    report_look_ups(events, looked)
+    if calls := collections.Counter(it.call for it, _ in looked):
+        say(f"look-ups that had to find a task: {dict(calls)}")
     return found
 
 
 # Turns
 
 
-def turn_faults(events: Events, hosts: Iterable[str]) -> dict[str, list[str]]:
-    """Turns do not overlap, and each host has some. Return what is wrong."""
+def turns_at_once(events: Events) -> Iterator[str]:
     turns = sorted(events.turns, key=lambda it: it.got_s)
-    found: dict[str, list[str]] = {"turns overlap": []}
     for first, second in itertools.pairwise(turns):
         if second.got_s < min(first.ended_s, events.gone_s(first.actor)):
-            found["turns overlap"].append(f"{first} and {second}")
-    found["hosts have no turn"] = [*set(hosts).difference(host_of(it.actor) for it in turns)]
-    return found
+            yield f"{first} and {second}"
+
+
+def without_turn(events: Events, hosts: Iterable[int]) -> list[str]:
+    return [*{str(host) for host in hosts}.difference(host_of(it.actor) for it in events.turns)]
 
 
 # All of it
 
 
-def judge(events: Events, found: dict[str, list[str]], files: set[str], hard: bool = False) -> None:
-    """Judge all that was noted, and the files that are left. found: what else is wrong, by what was
-    promised. Raise Violation if anything is."""
+def judge(
+    events: Events,
+    files: set[str],
+    reasons: Iterable[str] = (),
+    found: Mapping[str, Iterable[str]] | None = None,
+    hard: bool = False,
+) -> None:
+    """Judge all that was noted, the files that are left, and reasons() of dead letters. found: what
+    else is wrong, by what was promised. hard: no call raises, whatever happens. Raise Violation if
+    anything is wrong."""
     report(events)
-    found = {
-        **found,
-        "double leases": [*leased_twice(events)],
-        "fences passed": [*not_fenced(events)],
-        "troubles": [*troubled(events, hard)],
-        "misplaced": [*misplaced(events, files)],
+    faults = {
+        **key_faults(events),
+        "crowded keys": events.crowds,
+        "dead letters of no fail()": wrong_dead_letters(events, files, reasons),
+        "leases lost early": lost_early(events),
+        "double leases": leased_twice(events),
+        "fences passed": not_fenced(events),
+        "done() that were not refused": not_refused(events),
+        "answers that were not so": not_so(events, files) if hard else (),
+        "turns overlap": turns_at_once(events),
+        "troubles": troubled(events, hard),
+        "misplaced": misplaced(events, files),
+        **(found or {}),
     }
-    raise_any(events, found)
+    raise_any(events, faults)
 
 
-def raise_any(events: Events, found: dict[str, list[str]]) -> None:
+def raise_any(events: Events, found: Mapping[str, Iterable[str]]) -> None:
     """Print how often each promise was broken, and of what, and raise Violation if one was. And how
     often that is excused: not all was well just then, or was on the way of a call."""
+    faults = {what: wrong for what, texts in found.items() if (wrong := [*texts])}
     if events.excused:
         say(f"excused: {dict(events.excused)}")
-    faults = {what: texts for what, texts in found.items() if texts}
-    for what, texts in faults.items():
-        for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", texts[0])[:1]:
+    for what, wrong in faults.items():
+        for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", wrong[0])[:1]:
             events.tell(ident)
-        say(f"{len(texts)} {what}; the first: {texts[0]}")
+        say(f"{len(wrong)} {what}; the first: {wrong[0]}")
     if faults:
         raise Violation("; ".join(f"{len(it)} {what}: {it[0]}" for what, it in faults.items()))
