@@ -159,7 +159,7 @@ what can't be looked at is not taken for missing | Faults
              self.lstat(path)
 -        except (FileNotFoundError, NotADirectoryError):
 +        except OSError:
-purge() counts age from the move, not from the push | Lifecycle
+purge() counts age from the move, not from the push | Model
 -        if status.st_ctime <= before_s and
 +        if status.st_mtime <= before_s and
 an error in one directory does not keep the others waiting | Faults
