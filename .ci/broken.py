@@ -274,7 +274,7 @@ a pending/ that is replaced keeps its mode | Shrinking
 a large pending/ is replaced only when it is empty | Shrinking
 -            if not self._backlog.seen:
 +            if self._backlog.seen:
-a finished task of which a second name came back is not delivered | TwoNames
+a finished task of which a second name came back is not delivered | Lifecycle
 -        if "~1~" not in source and _is_end(target):
 +        if not source:
 the claim is one rename: a task is leased once | Crash
