@@ -1149,20 +1149,28 @@ class Liveness(QueueCase):
             clock.wall_shift_s -= back_s
             self.assertEqual(self.pop(q).attempts, 2)
 
-    def test_a_lease_that_can_not_be_moved_keeps_none_of_another_worker_from_being_ended(
-        self,
-    ) -> None:
-        """Nor in the rounds after the one in which it was met."""
-        q, dead, clock = self.queue(), self.queue("dead"), self.clock()
-        stuck = leased(dead)
-        dies(dead)
-        with hooked(at_call("move", stuck.id, raising(errno.EACCES))):
-            for node_id in ("dead2", "dead3"):
-                dead = self.queue(node_id)
-                ident = leased(dead).id
-                dies(dead)
-                clock.advance(1)
-                self.assertEqual(self.pop(q).id, ident)
+    def test_what_can_not_be_moved_keeps_no_other_waiting(self) -> None:
+        """A task that is due, or the lease of a dead worker; nor in the rounds after the one in
+        which it was met. Its error surfaces when nothing else waits."""
+        q, clock = self.queue(), self.clock()
+
+        def die(node_id: str) -> str:
+            dead = self.queue(node_id)
+            ident = leased(dead).id
+            dies(dead)
+            return ident
+
+        for come in (lambda node_id: q.schedule(b"x", 1), die):
+            stuck = come("dead")
+            with hooked(at_call("move", stuck, raising(errno.EACCES))):
+                for node_id in ("dead2", "dead3"):
+                    ident = come(node_id)
+                    clock.advance(1)
+                    self.assertEqual(self.pop(q).id, ident)
+                for _ in range(2):
+                    self.assertRaises(PermissionError, q.pop)
+            clock.advance(1)
+            self.assertEqual(self.pop(q).id, stuck)
 
     def test_a_directory_that_another_removes_while_it_is_taken_is_made_again(self) -> None:
         """Before it is opened, or between that and the lock: an observer saw nobody in it."""
@@ -2368,7 +2376,7 @@ class Healed(QueueCase):
             for call in (functools.partial(q.pop, 0.01), lambda: TicketQueue(line).register()):
                 self.assertRaises(OSError, call)
         complaint.assert_not_called()
-        self.assertEqual(len(os.listdir("/dev/fd")), opened)
+        self.assertLessEqual(len(os.listdir("/dev/fd")), opened)
         self.assertEqual({*os.listdir(line)} - {"last"}, set())
 
     @contextlib.contextmanager
@@ -3423,18 +3431,6 @@ class Faults(PlainLives):
                 clock.advance(1)
             self.assertEqual(self.states(), {"inflight-n1": 1})
         self.assertEqual(self.pop(q).attempts, 1)
-
-    def test_a_due_task_that_can_not_be_moved_does_not_keep_the_others_waiting(self) -> None:
-        """Its error surfaces when nothing else waits."""
-        q, clock = self.queue(), self.clock()
-        stuck = q.schedule(b"1", 1)
-        q.schedule(b"2", 2)
-        with hooked(at_call("move", stuck, raising(errno.EACCES))):
-            self.assertEqual(_taken(q).data, b"2")
-            for _ in range(2):
-                self.assertRaises(PermissionError, q.pop)
-        clock.advance(1)
-        self.assertEqual(_taken(q).data, b"1")
 
     def test_a_chore_that_hung_once_is_not_put_off_for_long(self) -> None:
         """Twenty times what it cost, but not of an hour."""

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3765,
     "lines of docstrings": 865,
     "lines of its largest class": 597,
-    "lines of test.py": 7973,
+    "lines of test.py": 7969,
     "lines of .ci/": 7204,
 }
 DOORS = {  # names of annexes that a room above them may use
