@@ -159,7 +159,7 @@ what can't be looked at is not taken for missing | Faults
              self.lstat(path)
 -        except (FileNotFoundError, NotADirectoryError):
 +        except OSError:
-purge() counts age from the move, not from the push | Lifecycle
+purge() counts age from the move, not from the push | Model
 -        if status.st_ctime <= before_s and
 +        if status.st_mtime <= before_s and
 an error in one directory does not keep the others waiting | Faults
@@ -273,7 +273,7 @@ a pending/ that is replaced keeps its mode | Shrinking
 a large pending/ is replaced only when it is empty | Shrinking
 -            if not self._backlog.seen:
 +            if self._backlog.seen:
-a finished task of which a second name came back is not delivered | TwoNames
+a finished task of which a second name came back is not delivered | Lifecycle
 -        if "~1~" not in source and _is_end(target):
 +        if not source:
 the claim is one rename: a task is leased once | Crash
@@ -437,7 +437,7 @@ what is in flight is seen by its key | Model; hosts: key ~ found nothing
 the state of a key that leads to another's task is not believed | Keyed; fuzz: contents
 -        if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
 +        if match:
-if_in_flight="reject" raises | KeyedTable
+if_in_flight="reject" raises | Model
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
 done() lets in the newer payload behind a task | Keyed; fuzz: lives; storm: keys
@@ -446,13 +446,13 @@ done() lets in the newer payload behind a task | Keyed; fuzz: lives; storm: keys
 a claim takes the newer payload behind a task along | Keyed
 -        return _id_of(path) == _id_of(lease) and not newer
 +        return _id_of(path) == _id_of(lease)
-a payload that is for later is not delivered now, whoever put its task back | KeyedTable
+a payload that is for later is not delivered now, whoever put its task back | KeyedInterrupted
 -        due_ns = _later(newer)
 +        due_ns = None
 a newer payload is a first attempt, whoever put its task back | LeftBehind
 -        if due_ns is None and _attempts_of(lease) == 1:
 +        if due_ns is None:
-a schedule() that raised leaves the time of what was behind the lease | KeyedTable
+a schedule() that raised leaves the time of what was behind the lease | Keyed
 -                self._files.move(target, path)
 a payload for later whose sync failed is not delivered now | KeyedByRename
 -            if self._files.exists(aside):  # else it
@@ -487,7 +487,7 @@ a payload that came up counts more than the task before it | Keyed
 what is due does not keep the lock for long | Lifecycle
 -lambda _: time.monotonic() < end_s, due
 +lambda _: True, due
-of two payloads behind a leased task the newer one stays | KeyedTable
+of two payloads behind a leased task the newer one stays | Model
 -                    elif if_in_flight == "update" and not newer:
 +                    elif if_in_flight == "update":
 a push of a key saves its state before the task | Durability hangs
@@ -637,7 +637,7 @@ a fork copies no lock that another thread is opening | Meeting
 a renewal gets the lock of a key that is pushed all the time | Meeting
 -                time.sleep(_LOCK_PAUSE_S)
 +                return False
-a synced push that raises puts back what was there | KeyedTable
+a synced push that raises puts back what was there | Keyed
 -                    self._files.swap(aside, path)
 repair() comes again soon for a busy key | Meeting
 -                self._worker.house.repairing.sooner(1)

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3790,
     "lines of docstrings": 869,
     "lines of its largest class": 601,
-    "lines of test.py": 8179,
+    "lines of test.py": 7937,
     "lines of .ci/": 6713,
 }
 DOORS = {  # names of annexes that a room above them may use
