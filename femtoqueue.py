@@ -599,10 +599,6 @@ class _Lease:
     length_ns = 0
     has_checkpoint = False
 
-    @property
-    def id(self) -> str:
-        return self.path[-_ID_LENGTH:]
-
 
 _NO_LEASE = _Lease()
 
@@ -1721,7 +1717,7 @@ class _Worker:
         """Rename the file of a leased task, by its holder: to where it ends or waits, to a new
         deadline, or to "" (remove it). Return the path that it got. That the lease is there is the
         fence: else LeaseLost. outcome: of the delivery, a field of WorkCounts; "": it goes on."""
-        ident = lease.id
+        ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
             try:
@@ -1746,18 +1742,18 @@ class _Worker:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
             why = "it is not leased by this delivery any more: finished, moved, or given up before"
-        return LeaseLost(lease.id, late_ns >= 0, why)
+        return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
         """Move a leased task to done/, or remove it."""
         lease = _lease_of(task)
         if self.keep_done:
-            gone_to = self.move_leased(lease, f"done/{lease.id}", "done")
+            gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             if self.files.is_durable:
                 self.files.commit(gone_to)
             return
         # Sync the lease first: after power loss the task must not be in pending/ again.
-        with self.keys.lock_of(lease.id), self.lock:  # no renewal comes between
+        with self.keys.lock_of(lease.path), self.lock:  # no renewal comes between
             with suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
                 self.files.commit(lease.path)
             self.move_leased(lease, "", "done")
@@ -1768,7 +1764,7 @@ class _Worker:
         lease: a worker that lost it never writes a reason for another delivery. CRASH: after the
         rename, the task is in failed/ without a reason."""
         lease = _lease_of(task)
-        target = f"failed/{lease.id}"
+        target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
             _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
@@ -1798,7 +1794,7 @@ class _Worker:
         """Rename a lease to another deadline: length_ns from now; None: its own length, but never
         less than is left. wait: as in lock()."""
         lease = _lease_of(task)
-        with self.keys.lock_of(lease.id, wait), self.lock:
+        with self.keys.lock_of(lease.path, wait), self.lock:
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
             elif id(task) in self.renewer.blocks:  # the next renewal is due only then
@@ -2586,17 +2582,17 @@ class FemtoQueue:
         """Give the task back: to the back of the queue, to its front (the place of its push), or
         after delay_s seconds (wall clock) in scheduled/. counted: whether its attempts count this
         delivery. Raises LeaseLost as done() does."""
-        lease = _lease_of(task)
-        attempts = _attempts_of(lease.path) - (not counted)
+        path = _lease_of(task).path
+        ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
         if delay_s:
             due_ns = time.time_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
-            target = f"scheduled/{_task_name(due_ns, attempts, lease.id)}"
+            target = f"scheduled/{_task_name(due_ns, attempts, ident)}"
         elif front:
-            target = _front_path(lease.id, attempts)
+            target = _front_path(ident, attempts)
         else:
-            target = self._worker.back_path(lease.id, attempts)
+            target = self._worker.back_path(ident, attempts)
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
@@ -2984,8 +2980,9 @@ class _KeyStates:
             os.mkdir(self._files.root + name)
         self._files.commit_dir("")
 
-    def lock_of(self, ident: str, wait: bool = True) -> AbstractContextManager[Any]:
-        return self.lock(_tag_of(ident), wait) if _is_keyed(ident) else nullcontext()
+    def lock_of(self, path: str, wait: bool = True) -> AbstractContextManager[Any]:
+        """Hold the lock of a task's key, if it has one; path: its id is the end of it."""
+        return self.lock(_tag_of(path), wait) if _is_keyed(_id_of(path)) else nullcontext()
 
     def _load(self, tag: str) -> _States:
         try:
@@ -3667,9 +3664,10 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     """Put a checkpoint in place, and renew the lease, which is the fence."""
     files, data, lease = worker.files, task.data, _lease_of(task)
+    ident = _id_of(lease.path)
     if task.size_bytes is None:  # of attach(): the payload was not read
         try:
-            data, _ = files.read(lease.path, lease.id)
+            data, _ = files.read(lease.path, ident)
         except FileNotFoundError:
             os.stat(files.root)  # gone: disk trouble
             raise worker.lease_lost(lease) from None
@@ -3677,9 +3675,9 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     with files.replacement(worker.clock.new_id(), _header(record), record) as aside:
         if not os.path.isdir(f"{files.root}checkpoints"):
             _make_dir(f"{files.root}checkpoints", 0o777, files.is_durable)
-        with worker.keys.lock_of(lease.id), worker.lock:
+        with worker.keys.lock_of(ident), worker.lock:
             worker.renew(task)  # it holds for far longer than the next line
-            files.move_over(aside, f"checkpoints/{lease.id}")
+            files.move_over(aside, f"checkpoints/{ident}")
     files.commit_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
@@ -3795,7 +3793,7 @@ class _Processing:
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
-            is_lost = isinstance(error, LeaseLost) and error.id == self._lease.id
+            is_lost = isinstance(error, LeaseLost) and error.id == _id_of(self._lease.path)
             if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:

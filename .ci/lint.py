@@ -31,10 +31,10 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33767,
-    "lines": 5750,
-    "lines of code": 3790,
-    "lines of docstrings": 869,
+    "tokens of code": 33769,
+    "lines": 5748,
+    "lines of code": 3788,
+    "lines of docstrings": 870,
     "lines of its largest class": 601,
     "lines of test.py": 7937,
     "lines of .ci/": 6713,
