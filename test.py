@@ -1153,12 +1153,12 @@ class Ordering(QueueCase):
         clock, others = self.clock(), list[FemtoQueue]()
 
         def be_quicker() -> None:
-            clock.wall_shift_s = -5000.0
+            clock.wall_shift_s = 5000.0
             others.append(self.queue("quick"))
 
         with hooked(at_call("open", ".clock", be_quicker, times=1)):
             slow = self.queue("slow")
-        clock.wall_shift_s = 5000.0
+        clock.wall_shift_s = 10_000.0
         self.check_one_clock(slow, *others, self.queue("later"))
         self.assertEqual(len(others), 1)
         self.boot()  # there is one clock-<boot>
@@ -5390,7 +5390,7 @@ class Lacking(QueueCase):
     def test_without_hard_links_the_clock_is_still_made_once(self) -> None:
         with hooked(at_call("link", None, raising(errno.EPERM))):
             first, clock = self.queue("a"), self.clock()
-            clock.wall_shift_s = -5000.0
+            clock.wall_shift_s = 5000.0
             self.check_one_clock(first, self.queue("b"))
         self.assertEqual(self.names("creating"), [])
 
