@@ -105,6 +105,7 @@ Rooms: the core, where each uses only those above it; the face; annexes, each wi
 from __future__ import annotations
 
 import binascii
+import bisect
 import errno
 import functools
 import itertools
@@ -1029,7 +1030,7 @@ if hasattr(os, "register_at_fork"):
 # ==================================================================================================
 
 _MAX_REPLACED = 100  # times that a directory may be replaced during one move, or step into a line
-_OUT_OF_STEP_S = 1e-5  # of 255: a pause by lot between two looks
+_TICK_S = 0.011  # of the times of files there are a hundred ticks in a second, or more
 _SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
 
 
@@ -1130,13 +1131,17 @@ class _Files:
         return False
 
     def has_work(self) -> bool:
-        """Whether a task waits or is leased. RACE: tasks move both ways meanwhile; four looks, as
-        one that moves against each of them is not plausible, unless both are in step."""
-        for _ in range(4):
-            if any(map(self.has_entries, ("keys", "scheduled", "pending", *self.node_dirs()))):
+        """Whether a task waits or is leased. RACE: tasks move both ways meanwhile. One that a look
+        missed has changed a directory; the second look is in another tick of the files' times."""
+        before = self._changed_ns()
+        for pause_s in (_TICK_S, 0):
+            if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
                 return True
-            time.sleep(os.urandom(1)[0] * _OUT_OF_STEP_S)
-        return False
+            time.sleep(pause_s)
+        return self._changed_ns() != before
+
+    def _changed_ns(self) -> list[int]:
+        return [os.stat(self.root + it).st_mtime_ns for it in _WAITING_DIRS]
 
     def text(self, path: str) -> str:
         with open(self.root + path, "rb") as file:
@@ -1355,8 +1360,10 @@ def _compute_anchor(files: _Files) -> int:
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         # Another user's, which is no reason not to start. Or it is not there (any more).
         with suppress(PermissionError, FileNotFoundError):
-            times_ns.append(files.lstat(directory).st_mtime_ns)
-            times_ns += [_stamp_of(entry.id) + 1 for entry in files.entries(directory)]
+            entries = files.entries(directory)
+            times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
+            if entries and _state_of(directory) == "inflight":  # min(): the date was wrong then
+                times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
     return max(it for it in times_ns if it < _FARTHEST_NS) - time.monotonic_ns()
 
 
@@ -1500,10 +1507,7 @@ class _Backlog:
         with self._lock:
             names, name = self.names, path.rpartition("/")[2]
             if names and name < names[0]:
-                at = len(names)
-                while names[at - 1] < name:
-                    at -= 1
-                names.insert(at, name)
+                names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
     def drop_taken(self, lost: str) -> None:
         """After a lost claim, drop what else of the batch is gone: a look costs a third of a failed
@@ -2241,8 +2245,8 @@ class _Housekeeper:
 
     def _purge_done(self) -> None:
         """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
-        keep_s = self._worker.keep_done
-        end_s, before_s = time.monotonic() + _PURGE_SLICE_S, time.time() - keep_s
+        keep_s, began_s = self._worker.keep_done, time.monotonic()
+        end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
         self._purging.every_s = _BASE_INTERVAL_S
         if self._done_scan is None:
             self._done_scan = os.scandir(f"{self._files.root}done")
@@ -2252,7 +2256,7 @@ class _Housekeeper:
                 was_old |= _unlink_if_older(entry.path, before_s)
             if time.monotonic() >= end_s:
                 if was_old:  # more may come than a slice every _BASE_INTERVAL_S can take
-                    self._purging.sooner(5 * _PURGE_SLICE_S)
+                    self._purging.sooner(5 * (time.monotonic() - began_s))
                 return
         self.end_scan()
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
@@ -4212,13 +4216,12 @@ class TicketQueue:
             ...                         # one process at a time, in the order in which they came
 
     A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. On its own host a
-    dead member is passed over at once, and a living one never. On a file system that other hosts
-    write to, a ticket of another host or an earlier boot is passed over when its file was not
-    touched for stale_timeout seconds (wall clock; None: never); is_head() touches it, and turn()
-    does as long as it runs. Hosts that share a line need the same stale_timeout, of 10 s or more.
-    There, a waiting member that could not touch its ticket for three quarters of that time gives it
-    up: another host may be about to pass it over. One that is cut off in its turn is passed over:
-    is_head() tells, turn() does not.
+    dead member is passed over at once, and a living one never. On other hosts, and after a reboot,
+    a ticket is passed over when its file was not touched for stale_timeout seconds (wall clock;
+    None: never); is_head() touches it, and turn() does as long as it runs. Hosts that share a line
+    need the same stale_timeout, of 10 s or more. There, a waiting member that could not touch its
+    ticket for three quarters of that time gives it up: another host may be about to pass it over.
+    One that is cut off in its turn is passed over: is_head() tells, turn() does not.
 
     queue_dir is made if missing. Threads may share an object; a forked child or a copy holds no
     ticket.
@@ -4238,7 +4241,6 @@ class TicketQueue:
         self._numbers: _Numbers = self._files.parts[-1](self._files)
         boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
         self._boot = _boot_tag(boot_id, self._root)
-        self._is_local = _fs_type(self._root) in _LOCAL_TYPES
         _fork_hooks[self] = lambda line: line._held.clear()
 
     def register(self) -> tuple[int, str]:
@@ -4413,7 +4415,7 @@ class TicketQueue:
         """Say whether a member lives; remove its ticket if not."""
         with _ignore_missing():  # RACE: given up just now
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
-                if self._is_local or member.split("~")[1] == self._boot:
+                if member.split("~")[1] == self._boot:
                     is_dead = lock.try_exclusive()
                 else:  # by its open file: what is said of the path may be a minute old
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
@@ -5199,7 +5201,7 @@ class _CommandPool(_WorkerPool):
 
     def run_reported(self) -> int:
         """Work until told to stop, report what was done, and return the exit status."""
-        before = self._names("failed")
+        before = self._dead_letters()
         self._next_report_s = time.monotonic() + _REPORT_S
         try:
             self.run()
@@ -5210,8 +5212,8 @@ class _CommandPool(_WorkerPool):
         if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
             return 128 + self.signals[-1]
         self._report()
-        failed = self._names("failed") - before
-        return int(self._drain and (bool(failed) or not self._queue.join(0)))
+        has_failed = self.counts["failed"] > 0 or self._dead_letters() - before
+        return int(self._drain and (bool(has_failed) or not self._queue.join(0)))
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         super()._count(task, outcome)
@@ -5224,14 +5226,21 @@ class _CommandPool(_WorkerPool):
             return
         began_s, self._next_report_s = time.monotonic(), float("inf")  # not two threads at once
         with suppress(OSError):  # pop() meets it, too
-            waiting = sum(len(self._names(it)) for it in _WAITING_DIRS)
+            waiting = sum(map(len, map(self._names, _WAITING_DIRS)))
             counts = [f"{name} {count}, " for name, count in self.counts.items()]
             self.write(f"femtoqueue: {''.join(counts)}waiting {waiting}\n")
         now_s = time.monotonic()
         self._next_report_s = now_s + max(_REPORT_S, 20 * (now_s - began_s))
 
-    def _names(self, directory: str) -> set[str]:
-        return {*os.listdir(os.path.join(os.path.abspath(self._queue.data_dir), directory))}
+    def _names(self, directory: str) -> list[str]:
+        return os.listdir(os.path.join(os.path.abspath(self._queue.data_dir), directory))
+
+    def _dead_letters(self) -> set[str]:
+        """Return the names in failed/, if the exit status is to tell of those that pop() sets aside
+        there, and they may be seen."""
+        with suppress(PermissionError):
+            return {*filter(_FORMS["failed"], self._names("failed") if self._drain else ())}
+        return set()
 
     def write(self, text: str) -> None:
         """Write to standard error, also for the log."""
@@ -5339,7 +5348,7 @@ class _CommandPool(_WorkerPool):
             self._queue.release(task, front=True, counted=False)
         elif status != 0:
             if status is None:
-                what = f"killed after {self._options.task_timeout:g}s"
+                what = f"killed after {self._options.task_timeout:.9g}s"
             else:
                 what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
             raise _CommandFailed(f"{what}\n{tail}".rstrip())

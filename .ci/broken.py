@@ -292,7 +292,7 @@ orders of one object strictly increase | Model
 -            order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
 +            order_ns = self._order = now_ns
 after a boot with an earlier date, new tasks sort behind old ones | Ordering
--            times_ns += [_stamp_of(entry.id) + 1 for entry in files.entries(directory)]
+-            times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
 the processes of a boot agree on one clock | Ordering
 -        os.link(root + aside, root + name)
 +        os.replace(root + aside, root + name)
@@ -303,7 +303,7 @@ a name of the year 2200 does not carry the clock along | Ordering
 -(it for it in times_ns if it < _FARTHEST_NS)
 +times_ns
 leases of an earlier boot end though the wall clock was set far back | Liveness
--            times_ns.append(files.lstat(directory).st_mtime_ns)
+-                times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
 a wall clock of the year 2100 starts no queue clock | Ordering
 -    times_ns = [_EARLIEST_NS, time.time_ns()]
 +    return max(time.time_ns(), _EARLIEST_NS) - time.monotonic_ns()
@@ -562,15 +562,12 @@ a block that is garbage with its queue ends nothing | Processing
 a pause is seen soon, however long the last listing took | Lifecycle
 - or self._files.exists("PAUSED"):
 +:
-looks for what is left are out of step with a worker | Lifecycle
--            time.sleep(os.urandom(1)[0] * _OUT_OF_STEP_S)
-+            time.sleep(_OUT_OF_STEP_S)
+a task that moves against each look is work that is left | Lifecycle
+-        return self._changed_ns() != before
++        return False
 a copy of a line holds no ticket | Tickets
 -    def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
 +    def _reduce(self) -> tuple[Any, ...]:
-who died before a reboot is passed over where only this kernel writes | Tickets
--                if self._is_local or member
-+                if member
 two signals at once are one | Work
 -        if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
 +        if self.signals and time.monotonic() < self._last_signal_s:

@@ -31,13 +31,13 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33769,
-    "lines": 5748,
-    "lines of code": 3788,
-    "lines of docstrings": 870,
+    "tokens of code": 33868,
+    "lines": 5757,
+    "lines of code": 3794,
+    "lines of docstrings": 871,
     "lines of its largest class": 601,
-    "lines of test.py": 7937,
-    "lines of .ci/": 6713,
+    "lines of test.py": 7942,
+    "lines of .ci/": 6710,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
