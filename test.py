@@ -2006,11 +2006,13 @@ class Keyed(QueueCase):
             self.assertEqual(len(found), len({*found}), "two tasks of one key")
             self.assertTrue(all(map(q.contains, found)))
 
-    def test_a_queue_that_is_gone_is_disk_trouble_for_who_looks_for_a_key(self) -> None:
+    def test_a_queue_that_is_gone_is_disk_trouble_for_who_looks_for_a_key_or_work(self) -> None:
         q = self.queue()
         shutil.rmtree(self.path)
+        os.mkdir(self.path)  # as where nothing is mounted
         self.assertRaises(FileNotFoundError, q.contains, "k")
         self.assertRaises(FileNotFoundError, q.peek, key="k")
+        self.assertRaises(FileNotFoundError, q.join, 0)
 
     def one_behind(self, q: FemtoQueue) -> FemtoTask:
         """Lease a task, and push a newer payload behind it."""

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3794,
     "lines of docstrings": 871,
     "lines of its largest class": 601,
-    "lines of test.py": 7942,
+    "lines of test.py": 7944,
     "lines of .ci/": 6710,
 }
 DOORS = {  # names of annexes that a room above them may use
