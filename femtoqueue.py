@@ -4224,8 +4224,7 @@ class TicketQueue:
     One that is cut off in its turn is passed over: is_head() tells, turn() does not.
 
     queue_dir is made if missing. Threads may share an object; a forked child or a copy holds no
-    ticket.
-    Raises OSError without flock, ValueError or TypeError for an invalid stale_timeout.
+    ticket. Raises OSError without flock, ValueError or TypeError for an invalid stale_timeout.
     """
 
     def __init__(
@@ -4834,7 +4833,7 @@ class _SharedNumbers(_Numbers):
 # ==================================================================================================
 # 21. Command line: a function for each command, with its arguments. Its docstring is the help.
 #     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
-#     uses _WorkerPool (17), _CommandFailed, _end_s (3), and parsers of ids and keys (2).
+#     uses _WorkerPool (17), _CommandFailed, _end_s (3), and parsers of names (2).
 # ==================================================================================================
 
 
@@ -5212,8 +5211,8 @@ class _CommandPool(_WorkerPool):
         if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
             return 128 + self.signals[-1]
         self._report()
-        has_failed = self.counts["failed"] > 0 or self._dead_letters() - before
-        return int(self._drain and (bool(has_failed) or not self._queue.join(0)))
+        has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
+        return int(self._drain and (has_failed or not self._queue.join(0)))
 
     def _count(self, task: FemtoTask, outcome: str) -> None:
         super()._count(task, outcome)
@@ -5238,8 +5237,9 @@ class _CommandPool(_WorkerPool):
     def _dead_letters(self) -> set[str]:
         """Return the names in failed/, if the exit status is to tell of those that pop() sets aside
         there, and they may be seen."""
-        with suppress(PermissionError):
-            return {*filter(_FORMS["failed"], self._names("failed") if self._drain else ())}
+        if self._drain:
+            with suppress(PermissionError):
+                return {*filter(_FORMS["failed"], self._names("failed"))}
         return set()
 
     def write(self, text: str) -> None:

@@ -31,10 +31,10 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33868,
+    "tokens of code": 33864,
     "lines": 5757,
-    "lines of code": 3794,
-    "lines of docstrings": 871,
+    "lines of code": 3795,
+    "lines of docstrings": 870,
     "lines of its largest class": 601,
     "lines of test.py": 7944,
     "lines of .ci/": 6711,
