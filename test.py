@@ -611,6 +611,14 @@ class QueueCase(unittest.TestCase):
             raise
         return file
 
+    def is_free(self, key: str) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            try:
+                self.locked(key, wait=False).close()
+            except BlockingIOError:
+                return False
+        return True
+
     def check_unlocked(self, path: str) -> None:
         """Fail if somebody has the lock of a file or directory."""
         fd = os.open(path, os.O_RDONLY)
@@ -3307,7 +3315,11 @@ class Interrupted(QueueCase):
     def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
         """After each call another worker takes what is next, and finishes it: in turn soon, and so
         late that the leases are over. Not while a key is locked: here it would wait for ever."""
-        for step in Meanwhile.each(counts=meets_names, at_least=1):
+
+        def counts(name: str, args: tuple[Any, ...]) -> bool:
+            return meets_names(name, args) and self.is_free("k")
+
+        for step in Meanwhile.each(counts=counts, at_least=1):
             q, said = self.born(step.number, settings)
             other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
             self.assertIsNone(other.pop())
@@ -3322,11 +3334,6 @@ class Interrupted(QueueCase):
     def finish_one(
         self, q: FemtoQueue, said: list[str], finished: list[str], late_s: float
     ) -> None:
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                self.locked("k", wait=False).close()
-        except BlockingIOError:
-            return
         self.now.advance(late_s)  # it moves what is due, and reclaims what a dead one had
         if (task := q.pop()) is not None:
             said.append(f"took {task.data.decode()}")
@@ -3375,8 +3382,7 @@ class Interrupted(QueueCase):
                     self.check_unlocked(lease_dir(q))
                 del kept
                 gc.collect(1)  # its frames
-                if os.path.exists(self.file("locks")):
-                    self.locked("k", wait=False).close()
+                self.assertTrue(self.is_free("k"), step.at)
                 self.now.advance(1)
                 yield f"Ctrl-C at {kind.__name__} {step.number} {step.at}", q, said
 

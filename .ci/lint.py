@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3795,
     "lines of docstrings": 870,
     "lines of its largest class": 601,
-    "lines of test.py": 7944,
+    "lines of test.py": 7_950,
     "lines of .ci/": 6711,
 }
 DOORS = {  # names of annexes that a room above them may use
