@@ -7842,7 +7842,10 @@ class Meeting(QueueCase):
 
 
 # These begin first, so that the last one is short.
-LONGEST = "KeyedInterrupted", "KeyedInterruptedOnSharedFileSystem", "CommandLine", "Faults"
+LONGEST = (
+    *("CommandLine", "KeyedInterrupted", "KeyedInterruptedOnSharedFileSystem"),
+    *("KeyedInterruptedByRename", "Faults"),
+)
 
 
 def run_forked(words: list[str], output: Any) -> int:
@@ -7901,15 +7904,6 @@ def run_side_by_side(names: list[str], switches: list[str], processes: int) -> l
     return failed
 
 
-def own_dir(stack: contextlib.ExitStack, place: str | None) -> str:
-    """Make one for the directories of tests, which goes at the end: killed ones remove none."""
-    made = tempfile.TemporaryDirectory(
-        prefix="femtoqueue-tests-", dir=place, ignore_cleanup_errors=True
-    )
-    os.chmod(made.name, 0o755)  # one test runs as another user
-    return stack.enter_context(made)
-
-
 def run_here(words: list[str]) -> int:
     """Run tests in this process. What nohup(1) and a shell's `&` do to signals is undone: commands
     under test inherit it."""
@@ -7935,11 +7929,13 @@ def main() -> int:
     if len(classes) < 2 or any(it.startswith("-") for it in names) or not hasattr(os, "fork"):
         return run_here(sys.argv[1:])
     affinity = getattr(os, "sched_getaffinity", None)
+    processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
     began_s = time.monotonic()
-    with contextlib.ExitStack() as stack:
-        tempfile.tempdir = own_dir(stack, None)
-        QueueCase.memory = own_dir(stack, QueueCase.memory)
-        processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
+    # Tests that were killed remove none of their directories.
+    made = functools.partial(
+        tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
+    )
+    with made(dir=None) as tempfile.tempdir, made(dir=QueueCase.memory) as QueueCase.memory:
         failed = run_side_by_side(classes, switches, processes)
     end = "FAILED" if failed else "OK"
     print(f"{time.monotonic() - began_s:.1f} s:", *failed, end, file=sys.stderr)
