@@ -941,8 +941,8 @@ class Lifecycle(QueueCase):
         q = self.queue()
         ident = q.push(b"1")
         try:
-            raise KeyError("größe \udc80")
-        except KeyError as error:
+            raise ValueError("größe \udc80")  # not KeyError, whose text is quoted
+        except ValueError as error:
             q.fail(self.pop(q), error)
         self.assertRegex(reason_of(q, ident), r"\ATraceback[^$]*in test_fail_keeps_an_exception")
 
@@ -1188,15 +1188,6 @@ class Ordering(QueueCase):
         q = self.queue()
         clock.wall_shift_s = 0.0
         self.check_one_clock(q, self.queue())
-
-    def test_a_task_named_for_the_far_future_does_not_take_the_clock_along(self) -> None:
-        """An id at the end of the range, put there by hand, must not leave names without room."""
-        os.mkdir(self.file("done"))
-        self.put("0" + "8" + "9" * 18 + "-00000000", b"", "done")
-        q = self.queue(timeout_stale_ms=None)
-        q.push(b"x")
-        self.assertLess(int(self.names("pending")[0][:20]), 4 * 10**18)
-        q.done(self.pop(q))
 
     def test_a_huge_backlog_is_taken_in_order_though_only_part_of_it_is_kept(self) -> None:
         """The cut that keeps a sixteenth in memory drops the youngest, and foreign names first."""
@@ -1688,13 +1679,6 @@ class LostReply(QueueCase):
             q.push(b"3", key="k")
         self.assertEqual(self.pop(q).data, b"3")
 
-    def test_a_ticket_is_taken(self) -> None:
-        self.queue()
-        line = TicketQueue(self.file("line"))
-        with self.lost():
-            ticket, _ = line.register()
-        self.assertTrue(line.is_head(ticket))
-
     def test_a_lease_that_was_over_is_lost_though_its_name_is_still_seen(self) -> None:
         """As its host saw it half a minute ago; and another delivery made done/<id>."""
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
@@ -2087,26 +2071,6 @@ class Keyed(QueueCase):
                 self.assertEqual(task.attempts, 1)
                 worker.done(task)
             self.assertEqual(payloads, [b"new", b"y", b"z"])
-
-    def test_a_push_that_raised_after_its_task_was_taken_does_not_make_room_for_another(
-        self,
-    ) -> None:
-        q, other = self.queue(sync_after_write=True), self.queue("n2")
-        taken: list[FemtoTask] = []
-
-        def pop_then_fail(name: str, args: tuple[Any, ...]) -> None:
-            if name == "fsync" and os.readlink(f"/proc/self/fd/{args[0]}").endswith("/pending"):
-                taken.append(_taken(other))
-                fail_with(errno.EIO)
-
-        if not os.path.isdir("/proc/self/fd") or not self.has_states:
-            self.skipTest("needs /proc; and the consumer, in this thread, would wait for the lock")
-        with hooked(pop_then_fail):
-            self.assertRaises(OSError, q.push, b"1", key="k")
-        q.push(b"2", key="k")
-        self.assertEqual((q.pop(), q.stats().buffered), (None, 1))
-        other.done(taken[0])
-        self.assertEqual(self.drain(q), [b"2"])
 
     def bring(self, q: FemtoQueue, state: str, now_s: float) -> None:
         """Push the first payload of a key, and bring it into a state."""
@@ -2527,19 +2491,6 @@ class Healed(QueueCase):
         with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
             yield slept
 
-    def test_a_name_that_is_yet_to_be_healed_does_not_hold_up_its_key_nor_what_waits(self) -> None:
-        """It takes its time once for each of the two: where it waited, or of a lease."""
-        for directory in ("pending", "inflight-n1"):
-            q, other = self.anew(), self.queue("n2")
-            task = leased(q, b"1", "k")
-            other.push(b"2")
-            name = task.id if directory == "pending" else os.path.basename(task.path)
-            with self.subTest(directory), self.phantom(directory, name) as slept:
-                q.done(task)
-                other.push(b"3", key="k")
-                self.assertEqual(self.drain(other), [b"2", b"3"])
-                self.assertLess(sum(slept), 3 * constant("stale"))
-
     def test_a_phantom_is_told_in_time_where_listings_are_slow(self) -> None:
         q = self.queue()
         ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-8:]}", constant("stale")
@@ -2618,16 +2569,6 @@ class Healed(QueueCase):
         self.assertEqual(task.checkpoint, b"half")
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
-    def test_a_claim_whose_file_is_not_found_then_is_not_lost(self) -> None:
-        """A person took the directory away just then, or this host's view is old (ESTALE)."""
-        q = self.queue(timeout_stale_ms=None)
-        q.push(b"1")
-        for code in (errno.ENOENT, errno.ESTALE):
-            with self.subTest(code=code), hooked(at_call("lstat", "/inflight-n1/", raising(code))):
-                task = self.pop(q)
-                self.assertEqual(task.data, b"1")
-            q.release(task)
-
     def test_a_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
         """As it is carried out, or its file is looked at: of no worker, the lease does not last."""
         renames: list[str] = []
@@ -2652,16 +2593,6 @@ class Healed(QueueCase):
             self.assertEqual(self.states(), {"inflight-n1": 1})
             task = q.pop(60)
             self.assertEqual(task and (task.data, task.attempts), (b"1", 1))
-
-    def test_what_a_person_links_or_copies_is_delivered(self) -> None:
-        """A copy of a finished task; a task of which a backup is a link."""
-        q = self.queue()
-        ident = q.push(b"1")
-        q.done(self.pop(q))
-        shutil.copy(self.file("done", ident), self.file("pending", ident))
-        self.assertEqual(self.drain(q), [b"1"])
-        os.link(self.file("pending", q.push(b"2")), self.file("backup"))
-        self.assertEqual(self.drain(q), [b"2"])
 
 
 class KeyedOnSharedFileSystem(KeyedByRename):
@@ -3591,19 +3522,22 @@ class Faults(PlainLives):
     def test_a_task_that_is_taken_while_it_can_not_be_set_aside_is_no_error_of_its_own(
         self,
     ) -> None:
-        """What surfaces is the full disk."""
+        """What surfaces is the full disk; and if there is room, nothing."""
         q, aside = self.queue(), self.file("aside")
-        ident = self.put(f"{1:020d}-00000000", b"rubbish")[-29:]
+        for code, ends in (
+            (errno.ENOSPC, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC))),
+            (errno.ENOENT, contextlib.nullcontext()),
+        ):
+            ident = self.put(f"{1:020d}-00000000", b"rubbish")[-29:]
 
-        def take_and_fill() -> None:
-            for lease in self.names("inflight-n1"):
-                os.rename(self.file("inflight-n1", lease), aside)
-            fail_with(errno.ENOSPC)
+            def take(code: int = code) -> None:
+                for lease in self.names("inflight-n1"):
+                    os.rename(self.file("inflight-n1", lease), aside)
+                fail_with(code)
 
-        full = hooked(at_call("move", f"/failed/{ident}", take_and_fill))
-        with full, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC)):
-            q.pop()
-        self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
+            with hooked(at_call("move", f"/failed/{ident}", take)), ends:
+                self.assertIsNone(q.pop())
+            self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
     def test_after_a_reboot_a_worker_starts_with_what_it_can_read_and_write(self) -> None:
         """On a full disk, or one that may only be read, it looks, and purges. Of a directory that
@@ -5348,13 +5282,6 @@ class Shrinking(QueueCase):
             self.assertIsNone(self.look(self.queue(), at_call(call, ".pending", full)))
             self.assertEqual((full.call_count, self.names("creating")), (1, []))
 
-    def test_a_push_that_comes_between_makes_it_stay(self) -> None:
-        """rename() onto a directory with a task in it fails; the task is delivered."""
-        q, other = self.queue("n1"), self.queue("n2")
-        push = functools.partial(other.push, b"x")
-        task = self.look(q, at_call("move", "/pending", push, times=1))
-        self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
-
 
 # Where things are missing
 
@@ -5645,32 +5572,6 @@ class Waiting(QueueCase):
         (it,) = got
         return it
 
-    @FORK
-    def test_pushes_of_another_process_wake_all_who_wait_and_each_task_goes_to_one(self) -> None:
-        """Woken, not by chance: but for Polling, an event alone ends the wait."""
-
-        def push(child: Child) -> None:
-            q = FemtoQueue(self.path)
-            child.wait_for_go()
-            for number in range(200):
-                q.push(b"%d" % number)
-            q.push_many([b"end"] * 6)
-
-        def take() -> None:
-            while (task := _taken(q, 60)).data != b"end":
-                q.done(task)
-                got.append(int(task.data))
-
-        q, child, got = self.queue(), self.child(push), list[int]()
-        if not self.polling:
-            self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
-        threads = self.waiting(*[take] * 6)
-        child.go()
-        for thread in threads:
-            thread.join(60)
-        self.assertFalse(any(it.is_alive() for it in threads))
-        self.assertEqual((sorted(got), child.finish()[1]), ([*range(200)], 0))
-
     @unittest.skipUnless(os.path.isdir("/proc/self/fd"), "no list of descriptors")
     def test_a_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
         """A user has 128 instances of inotify by default."""
@@ -5756,24 +5657,6 @@ class Waiting(QueueCase):
 
             with beside(press):
                 self.assertRaises(KeyboardInterrupt, q.pop, None)
-
-    def test_a_listing_of_what_is_scheduled_is_paid_for_before_the_next(self) -> None:
-        """Each push of others to scheduled/ would cost every pop() a listing of it."""
-        clock = Clock(2e9, 1000)
-        self.patched(mock.patch.object(femtoqueue, "time", clock))
-        q, other, seconds = self.queue(), self.queue("n2"), list[float]()
-
-        def listing() -> None:
-            seconds.append(clock.monotonic_shift_s)
-            clock.advance(0.1)
-
-        with hooked(at_call("list", "scheduled", listing)):
-            for _ in range(50):
-                other.schedule(b"x", 4e15)
-                q.pop()
-                clock.advance(0.1)
-        pauses_s = [after - before for before, after in itertools.pairwise(seconds)]
-        self.assertGreaterEqual(min(pauses_s), 2)
 
     def test_close_ends_all_waits_and_the_object_works_again(self) -> None:
         """Also of those who had just looked; none of them takes a place, or a task, afterwards."""
@@ -5884,32 +5767,6 @@ class Hearing(QueueCase):
         with hooked(hear):
             self.assertEqual(self.popped_after(replace), b"x")
 
-    @FORK
-    def test_a_forked_child_leaves_its_parent_to_hear(self) -> None:
-        """What it reads from a descriptor that both have, its parent never hears."""
-        q, other = self.queue(), self.queue("n2")
-        self.assertIsNone(q.pop(0.01))
-
-        def listen(child: Child) -> None:
-            def sleep(poll: Poll, ms: int) -> list[Any]:
-                child.say("asleep")
-                return poll(PATIENCE_S * 1000)
-
-            with hooked_poll(sleep):
-                q.take("absent", 60)
-
-        child, told = self.child(listen), list[Any]()
-
-        def sleep(poll: Poll, ms: int) -> list[Any]:
-            if not told:
-                child.line()
-                told.append(other.push(b"x"))
-                child.line()  # it has heard, and sleeps again
-            return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
-
-        with hooked_poll(sleep):
-            self.assertEqual(_taken(q, 60).data, b"x")
-
     def test_where_nothing_or_not_everything_is_heard_it_polls(self) -> None:
         """On a file system of several hosts, without inotify, and with no instance of it, or no
         watch, left."""
@@ -5936,20 +5793,6 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         loop = asyncio.get_running_loop()
         loop.set_debug(False)  # as users have it
         loop.call_later(PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)])
-
-    async def test_close_ends_the_waits_of_coroutines(self) -> None:
-        """By another thread; also of those that wait behind another."""
-        q, looked = self.queue(), threading.Event()
-        with hooked(at_call("list", None, looked.set)):
-            waits = [q.pop_async(), q.pop_async(), q.take_async("k"), q.pop_async(60)]
-            tasks = [asyncio.ensure_future(it) for it in waits]
-            await asyncio.to_thread(looked.wait, 60)
-            closing = asyncio.to_thread(q.close)
-            self.assertEqual(await asyncio.gather(*tasks, closing), [None] * 5)
-        # A look that runs meanwhile may open it again; as it ends, it gives it up.
-        until(lambda: not os.path.exists(self.file("inflight-n1")))
-        q.push(b"x")
-        self.assertIsNotNone(await q.pop_async())
 
     async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
         """Else each look of it would take a task, and give it back, for ever."""
@@ -6242,12 +6085,6 @@ class Processing(QueueCase):
         """Return for how long the lease of a task still lasts."""
         assert task.until is not None
         return task.until.timestamp() - time.time() - shift_s
-
-    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
-        q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
-        with q.processing(leased(q)):
-            self.assertIsNone(other.pop(1))
-        self.assertEqual(self.states(), {"done": 1})
 
     def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
         """A lease without an end needs none. An extension in a block lasts until the next renewal.
@@ -7826,16 +7663,6 @@ class Meeting(QueueCase):
                 self.assertIsNone(q.pop())
             self.assertEqual(self.states(), {"pending": 1})
             self.assertEqual(self.pop(q).attempts, 1)
-
-    def test_a_file_that_can_not_be_claimed_does_not_keep_the_others_waiting(self) -> None:
-        q, found = self.queue(), list[bytes]()
-        ids = q.push_many([b"1", b"2", b"3"])
-        with hooked(at_call("move", f"pending/{ids[0]}", raising(errno.EPERM))):
-            for _ in range(4):
-                with contextlib.suppress(OSError):
-                    if task := q.pop():
-                        found.append(task.data)
-        self.assertEqual(found, [b"2", b"3"])
 
 
 # Classes side by side

@@ -36,7 +36,7 @@ LIMITS = {
     "lines of code": 3795,
     "lines of docstrings": 870,
     "lines of its largest class": 601,
-    "lines of test.py": 7_946,
+    "lines of test.py": 7_773,
     "lines of .ci/": 6_710,
 }
 DOORS = {  # names of annexes that a room above them may use
