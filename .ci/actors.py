@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import verdict
-from broken import break_queue
 from proof import name_of, payload
 from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
@@ -60,7 +59,6 @@ class Actor(Noter):
     max_attempts: int | None = None
     idle_s: float = 0.0
     seed: int | str = 0
-    broken: str = ""
     count: int = 0
     keys: int = 0
     pause_s: float = 0.01  # at most, between two pushes
@@ -73,7 +71,6 @@ class Actor(Noter):
         self.fd, self.number = fd, itertools.count(1)  # of its payloads
         self.chance = random.Random(self.seed)
         self.line: TicketQueue | None = None
-        break_queue(self.broken)
         with contextlib.ExitStack() as stack:
             if self.kind != "watch":
                 self.q = stack.enter_context(self.opened())

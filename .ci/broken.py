@@ -6,15 +6,15 @@
 FAULTS has text of femtoqueue.py, and what to put in its place. The first line of each says which
 promise the fault breaks, after it which class of tests should find that, and which proofs must, in
 their --self-check, with what these need to know: faults the calls at which a fault shows it (or
-SIGKILL), fuzz the kind of seeds, storm its rule, power_loss the file system, hosts and nfs the
-part, and what it must say. After a redesign the text is another one; the promise is the same.
+SIGKILL), fuzz the kind of seeds, power_loss the file system, hosts and nfs the part; after "~" what
+it must say. After a redesign the text is another one; the promise is the same.
 
---tests makes a copy of the project for each fault, or for a sample of N by lot (--seed; the date),
-and runs test.py there: first the class that should find it, then everything. It prints which test
-did. The first failure ends it. A fault marked "hangs" may be caught by a test that does not end.
-Exit status 1: a fault is caught by nothing, and a test is missing; or its text is not found exactly
-once. --check only looks for the texts, and compiles what they make. --only: those with this text in
-their first line.
+Each fault is tried in a copy of the project. --tests does so for each, or for a sample of N by lot
+(--seed; the date), and runs test.py there: first the class that should find it, then everything. It
+prints which test did. The first failure ends it. A fault marked "hangs" may be caught by a test
+that does not end. Exit status 1: a fault is caught by nothing, and a test is missing; or its text
+is not found exactly once. --check only looks for the texts, and compiles what they make. --only:
+those with this text in their first line.
 """
 
 from __future__ import annotations
@@ -22,8 +22,6 @@ from __future__ import annotations
 import ast
 import concurrent.futures
 import contextlib
-import functools
-import inspect
 import os
 import random
 import re
@@ -33,19 +31,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from proof import PROGRAM, PROJECT, Violation, plain_parser, read, say
-
-import femtoqueue
+from proof import PROGRAM, PROJECT, Unable, Violation, plain_parser, read, say
 
 HANG_S, CLASS_S, ALL_S = 40, 120, 900  # that test.py may take: one that hangs, a class, everything
 HANG = "a test that does not end"
-
-Patch = tuple[Any, str, Any]  # an object, the name of an attribute, and its new value
 
 
 @dataclass(frozen=True)
@@ -53,7 +45,7 @@ class Fault:
     promise: str
     expected: str  # the class of tests that should find it; "-": only proofs do
     hangs: bool  # a test that does not end has found it
-    caught_by: list[list[str]]  # names of proofs, with what each needs to know
+    caught_by: list[tuple[str, str, str]]  # names of proofs, what each needs to know, and must say
     old: str
     new: str
 
@@ -63,78 +55,49 @@ class Fault:
             raise ValueError(f"its text is there {source.count(self.old)} times: {self.old!r}")
         return source.replace(self.old, self.new)
 
-    def patches(self) -> Iterator[Patch]:
-        """Yield what gives the loaded femtoqueue the fault: what its function or class, or block of
-        constants, makes when it is executed with it."""
-        blocks = re.split(r"\n\n\n(?=\S)", read("femtoqueue.py"))
-        made = {**vars(femtoqueue)}
-        exec(self.apply(next(it for it in blocks if self.old in it)), made)
-        yield from differences(femtoqueue, made)
-
-
-def differences(owner: Any, made: Mapping[str, Any]) -> Iterator[Patch]:
-    """Yield what makes a module or a class like the one that was made of its changed source. Other
-    modules and objects have its functions, so these stay, and get other code."""
-    for name, new in made.items():
-        old = vars(owner).get(name)
-        if old is new:
-            continue
-        if isinstance(new, type):
-            yield from differences(old, vars(new))
-        elif isinstance(plain(new), types.FunctionType):
-            yield plain(old), "__code__", plain(new).__code__
-        elif isinstance(owner, types.ModuleType):
-            yield owner, name, new
-
-
-def plain(made: Any) -> Any:
-    """Return the function in a property, or below decorators; else what it is given."""
-    return inspect.unwrap(getattr(made, "fget", None) or getattr(made, "__func__", made))
+    def copy(self, directory: str) -> str:
+        """Return a copy of the project, made in a directory, with the fault in it."""
+        project = tempfile.mkdtemp(dir=directory)
+        ignored = shutil.ignore_patterns(".git*", "*cache*")
+        shutil.copytree(PROJECT, project, ignore=ignored, dirs_exist_ok=True)
+        with open(os.path.join(project, "femtoqueue.py"), "w", encoding="utf-8") as file:
+            file.write(self.apply(read("femtoqueue.py")))
+        return project
 
 
 def must_catch(
-    prove: Callable[[str, str], object], is_wanted: Callable[[str], bool] = lambda need: True
+    seed: int,
+    options: Callable[[str], Iterable[str]],
+    is_wanted: Callable[[str], bool] = lambda need: True,
+    tries: int = 1,
 ) -> None:
-    """Show that this proof catches the faults that name it. prove() gets the name of a fault, and
-    what the proof needs to know: up to " ~ "; behind that is what the Violation must say."""
-    rows = [(name, proof, need) for name, it in faults().items() for proof, need in it.caught_by]
-    needs = [(name, *need.split(" ~ ")) for name, proof, need in rows if proof == PROGRAM]
-    if not needs:
+    """Show that this proof catches the faults that name it: with one of so many seeds it fails on a
+    copy of the project, with the options for what the proof needs to know: up to a "~"; behind that
+    is what it must say."""
+    rows = [
+        (fault, need, said)
+        for fault in parse_faults(FAULTS)
+        for name, need, said in fault.caught_by
+        if name == PROGRAM and is_wanted(need)
+    ]
+    if not rows:
         raise Violation("no fault names this proof")
-    for name, need, *wanted in needs:
-        if not is_wanted(need):
-            continue
-        try:
-            prove(name, need)
-        except Violation as error:
-            if not re.search("".join(wanted), str(error)):
-                raise Violation(f"{name}: {error}, and not: {wanted}") from None
-            say(f"{name} is caught: {error}"[:300].partition("\n")[0])
-        else:
-            raise Violation(f"{name} is not caught, {need}")
-
-
-def break_queue(name: str) -> None:
-    """Break the queues of this process, for good; "": don't."""
-    for patch in faults()[name].patches() if name else ():
-        setattr(*patch)
-
-
-@contextlib.contextmanager
-def broken(name: str) -> Iterator[None]:
-    """Break the queues of this process while the block runs; "": don't."""
-    with contextlib.ExitStack() as stack:
-        for it, attribute, new in [*faults()[name].patches()] if name else ():
-            stack.callback(setattr, it, attribute, getattr(it, attribute))
-            setattr(it, attribute, new)
-        yield
-
-
-@functools.cache
-def faults() -> dict[str, Fault]:
-    """Return the faults of FAULTS by name: words of the promise."""
-    found = [*parse_faults(FAULTS)]
-    return {re.sub(r"\W+", "-", it.promise).strip("-"): it for it in found}
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="femtoqueue-broken-", dir=memory) as directory:
+        env = {**os.environ, "TMPDIR": directory}
+        for fault, need, said in rows:
+            project, text = fault.copy(directory), ""
+            for number in range(seed, seed + tries):
+                words = f".ci/{PROGRAM}.py", "--seed", f"{number}", *options(need)
+                status, text = run_copy(project, *words, env=env)
+                if status == 3:
+                    raise Unable(text)
+                _, failed, failure = text.rpartition(f"{PROGRAM}: FAILED")
+                if status == 1 and failed and re.search(said, failure):
+                    say(f"{fault.promise}: caught{failure}"[:300].partition("\n")[0])
+                    break
+            else:
+                raise Violation(f"{fault.promise}: not caught, {need}: {text[-3000:]}")
 
 
 def parse_faults(text: str) -> Iterator[Fault]:
@@ -146,7 +109,7 @@ def parse_faults(text: str) -> Iterator[Fault]:
         promise, _, finders = head.partition(" | ")
         tests, *proofs = finders.split("; ")
         expected, _, hangs = tests.partition(" ")
-        needs = [it.split(": ", 1) for it in proofs]
+        needs = re.findall(r"(?m)^(\w+): (.*?) ?(?:~ (.*))?$", "\n".join(proofs))
         old, new = ("\n".join(it[1:] for it in lines if it[0] in signs) for signs in ("- ", "+ "))
         indent = re.match(" *", old)[0]  # type: ignore[index]
         yield Fault(promise, expected, hangs == "hangs", needs, old, new or f"{indent}pass")
@@ -174,7 +137,7 @@ a name whose number has other than 20 digits is foreign | ForeignFiles
 a name with another tag than 8 hex digits is foreign | ForeignFiles; fuzz: names
 -_ID = f"({_NS}-[0-9a-f]{{8}})"
 +_ID = f"({_NS}-[0-9a-zA-Z]{{8}})"
-a name of another form is not removed | ForeignFiles; storm: left over
+a name of another form is not removed | ForeignFiles; storm: ~ left over:
 +        [self.remove(f"{directory}/{name}") for name in names if not _parse(directory, name)]
          return [entry for name in names if (entry := _parse(directory, name))]
 a node_id that is no part of a name is refused | Lifecycle
@@ -256,7 +219,7 @@ a push that raises leaves no task | Faults
 -            for leftover in (source, path):
 +            for leftover in (source,):
 push() acknowledges only what the disk took | Faults
-; faults: writev write rename; storm: found; hosts: quorum ~ is lost|never delivered
+; faults: writev write rename; storm: ~ found:; hosts: quorum ~ is lost|never delivered
 -        self._files.publish(ident, data, f"pending/{ident}")
 +        with suppress(OSError):
 +            self._files.publish(ident, data, f"pending/{ident}")
@@ -296,7 +259,7 @@ after a boot with an earlier date, new tasks sort behind old ones | Ordering
 the processes of a boot agree on one clock | Ordering
 -        os.link(root + aside, root + name)
 +        os.replace(root + aside, root + name)
-setting the date changes neither order nor deadlines | Ordering; fuzz: lives; storm: first
+setting the date changes neither order nor deadlines | Ordering; fuzz: lives; storm: ~ first:
 -            now_ns = time.monotonic_ns() + self.anchor_ns
 +            now_ns = time.time_ns()
 a name of the year 2200 does not carry the clock along | Ordering
@@ -371,10 +334,10 @@ the empty directory of another host's worker stays for a minute | Liveness
 a lease ends at its deadline | Model; fuzz: lives
 -            if entry.stamp_ns > now_ns:
 +            if entry.stamp_ns > now_ns - 10**10:
-a lease lasts until its deadline | Model; fuzz: lives; storm: held
+a lease lasts until its deadline | Model; fuzz: lives; storm: ~ held:
 -            if entry.stamp_ns > now_ns:
 +            if entry.stamp_ns > now_ns + 10**10:
-nothing is delivered before its time | Model; fuzz: lives; storm: due
+nothing is delivered before its time | Model; fuzz: lives; storm: ~ due:
 -            if due_ns > now_ns:
 +            if due_ns > now_ns + 10**9:
 what others are writing in creating/ is left alone for an hour | Crash
@@ -398,7 +361,7 @@ attempts are counted | Model
 a corrupt task goes to failed/, and pop() goes on | Corruption
 -            self.quarantine(path, error.reason)
 who lost a lease can't end the task | Model
-; fuzz: lives; storm: settled; hosts: cut ~ \(\) by .*, when|not refused
+; fuzz: lives; storm: ~ settled:; hosts: cut ~ \(\) by .*, when|not refused
 -                raise self.lease_lost(lease) from None
 +                return target
 done() and fail() raise what the disk says | Faults; faults: rename
@@ -440,7 +403,7 @@ the state of a key that leads to another's task is not believed | Keyed; fuzz: c
 if_in_flight="reject" raises | Model
 -            if is_leased and if_in_flight == "reject":
 +            if is_leased and if_in_flight == "refuse":
-done() lets in the newer payload behind a task | Keyed; fuzz: lives; storm: keys
+done() lets in the newer payload behind a task | Keyed; fuzz: lives; storm: ~ keys:
 -                    states[name] = self._promote(newer), ""
 +                    states[name] = "", ""
 a claim takes the newer payload behind a task along | Keyed
@@ -775,7 +738,7 @@ def check(rows: list[Fault]) -> list[str]:
             compile(fault.apply(source), "femtoqueue.py", "exec")
             if fault.expected not in classes | {"-"}:
                 raise ValueError(f"no class of tests: {fault.expected!r}")
-            for name, _ in fault.caught_by:
+            for name, *_ in fault.caught_by:
                 read(f".ci/{name}.py")
         except (ValueError, SyntaxError, FileNotFoundError) as error:
             wrong.append(f"{fault.promise}: {error}")
@@ -786,12 +749,7 @@ def check(rows: list[Fault]) -> list[str]:
 def finder(fault: Fault, directory: str) -> str:
     """Return the test that finds a fault, "" if none does. It must fail again, alone: on a busy
     machine a test may fail that does not see the fault."""
-    project = tempfile.mkdtemp(dir=directory)
-    shutil.copytree(
-        PROJECT, project, ignore=shutil.ignore_patterns(".git*", "*cache*"), dirs_exist_ok=True
-    )
-    with open(os.path.join(project, "femtoqueue.py"), "w", encoding="utf-8") as file:
-        file.write(fault.apply(read("femtoqueue.py")))
+    project = fault.copy(directory)
     limit_s = HANG_S if fault.hangs else CLASS_S
     for tests in ([fault.expected], []):
         found = first_failure(project, limit_s if tests else ALL_S, *tests)
@@ -804,25 +762,39 @@ def finder(fault: Fault, directory: str) -> str:
 
 def first_failure(project: str, limit_s: float, *tests: str) -> str:
     """Run test.py, or some of its tests, up to the first failure; return the name of the test."""
-    command = [sys.executable, "-B", "test.py", "-f", *tests]
+    status, output = run_copy(project, "test.py", "-f", *tests, limit_s=limit_s)
+    if status is None:
+        return HANG
+    if found := re.search(r"^(?:FAIL|ERROR): (\w+) \(\w+\.(\w+)", output, re.MULTILINE):
+        return f"{found[2]}.{found[1]}"
+    if status:
+        say(f"{' '.join(tests)}: no test failed, but it ends so:\n{output[-1000:]}")
+    return ""
+
+
+def run_copy(
+    project: str,
+    *words: str,
+    limit_s: float | None = None,
+    env: Mapping[str, str] | None = None,
+) -> tuple[int | None, str]:
+    """Run a program in a copy of the project; return its status, None if it hangs, and what it
+    says."""
     with subprocess.Popen(
-        command,
+        [sys.executable, "-B", *words],
         cwd=project,
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
     ) as process:
         try:
-            output = process.communicate(timeout=limit_s)[0].decode(errors="replace")
+            output, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return HANG
+            return None, ""
         finally:
             end(process)
-    if found := re.search(r"^(?:FAIL|ERROR): (\w+) \(\w+\.(\w+)", output, re.MULTILINE):
-        return f"{found[2]}.{found[1]}"
-    if process.returncode:
-        say(f"{' '.join(command)}: no test failed, but it ends so:\n{output[-1000:]}")
-    return ""
+    return process.returncode, output.decode(errors="replace")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

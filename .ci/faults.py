@@ -1,6 +1,6 @@
 """System calls that fail, and death at system calls: each one in turn, by strace -e inject=.
 
-    python .ci/faults.py [--sample N] [--seed S] [--self-check]
+    python .ci/faults.py [--sample N] [--calls CALL ...] [--seed S] [--self-check]
 
 Needs strace (5.14 or later) and the right to ptrace, on Linux; no root.
 
@@ -53,7 +53,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NoReturn
 from unittest import mock
 
-from broken import broken, must_catch
+from broken import must_catch
 from proof import Unable, Violation, ends, install, name_of, open_log, parser, payload, say
 
 import femtoqueue
@@ -567,7 +567,6 @@ def check_end(
 class Scene:
     script: str
     sync: bool
-    broken: str = ""
 
     def __str__(self) -> str:
         return f"{self.script}, sync={self.sync}"
@@ -664,8 +663,7 @@ def spawn(stage: Stage, go: int) -> int:
         note = writer(stage.file("notes"))
         os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
         femtoqueue._log().addFilter(lambda record: bool(note(["log", record.getMessage()])))
-        with broken(stage.scene.broken):
-            play(SCRIPTS[stage.scene.script], stage.make, note, "n1")
+        play(SCRIPTS[stage.scene.script], stage.make, note, "n1")
     return child
 
 
@@ -773,7 +771,7 @@ def outcome(job: Job, notes: list[Note]) -> str:
 def succeed(stage: Stage, ledger: Ledger) -> None:
     """After a kill: the next process finds a legal state, and drains it."""
     ledger.end_leases()
-    with broken(stage.scene.broken), made_up("next") as clock:
+    with made_up("next") as clock:
         clock.advance(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
         life = Life(stage.make, clock, ledger.follow)
         life.open()
@@ -850,10 +848,10 @@ def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
     return [job for _, job in sorted(ranked, key=lambda pair: pair[0])[:count]]
 
 
-def check(scene: Scene, count: int, seed: int, shows: str = "") -> None:
-    """Inject so many faults into a life; shows: only at these calls. Raises Violation if it was not
-    as it must be."""
-    all_jobs = [job for job in jobs_of(scene) if not shows or job.kind in shows.split()]
+def check(scene: Scene, count: int, seed: int, calls: list[str]) -> None:
+    """Inject so many faults into a life; calls: only at these. Raises Violation if it was not as it
+    must be."""
+    all_jobs = [job for job in jobs_of(scene) if not calls or job.kind in calls]
     jobs, counts, violations = sample(all_jobs, count, seed), Counter[str](), list[str]()
     for job, showed, wrong in results(jobs):
         counts[showed] += 1
@@ -864,16 +862,11 @@ def check(scene: Scene, count: int, seed: int, shows: str = "") -> None:
         raise Violation("\n".join(violations))
 
 
-def catch(name: str, shows: str, seed: int) -> None:
-    """Raise Violation for what is wrong with a broken queue. shows: the calls that tell."""
-    for scene in SCENES:
-        check(dataclasses.replace(scene, broken=name), 100, seed, shows)
-
-
 def main() -> None:
     options = parser(__doc__)
     injections = "so many injections a life (default: 600)"
     options.add_argument("--sample", type=int, default=600, help=injections)
+    options.add_argument("--calls", nargs="+", help="only at these, or SIGKILL")
     args = options.parse_args()
     say(f"seed {args.seed}")
     femtoqueue._log().addHandler(logging.NullHandler())
@@ -881,10 +874,10 @@ def main() -> None:
     with ends(args.seed), workshop():
         install(("strace",), "strace")
         if args.self_check:
-            must_catch(lambda name, shows: catch(name, shows, args.seed))
+            must_catch(args.seed, lambda need: ["--sample", "100", "--calls", *need.split()])
             return
         for scene in SCENES:
-            check(scene, args.sample, args.seed)
+            check(scene, args.sample, args.seed, args.calls or [])
 
 
 if __name__ == "__main__":

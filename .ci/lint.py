@@ -36,8 +36,8 @@ LIMITS = {
     "lines of code": 3795,
     "lines of docstrings": 870,
     "lines of its largest class": 601,
-    "lines of test.py": 7_773,
-    "lines of .ci/": 6_710,
+    "lines of test.py": 7_792,
+    "lines of .ci/": 6_653,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
