@@ -2247,7 +2247,6 @@ class _Housekeeper:
         """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
         keep_s, began_s = self._worker.keep_done, time.monotonic()
         end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
-        self._purging.every_s = _BASE_INTERVAL_S
         if self._done_scan is None:
             self._done_scan = os.scandir(f"{self._files.root}done")
         was_old = False
@@ -2255,8 +2254,9 @@ class _Housekeeper:
             if _FORMS["done"](entry.name):
                 was_old |= _unlink_if_older(entry.path, before_s)
             if time.monotonic() >= end_s:
-                if was_old:  # more may come than a slice every _BASE_INTERVAL_S can take
-                    self._purging.sooner(5 * (time.monotonic() - began_s))
+                # If it was, more may come than a slice every _BASE_INTERVAL_S can take.
+                took_s = time.monotonic() - began_s
+                self._purging.sooner(5 * took_s if was_old else _BASE_INTERVAL_S)
                 return
         self.end_scan()
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
@@ -3748,8 +3748,7 @@ class _LeaseRenewer:
         """Renew a lease, unless the next round will do. Raises an error if it is to come soon."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
-        has_ended = lease.outcome or id(task) not in self.blocks
-        if has_ended or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
+        if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
             return
         end_s = time.monotonic() + self._pause_s / 10
         while not lease.outcome:

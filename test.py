@@ -6105,6 +6105,12 @@ class Processing(QueueCase):
         assert task.until is not None
         return task.until.timestamp() - time.time() - shift_s
 
+    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
+        q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
+        with q.processing(leased(q)):
+            self.assertIsNone(other.pop(1))
+        self.assertEqual(self.states(), {"done": 1})
+
     def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
         """A lease without an end needs none. An extension in a block lasts until the next renewal.
         (That no renewal shortens a lease is asserted by Model.)"""

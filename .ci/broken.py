@@ -513,9 +513,12 @@ Ctrl-C in processing() counts no delivery | Processing
 processing() makes a dead letter of the last attempt | Processing
 - and attempts >= queue.max_attempts:
 + and attempts > queue.max_attempts:
+only what is leased can be attached | Lifecycle
+-        is_path = _parse_node_dir(directory) and
++        is_path =
 processing() renews the lease | Processing
--        if has_ended or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
-+        if has_ended or next_left_ns:
+- or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
++ or next_left_ns:
 a child that is forked in processing() does not end the task | Processing
 -        if os.getpid() != self._pid or
 +        if not self._pid or
@@ -661,6 +664,9 @@ Ctrl-C as a turn ends leaves the line to others | Meeting
 a number that another host drew meanwhile is higher than ours | SharedTickets
 -        if self._noted() > f"last~{number:020d}":
 +        if not number:
+only names of tickets can be removed as one | Lifecycle
+-        if not isinstance(member, str) or not _parse_ticket(member):
++        if not isinstance(member, str):
 a member that was late to touch its ticket has no turn | SharedTickets
 -    late = 0.75
 +    late = 2.0

@@ -31,13 +31,13 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33864,
-    "lines": 5757,
-    "lines of code": 3795,
+    "tokens of code": 33_852,
+    "lines": 5_756,
+    "lines of code": 3_793,
     "lines of docstrings": 870,
     "lines of its largest class": 601,
-    "lines of test.py": 7_792,
-    "lines of .ci/": 6_653,
+    "lines of test.py": 7_798,
+    "lines of .ci/": 6_659,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
