@@ -5230,15 +5230,16 @@ class _CommandPool(_WorkerPool):
         now_s = time.monotonic()
         self._next_report_s = now_s + max(_REPORT_S, 20 * (now_s - began_s))
 
-    def _names(self, directory: str) -> list[str]:
-        return os.listdir(os.path.join(os.path.abspath(self._queue.data_dir), directory))
+    def _names(self, directory: str) -> set[str]:
+        path = os.path.join(os.path.abspath(self._queue.data_dir), directory)
+        return {*filter(_FORMS[directory], os.listdir(path))}
 
     def _dead_letters(self) -> set[str]:
         """Return the names in failed/, if the exit status is to tell of those that pop() sets aside
         there, and they may be seen."""
         if self._drain:
             with suppress(PermissionError):
-                return {*filter(_FORMS["failed"], self._names("failed"))}
+                return self._names("failed")
         return set()
 
     def write(self, text: str) -> None:
@@ -5333,10 +5334,13 @@ class _CommandPool(_WorkerPool):
         try:
             if len(self.signals) > 1:  # RACE: _abort() may not have seen this process
                 raise SystemExit
-            status, tail = self._relay(process, fds, _end_s(self._options.task_timeout))
+            end_s = _end_s(self._options.task_timeout)
+            status, tail = self._relay(process, fds, end_s)
             is_stopped = self._ended_by_stop(status, task)
             # CMD may be a shell whose program still saves its state: not twice at once.
             while is_stopped and self._is_alive(process):
+                if time.monotonic() >= end_s:
+                    self._terminate([process])
                 time.sleep(0.05)
                 self._relay(process, fds, time.monotonic() + 0.1)
         finally:
@@ -5503,8 +5507,10 @@ def _pop_command(options: Any) -> int:
                 sys.stdout.buffer.write(task.data)
                 sys.stdout.flush()
             print(task.path, file=sys.stderr if options.payload else sys.stdout, flush=True)
-        except BaseException:  # a lease that was not printed can not be settled
+        except BaseException as error:  # a lease that was not printed can not be settled
             q.release(task, front=True, counted=False)
+            if isinstance(error, BrokenPipeError):  # elsewhere that is no failure
+                raise FemtoQueueError(f"task {task.id} is given back: nobody reads") from None
             raise
     return 0
 

@@ -6685,6 +6685,9 @@ $ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
 $ femtoqueue pop jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ { until [ -e read ]; do :; done; femtoqueue pop jobs; echo $? > status; } | { exec <&-; >read; }
+! femtoqueue: task ... is given back: nobody reads
+$ cat status -> 1
 $ femtoqueue pop jobs --payload > /dev/full -> ! femtoqueue: ... No space left on device [2]
 $ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
 $ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
@@ -6785,8 +6788,10 @@ $ femtoqueue work jobs -q --drain --time-limit 0s -- true -> [1]
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue work jobs -q --drain --idle-timeout 0s -- true -> [1]
 $ femtoqueue release jobs --all -> released 1
+$ touch jobs/pending/.not-ours
 $ femtoqueue work jobs --drain --time-limit 1h --keep-done 1h -- true
 ! femtoqueue: done 1, waiting 0
+$ rm jobs/pending/.not-ours
 $ states -> done 1
 $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --keep-done 0s -- true
@@ -6797,6 +6802,11 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-l
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ cat jobs/failed/$x.error -> killed after 0.1s
+$ femtoqueue push jobs y -> ...
+$ femtoqueue work jobs -q --task-timeout 100ms -- sh -c \
+ 'sleep 1000 & echo $!; kill -INT $PPID; exit 130' > pids -> ! ...
+$ gone pids
+$ states -> failed 1, pending 1
 # what work --drain can not hand out has failed for good; its DIR is where a link's .. is not
 $ femtoqueue push jobs x -> <x>
 $ echo torn > jobs/pending/$x

@@ -31,12 +31,12 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33_852,
-    "lines": 5_756,
-    "lines of code": 3_793,
+    "tokens of code": 33_892,
+    "lines": 5_762,
+    "lines of code": 3_799,
     "lines of docstrings": 870,
     "lines of its largest class": 601,
-    "lines of test.py": 7_798,
+    "lines of test.py": 7_808,
     "lines of .ci/": 6_659,
 }
 DOORS = {  # names of annexes that a room above them may use
