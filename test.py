@@ -6911,7 +6911,7 @@ class CommandLine(QueueCase):
         py_compile.compile(source, f"{compiled}c", doraise=True)
         command = os.path.join(cls.bin, "femtoqueue")
         with open(command, "w", encoding="utf-8") as file:
-            file.write(f"#!{sys.executable} -SWerror\n{cls.python({'one signal': 0.05})[-1]}\n")
+            file.write(f"#!{sys.executable} -SWerror\n{cls.python({})[-1]}\n")
         os.chmod(command, 0o755)
 
     @classmethod
@@ -7194,6 +7194,18 @@ class CommandLine(QueueCase):
             q.done(task)
         for name in self.names("done"):
             os.unlink(self.file("done", name))
+
+    def test_a_stop_that_no_wait_hears_of_is_known_before_what_it_ended_is_judged(self) -> None:
+        """A signal that comes just before a wait does not end that."""
+        code = "from signal import *; from threading import Thread; join = Thread.join\n"
+        code += "def deaf_join(thread, timeout):\n    old = pthread_sigmask(SIG_BLOCK, {SIGINT})\n"
+        code += "    join(thread, timeout), pthread_sigmask(SIG_SETMASK, old)\n"
+        code += "Thread.join = deaf_join\n"
+        *words, main = self.patient()
+        self.queue(None).push(b"x")
+        script = "work", "jobs", "-q", "--", "sh", "-c", "kill -INT $PPID; exit 130"
+        self.assertEqual(run_guarded(*words, code + main, *script, env=self.env)[0], 0)
+        self.end_all({"pending": 1})
 
     def test_what_ends_of_the_second_signal_is_given_back_when_all_of_it_has_ended(self) -> None:
         """It goes to each command's group. Not when a shell has ended is its task given back, but

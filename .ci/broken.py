@@ -637,6 +637,9 @@ a task that can't be ended ends work() | Work
 `release --all` gives back what is renewed meanwhile | CommandLine
 -            held = q.attach(task.id)
 +            held = q.attach(task.path)
+a stop that comes just before a wait is heard in time | CommandLine
+-                thread.join(_ONE_SIGNAL_S / 4)
++                thread.join(_BASE_INTERVAL_S)
 a command that a signal ends alone has failed | CommandLine
 -        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
 +        return status < 0 or self._is_told.wait(_ONE_SIGNAL_S * may_be)

@@ -31,13 +31,13 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33_892,
+    "tokens of code": 33_894,
     "lines": 5_762,
     "lines of code": 3_799,
     "lines of docstrings": 870,
     "lines of its largest class": 601,
-    "lines of test.py": 7_808,
-    "lines of .ci/": 6_659,
+    "lines of test.py": 7_820,
+    "lines of .ci/": 6_662,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
