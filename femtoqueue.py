@@ -4208,6 +4208,14 @@ class _HeldTicket:
         self.member, self.lock, self.touched_s = member, lock, touched_s
 
 
+def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
+    """Repeat a step as long as maybe_cleanup(), in another process, removes its directory."""
+    for _ in range(_MAX_REPLACED):
+        with suppress(FileNotFoundError):
+            return step()
+    raise _os_error(errno.ENOENT, path)  # a link that leads nowhere
+
+
 class TicketQueue:
     """First come, first served, between processes: a line of tickets in a directory.
 
@@ -4234,11 +4242,16 @@ class TicketQueue:
             _positive("stale_timeout", stale_timeout)
         self.queue_dir = queue_dir
         self.stale_timeout = stale_timeout
-        self._files = _open_files(_check_dir("queue_dir", queue_dir), is_durable=False)
+        path = _check_dir("queue_dir", queue_dir)
+        boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
+
+        def open_dir() -> tuple[_Files, str]:
+            files = _open_files(path, is_durable=False)
+            return files, _boot_tag(boot_id, files.root)
+
+        self._files, self._boot = _despite_cleanup(open_dir, path)
         self._root = self._files.root
         self._numbers: _Numbers = self._files.parts[-1](self._files)
-        boot_id = _read_boot_id() or (os.uname().nodename if hasattr(os, "uname") else "")
-        self._boot = _boot_tag(boot_id, self._root)
         _fork_hooks[self] = lambda line: line._held.clear()
 
     def register(self) -> tuple[int, str]:
@@ -4389,15 +4402,7 @@ class TicketQueue:
     @contextmanager
     def _locked(self) -> Iterator[_FileLock]:
         """Hold the lock of "last", in which the last number stands."""
-        for _ in range(_MAX_REPLACED):
-            _make_dir(os.path.dirname(self._root), 0o700, sync=False)
-            with suppress(FileNotFoundError):  # RACE: maybe_cleanup() removed it
-                lock = self._files.open_lock("last")
-                lock.acquire_exclusive()
-                if lock.is_at_path():  # RACE: else it was removed while we waited
-                    break
-        else:  # a link that leads nowhere
-            raise _os_error(errno.ENOENT, self._root)
+        lock = _despite_cleanup(self._lock_last, self._root)
         try:
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
@@ -4405,6 +4410,14 @@ class TicketQueue:
             yield lock
         finally:
             lock.close()
+
+    def _lock_last(self) -> _FileLock:
+        _make_dir(os.path.dirname(self._root), 0o700, sync=False)
+        lock = self._files.open_lock("last")
+        lock.acquire_exclusive()
+        if not lock.is_at_path():  # RACE: it was removed while we waited
+            raise _os_error(errno.ENOENT, lock.path)
+        return lock
 
     def _tickets(self) -> list[str]:
         return sorted(filter(_parse_ticket, self._files.names("")))

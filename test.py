@@ -5084,6 +5084,29 @@ class Tickets(TicketCase):
         self.assertFalse(os.path.exists(self.file("line")))
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
+    def test_a_directory_that_is_removed_before_any_call_is_made_again(self) -> None:
+        """As another process does that finds nobody in line, and not who holds the lock."""
+
+        def clean() -> None:
+            last = self.file("line", "last")
+            with contextlib.suppress(OSError), open(last, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if self.names("line") == ["last"]:
+                    os.unlink(last)
+            with contextlib.suppress(OSError):
+                os.rmdir(self.file("line"))
+
+        for number in itertools.count():
+            calls = itertools.count()
+            with hooked(lambda *_, n=number, at=calls: clean() if next(at) == n else None):
+                line = self.line()
+                ticket, member = line.register()
+                self.assertEqual((ticket, line.is_head(1), line.remove(member)), (1, True, True))
+                self.assertEqual((line.cleanup_stale(), line.is_empty()), (0, True))
+                self.assertTrue(line.maybe_cleanup() or not os.path.exists(self.file("line")))
+            if next(calls) < number:
+                break
+
     def test_a_ticket_that_can_not_be_removed_is_not_held_any_longer(self) -> None:
         """As when the network is cut. The line goes on without it once it is reached again."""
         line = self.line()

@@ -193,8 +193,8 @@ a forked child keeps no lock of its parent | Liveness
 -    while _open_lock_fds:
 +    while False:
 the lock of a file that was removed is no lock | Tickets
--                if lock.is_at_path():  # RACE: else
-+                if True:  # RACE: else
+-        if not lock.is_at_path():  # RACE: it
++        if lock.fd < 0:  # RACE: it
 an error of flock() is raised, unless it says that there are no locks | Faults
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
@@ -558,6 +558,9 @@ what was scheduled behind a task goes with it, to the new time | Keyed
 -            states[name] = target, ""
 a delivery that could not be ended is not forgotten while its key is busy | Keyed
 -            return  # RACE: another process is at work on its key; next time
+a line that is removed as it is opened is made again | Tickets
+-_despite_cleanup(open_dir, path)
++open_dir()
 who was removed from a line has no turn of another's number | Tickets
 -            is_first = member == first  # not
 +            is_first |= member == first  # not

@@ -31,13 +31,13 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 33_894,
-    "lines": 5_762,
-    "lines of code": 3_799,
-    "lines of docstrings": 870,
+    "tokens of code": 33_973,
+    "lines": 5_775,
+    "lines of code": 3_806,
+    "lines of docstrings": 871,
     "lines of its largest class": 601,
-    "lines of test.py": 7_820,
-    "lines of .ci/": 6_662,
+    "lines of test.py": 7_843,
+    "lines of .ci/": 6_665,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
