@@ -5118,13 +5118,6 @@ class Tickets(TicketCase):
                 kept = error  # and with it the frame of remove(), and the lock
         self.assertTrue(line.is_empty(), kept)
 
-    def test_who_waited_for_a_lock_file_that_was_removed_takes_the_new_one(self) -> None:
-        """Else each of two would have a lock of the line."""
-        line, removed = self.line(), functools.partial(os.unlink, self.file("line", "last"))
-        with hooked(at_call("lock", None, removed, times=1)):
-            _, member = line.register()
-        self.assertEqual(self.names("line"), [member, "last"])
-
     def take_turns(self, child: Child) -> None:
         """In each turn, say the ticket and the number that a file has, which is one more then."""
         line = self.line()

@@ -71,9 +71,8 @@ def must_catch(
     is_wanted: Callable[[str], bool] = lambda need: True,
     tries: int = 1,
 ) -> None:
-    """Show that this proof catches the faults that name it: with one of so many seeds it fails on a
-    copy of the project, with the options for what the proof needs to know: up to a "~"; behind that
-    is what it must say."""
+    """Show that this proof catches the faults that name it: on a copy of the project, with the
+    options for what it needs to know, it fails with one of so many seeds, and says what it must."""
     rows = [
         (fault, need, said)
         for fault in parse_faults(FAULTS)
@@ -101,9 +100,9 @@ def must_catch(
 
 
 def parse_faults(text: str) -> Iterator[Fault]:
-    """Yield the faults of a text: "<promise> | <class> [hangs][; <proof>: <what it needs>]...",
-    where a "; " may begin a line; then lines as of a diff, whose new one may be left out if it is
-    only `pass`."""
+    """Yield the faults of a text: "<promise> | <class> [hangs][; <proof>: <what it needs>[ ~ <what
+    it must say>]]...", where a "; " may begin a line; then lines as of a diff, whose new one may be
+    left out if it is only `pass`."""
     for part in re.split(r"\n(?=[^-+; \n])", text.strip()):
         head, *lines = part.replace("\n; ", "; ").splitlines()
         promise, _, finders = head.partition(" | ")

@@ -36,8 +36,8 @@ LIMITS = {
     "lines of code": 3_806,
     "lines of docstrings": 871,
     "lines of its largest class": 601,
-    "lines of test.py": 7_843,
-    "lines of .ci/": 6_665,
+    "lines of test.py": 7_836,
+    "lines of .ci/": 6_664,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
