@@ -3910,7 +3910,7 @@ class _WorkerPool:
                 raise
         for thread in threads:
             while thread.is_alive() and len(self.signals) < 2:
-                thread.join(_ONE_SIGNAL_S / 4)  # RACE: a signal just before it does not end it
+                thread.join(_ONE_SIGNAL_S / 2)  # RACE: a signal just before it does not end it
 
     def _work(self) -> None:
         """Take tasks, and handle them, until the pool is stopped or the queue is drained."""

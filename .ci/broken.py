@@ -640,7 +640,7 @@ a task that can't be ended ends work() | Work
 -            held = q.attach(task.id)
 +            held = q.attach(task.path)
 a stop that comes just before a wait is heard in time | CommandLine
--                thread.join(_ONE_SIGNAL_S / 4)
+-                thread.join(_ONE_SIGNAL_S / 2)
 +                thread.join(_BASE_INTERVAL_S)
 a command that a signal ends alone has failed | CommandLine
 -        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
