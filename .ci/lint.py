@@ -37,7 +37,7 @@ LIMITS = {
     "lines of docstrings": 871,
     "lines of its largest class": 601,
     "lines of test.py": 7_836,
-    "lines of .ci/": 6_664,
+    "lines of .ci/": 6_665,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),

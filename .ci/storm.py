@@ -389,6 +389,7 @@ class Storm(Noter):
 
     def make_room(self) -> None:
         if self.ballast >= 0:
+            os.ftruncate(self.ballast, 0)  # children that began meanwhile have it, too
             os.close(self.ballast)
             os.unlink(os.path.join(self.path, "ballast"))
         self.ballast, self.room_at_s = -1, math.inf
