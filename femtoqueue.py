@@ -150,8 +150,9 @@ __version__ = "1.0.0"
 
 # ==================================================================================================
 # 1. System: system calls and constants that Python lacks, and small helpers of all rooms.
-#    Invariant: libc is loaded once. Dates in names come from time.time_ns() or the queue clock;
-#    time.monotonic() measures pauses and timeouts.
+#    Invariant: libc is loaded once. Dates in names come from time.time() or the queue clock;
+#    time.monotonic() measures pauses and timeouts. Both are looked up in the module at each call:
+#    a program under test may put its own functions there, also ones that stand still or go back.
 # ==================================================================================================
 
 # f_type of statfs(2): ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
@@ -172,6 +173,14 @@ _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0
 _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = _NO_FOLLOW_OR_BLOCK | getattr(os, "O_DIRECTORY", 0)
+
+
+def _wall_ns() -> int:
+    return int(time.time() * 1e9)
+
+
+def _monotonic_ns() -> int:
+    return int(time.monotonic() * 1e9)
 
 
 def _utc(ns: int) -> datetime:
@@ -680,8 +689,8 @@ class FemtoTask:
     def until(self) -> datetime | None:
         """When its lease ends, or when it is due: UTC, by the wall clock of now; else None."""
         if self.state == "inflight":
-            left_ns = _stamp_of(self.path) - self._anchor_ns - time.monotonic_ns()
-            return _utc(time.time_ns() + left_ns)
+            left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
+            return _utc(_wall_ns() + left_ns)
         return _utc(_stamp_of(self.path)) if self.state == "scheduled" else None
 
 
@@ -1353,10 +1362,13 @@ class _Files:
 # ==================================================================================================
 
 
+_BEHIND_NS = 10**9  # by which a clock that began anew is behind, at least
+
+
 def _compute_anchor(files: _Files) -> int:
     """Return the anchor that starts the clock at the wall clock; if that was set back, after the
     newest id (a name may begin with a due time of next year) and the newest lease's directory."""
-    times_ns = [_EARLIEST_NS, time.time_ns()]
+    times_ns = [_EARLIEST_NS, _wall_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
         # Another user's, which is no reason not to start. Or it is not there (any more).
         with suppress(PermissionError, FileNotFoundError):
@@ -1364,7 +1376,7 @@ def _compute_anchor(files: _Files) -> int:
             times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
             if entries and _state_of(directory) == "inflight":  # min(): the date was wrong then
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
-    return max(it for it in times_ns if it < _FARTHEST_NS) - time.monotonic_ns()
+    return max(it for it in times_ns if it < _FARTHEST_NS) - _monotonic_ns()
 
 
 class _QueueClock:
@@ -1382,12 +1394,12 @@ class _QueueClock:
         self._order = 0
 
     def now_ns(self) -> int:
-        return time.monotonic_ns() + self.anchor_ns
+        return _monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
         """Return an id, for a task or for a file in creating/."""
         with self._lock:
-            now_ns = time.monotonic_ns() + self.anchor_ns
+            now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
             order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
             return f"0{order_ns}-{self.tag}"
 
@@ -1400,6 +1412,10 @@ class _QueueClock:
         if boot_id is not None:
             boot = _boot_tag(boot_id, self._files.root)
             anchor_ns = self._read(f"clock-{boot}")
+            if anchor_ns is not None and self._went_back(anchor_ns):
+                _log().warning("clock-%s is of an earlier start of this machine: made anew", boot)
+                _unlink_if_exists(f"{self._files.root}clock-{boot}")
+                anchor_ns = None
             try:
                 return boot, anchor_ns or self._create(f"clock-{boot}")
             except OSError as error:
@@ -1409,20 +1425,35 @@ class _QueueClock:
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
+    def _went_back(self, anchor_ns: int) -> bool:
+        """Say whether the monotonic clock began anew under the same boot id: a restored virtual
+        machine, some containers, a board without entropy. Then the clock is behind the wall clock,
+        and behind a task that waits or is leased. A clock that is only behind the wall clock is
+        valid: the machine was suspended, or its date was set forward."""
+        now_ns = anchor_ns + _monotonic_ns()
+        if _wall_ns() - now_ns < _BEHIND_NS:
+            return False
+        newest_ns = 0
+        for directory in ("pending", "scheduled", "keys", *self._files.node_dirs()):
+            with suppress(PermissionError, FileNotFoundError):
+                orders = [_stamp_of(entry.id) for entry in self._files.entries(directory)]
+                newest_ns = max([newest_ns, *(it for it in orders if it < _FARTHEST_NS)])
+        return newest_ns > now_ns + _BEHIND_NS
+
     def _read(self, name: str) -> int | None:
         """Return the anchor; None if there is none, or the file is invalid (it is made again)."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name) if self._files.is_regular(name) else ""
             anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
-        now_ns = anchor_ns + time.monotonic_ns()
+        now_ns = anchor_ns + _monotonic_ns()
         return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
 
     def _create(self, name: str) -> int:
         """Write the clock file aside and put it in place, unless a valid one is there. Return the
         anchor that counts."""
         root, anchor_ns = self._files.root, _compute_anchor(self._files)
-        aside_name = f"{_new_name(time.time_ns(), self.tag)}.clock"
+        aside_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
         with self._files.replacement(aside_name, b"%d\n" % anchor_ns) as aside:
             os.chmod(root + aside, 0o644)  # for all users of this boot, whatever our umask
             try:
@@ -1615,7 +1646,7 @@ class _LeaseDir:
         it with the worker's lock held; undo_claim() follows if it raises."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
-        deadline_ns = time.monotonic_ns() + self._clock.anchor_ns + lease.length_ns
+        deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
         name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
         lease.path = path = f"{self.directory}/{name}"
         self.unread[path] = lease.source = source
@@ -1704,7 +1735,7 @@ class _Worker:
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
-            self.house.enqueuing.sooner((_stamp_of(path) - time.time_ns()) / 1e9)
+            self.house.enqueuing.sooner((_stamp_of(path) - _wall_ns()) / 1e9)
 
     def move_task(self, source: str, target: str, wait: bool = True) -> str:
         """Move a task to another state; "": remove it. Return where it went. wait: as in lock()."""
@@ -1964,7 +1995,7 @@ class _Worker:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
         path, _ = self.keys.find_task(held, key)
-        is_later = path.startswith("scheduled/") and _stamp_of(path) > time.time_ns()
+        is_later = path.startswith("scheduled/") and _stamp_of(path) > _wall_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
@@ -2047,6 +2078,9 @@ class _Job:
         self._sooner_s = min(self._sooner_s, time.monotonic() + seconds)
         self._house.wake_s = min(self._house.wake_s, self._sooner_s)
 
+    def reset(self) -> None:
+        self._next_s = self._sooner_s = self.rested_s = 0.0
+
     def run(self) -> None:
         """Run it now, set its next time, and keep its OSError."""
         started_s, self.error = time.monotonic(), None
@@ -2074,7 +2108,7 @@ class _Housekeeper:
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
-        self._look_s = 0.0  # when PAUSED is looked at next
+        self._looked_s = self._look_s = 0.0  # when PAUSED was looked at, and is next
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
         self.reclaiming = _Job(self, self.reclaim_ended, reclaim_s)
@@ -2128,11 +2162,14 @@ class _Housekeeper:
         """List the oldest names, unless the queue is paused. PAUSED and our lease directory are
         looked at each _LOOK_INTERVAL_S: each pop() of an almost empty queue comes here."""
         now_s, is_paused = time.monotonic(), False
-        if now_s >= self._look_s:
+        if not self._looked_s <= now_s < self._look_s:
+            if now_s < self._looked_s:  # a program replaced the clock by one that is behind
+                self._begin_anew()
             self._lease_dir.ensure_open()
             is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id())
+            self._looked_s = now_s
             if not is_paused:  # else it is looked at each time
                 self._look_s = now_s + _LOOK_INTERVAL_S
         if is_paused:
@@ -2140,6 +2177,12 @@ class _Housekeeper:
             self._backlog.refill_s = now_s + 1
         else:
             self._backlog.relist(now_s)
+
+    def _begin_anew(self) -> None:
+        """Run all jobs now: the times that they wait for are far ahead of the clock."""
+        for job in self._jobs:
+            job.reset()
+            job.run()
 
     def look_again(self) -> None:
         """Have the next pop() look at PAUSED and at our lease directory before it takes a task."""
@@ -2157,7 +2200,7 @@ class _Housekeeper:
     def _enqueue_due(self) -> None:
         """Move what is due to the back of pending/, in the order in which it came due; of very many
         a part, as no lease of ours is renewed meanwhile."""
-        now_ns = time.time_ns()
+        now_ns = _wall_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
         due = []
         for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
@@ -2209,7 +2252,7 @@ class _Housekeeper:
         if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
             with suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
                 renewed_ns = self._files.lstat(entry.path).st_ctime_ns
-                return 0 <= time.time_ns() - renewed_ns < length_ns
+                return 0 <= _wall_ns() - renewed_ns < length_ns
         return False
 
     def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
@@ -2225,7 +2268,7 @@ class _Housekeeper:
                 self._worker.reclaim_all(directory, self._clock.boot)
                 if time.monotonic() >= self.repairing.rested_s:  # a foreign file may keep it here
                     self.repairing.sooner(0)  # it may have died before it promoted a payload
-                if has_ours or not 0 <= time.time_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
+                if has_ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # Not with another boot's leases, foreign files.
                     _remove_empty_dir(self._files.root + directory)
 
@@ -2284,7 +2327,7 @@ class _Housekeeper:
 
     def _is_stale(self, entry: _Entry) -> bool:
         with suppress(FileNotFoundError):  # RACE: its push, or its task, has just ended
-            return self._files.lstat(entry.path).st_ctime_ns < time.time_ns() - _LEFTOVER_NS
+            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
         return False
 
 
@@ -2591,7 +2634,7 @@ class FemtoQueue:
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
             raise ValueError(f"delay_s must be 0 or more, and 0 with front, not {delay_s!r}")
         if delay_s:
-            due_ns = time.time_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
+            due_ns = _wall_ns() + int(min(delay_s * 1e9, _FOREVER_NS))
             target = f"scheduled/{_task_name(due_ns, attempts, ident)}"
         elif front:
             target = _front_path(ident, attempts)
@@ -2773,7 +2816,7 @@ class FemtoQueue:
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
-        ages_ns += [time.time_ns() - it.stamp_ns for it in scheduled[:1]]  # negative: not due
+        ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]  # negative: not due
         age_ns = max(ages_ns, default=-1)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
         return Stats(
@@ -3037,7 +3080,7 @@ class _KeyStates:
 def _later(newer: str) -> int | None:
     """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
     due_ns = _stamp_of(newer) if "~" in newer else 0
-    return due_ns if due_ns > time.time_ns() else None
+    return due_ns if due_ns > _wall_ns() else None
 
 
 class _KeyedTasks(_KeyStates):
@@ -4087,7 +4130,7 @@ class _Inspector:
         if self._files.caveat:
             yield Finding("network file system", ".", self._files.caveat)
         clock = self._worker.clock
-        ahead_s = (clock.now_ns() - time.time_ns()) / 1e9
+        ahead_s = (clock.now_ns() - _wall_ns()) / 1e9
         if ahead_s > 1:
             text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
             yield Finding("clock", f"clock-{clock.boot}", text)
@@ -4677,7 +4720,7 @@ class _SharedFiles(_Files):
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
-        if not target or (is_ours and time.time_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
+        if not target or (is_ours and _wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2):
             return True
         return self.exists(target) and self.lstat(target).st_ino == before.st_ino
 
@@ -4803,7 +4846,7 @@ class _SharedKeys(_Keys):
         if path and other < ident:
             left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
             if left_ns > 0:
-                due_ns = time.time_ns() + min(left_ns, int(_STALE_S * 1e9))
+                due_ns = _wall_ns() + min(left_ns, int(_STALE_S * 1e9))
                 target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
                 self._worker.note(self._files.move(lease, target))
                 return True

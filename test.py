@@ -130,10 +130,10 @@ class Clock:
     def monotonic(self) -> float:
         return (self._stands_at_s or (0, time.monotonic()))[1] + self.monotonic_shift_s
 
-    def time_ns(self) -> int:
+    def wall_ns(self) -> int:
         return int(self.time() * 1e9)
 
-    def monotonic_ns(self) -> int:
+    def steady_ns(self) -> int:
         return int(self.monotonic() * 1e9)
 
     def sleep(self, seconds: float) -> None:
@@ -1200,6 +1200,69 @@ class Ordering(QueueCase):
 
 
 @FORK
+class ReplacedClock(QueueCase):
+    """A program under test puts its own functions into the time module."""
+
+    def both_clocks(self, seconds: float) -> Any:
+        return mock.patch.multiple(time, time=lambda: seconds, monotonic=lambda: seconds)
+
+    def test_lease_ends_by_the_clock_that_stands_in_time(self) -> None:
+        with self.both_clocks(0):
+            holder = self.queue("n1", timeout_stale_ms=100)
+            holder.push(b"x")
+            other = self.queue("n2", timeout_stale_ms=100)
+            self.pop(holder)
+        with self.both_clocks(10):
+            self.assertEqual(self.pop(other).data, b"x")
+
+    def test_scheduled_task_is_due_by_the_clock_that_stands_in_time(self) -> None:
+        now_s = time.time()
+        for has_looked in (False, True):
+            with self.subTest(has_looked=has_looked), self.both_clocks(now_s):
+                q = self.anew()
+                q.schedule(b"x", (now_s + 60) * 1e6)
+                if has_looked:
+                    self.assertIsNone(q.pop())
+                with self.both_clocks(now_s + 60):
+                    self.assertEqual(self.pop(q).data, b"x")
+
+    def test_due_task_is_found_after_the_clock_went_back(self) -> None:
+        now_s = time.time()
+        with self.both_clocks(now_s + 3600):
+            q = self.queue()
+            self.assertIsNone(q.pop())
+        with self.both_clocks(now_s):
+            q.push(b"first")
+            first = self.pop(q)
+            self.assertEqual(first.data, b"first")
+            q.done(first)
+            q.schedule(b"second", (now_s + 60) * 1e6)
+            self.assertIsNone(q.pop())
+        with self.both_clocks(now_s + 60):
+            self.assertEqual(self.pop(q).data, b"second")
+
+    def test_order_holds_while_the_clock_stands_still(self) -> None:
+        with self.both_clocks(time.time()):
+            q = self.queue()
+            wanted = [q.push(b"%d" % number) for number in range(100)]
+            self.assertEqual([self.pop(q).id for _ in wanted], wanted)
+
+    def test_monotonic_clock_that_began_anew_under_one_boot_id_keeps_the_order(self) -> None:
+        """A restored machine has the boot id of before, and a monotonic clock near zero."""
+        clock = self.clock()
+        clock.monotonic_shift_s = 40 * 86400.0
+        q = self.queue("n1", detached=True)
+        older, leased = q.push(b"older"), q.push(b"leased")
+        q.take(id=leased, lease_ms=1500)
+        clock.monotonic_shift_s = 0.0
+        clock.wall_shift_s = 60.0
+        restarted = self.queue("n2")
+        younger = restarted.push(b"younger")
+        clock.advance(2)
+        found = {self.pop(restarted).id: None for _ in range(3)}
+        self.assertEqual([*found], [older, leased, younger])
+
+
 class Liveness(QueueCase):
     def test_an_empty_directory_of_unknown_boot_is_left_alone_for_a_minute(self) -> None:
         """It may be an idle worker's on another host, whose lock is not seen here (FUSE). If it is
@@ -3784,11 +3847,11 @@ class Twin:
 
     def start_clock(self) -> None:
         newest_ns = max((task.order_ns for task in self.tasks.values()), default=0)
-        self.anchor_ns = max(self.clock.time_ns(), newest_ns + 1) - self.clock.monotonic_ns()
+        self.anchor_ns = max(self.clock.wall_ns(), newest_ns + 1) - self.clock.steady_ns()
         self.looked_ns = self.now_ns()
 
     def now_ns(self) -> int:
-        return self.clock.monotonic_ns() + self.anchor_ns
+        return self.clock.steady_ns() + self.anchor_ns
 
     def of_key(self, key: str | None) -> Known | None:
         live = ("pending", "scheduled", "inflight")
@@ -3899,7 +3962,7 @@ class Twin:
         self.move(task, state, at_ns)
 
     def is_later(self, newer: Known) -> bool:
-        return newer.due_ns is not None and newer.due_ns > self.clock.time_ns()
+        return newer.due_ns is not None and newer.due_ns > self.clock.wall_ns()
 
     def take_along(self, task: Known) -> None:
         """A claim: the newer payload behind a task is delivered, or is for later."""
@@ -3931,7 +3994,7 @@ class Twin:
         for task in self.tasks.values():
             late_ns = -1
             if task.state == "scheduled":
-                late_ns = self.clock.time_ns() - task.at_ns
+                late_ns = self.clock.wall_ns() - task.at_ns
             elif task.state == "inflight":
                 late_ns = max(now_ns - task.at_ns, 0 if self.is_over(task) else -1)
             if late_ns < 0:
@@ -3942,7 +4005,7 @@ class Twin:
 
     def go_on(self, task: Known, max_attempts: int | None) -> bool:
         """Do with a task what a pop() may do besides; say whether there was anything."""
-        if task.state == "scheduled" and task.at_ns <= self.clock.time_ns():
+        if task.state == "scheduled" and task.at_ns <= self.clock.wall_ns():
             self.come_back(task, "pending", self.now_ns())
         elif task.state == "inflight" and self.is_over(task):
             self.come_back(task, "pending", task.order_ns)
@@ -4250,7 +4313,7 @@ class Fuzz:
             demand(not self.model.those("pending"), "pop() overlooked what is pending")
             date_is_old = self.model.now_ns() - self.date_set_ns >= 0.41e9
             for task in self.model.those("scheduled") if date_is_old else ():
-                due = task.by == w.number and task.at_ns <= self.clock.time_ns()
+                due = task.by == w.number and task.at_ns <= self.clock.wall_ns()
                 demand(not due, f"pop() overlooked {task}, which its object scheduled")
 
     def delivered(self, w: Worker, call: Callable[..., FemtoTask | None]) -> Known | None:
@@ -4309,7 +4372,7 @@ class Fuzz:
         demand(was is None or was.key == key, "take() gave another key's task")
         demand(was is None or self.paused_ns is None, "PAUSED, and taken")
         if was is None and task is not None and self.paused_ns is None:
-            due = task.state == "scheduled" and task.at_ns <= self.clock.time_ns()
+            due = task.state == "scheduled" and task.at_ns <= self.clock.wall_ns()
             demand(task.state != "pending" and not due, f"take() overlooked {task}")
 
     def settle(self, w: Worker) -> None:
@@ -4350,7 +4413,7 @@ class Fuzz:
         front, delay_s = self.chance.choice(((False, 0), (True, 0), (False, 0.1), (False, 9.5)))
         w.q.release(held.task, front=front, delay_s=delay_s)
         if task is not None and delay_s:
-            due_ns = self.clock.time_ns() + int(delay_s * 1e9)
+            due_ns = self.clock.wall_ns() + int(delay_s * 1e9)
             self.model.come_back(task, "scheduled", due_ns)
         elif task is not None:
             at_ns = task.order_ns if front else self.model.now_ns()
@@ -4472,7 +4535,7 @@ class Fuzz:
         said = [stats.pending, stats.scheduled, stats.inflight, stats.buffered]
         demand([*said, stats.done, stats.failed] == counts, f"{stats} where there are {counts}")
         ages_ns = [max(0, model.now_ns() - task.at_ns) for task in model.those("pending")]
-        late_ns = [self.clock.time_ns() - task.at_ns for task in model.those("scheduled")]
+        late_ns = [self.clock.wall_ns() - task.at_ns for task in model.those("scheduled")]
         ages_ns += [it for it in late_ns if it >= 0]
         age_s = max(ages_ns) / 1e9 if ages_ns else None
         demand(stats.oldest_pending_age_s == age_s, f"{stats.oldest_pending_age_s} != {age_s}")
@@ -4508,7 +4571,7 @@ class Fuzz:
         demand((told.state, told.node) == (task.state, node), f"{told.path} of {task}")
         until_ns = task.at_ns if is_leased or task.state == "scheduled" else 0
         if is_leased:  # by the wall clock of now
-            until_ns += self.clock.time_ns() - self.model.now_ns()
+            until_ns += self.clock.wall_ns() - self.model.now_ns()
         told_ns = told.until.timestamp() * 1e9 if told.until else 0
         demand(abs(told_ns - until_ns) < 2000, f"until {told.until}: {task}")
         has_reason = task.state == "failed" and task.id in self.model.reasons

@@ -259,16 +259,16 @@ the processes of a boot agree on one clock | Ordering
 -        os.link(root + aside, root + name)
 +        os.replace(root + aside, root + name)
 setting the date changes neither order nor deadlines | Ordering; fuzz: lives; storm: ~ first:
--            now_ns = time.monotonic_ns() + self.anchor_ns
-+            now_ns = time.time_ns()
+-            now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
++            now_ns = int(time.time() * 1e9)
 a name of the year 2200 does not carry the clock along | Ordering
 -(it for it in times_ns if it < _FARTHEST_NS)
 +times_ns
 leases of an earlier boot end though the wall clock was set far back | Liveness
 -                times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
 a wall clock of the year 2100 starts no queue clock | Ordering
--    times_ns = [_EARLIEST_NS, time.time_ns()]
-+    return max(time.time_ns(), _EARLIEST_NS) - time.monotonic_ns()
+-    times_ns = [_EARLIEST_NS, _wall_ns()]
++    return max(_wall_ns(), _EARLIEST_NS) - _monotonic_ns()
 +    times_ns = [_EARLIEST_NS]
 of a huge directory the oldest names are kept | Ordering
 -                names = sorted(names, reverse=True)[-keep:]
@@ -691,10 +691,10 @@ what left creating/ where it was to go has arrived | LostReply
 -        is_ours = _state_of(source) == "creating"
 +        is_ours = False
 an old file in creating/ may have been swept | LostReply
--time.time_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
+-_wall_ns() < before.st_mtime_ns + _LEFTOVER_NS // 2
 +self.clock
 a host whose queue clock is ahead does not sweep what is written | LostReply
--            return self._files.lstat(entry.path).st_ctime_ns < time.time_ns() - _LEFTOVER_NS
+-            return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
 +            return bool(self._files.lstat(entry.path))
 a task whose lease was over may be another delivery's | LostReply
 -        if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
