@@ -2051,6 +2051,7 @@ class _Worker:
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
+_STEP_S = 0.01  # by which the wall clock moved against the monotonic one if somebody set it
 _LEFTOVER_NS = 3600 * 10**9
 _IDLE_NS = 60 * 10**9
 _PURGE_SLICE_S = 0.02  # for which done/ is purged at a time
@@ -2108,6 +2109,7 @@ class _Housekeeper:
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
+        self._date_s = 0.0  # the wall clock less the monotonic one, when both were read last
         self._looked_s = self._look_s = 0.0  # when PAUSED was looked at, and is next
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
@@ -2147,13 +2149,19 @@ class _Housekeeper:
             jobs = [job for job in self._jobs if job.error is not None]
             # Whether a task came to scheduled/, or left it, since it was listed.
             is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
-            if is_changed and time.monotonic() >= self.enqueuing.rested_s:
+            is_changed = is_changed and time.monotonic() >= self.enqueuing.rested_s
+            if self._date_was_set() or is_changed:
                 jobs.append(self.enqueuing)
             for job in jobs:
                 job.run()
                 if job.error is not None:
                     raise job.error
             return bool(jobs)  # what they moved is to be listed
+
+    def _date_was_set(self) -> bool:
+        """Say whether the wall clock was set since the last call: other tasks may be due now."""
+        before_s, self._date_s = self._date_s, time.time() - time.monotonic()
+        return abs(self._date_s - before_s) > _STEP_S
 
     def _scheduled_mtime_ns(self) -> int:
         return os.stat(f"{self._files.root}scheduled").st_mtime_ns

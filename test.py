@@ -1226,6 +1226,13 @@ class ReplacedClock(QueueCase):
                 with self.both_clocks(now_s + 60):
                     self.assertEqual(self.pop(q).data, b"x")
 
+    def test_due_task_is_found_at_once_when_the_date_alone_is_set_forward(self) -> None:
+        now_s, q = time.time(), self.queue()
+        q.schedule(b"x", (now_s + 60) * 1e6)
+        self.assertIsNone(q.pop())
+        with mock.patch.object(time, "time", lambda: now_s + 60):
+            self.assertEqual(self.pop(q).data, b"x")
+
     def test_due_task_is_found_after_the_clock_went_back(self) -> None:
         now_s = time.time()
         with self.both_clocks(now_s + 3600):
