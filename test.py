@@ -1230,7 +1230,7 @@ class ReplacedClock(QueueCase):
         now_s, q = time.time(), self.queue()
         q.schedule(b"x", (now_s + 60) * 1e6)
         self.assertIsNone(q.pop())
-        with mock.patch.object(time, "time", lambda: now_s + 60):
+        with mock.patch.object(time, "time", return_value=now_s + 60):
             self.assertEqual(self.pop(q).data, b"x")
 
     def test_due_task_is_found_after_the_clock_went_back(self) -> None:
