@@ -1226,6 +1226,16 @@ class ReplacedClock(QueueCase):
                 with self.both_clocks(now_s + 60):
                     self.assertEqual(self.pop(q).data, b"x")
 
+    def test_task_is_due_when_the_clock_shows_the_float_of_its_due_time(self) -> None:
+        """The due time is in microseconds, as time.time() * 1e6; both products are rounded."""
+        q = self.queue()
+        for number in range(200):
+            now_s = 1_800_000_000 + number * 0.01234567
+            with self.both_clocks(now_s):
+                q.schedule(b"x", (now_s + 0.001) * 1e6)
+            with self.both_clocks(now_s + 0.001):
+                q.done(self.pop(q))
+
     def test_due_task_is_found_at_once_when_the_date_alone_is_set_forward(self) -> None:
         now_s, q = time.time(), self.queue()
         q.schedule(b"x", (now_s + 60) * 1e6)
