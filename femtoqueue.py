@@ -3436,6 +3436,25 @@ _Found = TypeVar("_Found")  # by a wait
 _Look = Callable[[], "_Found | None"]
 
 
+def _readable(fds: Iterable[int], seconds: float) -> list[int]:
+    """Wait until a descriptor can be read, and return those that can.
+
+    select.poll() may be missing: eventlet removes it. Then select.select() does the same for
+    descriptors below 1024; for others the caller looks again after 50 ms."""
+    import select
+
+    if not hasattr(select, "poll"):
+        try:
+            return select.select([*fds], [], [], seconds)[0]
+        except ValueError:
+            time.sleep(min(seconds, 0.05))
+            return []
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return [fd for fd, _ in poll.poll(int(seconds * 1000) + 1)]
+
+
 class _Watcher:
     """Sleeps until a file comes to pending/ or scheduled/, PAUSED is gone, or wake() is called; one
     for each wait. sees_all: no event is missed, as there is inotify, and only this kernel writes
@@ -3466,17 +3485,12 @@ class _Watcher:
 
     def sleep(self, seconds: float) -> None:
         """Sleep; but not if a directory was replaced since the last look, which did not see it."""
-        import select
-
         if not self._fds:
             self._no_wake.acquire(timeout=seconds)
             return
         if self._watch():
             return
-        poll = select.poll()
-        for fd in self._fds:
-            poll.register(fd, select.POLLIN)
-        for fd, _ in poll.poll(int(seconds * 1000) + 1):
+        for fd in _readable(self._fds, seconds):
             os.read(fd, 1 << 16)
 
     def wake(self) -> None:
@@ -4902,7 +4916,7 @@ class _SharedNumbers(_Numbers):
 # ==================================================================================================
 # 21. Command line: a function for each command, with its arguments. Its docstring is the help.
 #     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
-#     uses _WorkerPool (17), _CommandFailed, _end_s (3), and parsers of names (2).
+#     uses _WorkerPool (17), _readable (15), _CommandFailed, _end_s (3), and parsers of names (2).
 # ==================================================================================================
 
 
@@ -5449,21 +5463,17 @@ class _CommandPool(_WorkerPool):
     def _relay(self, process: Any, fds: list[int], end_s: float) -> tuple[int | None, str]:
         """Relay what a process writes until it ends, or end_s. Return its exit status (None: it
         runs), and the end of its standard error."""
-        import select
         import subprocess
 
-        poll, tail, rests = select.poll(), b"", dict.fromkeys(fds, b"")  # rests: of lines
+        tail, rests = b"", dict.fromkeys(fds, b"")  # rests: of lines
         pipes = {process.stdout.fileno(): fds[0], process.stderr.fileno(): fds[1]}
-        for pipe in pipes:
-            poll.register(pipe, select.POLLIN)
         relay_end_s = end_s
         while pipes and time.monotonic() < relay_end_s:
-            for pipe, _ in poll.poll(100):
+            for pipe in _readable(pipes, 0.1):
                 data, fd = os.read(pipe, 1 << 16), pipes[pipe]
                 if fd == fds[1]:
                     tail = (tail + data)[-4096:]  # enough for a reason
                 if not data:
-                    poll.unregister(pipe)
                     del pipes[pipe]
                 rests[fd] = self._write_lines(fd, rests[fd] + data)
             if process.poll() is not None:

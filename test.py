@@ -5395,6 +5395,26 @@ class Shrinking(QueueCase):
 class Lacking(QueueCase):
     """A Python or a file system that lacks something; without flock, leases end by deadlines."""
 
+    def test_waiting_pop_is_woken_where_poll_is_missing(self) -> None:
+        """Programs that eventlet has patched have select.select() only."""
+        q = self.queue()
+        with mock.patch.object(select, "poll", create=True):
+            del select.poll
+            self.assertIsNone(q.pop(0.01))
+            threading.Timer(0.05, q.push, [b"x"]).start()
+            task = q.pop(60)
+        self.assertEqual(task and task.data, b"x")
+
+    def test_wait_with_a_high_descriptor_ends_where_poll_is_missing(self) -> None:
+        """select.select() refuses descriptors of 1024 and more."""
+        q, refused = self.queue(), ValueError("filedescriptor out of range in select()")
+        with (
+            mock.patch.object(select, "poll", create=True),
+            mock.patch.object(select, "select", side_effect=refused),
+        ):
+            del select.poll
+            self.assertIsNone(q.pop(0.01))
+
     def check_deadlines(self, module: Any) -> None:
         clock = Clock()
         with (

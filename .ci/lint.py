@@ -32,8 +32,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 34_276,
-    "lines of code": 3_842,
+    "tokens of code": 34_325,
+    "lines of code": 3_846,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
