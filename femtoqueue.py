@@ -264,6 +264,16 @@ def _boot_tag(boot_id: str, directory: str) -> str:
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
+def _follow_owner(path: str, data_dir: str) -> None:
+    """Give a new file or directory, which all users of the queue need, the owner, the group and the
+    rights of data_dir, as far as this user may. Else root, which ran one command, or a user with
+    another umask, would shut out the others for good."""
+    with suppress(OSError, AttributeError):  # not ours to give; or not POSIX
+        wanted, is_dir = os.stat(data_dir), stat.S_ISDIR(os.lstat(path).st_mode)
+        os.chmod(path, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666))
+        os.lchown(path, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
+
+
 def _make_dir(path: str, mode: int, sync: bool) -> None:
     """mkdir -p; with sync, what was made reaches the disk with its parent."""
     parent = os.path.dirname(path)
@@ -312,6 +322,11 @@ def _remove_empty_dir(path: str) -> None:
     # another user's (sticky).
     with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST, *_NO_WRITE_ERRNOS):
         os.rmdir(path)
+
+
+def _open_plain(path: str, flags: int) -> int:
+    """Open a file, but no link; a FIFO that takes its place just now must not block."""
+    return os.open(path, flags | _NO_FOLLOW_OR_BLOCK)
 
 
 def _sync_path(path: str, flags: int) -> None:
@@ -952,12 +967,29 @@ class _FileLock:
     fd = -1  # until it is open
     prefix = ""  # of a name in a directory, for calls that take its descriptor
 
-    def __init__(self, path: str, flags: int = _LOCK_FLAGS) -> None:
+    def __init__(self, path: str, flags: int = _LOCK_FLAGS, data_dir: str = "") -> None:
         self.path, self._pid = path, os.getpid()
         self.states: dict[str, Any] = {}
         with _no_fork():
-            self.fd = os.open(path, flags, 0o666)
+            self.fd = self._open(path, flags, data_dir)
             _open_lock_fds.add(self.fd)
+
+    def _open(self, path: str, flags: int, data_dir: str) -> int:
+        """Open a file without O_CREAT if it is there, which a sticky directory forbids for another
+        user's file (fs.protected_regular); for reading only if that is all that we may."""
+        try:
+            return os.open(path, flags & ~os.O_CREAT)
+        except FileNotFoundError:
+            if not flags & os.O_CREAT:
+                raise
+        except OSError as error:
+            if flags & os.O_RDWR and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                return os.open(path, os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
+            raise
+        fd = os.open(path, flags, 0o666)
+        if data_dir:
+            _follow_owner(path, data_dir)
+        return fd
 
     def acquire_shared(self) -> bool | None:
         return _flock(self.fd, fcntl.LOCK_SH)
@@ -1086,7 +1118,7 @@ class _Files:
     def make_dirs(self) -> None:
         """Make the directories of the states where they are missing, and the spare one."""
         for name in _STATE_DIRS:
-            _make_dir(self.root + name, 0o777, sync=False)
+            self.make_dir(name)
         if self.is_durable:
             _sync_dir(self.root)
             # Another may just have made it, without sync. One that we may not read was there.
@@ -1094,6 +1126,12 @@ class _Files:
                 _sync_dir(f"{self.root}..")
         with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
             os.mkdir(f"{self.root}spare")
+
+    def make_dir(self, name: str) -> None:
+        """Make a directory of data_dir that is missing, for all users of the queue."""
+        with suppress(FileExistsError):
+            os.mkdir(self.root + name)
+            _follow_owner(self.root + name, self.root)
 
     # Looking
 
@@ -1159,7 +1197,11 @@ class _Files:
         return [os.stat(self.root + it).st_mtime_ns for it in _WAITING_DIRS]
 
     def text(self, path: str) -> str:
-        with open(self.root + path, "rb") as file:
+        """Return the text of a file, "" if something else stands there: a FIFO, a link, a device
+        would block, or never end."""
+        if not self.is_regular(path):
+            return ""
+        with open(self.root + path, "rb", opener=_open_plain) as file:
             return file.read().decode("utf-8", "replace")
 
     def lstat(self, path: str) -> os.stat_result:
@@ -1203,7 +1245,7 @@ class _Files:
     # Locking
 
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        return _FileLock(self.root + path, flags)
+        return _FileLock(self.root + path, flags, self.root)
 
     def open_dir(self, directory: str) -> _FileLock | None:
         """Open a lease directory to lock it; None if it is gone, or a foreign file."""
@@ -1450,7 +1492,7 @@ class _QueueClock:
         """Return the anchor; None if there is none, or the file is invalid (it is made again)."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
-            text = self._files.text(name) if self._files.is_regular(name) else ""
+            text = self._files.text(name)
             anchor_ns = int(text) if re.fullmatch("[0-9]{1,19}\n", text) else 0
         now_ns = anchor_ns + _monotonic_ns()
         return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
@@ -1631,9 +1673,7 @@ class _LeaseDir:
     def _make(self) -> None:
         """Make the directory; on a full disk, of the spare one: a worker must be able to start."""
         try:
-            os.mkdir(self.path)
-        except FileExistsError:
-            pass
+            self._files.make_dir(self.directory)
         except OSError as error:
             spare = f"{self._root}spare"
             with suppress(OSError):  # the first error says why it was needed
@@ -2115,7 +2155,8 @@ class _Housekeeper:
         self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
         self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
         self.wake_s = 0.0  # when a job is to run next
-        self._date_s = 0.0  # the wall clock less the monotonic one, when both were read last
+        # The wall clock less the monotonic one, when both were read last.
+        self._date_s = time.time() - time.monotonic()
         self._looked_s = self._look_s = 0.0  # when PAUSED was looked at, and is next
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
@@ -3037,8 +3078,7 @@ class _KeyStates:
 
     def _make_dir(self, name: str) -> None:
         """Make a directory that is missing. Raises FileNotFoundError if data_dir is."""
-        with suppress(FileExistsError):
-            os.mkdir(self._files.root + name)
+        self._files.make_dir(name)
         self._files.commit_dir("")
 
     def lock_of(self, path: str, wait: bool = True) -> AbstractContextManager[Any]:
@@ -3069,12 +3109,14 @@ class _KeyStates:
 
     def _write(self, path: str, content: bytes) -> None:
         """Write over the beginning of a file in keys/."""
-        path, flags = self._files.root + path, os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        root, flags = self._files.root, os.O_WRONLY | _NO_FOLLOW_OR_BLOCK
         try:
-            fd = os.open(path, flags, 0o666)
-        except FileNotFoundError:
+            fd = os.open(root + path, flags)
+        except (FileNotFoundError, PermissionError):
             self._make_dir("keys")
-            fd = os.open(path, flags, 0o666)
+            self._files.remove(path)  # of a user whose umask shuts us out; a hint may be missing
+            fd = os.open(root + path, flags | os.O_CREAT, 0o666)
+            _follow_owner(root + path, root)
         try:
             os.pwrite(fd, content, 0)
         finally:
@@ -3748,8 +3790,10 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
     with files.replacement(worker.clock.new_id(), _header(record), record) as aside:
+        _follow_owner(files.root + aside, files.root)  # the next worker may be another user's
         if not os.path.isdir(f"{files.root}checkpoints"):
-            _make_dir(f"{files.root}checkpoints", 0o777, files.is_durable)
+            files.make_dir("checkpoints")
+            files.commit_dir("")
         with worker.keys.lock_of(ident), worker.lock:
             worker.renew(task)  # it holds for far longer than the next line
             files.move_over(aside, f"checkpoints/{ident}")
@@ -4757,7 +4801,7 @@ class _SharedFiles(_Files):
 
     @_afresh
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
-        return _SharedLock(self.root + path, flags)
+        return _SharedLock(self.root + path, flags, self.root)
 
 
 class _SharedLeaseDir(_LeaseDir):

@@ -26,6 +26,7 @@ import errno
 import faulthandler
 import functools
 import gc
+import glob
 import hashlib
 import importlib
 import io
@@ -1199,7 +1200,6 @@ class Ordering(QueueCase):
 # Leases
 
 
-@FORK
 class ReplacedClock(QueueCase):
     """A program under test puts its own functions into the time module."""
 
@@ -1280,6 +1280,7 @@ class ReplacedClock(QueueCase):
         self.assertEqual([*found], [older, leased, younger])
 
 
+@FORK
 class Liveness(QueueCase):
     def test_an_empty_directory_of_unknown_boot_is_left_alone_for_a_minute(self) -> None:
         """It may be an idle worker's on another host, whose lock is not seen here (FUSE). If it is
@@ -4794,6 +4795,55 @@ class ForeignFiles(QueueCase):
             self.assertEqual(self.states(), {"failed": 4, "done": 1})
             for ident in idents:
                 self.assertEqual(reason_of(q, ident), "not a regular file\n")
+
+
+class ManyUsers(QueueCase):
+    """What one user made does not shut out, or hold up, the others."""
+
+    def test_reason_that_is_no_file_does_not_block(self) -> None:
+        q = self.queue()
+        q.push(b"x")
+        task = self.pop(q)
+        q.fail(task)
+        os.mkfifo(self.file("failed", f"{task.id}.error"))
+        (dead,) = q.tasks("failed")
+        self.assertEqual(dead.error, "")
+
+    def test_files_for_all_users_follow_the_rights_of_data_dir(self) -> None:
+        """As root, or a user with another umask, may be the first to use a key, or a line."""
+        os.chmod(self.path, 0o770)
+        before = os.umask(0o077)
+        try:
+            q = self.queue()
+            q.push(b"x", key="k")
+            q.push(b"y")
+            q.checkpoint(self.pop(q), b"half")
+            TicketQueue(self.path).register()
+        finally:
+            os.umask(before)
+        clocks = [name for name in os.listdir(self.path) if name.startswith("clock-")]
+        for name in ("pending", "inflight-n1", "keys", "locks", "checkpoints"):
+            self.assertEqual(stat.S_IMODE(os.stat(self.file(name)).st_mode), 0o770, name)
+        files = [*glob.glob(self.file("locks", "*")), *glob.glob(self.file("checkpoints", "*"))]
+        states = [self.file("keys", name) for name in self.names("keys") if "-" not in name]
+        self.assertEqual((len(clocks), len(files), len(states)), (1, 2, 1))
+        for path in (*files, *states, self.file("last")):
+            self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o660, path)
+
+    def test_lock_that_may_only_be_read_is_taken(self) -> None:
+        """An earlier version made it as root, with mode 0644; flock needs no right to write."""
+        q = self.queue()
+        q.push(b"x", key="k")
+        opened = os.open
+
+        def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
+            if "/locks/" in str(path) and flags & (os.O_RDWR | os.O_CREAT):
+                fail_with(errno.EACCES)
+            return opened(path, flags, *rest, **more)
+
+        with mock.patch.object(femtoqueue, "os", fake_os(open=refuse)):
+            q.done(self.pop(q))
+        self.assertEqual(len(self.names("done")), 1)
 
 
 @FORK

@@ -598,7 +598,7 @@ a signal handler's TimeoutError is no disk trouble of a job | Faults
 a fork copies no lock that another thread is opening | Meeting
 -        with _no_fork():
 +        if path:
-             self.fd = os.open(path, flags, 0o666)
+             self.fd = self._open(path, flags, data_dir)
 a renewal gets the lock of a key that is pushed all the time | Meeting
 -                time.sleep(_LOCK_PAUSE_S)
 +                return False

@@ -32,8 +32,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 34_325,
-    "lines of code": 3_846,
+    "tokens of code": 34_641,
+    "lines of code": 3_874,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
