@@ -3107,16 +3107,26 @@ class _KeyStates:
             if sync:
                 self._files.commit(path)
 
+    def _create(self, path: str) -> int:
+        """Make a file in keys/, which the workers of all users read and write."""
+        root, flags = self._files.root, os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        try:
+            fd = os.open(root + path, flags, 0o666)
+        except FileNotFoundError:
+            self._make_dir("keys")
+            fd = os.open(root + path, flags, 0o666)
+        _follow_owner(root + path, root)
+        return fd
+
     def _write(self, path: str, content: bytes) -> None:
         """Write over the beginning of a file in keys/."""
-        root, flags = self._files.root, os.O_WRONLY | _NO_FOLLOW_OR_BLOCK
         try:
-            fd = os.open(root + path, flags)
-        except (FileNotFoundError, PermissionError):
-            self._make_dir("keys")
-            self._files.remove(path)  # of a user whose umask shuts us out; a hint may be missing
-            fd = os.open(root + path, flags | os.O_CREAT, 0o666)
-            _follow_owner(root + path, root)
+            fd = os.open(self._files.root + path, os.O_WRONLY | _NO_FOLLOW_OR_BLOCK)
+        except FileNotFoundError:
+            fd = self._create(path)
+        except PermissionError:  # of a user whose umask shuts us out; the lock is ours
+            self._files.remove(path)
+            fd = self._create(path)
         try:
             os.pwrite(fd, content, 0)
         finally:

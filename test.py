@@ -1621,7 +1621,8 @@ STEPS = {
         "move move unlink file move file directory unlink",
     ),
     "push x, take | save 1": Row(
-        "open write close stat stat mkdir move move", "file directory move move directory"
+        "open write close stat stat chmod lchown stat mkdir stat stat chmod lchown move move",
+        "file directory move move directory",
     ),
 }
 KEY_STEPS = {
@@ -1630,7 +1631,8 @@ KEY_STEPS = {
         "open lock open fstat read close lock move unlink lock close", "move unlink file directory"
     ),
     "push x, take, done | push y": Row(
-        "open lock open open write close open write close move lock close",
+        "open lock open open write close "
+        "open open stat stat chmod lchown write close move lock close",
         "file file directory move directory",
     ),
     "push x | push y": Row(
@@ -1638,7 +1640,8 @@ KEY_STEPS = {
         "file move file directory unlink",
     ),
     "push x, take, fail | retry": Row(
-        "stat open lock open open read fstat close open write close unlink lock move lock close",
+        "stat open lock open open read fstat close "
+        "open open stat stat chmod lchown write close unlink lock move lock close",
         "file directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
