@@ -264,14 +264,21 @@ def _boot_tag(boot_id: str, directory: str) -> str:
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
-def _follow_owner(path: str, data_dir: str) -> None:
+def _follow_owner(fd: int, data_dir: str) -> None:
     """Give a new file or directory, which all users of the queue need, the owner, the group and the
     rights of data_dir, as far as this user may. Else root, which ran one command, or a user with
-    another umask, would shut out the others for good."""
-    with suppress(OSError, AttributeError):  # not ours to give; or not POSIX
-        wanted, is_dir = os.stat(data_dir), stat.S_ISDIR(os.lstat(path).st_mode)
-        os.chmod(path, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666))
-        os.lchown(path, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
+    another umask, would shut out the others for good.
+
+    `fd` is of a file that this call's process has just made. It is never changed by its path: root
+    may work in a data_dir of another user, who could put a link to any file there meanwhile."""
+    with suppress(OSError, AttributeError):  # AttributeError: not POSIX
+        wanted, made = os.stat(data_dir), os.fstat(fd)
+        if made.st_uid != os.geteuid():
+            return  # somebody put another directory into the place of ours
+        with suppress(OSError):  # not a group of this user's
+            os.fchown(fd, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
+        is_dir = stat.S_ISDIR(made.st_mode)
+        os.fchmod(fd, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666))
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
@@ -922,6 +929,7 @@ _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
 # EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+_MAX_OPENINGS = 100  # of a lock's file that others make and remove meanwhile
 _FORK_WAIT_S, _FORK_POLL_S = 0.5, 0.001
 
 _open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
@@ -965,6 +973,8 @@ class _FileLock:
     the keys that it guards (13)."""
 
     fd = -1  # until it is open
+    reading_is_enough = True  # for flock(), to open the file for
+    refused: OSError | None = None  # why it is open for reading only
     prefix = ""  # of a name in a directory, for calls that take its descriptor
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS, data_dir: str = "") -> None:
@@ -977,19 +987,26 @@ class _FileLock:
     def _open(self, path: str, flags: int, data_dir: str) -> int:
         """Open a file without O_CREAT if it is there, which a sticky directory forbids for another
         user's file (fs.protected_regular); for reading only if that is all that we may."""
-        try:
-            return os.open(path, flags & ~os.O_CREAT)
-        except FileNotFoundError:
-            if not flags & os.O_CREAT:
-                raise
-        except OSError as error:
-            if flags & os.O_RDWR and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        for _ in range(_MAX_OPENINGS):
+            try:
+                return os.open(path, flags & ~os.O_CREAT)
+            except FileNotFoundError:
+                if not flags & os.O_CREAT:
+                    raise
+            except OSError as error:
+                is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EROFS)
+                if not (is_refused and self.reading_is_enough and flags & os.O_RDWR):
+                    raise
+                self.refused = error
                 return os.open(path, os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
-            raise
-        fd = os.open(path, flags, 0o666)
-        if data_dir:
-            _follow_owner(path, data_dir)
-        return fd
+            with suppress(
+                FileExistsError
+            ):  # RACE: another process made it; then that one is opened
+                fd = os.open(path, flags | os.O_EXCL, 0o666)
+                if data_dir:
+                    _follow_owner(fd, data_dir)
+                return fd
+        raise _os_error(errno.ENOENT, path)
 
     def acquire_shared(self) -> bool | None:
         return _flock(self.fd, fcntl.LOCK_SH)
@@ -1131,7 +1148,12 @@ class _Files:
         """Make a directory of data_dir that is missing, for all users of the queue."""
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
-            _follow_owner(self.root + name, self.root)
+            with suppress(OSError):  # not POSIX; or removed with its worker just now
+                fd = os.open(self.root + name, _DIR_FLAGS)
+                try:
+                    _follow_owner(fd, self.root)
+                finally:
+                    os.close(fd)
 
     # Looking
 
@@ -1293,14 +1315,21 @@ class _Files:
 
     @contextmanager
     def replacement(
-        self, name: str, header: bytes, payload: bytes | memoryview = b""
+        self,
+        name: str,
+        header: bytes,
+        payload: bytes | memoryview = b"",
+        is_for_all: bool = False,
     ) -> Iterator[str]:
         """Write a file creating/<name> that the block puts in the place of another; if the block
-        fails, it goes. It is synced first: power loss must leave one of the two whole."""
+        fails, it goes. It is synced first: power loss must leave one of the two whole. is_for_all:
+        it gets the rights of data_dir, whatever the umask is."""
         path = f"creating/{name}"
         fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
             try:
+                if is_for_all:
+                    _follow_owner(fd, self.root)
                 _write_record(fd, header, payload)
                 if self.is_durable:
                     os.fsync(fd)
@@ -3109,13 +3138,13 @@ class _KeyStates:
 
     def _create(self, path: str) -> int:
         """Make a file in keys/, which the workers of all users read and write."""
-        root, flags = self._files.root, os.O_WRONLY | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
+        root, flags = self._files.root, _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
         try:
             fd = os.open(root + path, flags, 0o666)
         except FileNotFoundError:
             self._make_dir("keys")
             fd = os.open(root + path, flags, 0o666)
-        _follow_owner(root + path, root)
+        _follow_owner(fd, root)
         return fd
 
     def _write(self, path: str, content: bytes) -> None:
@@ -3185,8 +3214,19 @@ class _KeyedTasks(_KeyStates):
         if not self.may_have_task(name):
             os.stat(f"{self._files.root}pending")  # gone: disk trouble
             return ""
-        with self.lock(_key_tag(name)) as states:
-            return self.find_task(states, name)[0]
+        try:
+            with self.lock(_key_tag(name)) as states:
+                return self.find_task(states, name)[0]
+        except OSError as error:
+            if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
+                raise
+        return self._seen(name)  # on a snapshot, or in a queue that this user may only read
+
+    def _seen(self, name: str) -> str:
+        """Do as path_of() without the lock, and correct nothing. A task that moves just then may be
+        missed."""
+        task, behind = self._load(_key_tag(name))[name]
+        return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
     def newest_of(self, entry: _Entry) -> str:
         """Return the path of the payload that a task's next delivery carries; it may go now."""
@@ -3799,8 +3839,8 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             os.stat(files.root)  # gone: disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    with files.replacement(worker.clock.new_id(), _header(record), record) as aside:
-        _follow_owner(files.root + aside, files.root)  # the next worker may be another user's
+    # For all users: the next worker may be another one's.
+    with files.replacement(worker.clock.new_id(), _header(record), record, True) as aside:
         if not os.path.isdir(f"{files.root}checkpoints"):
             files.make_dir("checkpoints")
             files.commit_dir("")
@@ -4309,7 +4349,10 @@ class _Numbers:
         self._files, self._root = files, files.root
 
     def draw(self, last: _FileLock, highest: int) -> int:
-        """Return the next number, and note it. highest: of those in line."""
+        """Return the next number, and note it. highest: of those in line. Raises the OSError of an
+        open() that let us only read the note."""
+        if last.refused is not None:
+            raise last.refused
         text = os.read(last.fd, 20)  # after power loss it may be empty, or rubbish
         number = max(int(text) if text.isdigit() else 0, highest) + 1
         os.pwrite(last.fd, b"%020d" % number, 0)
@@ -4671,6 +4714,8 @@ def _afresh(look: _Method) -> _Method:
 
 class _SharedLock(_FileLock):
     """A lock that is polled, always at one pace (flock)."""
+
+    reading_is_enough = False  # NFS makes a lock of bytes of it, which a writer alone may have
 
     def acquire_exclusive(self, wait: bool = True) -> None:
         while True:

@@ -1621,7 +1621,8 @@ STEPS = {
         "move move unlink file move file directory unlink",
     ),
     "push x, take | save 1": Row(
-        "open write close stat stat chmod lchown stat mkdir stat stat chmod lchown move move",
+        "open stat fstat fchown fchmod write close "
+        "stat mkdir open stat fstat fchown fchmod close move move",
         "file directory move move directory",
     ),
 }
@@ -1632,7 +1633,7 @@ KEY_STEPS = {
     ),
     "push x, take, done | push y": Row(
         "open lock open open write close "
-        "open open stat stat chmod lchown write close move lock close",
+        "open open stat fstat fchown fchmod write close move lock close",
         "file file directory move directory",
     ),
     "push x | push y": Row(
@@ -1641,7 +1642,7 @@ KEY_STEPS = {
     ),
     "push x, take, fail | retry": Row(
         "stat open lock open open read fstat close "
-        "open open stat stat chmod lchown write close unlink lock move lock close",
+        "open open stat fstat fchown fchmod write close unlink lock move lock close",
         "file directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
@@ -4832,6 +4833,77 @@ class ManyUsers(QueueCase):
         self.assertEqual((len(clocks), len(files), len(states)), (1, 2, 1))
         for path in (*files, *states, self.file("last")):
             self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o660, path)
+
+    def test_file_outside_keeps_its_mode_when_a_link_takes_the_place_of_a_new_lock(self) -> None:
+        """root may work in a directory of another user, who puts a link to any file there."""
+        outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
+        for link in (os.symlink, os.link):
+            with open(outside, "w", encoding="ascii"):
+                os.chmod(outside, 0o600)
+            q = self.anew()
+            os.chmod(self.path, 0o777)
+            place = self.file("locks", key_tag("k")[-2:])
+
+            def swap(link: Any = link, place: str = place) -> None:
+                if os.path.isfile(place) and not os.path.samefile(place, outside):
+                    os.unlink(place)
+                    link(outside, place)
+
+            with hooked(at_call("stat fstat chmod fchmod", None, swap)):
+                q.push(b"x", key="k")
+            self.assertTrue(os.path.lexists(place))
+            self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
+
+    def test_file_outside_keeps_its_mode_when_a_link_comes_before_the_lock(self) -> None:
+        q = self.queue()
+        outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
+        with open(outside, "w", encoding="ascii"):
+            os.chmod(outside, 0o600)
+        os.chmod(self.path, 0o777)
+        os.mkdir(self.file("locks"))
+        place, opened = self.file("locks", key_tag("k")[-2:]), os.open
+
+        def plant(path: str, flags: int, *rest: Any, **more: Any) -> int:
+            if path == place and flags & os.O_CREAT and not os.path.lexists(place):
+                os.link(outside, place)
+            return opened(path, flags, *rest, **more)
+
+        with mock.patch.object(femtoqueue, "os", fake_os(open=plant)):
+            q.push(b"x", key="k")
+        self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
+
+    def test_looks_at_keys_work_where_nothing_can_be_written(self) -> None:
+        """As on a snapshot, also if its locks/ was never made."""
+        q, opened = self.queue(), os.open
+        q.push(b"x", key="k")
+        shutil.rmtree(self.file("locks"))
+
+        def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
+            if flags & (os.O_RDWR | os.O_WRONLY | os.O_CREAT):
+                fail_with(errno.EROFS)
+            return opened(path, flags, *rest, **more)
+
+        read_only = fake_os(open=refuse, mkdir=lambda *_: fail_with(errno.EROFS))
+        with mock.patch.object(femtoqueue, "os", read_only):
+            task = q.peek(key="k")
+            self.assertEqual((q.contains("k"), q.contains("j")), (True, False))
+        self.assertEqual(task and task.data, b"x")
+
+    def test_ticket_in_a_line_that_may_only_be_read_raises_why(self) -> None:
+        line, opened = TicketQueue(self.path), os.open
+        line.remove(line.register()[1])
+
+        def refuse(path: str, flags: int, *rest: Any, **more: Any) -> int:
+            if flags & (os.O_RDWR | os.O_CREAT):
+                fail_with(errno.EROFS)
+            return opened(path, flags, *rest, **more)
+
+        with (
+            mock.patch.object(femtoqueue, "os", fake_os(open=refuse)),
+            self.assertRaises(OSError) as caught,
+        ):
+            line.register()
+        self.assertEqual(caught.exception.errno, errno.EROFS)
 
     def test_lock_that_may_only_be_read_is_taken(self) -> None:
         """An earlier version made it as root, with mode 0644; flock needs no right to write."""

@@ -70,7 +70,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("rename", "renameat", "renameat2", "mkdir", "mkdirat"), CHANGES),
     **dict.fromkeys(("link", "linkat"), (*CHANGES, "EPERM")),
     **dict.fromkeys(("unlink", "unlinkat", "rmdir", "chmod", "fchmod", "fchmodat"), STATUS),
-    **dict.fromkeys(("lchown", "fchownat"), STATUS),
+    **dict.fromkeys(("fchown", "lchown", "fchownat"), STATUS),
     **dict.fromkeys(("stat", "lstat", "newfstatat", "statx", "access", "faccessat"), STATUS),
     **dict.fromkeys(("fstat", "statfs", "fstatfs", "getdents64"), ("EIO",)),
     **dict.fromkeys(("read", "pread64"), ("EIO", "EINTR")),
