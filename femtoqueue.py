@@ -264,10 +264,10 @@ def _boot_tag(boot_id: str, directory: str) -> str:
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
-def _follow_owner(fd: int, data_dir: str) -> None:
+def _follow_owner(fd: int, data_dir: str, and_mode: int = 0) -> None:
     """Give a new file or directory, which all users of the queue need, the owner, the group and the
     rights of data_dir, as far as this user may. Else root, which ran one command, or a user with
-    another umask, would shut out the others for good.
+    another umask, would shut out the others for good. and_mode: rights that it gets besides.
 
     `fd` is of a file that this call's process has just made. It is never changed by its path: root
     may work in a data_dir of another user, who could put a link to any file there meanwhile."""
@@ -278,7 +278,7 @@ def _follow_owner(fd: int, data_dir: str) -> None:
         with suppress(OSError):  # not a group of this user's
             os.fchown(fd, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
         is_dir = stat.S_ISDIR(made.st_mode)
-        os.fchmod(fd, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666))
+        os.fchmod(fd, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666) | and_mode)
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
@@ -999,9 +999,8 @@ class _FileLock:
                     raise
                 self.refused = error
                 return os.open(path, os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
-            with suppress(
-                FileExistsError
-            ):  # RACE: another process made it; then that one is opened
+            # RACE: another process makes the file first. Then the next round opens that one.
+            with suppress(FileExistsError):
                 fd = os.open(path, flags | os.O_EXCL, 0o666)
                 if data_dir:
                     _follow_owner(fd, data_dir)
@@ -1319,17 +1318,17 @@ class _Files:
         name: str,
         header: bytes,
         payload: bytes | memoryview = b"",
-        is_for_all: bool = False,
+        for_all: int | None = None,
     ) -> Iterator[str]:
         """Write a file creating/<name> that the block puts in the place of another; if the block
-        fails, it goes. It is synced first: power loss must leave one of the two whole. is_for_all:
-        it gets the rights of data_dir, whatever the umask is."""
+        fails, it goes. It is synced first: power loss must leave one of the two whole. for_all:
+        rights that the file gets besides those of data_dir; None: the umask decides alone."""
         path = f"creating/{name}"
         fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
             try:
-                if is_for_all:
-                    _follow_owner(fd, self.root)
+                if for_all is not None:
+                    _follow_owner(fd, self.root, for_all)
                 _write_record(fd, header, payload)
                 if self.is_durable:
                     os.fsync(fd)
@@ -1423,8 +1422,12 @@ class _Files:
         # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
         with suppress(OSError):
             os.mkdir(fresh)
-            os.chmod(fresh, stat.S_IMODE(old.st_mode))
-            new = os.stat(fresh)
+            fd = os.open(fresh, _DIR_FLAGS)  # never by its path: see _follow_owner()
+            try:
+                os.fchmod(fd, stat.S_IMODE(old.st_mode))
+                new = os.fstat(fd)
+            finally:
+                os.close(fd)
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
                 os.rename(fresh, pending)
                 _sync_dir(self.root)  # else files synced into it later could be lost with it
@@ -1531,8 +1534,8 @@ class _QueueClock:
         anchor that counts."""
         root, anchor_ns = self._files.root, _compute_anchor(self._files)
         aside_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        with self._files.replacement(aside_name, b"%d\n" % anchor_ns) as aside:
-            os.chmod(root + aside, 0o644)  # for all users of this boot, whatever our umask
+        # 0644: for all users of this boot, also if data_dir is opened to them only later.
+        with self._files.replacement(aside_name, b"%d\n" % anchor_ns, for_all=0o644) as aside:
             try:
                 os.link(root + aside, root + name)
             except (AttributeError, OSError):
@@ -3840,7 +3843,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
     # For all users: the next worker may be another one's.
-    with files.replacement(worker.clock.new_id(), _header(record), record, True) as aside:
+    with files.replacement(worker.clock.new_id(), _header(record), record, for_all=0) as aside:
         if not os.path.isdir(f"{files.root}checkpoints"):
             files.make_dir("checkpoints")
             files.commit_dir("")

@@ -2872,7 +2872,7 @@ def takes_effect(name: str, args: tuple[Any, ...]) -> bool:
 
 def errors_of(name: str, args: tuple[Any, ...]) -> list[int]:
     """Return which errors a system may have for such a call."""
-    frees_space = name in ("unlink", "rmdir", "chmod")
+    frees_space = name in ("unlink", "rmdir", "chmod", "fchmod", "fchown")
     takes_space = name in ("fsync", "syncfs") or (may_change(name, args) and not frees_space)
     has = {
         errno.EIO: True,
@@ -4905,6 +4905,21 @@ class ManyUsers(QueueCase):
             line.register()
         self.assertEqual(caught.exception.errno, errno.EROFS)
 
+    def test_file_outside_keeps_its_mode_when_a_link_replaces_a_clock_file(self) -> None:
+        outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
+        with open(outside, "w", encoding="ascii"):
+            os.chmod(outside, 0o600)
+
+        def swap() -> None:
+            for path in glob.glob(self.file("creating", "*.clock")):
+                if not os.path.islink(path):
+                    os.unlink(path)
+                    os.symlink(outside, path)
+
+        with hooked(at_call("chmod fchmod", None, swap)):
+            self.queue()
+        self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
+
     def test_lock_that_may_only_be_read_is_taken(self) -> None:
         """An earlier version made it as root, with mode 0644; flock needs no right to write."""
         q = self.queue()
@@ -5508,9 +5523,12 @@ class Shrinking(QueueCase):
 
     def test_one_that_can_not_be_replaced_will_do(self) -> None:
         """A full disk, a mount point: an empty queue is still None, and nothing is left over."""
-        for call in ("mkdir", "chmod", "move"):
-            full = mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
-            self.assertIsNone(self.look(self.queue(), at_call(call, ".pending", full)))
+        clock = self.clock()
+        for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
+            q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
+            q.pop()  # its lease directory is there
+            clock.advance(1)
+            self.assertIsNone(self.look(q, at_call(call, of, full)))
             self.assertEqual((full.call_count, self.names("creating")), (1, []))
 
 

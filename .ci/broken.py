@@ -231,7 +231,7 @@ a move goes on when pending/ is replaced meanwhile | Shrinking
 -_MAX_REPLACED =
 +_MAX_REPLACED = 0 *
 a pending/ that is replaced keeps its mode | Shrinking
--            os.chmod(fresh, stat.S_IMODE(old.st_mode))
+-                os.fchmod(fd, stat.S_IMODE(old.st_mode))
 a large pending/ is replaced only when it is empty | Shrinking
 -            if not self._backlog.seen:
 +            if self._backlog.seen:

@@ -32,8 +32,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 34_899,
-    "lines of code": 3_917,
+    "tokens of code": 34_930,
+    "lines of code": 3_918,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
