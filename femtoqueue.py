@@ -1557,6 +1557,8 @@ _MAX_BATCH = 1 << 17  # names to keep in memory: up to 11 MB of them
 _CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
 _FEW = 1000  # names that are listed in one piece
 _AT_ONCE = 256  # names that the system lists in one call: no push comes meanwhile
+_LONGEST_TROUBLE_S = 3600.0  # for which a task that made trouble is passed over
+_MAX_TROUBLES = 10_000  # tasks that made trouble, to remember
 _LOSSES = 64  # of claims in one pop(), after which it looks at its lease directory
 _MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
 _is_waiting = _FORMS["pending"]
@@ -1586,6 +1588,9 @@ class _Backlog:
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = 0  # how many names pending/ had when it was listed last
+        # By id, tasks that this worker could not read or move: how often, and until when each is
+        # passed over. In memory only: another worker may be luckier.
+        self._troubles: dict[str, tuple[int, float]] = {}
         self._listed_s = 0.0
         self.refill_s = 0.0  # when it is to be listed again, though names are left
 
@@ -1611,7 +1616,22 @@ class _Backlog:
         else:
             self.names, self.seen = _oldest_names(self._pending, self.seen)
             self.refill_s = now_s + max(1, 20 * (time.monotonic() - now_s))
+        if self._troubles:
+            self.names = [name for name in self.names if not self._is_passed_over(name, now_s)]
         self._listed_s = now_s
+
+    def _is_passed_over(self, name: str, now_s: float) -> bool:
+        return self._troubles.get(_id_of(name), (0, 0.0))[1] > now_s
+
+    def pass_over(self, ident: str) -> None:
+        """Leave a task that made trouble out of the next listings: the first time not at all, as
+        the trouble may be over; then for 1 s, 2 s and so on up to an hour."""
+        with self._lock:
+            now_s, (times, _) = time.monotonic(), self._troubles.get(ident, (0, 0.0))
+            pause_s = min(2.0 ** min(times - 1, 12), _LONGEST_TROUBLE_S) if times else 0.0
+            if len(self._troubles) >= _MAX_TROUBLES:
+                self._troubles.pop(next(iter(self._troubles)))
+            self._troubles[ident] = times + 1, now_s + pause_s
 
     def add(self, path: str) -> None:
         """A task came to `path` in pending/: it is one of the batch unless it stands behind it."""
@@ -1736,6 +1756,8 @@ class _LeaseDir:
         except FileNotFoundError:
             pass  # RACE: another worker won; or our directory was removed
         except OSError as error:
+            if error.errno in (errno.EPERM, errno.EACCES) and self._may_move(source):
+                error.task_id = _id_of(source)  # type: ignore[attr-defined]
             if error.errno not in _MISSING_ERRNOS:
                 raise
             self._worker.house.look_again()  # ESTALE: our directory is gone
@@ -1743,6 +1765,12 @@ class _LeaseDir:
             return True
         self.unread.pop(path, None)
         return False
+
+    def _may_move(self, source: str) -> bool:
+        """Say whether this user may move tasks from there to here, though not this one: it is
+        another user's, in a sticky directory."""
+        directories = self._root + os.path.dirname(source), self.path
+        return all(os.access(path, os.W_OK | os.X_OK) for path in directories)
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
         """Move a task that was claimed for nobody to `target`, uncounted; if it can't be moved, the
@@ -2083,6 +2111,7 @@ class _Worker:
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
+        data = None
         try:
             if self.max_attempts is not None and before >= self.max_attempts:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
@@ -2096,6 +2125,10 @@ class _Worker:
             self.house.look_again()
             self.lease_dir.undo_claim(lease, waiting)
             return None
+        except (OSError, MemoryError) as error:
+            if data is None:
+                self._blame(ident, error)
+            raise
         if payload is None:
             self.lease_dir.unread.pop(path, None)
             return None
@@ -2105,18 +2138,50 @@ class _Worker:
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
+    def _blame(self, ident: str, error: OSError | MemoryError) -> None:
+        """Note in the error of a read that it is the task's own: the file may not be read, or does
+        not fit into memory. The error's attribute task_id has the id then."""
+        code = getattr(error, "errno", errno.EFBIG)  # None: raised by a signal handler
+        if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
+            error.task_id = ident  # type: ignore[union-attr]
+
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim that was interrupted: the task returns to its place; or whose file could be
-        neither read nor made a dead letter: to the back, else it would block each worker that takes
-        the oldest task first, and whose work may free disk space."""
+        """Undo a claim that was interrupted: the task returns to its place, uncounted.
+
+        A task that made trouble itself (task_id) goes to the back instead, counted, or with
+        max_attempts reached to failed/: it must not block the tasks behind it. If it could not even
+        be moved, it stays, and this worker passes it over. A task of which something else could not
+        be read, such as the state of its key, goes to the back, uncounted.
+        """
         place = waiting if lease.path else ""
         code = getattr(error, "errno", None)  # None: raised by a signal handler
-        is_unreadable = isinstance(error, MemoryError) or code not in (None, *_TRANSIENT_ERRNOS)
-        if is_unreadable and place.startswith("pending/"):
+        if place and hasattr(error, "task_id"):
+            self.backlog.pass_over(_id_of(place))
+            with suppress(OSError):
+                if not self.files.exists(lease.path):  # it was not claimed, or close() ended that
+                    self.lease_dir.unread.pop(lease.path, None)
+                    return
+                if self._set_aside(lease, error):
+                    return
+            if place.startswith("pending/"):
+                place = self.back_path(place, _attempts_of(lease.path))
+        elif code not in (None, *_TRANSIENT_ERRNOS) and place.startswith("pending/"):
             place = self.back_path(place, _attempts_of(place))
         if place:
             self.lease_dir.undo_claim(lease, place)
-        self.note(place)
+        if not hasattr(error, "task_id"):
+            self.note(place)
+
+    def _set_aside(self, lease: _Lease, error: BaseException) -> bool:
+        """Make a dead letter of a leased task that can't be read, if it has had its attempts.
+        Return whether it had."""
+        attempts = _attempts_of(lease.path)
+        if self.max_attempts is None or attempts < self.max_attempts:
+            return False
+        why = str(error) or type(error).__name__
+        self.quarantine(lease.path, f"it could not be read, at attempt {attempts}: {why}")
+        self.lease_dir.unread.pop(lease.path, None)
+        return True
 
 
 # ==================================================================================================
@@ -2608,9 +2673,15 @@ class FemtoQueue:
         lease_ms: of this lease, in ms, for extend() and processing() too; None: timeout_stale_ms.
 
         The task is in inflight-<node>/ until done(), fail() or release(), or until the lease ends.
-        A corrupt task is moved to failed/, logged, and passed over. OSError, as it came, for disk
-        trouble: a task that can't be read goes to the back of pending/; trouble with scheduled/,
-        creating/ or other workers' directories is raised when no task waits.
+        A corrupt task is moved to failed/, logged, and passed over.
+
+        Raises OSError, as it came, for trouble with the disk, and MemoryError. If the trouble is
+        one task's own (this user may not read or move its file, or it does not fit into memory),
+        the attribute task_id of the error names the task. The next pop() takes the next task, in
+        this process and in others. A task that can't be read is at the back then, and its attempts
+        count this delivery, so that max_attempts ends it in failed/. This object passes a task over
+        that makes trouble again, for a pause that grows from a second to an hour. Trouble with
+        scheduled/, creating/ or other workers' directories is raised when no task waits.
         """
         if timeout == 0 and lease_ms is None:
             return self._worker.take_oldest(self._length_ns)
@@ -2802,7 +2873,9 @@ class FemtoQueue:
         same; a second one gives back what runs and returns at once; threads still at work then get
         LeaseLost. A handler that fails is logged (logger "femtoqueue"), and the loop goes on; one
         that raises SystemExit or the like ends it, and its task is given back, uncounted. An
-        OSError of pop() or of a task's end ends it, too, raised when what runs is finished.
+        OSError of pop() or of a task's end ends it, too, raised when what runs is finished. But the
+        trouble of one task (see pop()) is logged, and the others go on. work() ends with its error
+        only if nothing but such trouble came for 30 seconds.
         """
         import inspect
 
@@ -4002,6 +4075,7 @@ class _Processing:
 #     comes between two of its steps that would leave a task in flight.
 # ==================================================================================================
 
+_TROUBLE_S = 30.0  # of nothing but trouble with single tasks, after which work() ends
 _ONE_SIGNAL_S = 0.3  # two signals within that are one
 _AFTER_FAILURE = {
     "retried": "to be retried",
@@ -4045,6 +4119,7 @@ class _WorkerPool:
         self._running: dict[int, FemtoTask] = {}  # by their id()
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
+        self._trouble_s = float("inf")  # since when there was nothing but trouble with tasks
         self._is_interruptible = False  # a handler runs that signals interrupt
         self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
 
@@ -4087,7 +4162,7 @@ class _WorkerPool:
                 with self._turn:
                     if self._is_stopping():
                         return
-                    task = self._take()
+                    task = self._take_untroubled()
                 if task is not None:
                     self._process(task)
         except BaseException as error:
@@ -4096,6 +4171,24 @@ class _WorkerPool:
     def _is_stopping(self) -> bool:
         is_over = self.signals or self._error is not None or time.monotonic() >= self._end_s
         return bool(is_over or self._is_stopped())
+
+    def _take_untroubled(self) -> FemtoTask | None:
+        """Do as _take(), but log the trouble with a single task, and return None: the others go on.
+        Raise it if there was nothing but such trouble for _TROUBLE_S. A wait is none, unless this
+        worker waits for just these tasks to end (drain)."""
+        try:
+            task = self._take()
+        except (OSError, MemoryError) as error:
+            ident, now_s = getattr(error, "task_id", ""), time.monotonic()
+            self._trouble_s = min(self._trouble_s, now_s)
+            if not ident or (now_s - self._trouble_s > _TROUBLE_S and not self._running):
+                raise
+            why = str(error) or type(error).__name__
+            _log().error("task %s is passed over: %s", ident, why)
+            return None
+        if task is not None or not self._drain:
+            self._trouble_s = float("inf")
+        return task
 
     def _take(self) -> FemtoTask | None:
         """Take a task, or wait for one a moment: no event says that is_stopped() has changed."""

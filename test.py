@@ -169,6 +169,7 @@ SEAMS = {
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
     "grace": "_GRACE_S",
+    "trouble": "_TROUBLE_S",
     "report": "_REPORT_S",
     "base interval": "_BASE_INTERVAL_S",
     "longest pause": "_LONGEST_PAUSE_S",
@@ -3513,14 +3514,14 @@ class Faults(PlainLives):
             self.assertRaises(OSError, self.queue("n4").pop)
         self.assertEqual(self.names("spare"), ["notes.txt"])
 
-    def test_a_task_that_can_not_be_read_is_back_at_once_and_was_not_delivered(self) -> None:
-        """Others may be luckier. After a shortage it is the next again; else it keeps nobody from
-        what waits behind it, and its error surfaces when there is nothing else to do."""
-        for event, error, is_next in (
-            ("open", OSError(errno.EMFILE, "no descriptors"), True),
-            ("open", OSError(errno.EACCES, "not ours"), False),
-            ("read", MemoryError(), False),
-            ("open", TimeoutError("raised by a signal handler"), True),
+    def test_a_task_that_can_not_be_read_waits_again_at_once(self) -> None:
+        """After a shortage of this process the task is the next again, uncounted. A task that makes
+        trouble itself is at the back, counted, and its error surfaces when nothing else waits."""
+        for event, error, is_next, attempts in (
+            ("open", OSError(errno.EMFILE, "no descriptors"), True, 1),
+            ("open", OSError(errno.EACCES, "not ours"), False, 3),
+            ("read", MemoryError(), False, 3),
+            ("open", TimeoutError("raised by a signal handler"), True, 1),
         ):
             q, other = self.anew(), self.queue("n2")
             ident = q.push_many([b"large" * 10_000, b"small"])[0]
@@ -3537,7 +3538,7 @@ class Faults(PlainLives):
                     self.assertEqual(self.pop(other).data, b"small")
                     self.assertRaises(type(error), other.pop)
             task = self.pop(other)
-            self.assertEqual((task.id, task.attempts), (ident, 1))
+            self.assertEqual((task.id, task.attempts), (ident, attempts))
 
     def test_what_a_signal_handler_raises_in_a_job_is_not_taken_for_disk_trouble(self) -> None:
         """TimeoutError is an OSError; one that the system raises has an errno. It is raised at
@@ -4704,6 +4705,119 @@ class Corruption(QueueCase):
                 self.assertEqual(file.read(), content)
                 self.assertIn(reason, reason_of(q, ident))
                 self.assertIn(reason, line)
+
+
+class TroubleOfOneTask(QueueCase):
+    """A task that this worker can't read, or may not move, does not stop the others."""
+
+    def unreadable(self, *idents: str) -> Any:
+        def refuse(name: str, args: tuple[Any, ...]) -> None:
+            if name == "open" and str(args[0]).endswith(idents):
+                fail_with(errno.EACCES)
+
+        return hooked(refuse)
+
+    def test_pop_raises_for_an_unreadable_task_and_the_next_pop_takes_the_next(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        bad, *_ = q.push_many([b"bad", b"good", b"better"])
+        with self.unreadable(bad):
+            with self.assertRaises(PermissionError) as caught:
+                q.pop()
+            self.assertEqual(getattr(caught.exception, "task_id", None), bad)
+            self.assertEqual(self.pop(q).data, b"good")
+            self.assertEqual(self.pop(other).data, b"better")
+        task = self.pop(other)
+        self.assertEqual((task.id, task.attempts), (bad, 2))
+
+    def test_task_that_makes_trouble_again_is_passed_over_for_up_to_an_hour(self) -> None:
+        q, clock = self.queue(), self.clock()
+        clock.stand_still()
+        bad, pauses = q.push(b"bad"), list[float]()
+        with self.unreadable(bad):
+            for _ in range(16):
+                began_s = clock.monotonic()
+                with contextlib.suppress(PermissionError):
+                    while q.pop() is None:
+                        clock.advance(0.5 if clock.monotonic() - began_s < 30 else 30)
+                pauses.append(clock.monotonic() - began_s)
+        self.assertEqual(pauses[:6], [0, 0, 1, 2, 4, 8])
+        self.assertTrue(3600 <= pauses[-1] <= 3660, pauses)
+        self.assertEqual(self.pop(self.queue("n2")).data, b"bad")
+
+    def test_payload_that_does_not_fit_into_memory_is_a_dead_letter_after_max_attempts(
+        self,
+    ) -> None:
+        q = self.queue(max_attempts=2)
+        bad, _ = q.push_many([b"bad", b"good"])
+        memory_out = mock.Mock(side_effect=MemoryError)
+        with hooked(at_call("open", bad, memory_out)):
+            self.assertRaises(MemoryError, q.pop)
+            self.assertEqual(self.pop(q).data, b"good")
+            self.assertRaises(MemoryError, q.pop)
+        (dead,) = q.tasks("failed")
+        self.assertEqual((dead.id, "MemoryError" in str(dead.error)), (bad, True))
+
+    def test_keyed_task_that_can_not_be_read_keeps_its_key_to_itself(self) -> None:
+        q, other = self.queue(), self.queue("n2")
+        bad = q.push(b"bad", key="k")
+        with self.unreadable(bad):
+            self.assertRaises(PermissionError, q.pop)
+        self.assertEqual(q.push(b"newer", key="k"), bad)
+        task = self.pop(other)
+        self.assertEqual((task.id, task.data), (bad, b"newer"))
+
+    def test_work_logs_an_unreadable_task_and_goes_on(self) -> None:
+        for concurrency in (1, 2):
+            q, handled = self.anew(max_attempts=3), list[bytes]()
+            bad, *_ = q.push_many([b"bad", b"0", b"1", b"2"])
+            with self.subTest(concurrency), self.unreadable(bad):
+                counts = q.work(
+                    lambda task, to=handled: to.append(task.data),  # type: ignore[misc]
+                    drain=True,
+                    concurrency=concurrency,
+                )
+            self.assertEqual((sorted(handled), counts.done), ([b"0", b"1", b"2"], 3))
+            (dead,) = q.tasks("failed")
+            self.assertEqual(dead.id, bad)
+
+    def test_work_ends_when_nothing_but_unreadable_tasks_comes(self) -> None:
+        q = self.queue()
+        idents = q.push_many([b"bad"] * 3)
+        with (
+            with_constant("trouble", -1.0),
+            self.unreadable(*idents),
+            self.assertRaises(PermissionError),
+        ):
+            q.work(lambda task: None, drain=True)
+
+    def test_task_that_may_not_be_moved_is_passed_over(self) -> None:
+        """As in a sticky pending/, where the tasks of other users may not be renamed."""
+        q, clock = self.queue(), self.clock()
+        bad, *_ = q.push_many([b"bad", b"good", b"better"])
+        with hooked(at_call("move", bad, raising(errno.EPERM))):
+            with self.assertRaises(PermissionError) as caught:
+                q.pop()
+            self.assertEqual(getattr(caught.exception, "task_id", None), bad)
+            self.assertEqual(self.pop(q).data, b"good")
+            clock.advance(2)
+            self.assertRaises(PermissionError, q.pop)
+            self.assertEqual(self.pop(q).data, b"better")
+            clock.advance(0.5)
+            self.assertIsNone(q.pop())
+        clock.advance(100)
+        task = self.pop(q)
+        self.assertEqual((task.id, task.attempts), (bad, 1))
+
+    def test_directory_that_may_not_be_written_to_is_no_trouble_of_a_task(self) -> None:
+        q = self.queue()
+        bad = q.push(b"x")
+        with (
+            hooked(at_call("move", bad, raising(errno.EACCES))),
+            mock.patch.object(os, "access", return_value=False),
+            self.assertRaises(PermissionError) as caught,
+        ):
+            q.pop()
+        self.assertFalse(hasattr(caught.exception, "task_id"))
 
 
 class ForeignFiles(QueueCase):
@@ -7948,10 +8062,10 @@ class Meeting(QueueCase):
     @FORK
     def test_close_in_another_thread_as_pop_reads_a_task_leaves_no_delivery(self) -> None:
         """The lease of what pop() has just read can't be ended, as its key is busy: pop() does it,
-        and has no task. Nor is one left if that can't be read, though close() left it alone: a
-        detached one, or beside a living namesake."""
+        and has no task. Nor is one left if that can't be read, which counts, though close() left it
+        alone: a detached one, or beside a living namesake."""
         for key, is_detached in (("k", False), (None, True), (None, False)):
-            q = self.anew(timeout_stale_ms=None, max_attempts=1, detached=is_detached)
+            q = self.anew(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
             namesake = None if key else self.queue(timeout_stale_ms=None)
             self.assertIsNone(q.pop())
             self.assertIsNone(namesake and namesake.pop())
@@ -7968,7 +8082,7 @@ class Meeting(QueueCase):
             with self.subTest(key, is_detached=is_detached), raises, closes:
                 self.assertIsNone(q.pop())
             self.assertEqual(self.states(), {"pending": 1})
-            self.assertEqual(self.pop(q).attempts, 1)
+            self.assertEqual(self.pop(q).attempts, 1 if key else 2)
 
 
 # Classes side by side

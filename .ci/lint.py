@@ -32,8 +32,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 34_930,
-    "lines of code": 3_918,
+    "tokens of code": 35_591,
+    "lines of code": 3_980,
 }
 DOORS = {  # names of annexes that a room above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -297,7 +297,7 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("uses of a room below, or of its private names", 0, used_from_below),
     ("functions that call another of their name", 0, calls_of_own_name),
     ("lines of code of a room, but FemtoQueue and Command line", 300, longest_room),
-    ("lines of code of a class, but FemtoQueue", 270, longest_class),
+    ("lines of code of a class, but FemtoQueue", 280, longest_class),
     ("steps of its table that are no methods", 0, steps_without_a_method),
     ("methods that move a task and are no step of it", 0, moves_without_a_step),
     ("README: sections out of order", 0, sections_out_of_order),
