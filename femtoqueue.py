@@ -1,34 +1,37 @@
-"""femtoqueue: a durable task queue in one file, on the standard library alone.
+"""femtoqueue: a durable task queue in one file. It needs only the standard library.
 
     from femtoqueue import FemtoQueue
 
-    q = FemtoQueue("jobs")                  # any number of processes, one directory
+    q = FemtoQueue("jobs")                  # many processes may use one directory
     q.push(b"resize 42.png")
     while task := q.pop():
         print(task.id, task.data)           # the work; then:
         q.done(task)                        # or q.fail(task, "why"), q.release(task)
 
-A queue is a directory, a task is a file, and the directory it is in is its state:
+A queue is a directory, and a task is a file. The directory of the file is the task's state:
 
     data_dir/
       creating/           being written; never read as tasks
       pending/            waiting             <id>  or  <order>~<attempts>~<id>
       scheduled/          waiting for a time  <due>~<attempts>~<id>
       inflight-<node>/    leased to a worker  <deadline>~<attempts>~<boot>~<id>
-      done/  failed/      finished            <id>, and failed/<id>.error says why
-      keys/               of keyed tasks      <hash>: states; <id>, <due>~0~<id>: buffered
-      locks/              of keys             <last two digits of the hash>; these stay
-      checkpoints/        how far work came   <id>
-      spare/              empty: becomes inflight-<node>/ when the disk is full
-      clock-<boot>        the anchor of this boot's queue clock
-      PAUSED              `touch` it, and nothing is handed out while it is there
+      done/  failed/      finished            <id>; the reason is in failed/<id>.error
+      keys/               of keyed tasks      <hash>: states of keys; <id>, <due>~0~<id>: buffered
+      locks/              of keys             <last two digits of the hash>; never removed
+      checkpoints/        saved progress      <id>
+      spare/              empty; renamed to inflight-<node>/ when the disk is full
+      clock-<boot>        the anchor of the queue clock for this boot
+      PAUSED              while this file exists, no task is handed out (`touch` makes it)
 
-An id is <order>-<tag>. <order>: 20 digits, nanoseconds on the queue clock. <tag>: 8 hex digits,
-random for each queue object (0 to 7 in front), or a key's hash (8 to f in front). Each name begins
-with 20 digits, so that sorting the names of a directory gives its order. A file is one line,
-`FQ1 <crc32> <length>` and the key if it has one, and then the payload as given.
+An id is <order>-<tag>. <order> has 20 digits: nanoseconds on the queue clock. <tag> has 8 hex
+digits. The tag of a task without a key is the random tag of the queue object that pushed the task;
+it begins with 0 to 7. The tag of a task with a key is the hash of the key; it begins with 8 to f.
+<boot> has 8 hex digits for one boot of a kernel and one mount; 00000000 marks a detached lease.
+Every name of a task begins with 20 digits, so sorting the names of a directory puts the tasks in
+order. A task's file begins with one line: `FQ1 <crc32> <length>`, and the key if the task has a
+key. The payload follows as given.
 
-Each move is one system call, and takes effect when that call returns:
+Each step is one system call, and takes effect when the call returns:
 
     step       room and method                from              to                       by
     publish    _Files.publish                 creating/<id>     pending/, scheduled/     rename
@@ -36,53 +39,84 @@ Each move is one system call, and takes effect when that call returns:
     claim      _LeaseDir.claim                where it waits    inflight-<node>/         rename
     undo       _LeaseDir.undo_claim           inflight-<node>/  where it waited          rename
     finish     _Worker.finish                 inflight-<node>/  done/<id>                rename
-                 without keep_done            inflight-<node>/  nowhere                  unlink
+                 without keep_done            inflight-<node>/  (removed)                unlink
     fail       _Worker.end_failed             inflight-<node>/  failed/<id>; its .error  rename
     release    _Worker.requeue                inflight-<node>/  pending/ or scheduled/   rename
     extend     _Worker.renew                  inflight-<node>/  the same, a new deadline rename
-    reclaim    _Worker.reclaim                an ended lease    pending/, as pushed      rename
-    quarantine _Worker.quarantine             inflight, waiting failed/<id>; its .error  rename
+    reclaim    _Worker.reclaim                inflight-<node>/  pending/<order>~<n>~<id> rename
+    quarantine _Worker.quarantine             leased or waiting failed/<id>; its .error  rename
     retry      _Worker.requeue_failed         failed/<id>       pending/<now>~0~<id>     rename
-    purge      FemtoQueue.purge, _purge_done  done/, failed/    nowhere                  unlink
-    replace    _Keys.put, _Files.swap         creating/<id>     a waiting, leased record renameat2
+    purge      FemtoQueue.purge, _purge_done  done/, failed/    (removed)                unlink
+    replace    _Keys.put, _Files.swap         creating/<id>     the task's own path      renameat2
     buffer     _Keys.put                      creating/<id>     keys/<id>                rename
-    take along _KeyedTasks.claimed            keys/<id>         over the leased record   rename
+    take along _KeyedTasks.claimed            keys/<id>         the path of the lease    rename
     promote    _KeyedTasks.move_keyed         keys/<id>         pending/, scheduled/     rename
     save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
-A *task* has a payload and, for life, an *id*. A *worker* is a queue object. It *claims* a task: the
-rename gives it a *lease*, which ends at its *deadline* or with the worker. The name of the lease is
-the *fence*: when it is gone, what would end or extend it raises LeaseLost, and changes nothing. A
-task is *settled* by done(), fail() or release(), or *reclaimed* from a worker that died or is late.
-A *dead letter* is in failed/; what can't be delivered is *quarantined* there (or, if failed/ can't
-be written to, moved to the back). *Housekeeping* is what else pop() does. A newer payload of a key
-is *buffered* behind a task; tasks with a key move under its lock (move_keyed).
+A task with the new order <now> goes to the back. A task with the <order> of its id returns to the
+place of its push. <n> is the number of attempts so far.
 
-Of two workers that rename one task, one succeeds; the other gets ENOENT and takes the next. A
-living worker holds a shared flock on its inflight-<node>/, which the kernel drops with the process:
-who gets the exclusive one knows that the worker is dead. There is no server, and no thread but of
-processing(), work(), the async methods and TicketQueue.turn(). The command `work` forks a watchdog.
+The terms of this file:
 
-Guaranteed: a task whose push() returned is delivered until a done() or fail() returned, whatever is
-killed when. Order is that of push(), on a host, over restarts, reboots and set clocks. What is
-corrupt ends in failed/. With sync_after_write=True, what returned survives power loss.
+    Task              A payload with an id, stored as one file, the record.
+    Payload           The bytes that the caller pushed.
+    Id                The name of a task. It stays the same through retries and delays.
+    Key               A text that a caller may give to a task. At most one task of a key waits or
+                      is leased at a time. Tasks with a key move under the key's lock (move_keyed).
+    Worker            A queue object in one process, with its lease directory inflight-<node>/.
+    Claim             To rename a waiting task into the worker's lease directory.
+    Lease             The file of a claimed task, and the right to work on the task. The lease lasts
+                      until the task is settled or reclaimed.
+    Deadline          The time on the queue clock after which any worker may reclaim the task. A
+                      renewal moves the deadline. Only the deadline ends a detached lease.
+    Delivery          The handing out of a task under one lease. Deliveries count as attempts.
+    Fence             The path of the lease. Each call that settles a task or renews a lease renames
+                      or removes this path. If the path is gone, the call raises LeaseLost and
+                      changes nothing.
+    Settle            To end a delivery by done(), fail() or release().
+    Reclaim           To take a task back from a worker that died or missed the deadline.
+    Orphan            A lease that no caller holds and that is still to be taken back. A worker
+                      lists orphans in memory, and its next reclaim job moves their tasks.
+    Dead letter       A task in failed/.
+    Quarantine        To make a dead letter of a task that can't be delivered, for example because
+                      its record is corrupt. If failed/ can't be written to, the task goes to the
+                      back of pending/ instead.
+    Buffered payload  A newer payload of a key, kept in keys/ behind the task of the key.
+    Housekeeping job  Periodic work that pop() also does, such as reclaiming leases.
+    Foreign           A file whose name has none of the forms above. The queue never delivers, moves
+                      or removes a foreign file.
 
-Not guaranteed: exactly once. A task runs twice when its worker died or was late, or (without sync)
-when power was lost after done(): make handlers idempotent. Between hosts, a cut network may do the
-same, and give a key two tasks. A process stopped at work on a key holds up 1 key in 256, and who
-takes a task of one; one stopped as it looks at a dead worker, a restart under that node_id.
+If two workers rename the same task, one rename succeeds. The other worker gets ENOENT and takes the
+next task. A living worker holds a shared flock on its inflight-<node>/, and the kernel drops the
+flock when the process ends. Another process that gets the exclusive flock therefore knows that the
+worker is dead. There is no server. Only processing(), work(), the async methods and
+TicketQueue.turn() start threads. The command `work` forks a watchdog.
 
-Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share it have
-wall clocks within a second of each other, one timeout_stale_ms, and node_ids of their own; a lease
-of another host ends by its deadline only, as do all without flock or boot id (not Linux). Files
-whose names have none of these forms are foreign: never delivered, moved or removed.
+Guaranteed: a task whose push() returned is delivered until a done() or fail() returned, no matter
+which process is killed at which time. Tasks are delivered in the order of their push() on a host.
+The order survives restarts, reboots and changes of the date. A corrupt task ends in failed/. With
+sync_after_write=True, the effect of each call that returned survives power loss.
 
-Rooms: the core, where each uses only those above it; the face; annexes, each with one door.
+Not guaranteed: that a task runs only once. A task runs twice if its worker died or was late, or
+(without sync) if power was lost after done(). So make handlers idempotent. Between hosts, a network
+that is cut may have the same effect, and may give a key two tasks. A process that is stopped while
+holding the lock of a key blocks all keys that share the lock (1 key in 256). The stopped process
+also blocks every process that takes a task of such a key. A process that is stopped while looking
+at a dead worker blocks a restart under the node_id of the dead worker.
+
+Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share data_dir
+have wall clocks within a second of each other, the same timeout_stale_ms, and different node_ids. A
+lease of another host ends by its deadline only. Where there is no flock or no boot id (not Linux),
+all leases do.
+
+Rooms: the parts of this file. The core is rooms 1 to 11, and each room of it uses only those above.
+Room 12 is the public interface. The annexes are rooms 13 to 21; other rooms enter an annex by one
+door, which is named below.
 
      1. System              constants and system calls that Python lacks
      2. Names               of tasks, directories and keys
      3. Errors and values   what the interface raises, returns and checks
-     4. Records             the header line and the payload
+     4. Records             the header line and the payload; a torn file
      5. File locks          flock, and fork
      6. Files               the steps on files, and the order in which they are synced
      7. Queue clock         orders and deadlines
@@ -90,15 +124,15 @@ Rooms: the core, where each uses only those above it; the face; annexes, each wi
      9. Lease directory     claiming into it, and the lock that shows life
     10. Worker              each change of a task's state
     11. Housekeeping        the jobs of pop(): listing, due tasks, dead workers
-    12. FemtoQueue          the public face
-    13. Key states          where the task of each key is, under locks
-    14. Keys                one task a key, and what is pushed behind it: worker.keys
+    12. FemtoQueue          the public interface
+    13. Key states          where the task of each key is, under locks (used by room 14 only)
+    14. Keys                one task for each key, and payloads buffered behind it: worker.keys
     15. Waiting             inotify, threads, coroutines: worker.waits
     16. Processing          renewal of leases, checkpoints: processing(), checkpoint()
     17. Worker pool         the loop of work()
     18. Inspection          check()
     19. Tickets             TicketQueue
-    20. Other file systems  NFS, GlusterFS and the like; systems without flock: _open_files()
+    20. Other file systems  NFS, GlusterFS and similar; systems without flock: _open_files()
     21. Command line        `femtoqueue COMMAND`: main()
 """
 
@@ -149,27 +183,30 @@ __all__ = [
 __version__ = "1.0.0"
 
 # ==================================================================================================
-# 1. System: system calls and constants that Python lacks, and small helpers of all rooms.
-#    Invariant: libc is loaded once. Dates in names come from time.time() or the queue clock;
-#    time.monotonic() measures pauses and timeouts. Both are looked up in the module at each call:
-#    a program under test may put its own functions there, also ones that stand still or go back.
+# 1. System: system calls and constants that Python lacks, and small helpers for all rooms.
+#    Invariant: libc is loaded once. Dates in names come from time.time() or from the queue clock.
+#    Pauses and timeouts are measured with time.monotonic(). Both functions are looked up in the
+#    module `time` at each call, because a program under test may replace them. The replaced clock
+#    may even stand still or go back.
 # ==================================================================================================
 
-# f_type of statfs(2): ext2 to ext4, xfs, btrfs, f2fs, tmpfs.
+# The f_type of statfs(2) where syncfs(2) makes a whole batch durable: ext2 to ext4, xfs, btrfs,
+# f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
-# Those, overlay, zfs, bcachefs, ramfs: only this kernel writes to them, and inotify reports it all.
+# In addition overlay, zfs, bcachefs and ramfs. Only this kernel writes to a file system of these
+# types, so inotify reports every change.
 _LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of renameat2(2)
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2(2)
 
 _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 _NO_WRITE_ERRNOS = (*_OUT_OF_SPACE_ERRNOS, errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR)
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-# ESTALE: another host removed what our descriptor refers to (NFS, GlusterFS).
+# ESTALE: another host removed the file that our descriptor refers to (NFS, GlusterFS).
 _MISSING_ERRNOS = (errno.ENOENT, errno.ESTALE)
 _NO_EXCHANGE_ERRNOS = (errno.ENOSYS, errno.EINVAL, errno.EPERM, errno.EOPNOTSUPP)
 
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-# O_NOFOLLOW: a link is no task. O_NONBLOCK: a FIFO in pending/ must not block pop().
+# O_NOFOLLOW: a symbolic link is not a task. O_NONBLOCK: a FIFO in pending/ must not block pop().
 _NO_FOLLOW_OR_BLOCK = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 _READ_FLAGS = os.O_RDONLY | _NO_FOLLOW_OR_BLOCK | getattr(os, "O_BINARY", 0)
 _DIR_FLAGS = _NO_FOLLOW_OR_BLOCK | getattr(os, "O_DIRECTORY", 0)
@@ -180,8 +217,9 @@ def _wall_ns() -> int:
 
 
 def _due_ns() -> int:
-    """Return the newest time that is due: a microsecond ahead of the wall clock. A float of today's
-    date has a step of 240 ns, and a due time is the result of two multiplications with it."""
+    """Return the latest time that counts as due: one microsecond ahead of the wall clock. A float
+    of today's date has a step of 240 ns, and a due time is computed from such a float by two
+    multiplications. So a task that is due now may have a due time slightly in the future."""
     return int(time.time() * 1e9) + 1000
 
 
@@ -203,7 +241,7 @@ def _log() -> logging.Logger:
 
 @functools.lru_cache(maxsize=1)
 def _libc() -> Any:
-    """Return the C library of a Linux, else None."""
+    """Return the C library on Linux; None elsewhere, or if ctypes can't load it."""
     with suppress(ImportError, OSError):
         import ctypes
 
@@ -217,8 +255,8 @@ def _os_error(code: int, path: str) -> OSError:
 
 
 def _call_libc(name: str, path: str, *args: object) -> None:
-    """Make a system call that returns 0. Raises OSError, of `path`, if it does not; ENOSYS where
-    there is no such call."""
+    """Make a system call that returns 0 on success. Raises OSError for `path` if the call fails.
+    The errno is ENOSYS where the C library does not have the call."""
     call = getattr(_libc(), name, None)
     if call is None:
         raise _os_error(errno.ENOSYS, path)
@@ -229,60 +267,70 @@ def _call_libc(name: str, path: str, *args: object) -> None:
 
 
 def _fs_type(path: str) -> int:
-    """Return f_type of statfs(2), 0 where there is no such call. Raises OSError if it fails."""
+    """Return f_type of statfs(2), or 0 where the call does not exist. Raises OSError if the call
+    fails."""
     if _libc() is None:
         return 0
     import ctypes
 
-    # struct statfs begins with the type; 256 bytes are enough for any of them.
+    # struct statfs begins with f_type. 32 longs are enough for this struct on any machine.
     status = (ctypes.c_long * 32)()
     _call_libc("statfs", path, os.fsencode(path), status)
     return status[0] & 0xFFFFFFFF
 
 
 def _exchange(first: str, second: str) -> None:
-    """Swap what two absolute paths lead to: renameat2(2) with RENAME_EXCHANGE. Raises ENOSYS where
-    there is no such call, EINVAL where the file system has none, else as rename() does."""
+    """Exchange the files at two absolute paths, by renameat2(2) with RENAME_EXCHANGE. Raises
+    OSError: ENOSYS where the call does not exist, EINVAL where the file system does not support
+    the exchange, and otherwise the errors of rename()."""
     places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
     _call_libc("renameat2", second, *places, _RENAME_EXCHANGE)
 
 
 def _read_boot_id() -> str | None:
-    """Return what names this boot of this kernel; None where the system does not tell."""
+    """Return a text that identifies this boot of this kernel, or None where the system does not
+    provide one."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
     except OSError:
         return None  # not Linux, or no /proc
-    with suppress(OSError):  # Linux 5.6: a time namespace has its own monotonic clock
+    # A time namespace (since Linux 5.6) has its own monotonic clock, so its name is a part.
+    with suppress(OSError):
         boot_id += os.readlink("/proc/self/ns/time")
     return boot_id
 
 
 def _boot_tag(boot_id: str, directory: str) -> str:
-    """Return 8 hex digits for a kernel and a mount: flock is coherent where both are shared."""
+    """Return 8 hex digits for a boot of a kernel and a mount. Processes that share both see each
+    other's flocks."""
     return f"{binascii.crc32(f'{boot_id} {os.stat(directory).st_dev}'.encode()):08x}"
 
 
 def _follow_owner(fd: int, data_dir: str, and_mode: int = 0) -> None:
-    """Give a new file or directory, which all users of the queue need, the owner, the group and the
-    rights of data_dir, as far as this user may. Else root, which ran one command, or a user with
-    another umask, would shut out the others for good. and_mode: rights that it gets besides.
+    """Give a new file or directory the owner, group and rights of data_dir, as far as this user may
+    change them. and_mode: rights to add to those of data_dir.
 
-    `fd` is of a file that this call's process has just made. It is never changed by its path: root
-    may work in a data_dir of another user, who could put a link to any file there meanwhile."""
+    All users of the queue need the new file. Without this step, a file that root made by running
+    one command would shut out the other users for good. So would a file of a user with another
+    umask.
+
+    `fd` refers to a file that this process has just made. The file is never changed by its path:
+    root may work in a data_dir that belongs to another user. That user could meanwhile put a link
+    to any file at the path."""
     with suppress(OSError, AttributeError):  # AttributeError: not POSIX
         wanted, made = os.stat(data_dir), os.fstat(fd)
         if made.st_uid != os.geteuid():
-            return  # somebody put another directory into the place of ours
-        with suppress(OSError):  # not a group of this user's
+            return  # RACE: another user replaced our directory before we opened the path
+        with suppress(OSError):  # this user is not a member of the group
             os.fchown(fd, wanted.st_uid if os.geteuid() == 0 else -1, wanted.st_gid)
         is_dir = stat.S_ISDIR(made.st_mode)
         os.fchmod(fd, stat.S_IMODE(wanted.st_mode) & (0o7777 if is_dir else 0o666) | and_mode)
 
 
 def _make_dir(path: str, mode: int, sync: bool) -> None:
-    """mkdir -p; with sync, what was made reaches the disk with its parent."""
+    """Make a directory and its missing parents. With `sync`, sync the parent of each directory that
+    was made, so that the new directory survives power loss."""
     parent = os.path.dirname(path)
     if parent != path and not os.path.lexists(parent):
         _make_dir(parent, 0o777, sync)
@@ -300,9 +348,12 @@ def _unlink_if_exists(path: str) -> bool:
 
 
 class _ignore_missing:
-    """End the block, without an error, if its file, or the directory of that, is not there (any
-    more), or at an OSError of these other numbers. Not a generator: the error that it ends stays in
-    a cycle with the frames of all callers (Python 3.12), and a dropped queue would live on."""
+    """Suppress an OSError of the block if it says that a file or its directory does not exist. Also
+    suppress an OSError whose errno is in `others`.
+
+    This is a class because a context manager made of a generator leaks on Python 3.12. There the
+    suppressed error stays in a reference cycle with the frames of all callers. So a queue object
+    would not be freed when the caller drops it."""
 
     def __init__(self, *others: int) -> None:
         self._numbers = *_MISSING_ERRNOS, errno.ENOTDIR, *others
@@ -315,8 +366,11 @@ class _ignore_missing:
 
 
 def _unlink_if_older(path: str, before_s: float) -> bool:
-    """Remove a file that was renamed or changed before a time (st_ctime); return whether it did."""
-    with _ignore_missing():  # RACE: another process retried or removed it
+    """Remove a file that was last renamed or changed (st_ctime) no later than `before_s`. Return
+    whether the file was removed. A directory stays."""
+    # RACE: another process retries or removes the task before lstat() or unlink(). Then the file is
+    # missing, and False is returned.
+    with _ignore_missing():
         status = os.lstat(path)
         if status.st_ctime <= before_s and not stat.S_ISDIR(status.st_mode):
             os.unlink(path)
@@ -325,14 +379,15 @@ def _unlink_if_older(path: str, before_s: float) -> bool:
 
 
 def _remove_empty_dir(path: str) -> None:
-    # EEXIST: not empty, as ENOTEMPTY; POSIX leaves the choice to the file system. Nor if it is
-    # another user's (sticky).
+    # A directory that is not empty stays. POSIX lets the file system report ENOTEMPTY or EEXIST.
+    # Another user's directory in a sticky directory also stays (EPERM or EACCES).
     with _ignore_missing(errno.ENOTEMPTY, errno.EEXIST, *_NO_WRITE_ERRNOS):
         os.rmdir(path)
 
 
 def _open_plain(path: str, flags: int) -> int:
-    """Open a file, but no link; a FIFO that takes its place just now must not block."""
+    """Open a file, but not a symbolic link. A FIFO that has just replaced the file does not block
+    the call."""
     return os.open(path, flags | _NO_FOLLOW_OR_BLOCK)
 
 
@@ -346,19 +401,19 @@ def _sync_path(path: str, flags: int) -> None:
 
 def _sync_dir(path: str) -> None:
     if os.name == "posix":  # elsewhere directories can be neither opened nor synced
-        _sync_path(path, os.O_DIRECTORY)  # a link to a directory is one, here
+        _sync_path(path, os.O_DIRECTORY)  # follows a symbolic link to a directory
 
 
 def _raise_if_foreign(error: OSError) -> None:
-    """Raise an OSError without errno: it is no disk trouble, but a signal handler's TimeoutError,
-    say, which means to end the call."""
+    """Raise an OSError that has no errno. Such an error is not trouble with the disk. It may be the
+    TimeoutError of a signal handler, which is meant to end the call."""
     if error.errno is None:
         raise error
 
 
 def _for_each(act: Callable[[Any], object], items: Iterable[Any]) -> None:
-    """Act on each: one task or directory with an OSError must not keep the others waiting. The
-    first such error is raised last."""
+    """Call act() for each item. The OSError of one item, a task or a directory, must not keep the
+    other items waiting. So the first such error is raised after the last item."""
     errors = []
     for item in items:
         try:
@@ -377,11 +432,12 @@ def _check_str(name: str, value: object) -> str:
 
 
 def _no_op(*args: object) -> None:
-    """The default of a callback."""
+    """Do nothing: the default of a callback."""
 
 
 def _backoff_s(longest_s: float) -> Iterator[float]:
-    """Yield pauses in seconds: from a millisecond, doubling, up to longest_s."""
+    """Yield pauses in seconds. The first is a millisecond, and each further one is twice as long,
+    up to longest_s."""
     pause_s = 0.001
     while True:
         yield min(pause_s, longest_s)
