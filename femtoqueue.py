@@ -445,27 +445,45 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 
 
 # ==================================================================================================
-# 2. Names: of tasks, directories and keys; parsers and formatters. Other rooms only join a
-#    directory and a name, or split them at "/".
-#    Invariant: a name matches a form of its directory (_FORMS), or it is foreign. The number in
-#    front has 20 digits, the id at the end 29 characters.
+# 2. Names: of tasks, directories and keys, with their parsers and formatters. Other rooms only join
+#    a directory and a name, or split a path at "/".
+#    Invariant: a name matches a form of its directory (_FORMS), or the name is foreign. The name of
+#    a task begins with a number of 20 digits and ends with an id of 29 characters.
 # ==================================================================================================
 
-# A new state goes in here and into _FORMS; then into Stats (3), _Worker (10), purge() (12).
+# A new state touches all of these places:
+#
+# - Here, STATES and _FORMS. Then _ENDED, or _LIVE and perhaps _WAITING_DIRS, or _STATE_DIRS if the
+#   directory is made with the queue. Most other code uses these tuples.
+# - Here, the functions that name directories: _parse_key_state (for a state that is live),
+#   _state_of(), _waiting_path() and _reset_path().
+# - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a time.
+# - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work().
+# - Room 7: _QueueClock._went_back() lists the directories that have live tasks. _compute_anchor().
+# - Room 10: each move into the state and out of it. note(), quarantine() and _path_to_take().
+# - Room 11: a job, if time moves tasks out of the state.
+# - Room 12: stats() unpacks _WAITING_DIRS. peek() and purge() follow _LIVE and _ENDED.
+# - Room 14: put(), _replace(), move_keyed() and newest_of() ask for single states.
+# - Room 15: _WATCHED, if a task that comes into the state can end a wait.
+# - Room 18: _Inspector._records() repairs in _WAITING_DIRS only.
+# - Room 20: _SharedFiles.read(), _free_path() and _found_moved(); _SharedKeys.
+# - Room 21: _figures() reads the fields of Stats. The help of `ls` names the states.
+# - The module's docstring, the README's diagram and interface, test.py and .ci/ list the states.
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
-# Of tasks that have not ended. A claim needs no lock, nor does its undoing: in this order a task
-# that does one of them meanwhile is not missed; one that does both is.
+# The states of a task that has not ended, in the order of a search. A claim and the undoing of a
+# claim take no lock, so a task may make these moves during the search. In this order a search finds
+# a task that makes one such move. A task that makes both moves may be missed.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
-_STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # that a queue makes at once
+_STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
 
-_NEVER_NS = 8_999_999_999_999_999_999  # the year 2255; the largest number that a name may carry
+_NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-_EARLIEST_NS = 10**18  # September 2001: no queue clock starts sooner, so its times have 19 digits
+_EARLIEST_NS = 10**18  # September 2001: no queue clock starts earlier, so its times have 19 digits
 _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
-_DETACHED = "00000000"  # the <boot> of a lease that only its deadline ends
+_DETACHED = "00000000"  # the <boot> of a detached lease, which only its deadline ends
 _MAX_KEY_BYTES = 200
 _ID_LENGTH = 29
 
@@ -473,10 +491,11 @@ _NS = "0[0-8][0-9]{18}"
 _ID = f"({_NS}-[0-9a-f]{{8}})"
 _ATTEMPTS = "([0-9]{1,6})"
 _BOOT = "([0-9a-f]{8})"
-# Written without <boot>, and in done/ and failed/ only as an id; but a person may move a task here
-# from anywhere, under the name that it had there.
+# The form of names in pending/, done/ and failed/. The queue itself writes no <boot> there, and in
+# done/ only the id. But a person may move a task here from another directory and keep the name.
 _WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
-# Of each directory of data_dir the form of its names: of tasks, with the groups attempts, boot, id.
+# The form of the names in each directory of data_dir. The form of a task's name has three groups:
+# attempts, boot and id.
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
@@ -485,17 +504,18 @@ _FORMS = {
         "pending": _WAITING,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
         "inflight": f"{_NS}~{_ATTEMPTS}~{_BOOT}~{_ID}",
-        # A newer payload behind a task; its tag is a key's.
+        # A buffered payload. The tag of its id is the hash of a key.
         "keys": f"(?:{_NS}~{_ATTEMPTS}~)?()({_NS}-[89a-f][0-9a-f]{{7}})",
         "checkpoints": f"()(){_ID}",
         "done": _WAITING,
         "failed": _WAITING,
         "locks": "[0-9a-f]{2}",
-        "spare": "(?!)",  # of ours there is none in it
+        "spare": "(?!)",  # matches nothing: any file in spare/ is foreign
     }.items()
 }
-_parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # in failed/, too
-_parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch  # of a key; a process has 0 to 7 in front
+_parse_reason = re.compile(rf"{_ID}\.error").fullmatch  # the other form of a name in failed/
+# The tag of a key. The tag of a queue object begins with 0 to 7.
+_parse_tag = re.compile("[89a-f][0-9a-f]{7}").fullmatch
 _parse_id = re.compile(_ID).fullmatch
 _parse_ticket = re.compile(r"[0-9]{20}~[0-9a-f]{8}~[0-9a-f]{16}").fullmatch
 _parse_node_dir = re.compile(r"inflight-([A-Za-z0-9._-]{1,100})").fullmatch
@@ -506,8 +526,8 @@ _parse_key_state = re.compile(
 
 
 class _Entry(NamedTuple):
-    """A task's file: its directory, its name there, and what that says. attempts, boot: None and ""
-    if the name does not carry them."""
+    """The file of a task: its directory, its name there, and the fields of the name. If the name
+    has no attempts, `attempts` is None. If the name has no boot, `boot` is ""."""
 
     directory: str
     name: str
@@ -517,7 +537,7 @@ class _Entry(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Relative to data_dir."""
+        """The path of the file, relative to data_dir."""
         return f"{self.directory}/{self.name}"
 
     @property
@@ -526,7 +546,8 @@ class _Entry(NamedTuple):
 
 
 def _parse(directory: str, name: str) -> _Entry | None:
-    """Return the entry of a name; None if it is not that of a task, or what belongs to one."""
+    """Return the entry of a name in a directory. Return None if the name is not the name of a task,
+    a buffered payload, a checkpoint or a file in creating/."""
     match = _FORMS[_state_of(directory)](name)
     if match is None:
         return None
@@ -535,7 +556,8 @@ def _parse(directory: str, name: str) -> _Entry | None:
 
 
 def _state_of(path: str) -> str:
-    """Return the state that a directory, or a path in it, stands for; "keys" and the like too."""
+    """Return the state of a task in a directory, given the directory or a path in it. A directory
+    that is not of a state, such as "keys", is returned as it is."""
     directory = path.partition("/")[0]
     return "inflight" if directory.startswith("inflight-") else directory
 
@@ -549,8 +571,8 @@ def _tag_of(ident: str) -> str:
 
 
 def _stamp_of(path: str) -> int:
-    """Return the number in front of a name, or of the last part of a path: in ns, the order of an
-    id, a due time or a deadline; of a ticket, its number."""
+    """Return the number at the front of a name, or of the last part of a path. The number is an
+    order, a due time or a deadline, in ns. For a ticket, it is the number of the ticket."""
     return int(path.rpartition("/")[2][:20])
 
 
@@ -559,12 +581,14 @@ def _attempts_of(path: str) -> int:
 
 
 def _is_end(path: str) -> bool:
-    """Whether a task that moves there, or nowhere (""), has come to its end."""
+    """Say whether a task has ended after a move to `path`. The path "" means that the move removes
+    the file."""
     return not path or path.startswith(_ENDED)
 
 
 def _is_keyed(ident: str) -> bool:
-    """Whether an id's tag is the hash of a key: the name tells, so that other tasks pay nothing."""
+    """Say whether an id's tag is the hash of a key. The id alone tells this, so the support of keys
+    costs nothing for a task without a key."""
     return ident[21] > "7"
 
 
@@ -577,17 +601,19 @@ def _task_name(stamp_ns: int, attempts: int, ident: str) -> str:
 
 
 def _front_path(ident: str, attempts: int) -> str:
-    """Return the path in pending/ of a task at the place of its push."""
+    """Return the path in pending/ that puts a task back at the place of its push."""
     return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 
 
 def _waiting_path(newer: str) -> str:
-    """Return the path that a payload in keys/ gets as a task."""
+    """Return the path that a buffered payload gets when it becomes a task. `newer` is its path in
+    keys/."""
     return newer.replace("keys", "scheduled" if "~" in newer else "pending")
 
 
 def _reset_path(path: str, due_ns: int | None) -> str:
-    """Return the path of a waiting task with its attempts at 0: at its place, or at due_ns."""
+    """Return the path of a waiting task with its attempts set to 0. The task keeps its place or, if
+    due_ns is given, is scheduled for that time."""
     if due_ns is not None:
         return f"scheduled/{_task_name(due_ns, 0, _id_of(path))}"
     if "~" not in path:
@@ -596,22 +622,25 @@ def _reset_path(path: str, due_ns: int | None) -> str:
 
 
 def _key_tag(name: str) -> str:
-    """Return the hash of an encoded key, as 8 hex digits: the tag of its tasks' ids."""
+    """Return the hash of an encoded key, as 8 hex digits. It is the tag in the ids of the key's
+    tasks."""
     return f"{binascii.crc32(name.encode()) | 1 << 31:08x}"
 
 
 def _encode_key(key: object) -> str:
-    """Return a key as it stands in a header and in keys/: percent-encoded, as in a URL."""
+    """Return a key in the form that headers and the files in keys/ use: percent-encoded, as in a
+    URL. Raises TypeError if the key is not a str, ValueError if its length is invalid."""
     raw = _check_str("key", key).encode()
     if not 1 <= len(raw) <= _MAX_KEY_BYTES:
         wanted = f"1 to {_MAX_KEY_BYTES} bytes in UTF-8"
         raise ValueError(f"key must be {wanted}, not {len(raw)}: {key!r}")
-    return _quote_key(raw)  # not the key itself: that may be an Enum, whose text is another
+    return _quote_key(raw)  # not the key itself: the str() of an Enum is another text
 
 
 def _quote_key(key: str | bytes) -> str:
-    """Percent-encode a key, of any length: an earlier version may have pushed it."""
-    from urllib.parse import quote  # 2 ms, which no program needs that has no keys
+    """Percent-encode a key. The length is not checked, because an earlier version may have pushed a
+    longer key."""
+    from urllib.parse import quote  # takes 2 ms, so only programs that use keys import it
 
     return quote(key, "~:/@")
 
@@ -624,24 +653,27 @@ def _decode_key(name: str) -> str:
 
 # ==================================================================================================
 # 3. Errors and values: what the interface raises and returns, and the checks of its arguments.
-#    Invariant: a value is a snapshot. Of a task, calls on the queue that leased it change `_lease`
-#    and `checkpoint`.
+#    Invariant: a value is a snapshot. Only `_lease` and `checkpoint` of a task change later, by
+#    calls on the queue object that leased the task.
 # ==================================================================================================
 
 _BytesLike = bytes | bytearray | memoryview
-_MAX_NUMBER = 10**302  # of any argument
+_MAX_NUMBER = 10**302  # any numeric argument must be smaller
 _IF_IN_FLIGHT = ("buffer", "update", "reject")
 
 
 class FemtoQueueError(Exception):
-    """The base of this module's own errors. Disk trouble is not one: it stays an OSError."""
+    """The base class of this module's own errors. Trouble with the disk is raised as the OSError
+    that it is."""
 
 
 class LeaseLost(FemtoQueueError):
-    """The task is no longer leased by this delivery; nothing was changed. `id` is the task's.
-    `expired` is True when the lease's deadline has passed (another worker may have the task now),
-    False when it ended otherwise: finished before, moved by hand, or given up with close(). A lease
-    that is late, and was not taken back yet, is not lost."""
+    """The task is no longer leased by this delivery. The call changed nothing.
+
+    `id` is the id of the task. `expired` is True if the deadline of the lease has passed; another
+    worker may have the task now. `expired` is False if the lease ended before its deadline: the
+    task was settled before, moved by hand, or given up by close(). A lease past its deadline is not
+    lost until the task is reclaimed."""
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
@@ -652,7 +684,8 @@ class LeaseLost(FemtoQueueError):
 
 
 class KeyInFlight(FemtoQueueError):
-    """The key has a task already: `id`, which is in flight (or waiting, when retry() says so)."""
+    """The key already has a task, whose id is `id`. The task is in flight. If retry() raised this
+    error, the task may also be waiting."""
 
     def __init__(self, key: str, id: str) -> None:
         super().__init__(key, id)
@@ -663,11 +696,12 @@ class KeyInFlight(FemtoQueueError):
 
 
 class TaskNotFound(FemtoQueueError):
-    """No task of that id is where the call needs it to be."""
+    """No task with that id is in the state that the call needs."""
 
 
 class CorruptTask(FemtoQueueError):
-    """The file is not a whole record: `id` names the task, `reason` says what is wrong."""
+    """The file of a task is not a whole record. `id` is the id of the task, and `reason` says what
+    is wrong."""
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(id, reason)
@@ -678,15 +712,21 @@ class CorruptTask(FemtoQueueError):
 
 
 class _CommandFailed(Exception):
-    """A command that `work` ran did not end well. Its text is the whole reason."""
+    """A command that `work` ran has failed. The text of this error is the whole reason, so no
+    traceback is kept in failed/."""
 
 
 class _Lease:
-    """Where the file of a task was, and its delivery if it is leased (length_ns is not 0).
+    """Where the file of a task was when it was read. If length_ns is not 0, the task is leased, and
+    this object is also its delivery.
 
-    `path` is the fencing token; a renewal writes the new one here. `source`: where it was claimed
-    from. `length_ns`: of a renewal. `outcome`: a field of WorkCounts; "" while the delivery runs,
-    or if its end could not be written. `has_checkpoint`: it may have one.
+    path: the path of the file. For a leased task it is the fence, and a renewal writes the new path
+    here.
+    source: the path that the task was claimed from.
+    length_ns: how long a renewal makes the lease last.
+    outcome: the field of WorkCounts that counts the delivery. It is "" while the delivery runs, or
+    if its end could not be written.
+    has_checkpoint: the task may have a checkpoint.
     """
 
     path = source = outcome = ""
@@ -698,20 +738,22 @@ _NO_LEASE = _Lease()
 
 
 class FemtoTask:
-    """One task, as it was when it was read; what is assigned to it changes nothing in the queue
-    (but checkpoint() notes of which data it is). Two are equal if id, data, attempts and key are.
+    """One task, as it was when it was read. Assigning to a field changes nothing in the queue.
+    Only checkpoint() reads a field back: a checkpoint belongs to the payload in `data`. Two tasks
+    are equal if their id, data, attempts and key are equal.
 
-    id: for life, through retries and delays.
+    id: the id of the task. It stays the same through retries and delays.
     data: the payload as pushed.
-    attempts: deliveries so far, with this one. None: not known (done/ and failed/ do not keep it).
-    key: of a keyed task, else None.
-    checkpoint: what checkpoint() saved last, for a task of pop() or take(); else None.
+    attempts: the number of deliveries so far, including this one. None: not known, because done/
+    and failed/ do not keep the number.
+    key: the key of the task, or None.
+    checkpoint: the data that checkpoint() saved last, for a task of pop() or take(); else None.
     error: the reason of a failed task, else None.
-    size_bytes: length of the payload. None: the file has no valid header (tasks(data=False)
-    only), or was not read (attach()).
+    size_bytes: the length of the payload. None: the file has no valid header (only in
+    tasks(data=False)), or the file was not read (attach()).
     """
 
-    # _anchor_ns: of the queue clock.
+    # _anchor_ns: the anchor of the queue clock, for `until`.
     __slots__ = (
         *("id", "data", "attempts", "key", "checkpoint", "error", "size_bytes"),
         *("_anchor_ns", "_lease"),
@@ -749,29 +791,33 @@ class FemtoTask:
 
     @property
     def path(self) -> str:
-        """Where its file was, relative to data_dir; of a lease, its fencing token."""
+        """The path of the task's file, relative to data_dir, when the file was read. For a leased
+        task, it is the path of the lease, which is the fence."""
         return self._lease.path
 
     @property
     def state(self) -> str:
-        """Where it was: one of STATES, or "buffered" (a newer payload, behind a task)."""
+        """The state of the task when it was read: one of STATES, or "buffered" for a newer payload
+        behind a task."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
 
     @property
     def node(self) -> str | None:
-        """The node_id of the worker that has it in flight, else None."""
+        """The node_id of the worker that has the task in flight, else None."""
         match = _parse_node_dir(self.path.partition("/")[0])
         return match and match[1]
 
     @property
     def created(self) -> datetime:
-        """When it was pushed: UTC, read from the id, by the queue clock (see FemtoQueue)."""
+        """The time of the push in UTC. It is read from the id, and is by the queue clock (see
+        FemtoQueue)."""
         return _utc(_stamp_of(self.id))
 
     @property
     def until(self) -> datetime | None:
-        """When its lease ends, or when it is due: UTC, by the wall clock of now; else None."""
+        """The time when the lease of the task ends or when the task is due, in UTC. A deadline is
+        converted to the wall clock as it is set now. None in other states."""
         if self.state == "inflight":
             left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
             return _utc(_wall_ns() + left_ns)
@@ -779,7 +825,8 @@ class FemtoTask:
 
 
 def _lease_of(task: object) -> _Lease:
-    """Return the lease of a task. Raises TypeError or LeaseLost if it has none."""
+    """Return the lease of a task. Raises TypeError if `task` is not a FemtoTask, LeaseLost if the
+    task carries no lease."""
     if not isinstance(task, FemtoTask):
         kind = type(task).__name__
         raise TypeError(f"task must be a FemtoTask that pop() returned, not of type {kind}")
@@ -789,9 +836,13 @@ def _lease_of(task: object) -> _Lease:
 
 
 class NodeStats(NamedTuple):
-    """One worker's leases: how many, how many of them past their deadline, and its liveness:
-    "alive" (its lock is held), "dead" (it is not, and has leases of this boot), or "unknown"
-    (another host's or an earlier boot's, or no flock here: only deadlines count)."""
+    """The leases of one worker. `node` is its node_id, and `expired` counts the leases past their
+    deadline. `liveness` is one of these:
+
+    "alive": the lock of the lease directory is held.
+    "dead": the lock is not held, and the directory has leases of this boot.
+    "unknown": the leases are of another host or an earlier boot, or there are none, or flock does
+    not work here. Then leases end by their deadlines only."""
 
     node: str
     inflight: int
@@ -800,7 +851,7 @@ class NodeStats(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """How many tasks stand in which state; see FemtoQueue.stats()."""
+    """The number of tasks in each state; see FemtoQueue.stats()."""
 
     pending: int
     scheduled: int
@@ -808,15 +859,18 @@ class Stats(NamedTuple):
     buffered: int  # newer payloads of keys, behind their tasks
     done: int
     failed: int
-    oldest_pending_age_s: float | None  # or due in scheduled/; None: nothing is
+    oldest_pending_age_s: float | None  # counts due tasks in scheduled/, too; None: no such task
     nodes: tuple[NodeStats, ...]
-    expired: int = 0  # of those in flight: the lease has ended, and is not yet taken back
+    expired: int = 0  # tasks in flight whose deadline has passed; they are not reclaimed yet
 
 
 class WorkCounts(NamedTuple):
-    """What became of the deliveries that one work() took. retried: the handler raised, and the task
-    waits for another try. released: given back at the second signal, or as the handler was told to
-    exit. lost: the lease was lost, or its end could not be written (the log says which)."""
+    """The deliveries of one work(), counted by their outcome.
+
+    done, failed: the task is in done/ (or was removed), or in failed/.
+    retried: the handler raised, and the task waits for another attempt.
+    released: the task was given back at the second signal, or when the handler was told to exit.
+    lost: the lease was lost, or its end could not be written. The log says which."""
 
     done: int = 0
     failed: int = 0
@@ -826,8 +880,8 @@ class WorkCounts(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One thing that check() found: its kind, the path relative to data_dir, what is odd about
-    it, and whether it was mended."""
+    """One problem that check() found: its kind, the path relative to data_dir, a description, and
+    whether check() repaired it."""
 
     kind: str
     path: str
@@ -838,7 +892,7 @@ class Finding(NamedTuple):
 def _finite(name: str, value: float) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, not {value!r}")
-    if not abs(value) < _MAX_NUMBER:  # NaN neither
+    if not abs(value) < _MAX_NUMBER:  # also true for NaN
         raise ValueError(f"{name} must be finite, and less than {_MAX_NUMBER:g}, not {value!r}")
     return value
 
@@ -880,7 +934,7 @@ def _check_node_id(node_id: object) -> str | None:
     match = _parse_node_dir("inflight-" + node_id) if isinstance(node_id, str) else None
     if match is None or match[1] in (".", ".."):
         raise ValueError(f"node_id must be 1 to 100 of A-Z a-z 0-9 . _ -, not {node_id!r}")
-    return match[1]  # not node_id: that may be an Enum, whose format() is another text
+    return match[1]  # not node_id itself: the format() of an Enum is another text
 
 
 def _check_max_attempts(max_attempts: object) -> None:
@@ -894,7 +948,7 @@ def _check_max_attempts(max_attempts: object) -> None:
 def _check_state(state: str) -> str:
     if state not in STATES:
         raise ValueError(f"state must be one of {', '.join(STATES)}, not {state!r}")
-    return STATES[STATES.index(state)]  # see _check_node_id
+    return STATES[STATES.index(state)]  # not `state` itself, which may be an Enum
 
 
 def _check_id(id: object) -> str:
@@ -909,10 +963,10 @@ def _check_id(id: object) -> str:
 #    Invariant: a payload that does not match its header is never returned.
 # ==================================================================================================
 
-_READ_BYTES = 4096  # a record of this size or less is read with one call; holds any header
-_JOINED_BYTES = 1 << 14  # a record of this size or less is written with one call
+_READ_BYTES = 4096  # a record up to this size is read with one call; any header is shorter
+_JOINED_BYTES = 1 << 14  # a record up to this size is written with one call
 
-_Record = tuple[bytes, "str | None"]  # payload and key
+_Record = tuple[bytes, "str | None"]  # the payload and the key
 _match_header = re.compile(rb"FQ1 ([0-9a-f]{8}) ([0-9]{1,19})(?: ([!-~]+))?\n").match
 
 
@@ -926,28 +980,47 @@ def _as_bytes(data: object) -> memoryview:
 
 
 def _header(payload: bytes | memoryview, key: str = "") -> bytes:
-    """Return the first line of a record; key: encoded, "" for none."""
+    """Return the header line of a record. `key` is an encoded key, or "" for none."""
     if not key:
         return b"FQ1 %08x %d\n" % (binascii.crc32(payload), len(payload))
-    name = key.encode()  # checked with the payload: it must not be taken for another key
+    name = key.encode()  # the checksum covers the key: a damaged key must not pass for another
     checksum = binascii.crc32(payload, binascii.crc32(name))
     return b"FQ1 %08x %d %b\n" % (checksum, len(payload), name)
 
 
 def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
-    """Write a record: a small one with one call, a large one without joining its parts."""
+    """Write a record. A small record is written with one call. A large record is written in two
+    parts, so that header and payload need not be joined in memory."""
     size = len(header) + len(payload)
     if size <= _JOINED_BYTES and os.write(fd, header + payload) == size:
         return
-    os.lseek(fd, 0, os.SEEK_SET)  # after a short write, too
+    os.lseek(fd, 0, os.SEEK_SET)  # a short write is begun again
     for part in (header, payload):
         rest = memoryview(part)
         while rest:
             rest = rest[os.write(fd, rest) :]
 
 
+# A torn file is a record of which power loss has left only a part. The disk may keep a rename and
+# lose the contents of the file. With sync_after_write, only a push that did not return can leave a
+# torn file. The death of a process never does, because a record is renamed into place only after it
+# was written. A torn file is handled like any other file that is not a whole record:
+#
+# - _Files.read() (6) compares the header with the bytes that follow. If these do not match the
+#   header, _read_other() looks closer, and raises CorruptTask for a torn file.
+# - _Worker._deliver() (10) reads a task after its claim. It catches the CorruptTask.
+# - _Worker.quarantine() (10) renames the lease to failed/<id>, writes the reason to
+#   failed/<id>.error and logs it. pop() then takes the next task.
+# - If the rename to failed/ fails, pop() raises its OSError. Before that, _Worker._take_back() puts
+#   the task, uncounted, at the back of pending/.
+#
+# check(repair=True) (18) also quarantines a torn file, if the task waits. No other method moves a
+# torn file. peek() (12) raises CorruptTask. tasks() logs the error and leaves the task out.
+# _key_in() (14) takes a torn record for a record without a key. For a torn checkpoint (16), an
+# error is logged, and the work on the task begins anew.
 def _read_other(fd: int, head: bytes, ident: str) -> _Record:
-    """Read on where the first read did not show a whole record, or say what is wrong with it."""
+    """Read the rest of a record that the first read did not show to be whole. Return the payload
+    and the key. Raises CorruptTask, which says what is wrong with the file."""
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise CorruptTask(ident, "not a regular file")
@@ -955,10 +1028,12 @@ def _read_other(fd: int, head: bytes, ident: str) -> _Record:
     if header is None:
         raise CorruptTask(ident, "no FQ1 header; truncated, or not a task's file")
     length, start = int(header[2]), header.end()
-    if status.st_size - start != length:  # before a header that lies makes us allocate
+    # This check comes before the read: a wrong length must not make us allocate much memory.
+    if status.st_size - start != length:
         raise CorruptTask(ident, f"{status.st_size - start} bytes, where the header says {length}")
     payload = head[start:]
-    if len(payload) < length:  # a large one: in one piece, unless the system gives less at a time
+    if len(payload) < length:
+        # Read a large payload in one piece, unless the system returns less at a time.
         os.lseek(fd, start, os.SEEK_SET)
         payload = b""
     while len(payload) < length and (part := os.read(fd, length - len(payload))):

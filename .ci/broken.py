@@ -152,8 +152,8 @@ front=True leads to the place of the push | Model
 -    return f"pending/{_task_name(_stamp_of(ident), attempts, ident)}"
 +    return f"pending/{_task_name(_stamp_of(ident) + 10**15, attempts, ident)}"
 a NaN is refused as an argument | Lifecycle
--    if not abs(value) < _MAX_NUMBER:  # NaN neither
-+    if abs(value) >= _MAX_NUMBER:  # NaN neither
+-    if not abs(value) < _MAX_NUMBER:  # also true for NaN
++    if abs(value) >= _MAX_NUMBER:  # also true for NaN
 max_attempts of True is refused | Lifecycle
 -        type(max_attempts) is not int or not 1 <= max_attempts
 +        not isinstance(max_attempts, int) or not 1 <= max_attempts
