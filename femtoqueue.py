@@ -1015,9 +1015,9 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 #   the task, uncounted, at the back of pending/.
 #
 # check(repair=True) (18) also quarantines a torn file, if the task waits. No other method moves a
-# torn file. peek() (12) raises CorruptTask. tasks() logs the error and leaves the task out.
-# _key_in() (14) takes a torn record for a record without a key. For a torn checkpoint (16), an
-# error is logged, and the work on the task begins anew.
+# torn file. A peek() (12) raises CorruptTask. The method tasks() logs the error and leaves the task
+# out. _key_in() (14) takes a torn record for a record without a key. A torn checkpoint is logged
+# and ignored, and the work on the task begins anew (16).
 def _read_other(fd: int, head: bytes, ident: str) -> _Record:
     """Read the rest of a record that the first read did not show to be whole. Return the payload
     and the key. Raises CorruptTask, which says what is wrong with the file."""
@@ -1052,29 +1052,34 @@ def _read_other(fd: int, head: bytes, ident: str) -> _Record:
 
 # ==================================================================================================
 # 5. File locks: flock(2) on files and directories, held by this process alone.
-#    Invariant: a lock ends with its close(), its last reference or its process, whichever is
-#    first; a forked child never keeps one.
+#    Invariant: a lock ends when it is closed, when its object has no reference, or when its process
+#    ends, whichever is first. A forked child never keeps a lock.
 # ==================================================================================================
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
-# EBADF: NFS, for an exclusive lock on what is open for reading; EINVAL: others, for directories.
+# EBADF: NFS, for an exclusive lock on a file that is open for reading only. EINVAL: other file
+# systems, for a lock on a directory.
 _NO_FLOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EBADF, errno.EINVAL)
 _LOCK_FLAGS = os.O_RDWR | os.O_CREAT | _NO_FOLLOW_OR_BLOCK
-_MAX_OPENINGS = 100  # of a lock's file that others make and remove meanwhile
+_MAX_OPENINGS = 100  # attempts to open a lock's file that other processes make and remove
 _FORK_WAIT_S, _FORK_POLL_S = 0.5, 0.001
 
-_open_lock_fds: set[int] = set()  # those of all threads; closed in a forked child
-_no_fork_threads: set[int] = set()  # in _no_fork()
-_fork_lock = threading.RLock()  # held by fork(), and while a thread comes into that set
+_open_lock_fds: set[int] = set()  # descriptors of all threads; a forked child closes them
+_no_fork_threads: set[int] = set()  # threads that are in a block of _no_fork()
+_fork_lock = threading.RLock()  # held during fork(), and while a thread enters _no_fork_threads
 
 
 @contextmanager
 def _no_fork() -> Iterator[None]:
-    """Hold up fork() in other threads while the block opens or closes a descriptor: the child would
-    not know of it. Two such blocks don't exclude each other: on a mount that hangs, one takes long.
-    As the interpreter ends there is no fork, and other threads have ended with their locks."""
+    """Delay fork() in other threads while the block opens or closes a descriptor. A child that was
+    forked in between would not know of the descriptor. Two such blocks don't exclude each other,
+    because one of them takes long on a mount that hangs.
+
+    While the interpreter ends, the block runs unprotected. No fork happens then, and a thread may
+    have ended while holding the lock."""
     thread = threading.get_ident()
-    if sys.is_finalizing() or thread in _no_fork_threads:  # nested, in a handler or a finalizer
+    # A signal handler or a finalizer may nest the blocks.
+    if sys.is_finalizing() or thread in _no_fork_threads:
         yield
         return
     try:
@@ -1086,7 +1091,8 @@ def _no_fork() -> Iterator[None]:
 
 
 def _flock(fd: int, how: int) -> bool | None:
-    """Take a lock by flags of flock(). False: another process has it; None: there are no locks."""
+    """Take a lock; `how` has the flags of flock(2). Return True if the lock was taken, False if
+    another process holds the lock, None if flock does not work here."""
     try:
         fcntl.flock(fd, how)
     except BlockingIOError:
@@ -1099,14 +1105,16 @@ def _flock(fd: int, how: int) -> bool | None:
 
 
 class _FileLock:
-    """An open file or directory that can be locked. It is closed with its last reference at the
-    latest: an exception from a signal handler (Ctrl-C) may come between any two lines. `states`: of
-    the keys that it guards (13)."""
+    """An open file or directory that can be locked. `states` has the states of the keys that the
+    lock guards (13).
 
-    fd = -1  # until it is open
-    reading_is_enough = True  # for flock(), to open the file for
-    refused: OSError | None = None  # why it is open for reading only
-    prefix = ""  # of a name in a directory, for calls that take its descriptor
+    The descriptor is closed with the last reference at the latest. An exception from a signal
+    handler (Ctrl-C) may come between any two lines, and the lock must end then, too."""
+
+    fd = -1  # the file is not open
+    reading_is_enough = True  # flock() works on a file that is open for reading only
+    refused: OSError | None = None  # the error for which the file is open for reading only
+    prefix = ""  # precedes a name in this directory, in calls that take the descriptor
 
     def __init__(self, path: str, flags: int = _LOCK_FLAGS, data_dir: str = "") -> None:
         self.path, self._pid = path, os.getpid()
@@ -1116,8 +1124,12 @@ class _FileLock:
             _open_lock_fds.add(self.fd)
 
     def _open(self, path: str, flags: int, data_dir: str) -> int:
-        """Open a file without O_CREAT if it is there, which a sticky directory forbids for another
-        user's file (fs.protected_regular); for reading only if that is all that we may."""
+        """Open a file, and make it if it is missing and the flags have O_CREAT. Return the
+        descriptor.
+
+        An existing file is opened without O_CREAT. In a sticky directory, the kernel refuses
+        O_CREAT for another user's file (fs.protected_regular). If this user may not write to the
+        file, the file is opened for reading only, if that is enough."""
         for _ in range(_MAX_OPENINGS):
             try:
                 return os.open(path, flags & ~os.O_CREAT)
@@ -1130,7 +1142,8 @@ class _FileLock:
                     raise
                 self.refused = error
                 return os.open(path, os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
-            # RACE: another process makes the file first. Then the next round opens that one.
+            # RACE: another process makes the file between our two calls of open(). Then O_EXCL
+            # fails, and the next round opens the other process's file.
             with suppress(FileExistsError):
                 fd = os.open(path, flags | os.O_EXCL, 0o666)
                 if data_dir:
@@ -1145,7 +1158,8 @@ class _FileLock:
         return _flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def acquire_exclusive(self, wait: bool = True) -> None:
-        """Take the exclusive lock. Raises BlockingIOError if wait is False and it is not free."""
+        """Take the exclusive lock. Raises BlockingIOError if wait is False and another process has
+        the lock, OSError if flock does not work here."""
         locked = _flock(self.fd, fcntl.LOCK_EX) if wait else self.try_exclusive()
         if locked is False:
             raise BlockingIOError(errno.EWOULDBLOCK, "another process has its lock", self.path)
@@ -1158,35 +1172,38 @@ class _FileLock:
         return False
 
     def close(self) -> None:
-        """Unlock and close: a child that was forked meanwhile has the descriptor, and the lock."""
+        """Unlock and close the file. Closing alone is not enough: a child that was forked meanwhile
+        has a copy of the descriptor, and the copy would keep the lock."""
         fd = self.fd
         if fd < 0:
             return
-        with suppress(OSError):  # no locks here
+        with suppress(OSError):  # flock does not work here
             fcntl.flock(fd, fcntl.LOCK_UN)
         with _no_fork():
-            _open_lock_fds.discard(fd)  # first: the number may be another's as soon as it is closed
-            self.fd = -1  # not sooner: what Ctrl-C leaves open is closed with the last reference
+            _open_lock_fds.discard(fd)  # before close(): another file may get the number at once
+            self.fd = -1  # not earlier: if Ctrl-C ends this call, __del__() closes the descriptor
             try:
                 os.close(fd)
-            except OSError as error:  # what was done under the lock is done
+            except OSError as error:  # the work under the lock is done, so ignore a disk error
                 _raise_if_foreign(error)
 
     def __del__(self) -> None:
-        # os is None when the interpreter ends. In a forked child the descriptor is closed already
-        # (_after_fork_in_child), and its number may be another's.
+        # While the interpreter ends, the name `os` may be bound to None. In a forked child,
+        # _after_fork_in_child() has closed the descriptor, and another file may have the number.
         if self.fd >= 0 and os is not None and self._pid == os.getpid():
             self.close()
 
 
-# What is to be called in a forked child, with the object that it belongs to.
+# Functions to call in a forked child, by the object that is passed to them.
 _fork_hooks: weakref.WeakKeyDictionary[Any, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
 def _before_fork() -> None:
-    """Take the lock, and wait until no other thread is in _no_fork(). Not for long: if its mount
-    hangs, there is no descriptor yet; and one that Ctrl-C ended stays while that exception lives.
-    Ctrl-C ends the wait, and not the fork."""
+    """Take the lock, and wait until no other thread is in a block of _no_fork().
+
+    The wait has a limit, for two reasons. A thread whose mount hangs has no descriptor yet, so the
+    fork is safe. A thread whose block was ended by Ctrl-C is listed as long as the exception lives.
+    Ctrl-C also ends this wait, but the fork goes on."""
     _fork_lock.acquire()
     end_s = time.monotonic() + _FORK_WAIT_S
     while _no_fork_threads - {threading.get_ident()} and time.monotonic() < end_s:
@@ -1194,10 +1211,10 @@ def _before_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """In a forked child: the parent's locks must end with the parent, so close them here."""
-    with suppress(RuntimeError):  # it is not ours if Ctrl-C ended _before_fork()
+    """Close the parent's locks in a forked child, because these locks must end with the parent."""
+    with suppress(RuntimeError):  # the lock is not held if Ctrl-C ended _before_fork()
         _fork_lock.release()
-    _no_fork_threads.clear()  # after Ctrl-C, threads are in it that the child does not have
+    _no_fork_threads.clear()  # after Ctrl-C the set may list threads that the child does not have
     while _open_lock_fds:
         os.close(_open_lock_fds.pop())
     for owner, hook in list(_fork_hooks.items()):
@@ -1214,24 +1231,34 @@ if hasattr(os, "register_at_fork"):
 
 # ==================================================================================================
 # 6. Files: the steps on files of data_dir, and the order in which they are synced.
-#    Invariant: a file appears whole under its name, or not at all; after power loss the checksum
-#    shows a torn one. If the queue is durable, a call returns when these have reached the disk:
-#      a new task    rename, file, directory: of a torn one nobody was told (publish, push_many)
-#      a move        rename; then commit(): file, directory
-#      in the place  file, rename; then commit(): no whole record gives way to a torn one
-#      done, unkept  file, directory, unlink, directory: it is not in its older place again
-#      of a key      its state, as file and directory; then the task: file, rename, directory
+#    Invariant: a file appears whole under its name, or not at all. After power loss the checksum
+#    reveals a torn file (4). If the queue is durable, a call returns only after these steps have
+#    reached the disk, in this order:
+#    - A new task (publish, push_many): the rename, the file, the directory. If the file is torn,
+#      the call did not return, so no caller was told that the task was pushed.
+#    - A move: the rename; then commit(), which syncs the file and the directory.
+#    - A replaced file: the new file, the rename; then commit(). A whole record is never replaced by
+#      a torn one.
+#    - A finished task that is not kept: the lease's file and directory, the unlink, the directory.
+#      After power loss the task is not in its earlier directory again.
+#    - A new task of a key: the state's file and directory; then the task's file, the rename, the
+#      directory.
 # ==================================================================================================
 
-_MAX_REPLACED = 100  # times that a directory may be replaced during one move, or step into a line
-_TICK_S = 0.011  # of the times of files there are a hundred ticks in a second, or more
-_SHRINK_BYTES = 1 << 20  # a pending/ that is larger than this when empty is replaced
+# A directory may be replaced or removed by other processes so many times during one step: a move
+# into the directory, its opening as a lease directory, or the entry into a line of tickets.
+_MAX_REPLACED = 100
+_TICK_S = 0.011  # the times of files advance at least a hundred times a second
+_SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
 
 
 def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
-    """Return what makes durable what is renamed into a directory from now on; and whether its files
-    are to be synced before: where syncfs() is not known to take them to the disk (FUSE; not Linux).
-    The directory is opened now: syncfs() reports the write errors since (Linux 5.8)."""
+    """Return a function that makes durable all files that are renamed into a directory from now on.
+    Also return whether each file must be synced before the function is called. That is so where
+    syncfs() is not known to write the files to the disk (FUSE; not Linux).
+
+    The directory is opened now, because syncfs() reports the write errors since the opening (Linux
+    5.8)."""
     if _fs_type(directory) not in _SYNCFS_TYPES:
         return functools.partial(_sync_dir, directory), True
     fd = os.open(directory, _DIR_FLAGS)
@@ -1246,16 +1273,19 @@ def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
 
 
 class _Files:
-    """The files of one data_dir. Paths are relative to it, as in "pending/<id>"; `root` ends with
-    a separator. `is_durable`: what is acknowledged survives power loss. `parts`: the classes of
-    the lease directory, the keys and the numbers of tickets for this file system. `clock`: the
-    queue's, which sets it; tickets have none."""
+    """The files of one data_dir. Paths are relative to data_dir, as in "pending/<id>".
 
-    caveat = ""  # what check() is to say of the file system
+    root: data_dir, with a separator at the end.
+    is_durable: a change survives power loss once its call has returned.
+    parts: the classes of the lease directory, the keys and the ticket numbers for this file system.
+    clock: the queue clock, which sets this attribute. The files of tickets have no clock.
+    """
+
+    caveat = ""  # a warning about the file system, reported by check()
     parts: Any
     clock: _QueueClock
 
-    # A new file is synced after its rename; before it where an open file can't be renamed.
+    # Whether a new file is synced after its rename. Not on a system that can't rename an open file.
     syncs_after_rename = os.name == "posix"
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
@@ -1263,22 +1293,25 @@ class _Files:
         self.is_durable = is_durable
 
     def make_dirs(self) -> None:
-        """Make the directories of the states where they are missing, and the spare one."""
+        """Make the missing directories of the states, and spare/."""
         for name in _STATE_DIRS:
             self.make_dir(name)
         if self.is_durable:
             _sync_dir(self.root)
-            # Another may just have made it, without sync. One that we may not read was there.
+            # Another process may just have made data_dir without a sync, so sync its parent. If
+            # this user may not read the parent, data_dir was there before.
             with suppress(PermissionError):
                 _sync_dir(f"{self.root}..")
         with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
             os.mkdir(f"{self.root}spare")
 
     def make_dir(self, name: str) -> None:
-        """Make a directory of data_dir that is missing, for all users of the queue."""
+        """Make a directory in data_dir for all users of the queue, unless it exists."""
         with suppress(FileExistsError):
             os.mkdir(self.root + name)
-            with suppress(OSError):  # not POSIX; or removed with its worker just now
+            # Not POSIX. RACE: or another process removes an empty lease directory as soon as it is
+            # made; then the caller sees that it is missing.
+            with suppress(OSError):
                 fd = os.open(self.root + name, _DIR_FLAGS)
                 try:
                     _follow_owner(fd, self.root)
@@ -1288,7 +1321,8 @@ class _Files:
     # Looking
 
     def exists(self, path: str) -> bool:
-        """Whether a file is there. os.path.lexists() takes every error for "no"."""
+        """Say whether a file exists. Other errors are raised: os.path.lexists() would return False
+        for every error."""
         try:
             self.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -1296,13 +1330,14 @@ class _Files:
         return True
 
     def entries(self, directory: str) -> list[_Entry]:
-        """Return our names in a directory, sorted; others' are left out."""
+        """Return the entries of a directory, sorted by name. Foreign names are left out."""
         names = sorted(self.names(directory))
         return [entry for name in names if (entry := _parse(directory, name))]
 
     def names(self, directory: str) -> list[str]:
-        """Return all names in a directory; none if it was removed with its worker, is not there yet
-        or is a foreign file. Raises FileNotFoundError or the like for one that must be there."""
+        """Return all names in a directory. Return [] if the directory was removed with its worker,
+        has not been made, or is a foreign file. Raises FileNotFoundError or NotADirectoryError if
+        the directory is one that every queue has (_STATE_DIRS)."""
         try:
             return os.listdir(self.root + directory)
         except (FileNotFoundError, NotADirectoryError):
@@ -1315,29 +1350,36 @@ class _Files:
         return [name for name in names if not os.path.islink(self.root + name)]
 
     def find(self, *states: str) -> Iterator[_Entry]:
-        """Yield the tasks in these states ("keys" and "checkpoints" too), each in name order."""
+        """Yield the tasks in these states, in name order within a directory. A state may also be
+        "keys" or "checkpoints"."""
         for state in states:
             for directory in self.node_dirs() if state == "inflight" else [state]:
                 yield from self.entries(directory)
 
     def find_id(self, ident: str, *states: str) -> _Entry | None:
-        """Return the entry of an id in these states, None if it is in none of them. RACE: a task
-        that moves meanwhile from a later state to an earlier one is missed."""
+        """Return the entry of an id in one of these states, or None. The states are searched in the
+        order of the arguments. RACE: another process moves the task from a state that is still to
+        be searched to a state that was searched before. Then the task is missed."""
         for state in states:
             if state in ("pending", *_ENDED) and self.exists(f"{state}/{ident}"):
                 return _parse(state, ident)
         return next((entry for entry in self.find(*states) if entry.id == ident), None)
 
     def has_entries(self, directory: str) -> bool:
-        """Whether a task is in a directory; it is read only up to the first one."""
-        # No keys yet; RACE: removed with its worker just now.
+        """Say whether a directory has a task. The directory is read only up to the first task."""
+        # keys/ is missing until the first key. RACE: another process removes the directory of a
+        # dead worker after it was listed. Either way there is no task.
         with _ignore_missing(), os.scandir(self.root + directory) as entries:
             return any(_parse(directory, entry.name) for entry in entries)
         return False
 
     def has_work(self) -> bool:
-        """Whether a task waits or is leased. RACE: tasks move both ways meanwhile. One that a look
-        missed has changed a directory; the second look is in another tick of the files' times."""
+        """Say whether a task waits or is leased.
+
+        RACE: other processes move tasks in both directions during a look, and the look may miss
+        them. Each such move changes the time of pending/ or scheduled/. So True is returned if a
+        time has changed since the start. A move in the same tick as the start does not change the
+        time. It is over before the second look, which comes a tick later."""
         before = self._changed_ns()
         for pause_s in (_TICK_S, 0):
             if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
@@ -1349,8 +1391,8 @@ class _Files:
         return [os.stat(self.root + it).st_mtime_ns for it in _WAITING_DIRS]
 
     def text(self, path: str) -> str:
-        """Return the text of a file, "" if something else stands there: a FIFO, a link, a device
-        would block, or never end."""
+        """Return the text of a regular file, or "" for any other kind of file. A FIFO, a link or a
+        device could block the read, or never end."""
         if not self.is_regular(path):
             return ""
         with open(self.root + path, "rb", opener=_open_plain) as file:
@@ -1360,7 +1402,8 @@ class _Files:
         return os.lstat(self.root + path)
 
     def read(self, path: str, ident: str) -> _Record:
-        """Return payload and key of a record. Raises CorruptTask unless it is a whole one."""
+        """Return the payload and the key of a record. Raises CorruptTask unless the record is
+        whole."""
         try:
             fd = os.open(self.root + path, _READ_FLAGS)
             try:
@@ -1370,16 +1413,17 @@ class _Files:
                     return payload, None
                 return _read_other(fd, head, ident)
             finally:
-                os.close(fd)  # must raise what it raises: that the file was replaced, say
+                os.close(fd)  # its error must be raised: the file may have been replaced (20)
         except OSError:
             if not self.is_regular(path):
                 raise CorruptTask(ident, "not a regular file") from None
             raise
 
-    read_listed = read  # of a name that was listed just now
+    read_listed = read  # for a name that was listed just now; room 20 has another method
 
     def head(self, path: str) -> tuple[str | None, int | None]:
-        """Return key and length of a payload by its header; (None, None) if that is invalid."""
+        """Return the key and the length of a payload, read from the header of its record. Return
+        (None, None) if the header is invalid."""
         header = None
         if self.is_regular(path):
             fd = os.open(self.root + path, _READ_FLAGS)
@@ -1400,7 +1444,8 @@ class _Files:
         return _FileLock(self.root + path, flags, self.root)
 
     def open_dir(self, directory: str) -> _FileLock | None:
-        """Open a lease directory to lock it; None if it is gone, or a foreign file."""
+        """Open a lease directory, to lock it. Return None if the directory is missing, or is a
+        foreign file."""
         with _ignore_missing():
             return _FileLock(self.root + directory, _DIR_FLAGS)
         return None
@@ -1415,9 +1460,12 @@ class _Files:
         *,
         sync: bool | None = None,
     ) -> None:
-        """Write a record to creating/<aside> and rename it to `path`: the task exists from then on.
-        It is synced after that: one journal commit instead of two. sync: None, or, for one of a
-        batch, whose directory is synced later, whether to sync the file."""
+        """Write a record to creating/<aside>, and rename the file to `path`. The task exists from
+        the rename on. Raises OSError; then the task does not exist, unless it was claimed first.
+
+        If the queue is durable, the file and the directory are synced after the rename. This order
+        costs one journal commit instead of two. For a task of a batch, `sync` says whether to sync
+        the file, and the caller syncs the directory later."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
         source, sync_dir = f"creating/{aside}", False
@@ -1438,7 +1486,8 @@ class _Files:
             if sync_dir:
                 self.commit_dir(os.path.dirname(path))
         except BaseException:
-            # Not acknowledged, so not there; a consumer that was quicker keeps what it has.
+            # The push is not acknowledged, so its file is removed. RACE: a worker claims the task
+            # between the rename and this line. Then the worker keeps the task.
             for leftover in (source, path):
                 self.remove(leftover)
             raise
@@ -1451,9 +1500,12 @@ class _Files:
         payload: bytes | memoryview = b"",
         for_all: int | None = None,
     ) -> Iterator[str]:
-        """Write a file creating/<name> that the block puts in the place of another; if the block
-        fails, it goes. It is synced first: power loss must leave one of the two whole. for_all:
-        rights that the file gets besides those of data_dir; None: the umask decides alone."""
+        """Write a file creating/<name>, and yield its path. The block moves the file to the place
+        of another file. If the block fails, the new file is removed.
+
+        If the queue is durable, the new file is synced before the block: power loss must leave one
+        of the two files whole. for_all: rights to add to those of data_dir. None: the rights follow
+        from the umask alone."""
         path = f"creating/{name}"
         fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
@@ -1471,8 +1523,8 @@ class _Files:
             raise
 
     def swap(self, aside: str, path: str) -> bool:
-        """Exchange a file with the one at `path`, in one step; False where names can't be exchanged
-        (NFS, FUSE; not Linux). Raises FileNotFoundError if there is none at `path`."""
+        """Exchange a file with the file at `path`, in one step. Return False where the system can't
+        exchange names (NFS, FUSE; not Linux). Raises FileNotFoundError if no file is at `path`."""
         try:
             _exchange(self.root + aside, self.root + path)
             return True
@@ -1482,7 +1534,8 @@ class _Files:
         return False
 
     def move(self, source: str, target: str) -> str:
-        """Rename a task's file, over one that is there; target "": remove it. Return target."""
+        """Rename the file of a task, and replace a file at the target. The target "" removes the
+        file. Return the target."""
         try:
             if target:
                 os.replace(self.root + source, self.root + target)
@@ -1490,15 +1543,17 @@ class _Files:
                 os.unlink(self.root + source)
         except FileNotFoundError:
             self._move_again(source, target)
-        # POSIX: rename() does nothing, and succeeds, if both names are links to one file. Such a
-        # finished task would be delivered for ever. A first delivery does not pay for that.
+        # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
+        # source would stay, and the finished task would be delivered again for ever. So the source
+        # is removed. A first delivery skips this, to save the time.
         if "~1~" not in source and _is_end(target):
             _unlink_if_exists(self.root + source)
         return target
 
     def _move_again(self, source: str, target: str) -> None:
-        """Do as move(), after a FileNotFoundError. RACE: another process replaces the target
-        directory just then (shrink_pending): ENOENT, though both are there."""
+        """Do as move(), after a FileNotFoundError. Raises FileNotFoundError if the source is
+        missing. RACE: another process replaces the target directory (shrink_pending) during our
+        rename. The rename fails with ENOENT, though file and directory exist, and is repeated."""
         for _ in range(_MAX_REPLACED):
             if not (target and self.exists(source)):
                 raise _os_error(errno.ENOENT, self.root + source)
@@ -1508,8 +1563,11 @@ class _Files:
         raise _os_error(errno.ENOENT, self.root + target)
 
     def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
-        """Rename a file that only we move. must_exist: FileNotFoundError unless target is there."""
-        if must_exist:  # last: a person may just have moved it, and the rename would make two
+        """Rename a file that no other process moves, and replace a file at the target. With
+        must_exist, raise FileNotFoundError if there is no file at the target."""
+        if must_exist:
+            # This check is the last step before the rename. If a person has just moved the target
+            # away, the rename would make two tasks of one.
             self.lstat(target)
         try:
             os.replace(self.root + source, self.root + target)
@@ -1517,18 +1575,21 @@ class _Files:
             self._move_again(source, target)
 
     def remove(self, path: str) -> bool:
-        """Remove a file, if that can be done; return whether it was."""
+        """Remove a file if possible. Return whether the file was removed; raise no OSError."""
         with suppress(OSError):
             os.unlink(self.root + path)
             return True
         return False
 
     def commit(self, path: str) -> None:
-        """If the queue is durable, sync a task's file, then its directory. That alone is not
-        enough: after power loss btrfs showed a finished task in its old directory too."""
+        """If the queue is durable, sync the file of a task, then its directory. A sync of the
+        directory is not enough: after power loss btrfs showed a finished task in its old directory
+        as well."""
         if not self.is_durable:
             return
-        with suppress(FileNotFoundError):  # RACE: another process moved it on
+        # RACE: another process moves the task on before it is synced here. Then the directory is
+        # synced, which now lacks the file.
+        with suppress(FileNotFoundError):
             self.sync_file(path)
         self.commit_dir(os.path.dirname(path))
 
@@ -1541,19 +1602,22 @@ class _Files:
             _sync_dir(self.root + directory)
 
     def shrink_pending(self, aside: str) -> None:
-        """Replace an empty pending/ that was large once: ext4 never shrinks a directory. rename()
-        succeeds only on an empty one; a push that comes between finds out in _move_again()."""
+        """Replace an empty pending/ that was once large, because ext4 never shrinks a directory.
+        The rename() succeeds only if pending/ is empty. RACE: another process renames a task into
+        pending/ at the same time, and gets ENOENT. Its _move_again() repeats that rename."""
         pending = f"{self.root}pending"
         old = os.lstat(pending)
         if old.st_size <= _SHRINK_BYTES:
             return
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
-            return  # rights that we don't know how to copy
+            return  # access control lists, which this method can't copy
         fresh = f"{self.root}creating/{aside}.pending"
-        # RACE: a push was quicker. Or it can't be replaced (a mount point, a full disk): fine too.
+        # RACE: another process pushes a task first. Then the rename fails, and the old pending/
+        # stays. It also stays if it can't be replaced: a mount point, or a full disk.
         with suppress(OSError):
             os.mkdir(fresh)
-            fd = os.open(fresh, _DIR_FLAGS)  # never by its path: see _follow_owner()
+            # The rights are set by the descriptor, never by the path: see _follow_owner().
+            fd = os.open(fresh, _DIR_FLAGS)
             try:
                 os.fchmod(fd, stat.S_IMODE(old.st_mode))
                 new = os.fstat(fd)
@@ -1561,37 +1625,43 @@ class _Files:
                 os.close(fd)
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
                 os.rename(fresh, pending)
-                _sync_dir(self.root)  # else files synced into it later could be lost with it
+                # Otherwise power loss could undo the rename, and lose files that were pushed and
+                # synced into the new directory later.
+                _sync_dir(self.root)
         with suppress(OSError):
             os.rmdir(fresh)
 
 
 # ==================================================================================================
-# 7. Queue clock: orders and deadlines, by the monotonic clock and an anchor that all processes of
-#    one boot share. Invariant: orders of one object strictly increase; setting the date does not
-#    change them.
+# 7. Queue clock: the source of orders and deadlines. It is the monotonic clock plus an anchor that
+#    all processes of one boot share. Invariant: the orders of one object strictly increase. Setting
+#    the date does not change the queue clock.
 # ==================================================================================================
 
 
-_BEHIND_NS = 10**9  # by which a clock that began anew is behind, at least
+_BEHIND_NS = 10**9  # a clock that began anew is behind by at least this time
 
 
 def _compute_anchor(files: _Files) -> int:
-    """Return the anchor that starts the clock at the wall clock; if that was set back, after the
-    newest id (a name may begin with a due time of next year) and the newest lease's directory."""
+    """Return the anchor that starts the queue clock at the wall clock. If the wall clock was set
+    back, the queue clock starts after the newest id and after the newest claim. Ids are compared,
+    not the names of tasks, because a name may begin with a due time of next year."""
     times_ns = [_EARLIEST_NS, _wall_ns()]
     for directory in (*_STATE_DIRS[1:], "keys", *files.node_dirs()):
-        # Another user's, which is no reason not to start. Or it is not there (any more).
+        # The directory may be another user's, and the clock must start all the same. Or it is
+        # missing: not made before the first use, or removed with its worker.
         with suppress(PermissionError, FileNotFoundError):
             entries = files.entries(directory)
             times_ns += [_stamp_of(entry.id) + 1 for entry in entries]
-            if entries and _state_of(directory) == "inflight":  # min(): the date was wrong then
+            if entries and _state_of(directory) == "inflight":
+                # The directory changed at the last claim. If its time is after the newest deadline,
+                # the date was wrong at the claim, and the deadline counts.
                 times_ns.append(min(files.lstat(directory).st_mtime_ns, entries[-1].stamp_ns))
     return max(it for it in times_ns if it < _FARTHEST_NS) - _monotonic_ns()
 
 
 class _QueueClock:
-    """The clock of one queue object. `tag` is the object's own, in the ids that it gives."""
+    """The clock of one queue object. `tag` is the object's tag, which goes into its new ids."""
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
@@ -1599,16 +1669,16 @@ class _QueueClock:
         self.boot, self.anchor_ns = self._open()
 
     def init_worker(self) -> None:
-        """Create what belongs to one process. A forked child does so again."""
+        """Set the values that belong to one process. A forked child calls this again."""
         self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
-        self._lock = threading.RLock()  # of _order; a signal handler may push, too
+        self._lock = threading.RLock()  # guards _order; a signal handler may push during a push
         self._order = 0
 
     def now_ns(self) -> int:
         return _monotonic_ns() + self.anchor_ns
 
     def new_id(self) -> str:
-        """Return an id, for a task or for a file in creating/."""
+        """Return a new id, for a task or for a file in creating/."""
         with self._lock:
             now_ns = int(time.monotonic() * 1e9) + self.anchor_ns
             order_ns = self._order = now_ns if now_ns > self._order else self._order + 1
@@ -1618,7 +1688,8 @@ class _QueueClock:
         return _stamp_of(self.new_id())
 
     def _open(self) -> tuple[str, int]:
-        """Return this boot's tag and its clock's anchor; set the anchor if we are the first."""
+        """Return the tag of this boot and the anchor of its clock. The first process of a boot sets
+        the anchor."""
         boot_id = _read_boot_id()
         if boot_id is not None:
             boot = _boot_tag(boot_id, self._files.root)
@@ -1632,15 +1703,18 @@ class _QueueClock:
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
-                # To look, to drain and to purge, a clock of our own is good enough.
+                # This user can't write the clock file. A clock of our own is good enough to look
+                # at tasks, to drain the queue and to purge.
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _went_back(self, anchor_ns: int) -> bool:
-        """Say whether the monotonic clock began anew under the same boot id: a restored virtual
-        machine, some containers, a board without entropy. Then the clock is behind the wall clock,
-        and behind a task that waits or is leased. A clock that is only behind the wall clock is
-        valid: the machine was suspended, or its date was set forward."""
+        """Say whether the monotonic clock began anew under the same boot id. This happens in a
+        restored virtual machine, in some containers, and on a board without entropy.
+
+        Then the queue clock is behind the wall clock and also behind the id of a task that waits or
+        is leased. A queue clock that is only behind the wall clock is valid: the machine was
+        suspended, or its date was set forward."""
         now_ns = anchor_ns + _monotonic_ns()
         if _wall_ns() - now_ns < _BEHIND_NS:
             return False
@@ -1652,7 +1726,8 @@ class _QueueClock:
         return newest_ns > now_ns + _BEHIND_NS
 
     def _read(self, name: str) -> int | None:
-        """Return the anchor; None if there is none, or the file is invalid (it is made again)."""
+        """Return the anchor in a clock file, or None if the file is missing or invalid. The caller
+        then makes the file again."""
         anchor_ns = 0
         with suppress(FileNotFoundError):
             text = self._files.text(name)
@@ -1661,46 +1736,48 @@ class _QueueClock:
         return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
 
     def _create(self, name: str) -> int:
-        """Write the clock file aside and put it in place, unless a valid one is there. Return the
-        anchor that counts."""
+        """Write a clock file aside and put it in place, unless a valid clock file is there. Return
+        the anchor in the clock file."""
         root, anchor_ns = self._files.root, _compute_anchor(self._files)
         aside_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
-        # 0644: for all users of this boot, also if data_dir is opened to them only later.
+        # 0644: all users of this boot can read the file, even if data_dir is opened to them later.
         with self._files.replacement(aside_name, b"%d\n" % anchor_ns, for_all=0o644) as aside:
             try:
                 os.link(root + aside, root + name)
             except (AttributeError, OSError):
-                # One is there. Or there are no hard links: then two processes that come at once
-                # may disagree by the microseconds between them.
+                # A clock file is there. Or there are no hard links here. Then two processes that
+                # start at the same time may have anchors that differ by some microseconds.
                 if self._read(name) is None:
                     os.replace(root + aside, root + name)
             self._files.remove(aside)
-        return self._read(name) or anchor_ns  # RACE: another process was first
+        # RACE: another process links its clock file before ours. Then its anchor is returned.
+        return self._read(name) or anchor_ns
 
 
 # ==================================================================================================
-# 8. Backlog: what this object remembers of pending/: a sorted batch of its names.
-#    Invariant: a name in it is of a task's form, and a hint: only the claim tells whether its task
-#    still waits.
+# 8. Backlog: a sorted batch of names in pending/, kept in memory.
+#    Invariant: each name in the batch has the form of a task's name. The name is a hint: only the
+#    claim tells whether the task still waits.
 # ==================================================================================================
 
-_MAX_BATCH = 1 << 17  # names to keep in memory: up to 11 MB of them
-_CHUNK = 1 << 16  # directory entries to read between two cuts of the batch
-_FEW = 1000  # names that are listed in one piece
-_AT_ONCE = 256  # names that the system lists in one call: no push comes meanwhile
-_LONGEST_TROUBLE_S = 3600.0  # for which a task that made trouble is passed over
+_MAX_BATCH = 1 << 17  # names to keep in memory, which take up to 11 MB
+_CHUNK = 1 << 16  # directory entries to read before the batch is cut again
+_FEW = 1000  # a directory with fewer names is listed in one piece
+_AT_ONCE = 256  # names that the system lists in one call, so that no push comes in between
+_LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
 _MAX_TROUBLES = 10_000  # tasks that made trouble, to remember
-_LOSSES = 64  # of claims in one pop(), after which it looks at its lease directory
-_MAX_LISTINGS = 8  # for one task: by a pop() that loses every claim, by a key whose task moves on
+_LOSSES = 64  # after so many lost claims, a pop() looks at the lease directory again
+# Listings for one task, by a pop() that loses every claim or for a key whose task moves meanwhile.
+_MAX_LISTINGS = 8
 _is_waiting = _FORMS["pending"]
 
 
 def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
-    """Return the first names of ours in a directory, oldest last, and how many entries it has: all
-    names below _MAX_BATCH, a sixteenth of a huge directory."""
+    """Return the oldest task names in a directory, oldest last, and the number of its entries. Up
+    to _MAX_BATCH names are returned, or a sixteenth of `seen_before` if that is more."""
     keep = max(_MAX_BATCH, seen_before // 16)
     names: list[str] = []
-    seen, youngest = 0, "~"  # behind all of ours
+    seen, youngest = 0, "~"  # sorts after every name of a task
     with os.scandir(directory) as entries:
         while chunk := [entry.name for entry in itertools.islice(entries, _CHUNK)]:
             seen += len(chunk)
@@ -1712,23 +1789,27 @@ def _oldest_names(directory: str, seen_before: int) -> tuple[list[str], int]:
 
 
 class _Backlog:
-    """Guarded by the worker's lock."""
+    """The batch of one worker. The worker's lock guards it."""
 
     def __init__(self, worker: _Worker) -> None:
         self._pending, self._lock = f"{worker.files.root}pending", worker.lock
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
-        self.seen = 0  # how many names pending/ had when it was listed last
-        # By id, tasks that this worker could not read or move: how often, and until when each is
-        # passed over. In memory only: another worker may be luckier.
+        self.seen = 0  # the number of names in pending/ at the last listing
+        # Tasks that this worker could not read or move, by id: how often that happened, and until
+        # when the task is passed over. Kept in memory only, because another worker may succeed.
         self._troubles: dict[str, tuple[int, float]] = {}
         self._listed_s = 0.0
-        self.refill_s = 0.0  # when it is to be listed again, though names are left
+        self.refill_s = 0.0  # when to list pending/ again even if names are left
 
     def relist(self, now_s: float) -> None:
-        """List pending/; now_s: the monotonic clock. RACE: of two tasks that are pushed as it is
-        listed, only the younger one may be seen. So what is younger than the listing is left to the
-        next one; if nothing else is there, that is now."""
+        """List pending/. `now_s` is the time on the monotonic clock.
+
+        RACE: another process pushes two tasks during the listing, and the listing shows only the
+        younger task. The younger task would then be delivered first. So tasks that were pushed
+        after the start of a listing are left to the next listing. If the listing shows no other
+        tasks, a second listing is made at once. If that shows only tasks pushed after its start,
+        they stay in the batch. A directory that the system lists in one call needs no such care."""
         for _ in range(2):
             self._list(now_s)
             if self.seen <= _AT_ONCE:
@@ -1740,7 +1821,8 @@ class _Backlog:
             now_s = time.monotonic()
 
     def _list(self, now_s: float) -> None:
-        if self.seen < _FEW and now_s - self._listed_s < 1:  # it can't be huge by now
+        # A directory that had few names a second ago can't be huge now.
+        if self.seen < _FEW and now_s - self._listed_s < 1:
             names = os.listdir(self._pending)
             self.names, self.seen = sorted(filter(_is_waiting, names), reverse=True), len(names)
             self.refill_s = now_s + 1
@@ -1755,8 +1837,9 @@ class _Backlog:
         return self._troubles.get(_id_of(name), (0, 0.0))[1] > now_s
 
     def pass_over(self, ident: str) -> None:
-        """Leave a task that made trouble out of the next listings: the first time not at all, as
-        the trouble may be over; then for 1 s, 2 s and so on up to an hour."""
+        """Leave a task that made trouble out of the next listings. After the first trouble the task
+        is not left out, because the trouble may be over. After the second it is left out for 1 s,
+        and each further time for twice as long, up to an hour."""
         with self._lock:
             now_s, (times, _) = time.monotonic(), self._troubles.get(ident, (0, 0.0))
             pause_s = min(2.0 ** min(times - 1, 12), _LONGEST_TROUBLE_S) if times else 0.0
@@ -1765,16 +1848,20 @@ class _Backlog:
             self._troubles[ident] = times + 1, now_s + pause_s
 
     def add(self, path: str) -> None:
-        """A task came to `path` in pending/: it is one of the batch unless it stands behind it."""
+        """Add a task that came to `path` in pending/. A task that sorts after the whole batch is
+        left to the next listing."""
         with self._lock:
             names, name = self.names, path.rpartition("/")[2]
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
     def drop_taken(self, lost: str) -> None:
-        """After a lost claim, drop what else of the batch is gone: a look costs a third of a failed
-        rename(). RACE: a newer payload renamed a keyed task after the listing; its place is the
-        same, so that name is next."""
+        """After a lost claim, drop the oldest names of the batch whose files are missing. To look
+        at a file costs a third of a failed rename().
+
+        RACE: another process pushes a newer payload of a key after the listing, and renames the
+        waiting task: its attempts are 0 again. The place of the task is the same, so the new name
+        is the next one in the batch."""
         with self._lock:
             names, renamed = self.names, _reset_path(lost, None)
             if renamed != lost:
@@ -1786,34 +1873,39 @@ class _Backlog:
 
 
 # ==================================================================================================
-# 9. Lease directory: this worker's inflight-<node>/, and the shared flock on it that shows that the
-#    worker lives. Invariant: a claim goes into the locked directory, by its descriptor.
+# 9. Lease directory: this worker's inflight-<node>/. A shared flock on the directory shows that the
+#    worker lives. Invariant: a claim moves a task into the locked directory, by the descriptor.
 # ==================================================================================================
 
 
 class _LeaseDir:
-    """Opened by the first listing, and again when it was removed or given up.
+    """The lease directory of one worker. The first listing of pending/ opens the directory. Later
+    listings open it again if it was removed or given up.
 
-    close() in another thread: a claim holds the worker's lock, so that its descriptor stays open.
-    What is claimed is in `unread` until the caller gets it: whoever takes it out, the caller or the
-    reclaim, has the delivery, which is not counted if that was the reclaim. `closes` counts the
-    calls, for waits, which compare it after each look."""
+    RACE: another thread calls close() during a pop(). A claim holds the worker's lock, so its
+    descriptor stays open. Each claimed task has an entry in `unread` until the caller gets the
+    task. The caller and the reclaim job both remove the entry, and the first to do so has the task.
+    If the reclaim job is first, the delivery is not counted. `closes` counts the calls of close().
+    A wait compares the count after each look, and so notices a close()."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
         self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
-        self.unread: dict[str, str] = {}  # by lease, the place that it was claimed from
-        # Leases that no worker holds: by path, the place to go back to. None: at that of the push.
+        self.unread: dict[str, str] = {}  # the path that each task was claimed from, by lease path
+        # By the path of the lease, the path to move the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
         self.closes = 0
-        self._held: _FileLock | None = None  # None: leases found in it are an earlier process's
+        # The lock while the directory is open. At the first opening there is none, and leases in
+        # the directory are of an earlier process.
+        self._held: _FileLock | None = None
 
     # Opening
 
     def ensure_open(self) -> None:
-        """Open and lock it unless it is held; reclaim the leases that an earlier process left."""
+        """Open and lock the directory, unless its lock is held. Then reclaim the orphans, such as
+        the leases of an earlier process."""
         with self._lock:
             if self._held is None or not self._held.is_at_path():
                 self._open()
@@ -1821,48 +1913,58 @@ class _LeaseDir:
                     self._worker.house.reclaiming.run()
 
     def _open(self) -> None:
-        self._worker.backlog.names = []  # nothing is claimed until it is open, also when we raise
+        self._worker.backlog.names = []  # no claim before the directory is open, even after a raise
         for _ in range(_MAX_REPLACED):
             self._make()
             lock = self._files.open_dir(self.directory)
             if lock is None:
-                continue  # RACE: an observer saw no worker in it, and removed it
+                # RACE: another worker looks at the directory for signs of life after _make(), finds
+                # no lock, and removes the directory. The next round makes it again.
+                continue
             try:
-                # Waits while an observer looks in: it must not be taken for a second worker.
+                # This waits while another worker holds the exclusive lock to look for signs of
+                # life. try_exclusive() below must not take that worker for one of our node_id.
                 if lock.acquire_shared() is None:
-                    # Without locks only deadlines count: leases are of a boot that no other shares.
+                    # Without flock, leases end by their deadlines only. So give them a boot tag
+                    # that no other process has.
                     self._clock.boot = os.urandom(4).hex()
-                # Only the first time: later, another thread may have claimed into it just now.
-                # RACE: with the exclusive lock no namesake is at work in the directory that we
-                # opened; but an observer may have removed that, and a namesake made it anew: then
-                # its leases run.
+                # This is done only at the first opening. Later, another thread may just have
+                # claimed a task into the directory. If we get the exclusive lock, no worker of our
+                # node_id uses the directory that we opened, and its leases are orphans.
+                # RACE: another process removes that directory as empty, and a worker of our node_id
+                # makes a new one. The leases at the path are then in use, so is_at_path() is asked.
                 elif self._held is None and lock.try_exclusive() and lock.is_at_path():
-                    with suppress(OSError):  # the next look at leases raises it
+                    with suppress(OSError):  # the next reclaim job meets and raises the error
                         leases = self._files.entries(self.directory)
                         for path in (it.path for it in leases if it.boot != _DETACHED):
                             self.orphans.setdefault(path)
                 lock.acquire_shared()
-                # RACE: an observer may have removed the directory before our lock was on it.
+                # RACE: another worker removes the directory between our open() and our lock. Then
+                # the next round makes the directory again.
                 if lock.is_at_path():
-                    # With its last reference, the old one goes now, and not sooner: it may come
-                    # back, with what we hold in it.
+                    # This assignment closes the old lock, by dropping its last reference. Until now
+                    # the old lock was kept: a person may move the old directory back to its path,
+                    # with the leases that we hold in it.
                     self._held = lock
                     return
-            finally:  # not with the last reference: a kept exception has this frame, and the lock
+            finally:
+                # Close the lock here. Its last reference may be in this frame, which lives as long
+                # as somewhere an exception is kept.
                 if lock is not self._held:
                     lock.close()
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
 
     def _make(self) -> None:
-        """Make the directory; on a full disk, of the spare one: a worker must be able to start."""
+        """Make the lease directory. On a full disk, rename spare/ instead, because a worker must be
+        able to start and to empty the queue."""
         try:
             self._files.make_dir(self.directory)
         except OSError as error:
             spare = f"{self._root}spare"
-            with suppress(OSError):  # the first error says why it was needed
-                # Foreign files stay where they are.
+            with suppress(OSError):  # if this fails, the first error is raised, which tells why
+                # spare/ is not renamed with foreign files in it, because these must not move.
                 if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
-                    os.utime(spare)  # an observer removes what is empty and old
+                    os.utime(spare)  # other workers remove an empty lease directory that is old
                     os.rename(spare, self.path)
                     return
             raise
@@ -1870,9 +1972,11 @@ class _LeaseDir:
     # Claiming
 
     def claim(self, source: str, lease: _Lease) -> bool:
-        """Rename a waiting task into the directory that we hold locked; `lease` has its path from
-        before that. False: another worker was first, or the directory is not open (any more). Call
-        it with the worker's lock held; undo_claim() follows if it raises."""
+        """Rename a waiting task into the locked lease directory. Return False if another worker
+        claimed the task first, or if the directory is not open or no longer exists.
+
+        Call this with the worker's lock held. `lease.path` is set before the rename. If this
+        raises, the rename may have been done, and the caller must call undo_claim()."""
         attempts = min(_attempts_of(source) + 1, _MAX_ATTEMPTS) if "~" in source else 1
         boot = _DETACHED if self._worker.detached else self._clock.boot
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
@@ -1882,49 +1986,57 @@ class _LeaseDir:
         held = self._held
         try:
             if held is None:
-                raise FileNotFoundError  # RACE: closed by another thread
+                # RACE: another thread calls close() before this claim gets the worker's lock.
+                raise FileNotFoundError
             os.rename(self._root + source, held.prefix + name, dst_dir_fd=held.fd)
         except FileNotFoundError:
-            pass  # RACE: another worker won; or our directory was removed
+            # RACE: another worker renames the task first, or another process removes our directory.
+            # Either way this claim is lost.
+            pass
         except OSError as error:
             if error.errno in (errno.EPERM, errno.EACCES) and self._may_move(source):
                 error.task_id = _id_of(source)  # type: ignore[attr-defined]
             if error.errno not in _MISSING_ERRNOS:
                 raise
-            self._worker.house.look_again()  # ESTALE: our directory is gone
+            self._worker.house.look_again()  # ESTALE: our directory was removed
         else:
             return True
         self.unread.pop(path, None)
         return False
 
     def _may_move(self, source: str) -> bool:
-        """Say whether this user may move tasks from there to here, though not this one: it is
-        another user's, in a sticky directory."""
+        """Say whether this user may move tasks from the directory of `source` into this one. If so,
+        a refused rename is about this task alone: another user owns it, in a sticky directory."""
         directories = self._root + os.path.dirname(source), self.path
         return all(os.access(path, os.W_OK | os.X_OK) for path in directories)
 
     def undo_claim(self, lease: _Lease, target: str) -> None:
-        """Move a task that was claimed for nobody to `target`, uncounted; if it can't be moved, the
-        reclaim job does it. By the descriptor: a person may have moved the whole directory away,
-        where the task must not be lost. CRASH: before it, a lease like any."""
+        """Move a claimed task that no caller will get to `target`. The delivery is not counted. If
+        the rename fails, the lease becomes an orphan, and the reclaim job moves the task.
+
+        The rename uses the descriptor. If a person has moved the whole directory away, the task
+        must still come back. CRASH: if the process dies before the rename, the task is leased. The
+        lease ends like any other, and the delivery is counted."""
         with self._lock:
             try:
-                if (held := self._held) is None:  # closed; if that ended the lease, it is gone
+                if (held := self._held) is None:  # closed: close() may have reclaimed the lease
                     os.rename(self._root + lease.path, self._root + target)
                 else:
                     name = lease.path.partition("/")[2]
                     os.rename(held.prefix + name, self._root + target, src_dir_fd=held.fd)
-            except OSError:  # it had not been claimed yet, or a person has it; or disk trouble
+            except OSError:  # the claim was not done, a person moved the task, or the disk failed
                 self.orphans[lease.path] = target
             self.unread.pop(lease.path, None)
 
     # Closing
 
     def give_up(self) -> None:
-        """Close it. If no other object holds it, its leases end."""
+        """Close the lease directory. If no other object holds its lock, reclaim its leases and
+        remove the directory."""
         self._worker.house.look_again()
         lock, self._held = self._held, None
-        if lock is not None and lock.fd == -1:  # in a cycle of garbage its finalizer may be first
+        # If this object is garbage in a cycle, the finalizer of the lock may have run before.
+        if lock is not None and lock.fd == -1:
             lock = self._files.open_dir(self.directory)
         if lock is None:
             return
@@ -1935,7 +2047,7 @@ class _LeaseDir:
                     if is_alone:
                         self._worker.reclaim_all(self.directory, None)
                     _remove_empty_dir(self.path)
-            except OSError as error:  # no lease is lost by it: pop() of another worker ends them
+            except OSError as error:  # no task is lost: pop() of another worker reclaims the leases
                 _log().warning("%s could not be cleared: %s", self.path, error)
 
 

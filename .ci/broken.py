@@ -442,8 +442,8 @@ a payload that is behind a task is a first attempt | Model
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
 a child drops what its parent locked, also if Ctrl-C met the fork | Liveness
--    with suppress(RuntimeError):  # it is not ours
-+    with suppress():  # it is not ours
+-    with suppress(RuntimeError):  # the lock is not held
++    with suppress():  # the lock is not held
 the task of a block that Ctrl-C ends is delivered again | Work
 -        except BaseException:  # trouble with the disk, or
 +        except Exception:  # trouble with the disk, or
@@ -567,9 +567,9 @@ rm cancels what is scheduled where names can't be exchanged | KeyedByRename
 -            is_safe = _state_of(target) == "scheduled"  # no
 +            is_safe = not _state_of(target)  # no
 a signal handler's exception at the end of a lock is heard | Faults
--is done
+-ignore a disk error
 -                _raise_if_foreign(error)
-+is done
++ignore a disk error
 +                pass
 what was scheduled behind a task goes with it, to the new time | Keyed
 -            self._files.move_over(newer, target, must_exist=True)
