@@ -24,12 +24,12 @@ A queue is a directory, and a task is a file. The directory of the file is the t
       PAUSED              while this file exists, no task is handed out (`touch` makes it)
 
 An id is <order>-<tag>. <order> has 20 digits: nanoseconds on the queue clock. <tag> has 8 hex
-digits. The tag of a task without a key is the random tag of the queue object that pushed the task;
-it begins with 0 to 7. The tag of a task with a key is the hash of the key; it begins with 8 to f.
-<boot> has 8 hex digits for one boot of a kernel and one mount; 00000000 marks a detached lease.
-Every name of a task begins with 20 digits, so sorting the names of a directory puts the tasks in
-order. A task's file begins with one line: `FQ1 <crc32> <length>`, and the key if the task has a
-key. The payload follows as given.
+digits. For a task without a key, the tag is the random tag of the queue object that pushed the
+task. A random tag begins with 0 to 7. For a task with a key, the tag is the hash of the key. A hash
+begins with 8 to f. The field <boot> has 8 hex digits, which stand for one boot of a kernel and one
+mount. The <boot> 00000000 marks a detached lease. Every name of a task begins with 20 digits, so
+sorting the names of a directory puts the tasks in order. A task's file begins with one line:
+`FQ1 <crc32> <length>`, and the key if the task has a key. The payload follows as given.
 
 Each step is one system call, and takes effect when the call returns:
 
@@ -74,7 +74,7 @@ The terms of this file:
                       or removes this path. If the path is gone, the call raises LeaseLost and
                       changes nothing.
     Settle            To end a delivery by done(), fail() or release().
-    Reclaim           To take a task back from a worker that died or missed the deadline.
+    Reclaim           To take a task back from a worker that died, missed the deadline or closed.
     Orphan            A lease that no caller holds and that is still to be taken back. A worker
                       lists orphans in memory, and its next reclaim job moves their tasks.
     Dead letter       A task in failed/.
@@ -82,7 +82,7 @@ The terms of this file:
                       its record is corrupt. If failed/ can't be written to, the task goes to the
                       back of pending/ instead.
     Buffered payload  A newer payload of a key, kept in keys/ behind the task of the key.
-    Housekeeping job  Periodic work that pop() also does, such as reclaiming leases.
+    Housekeeping job  Periodic work that pop() and take() also do, such as reclaiming leases.
     Foreign           A file whose name has none of the forms above. The queue never delivers, moves
                       or removes a foreign file.
 
@@ -92,8 +92,8 @@ flock when the process ends. Another process that gets the exclusive flock there
 worker is dead. There is no server. Only processing(), work(), the async methods and
 TicketQueue.turn() start threads. The command `work` forks a watchdog.
 
-Guaranteed: a task whose push() returned is delivered until a done() or fail() returned, no matter
-which process is killed at which time. Tasks are delivered in the order of their push() on a host.
+Guaranteed: a task whose push() returned is delivered until a done() or fail() returned. This holds
+if any process is killed at any time. Tasks are delivered in the order of their push() on a host.
 The order survives restarts, reboots and changes of the date. A corrupt task ends in failed/. With
 sync_after_write=True, the effect of each call that returned survives power loss.
 
@@ -281,8 +281,8 @@ def _fs_type(path: str) -> int:
 
 def _exchange(first: str, second: str) -> None:
     """Exchange the files at two absolute paths, by renameat2(2) with RENAME_EXCHANGE. Raises
-    OSError: ENOSYS where the call does not exist, EINVAL where the file system does not support
-    the exchange, and otherwise the errors of rename()."""
+    ENOSYS where the call does not exist, and EINVAL where the file system does not support it.
+    Other errors are those of rename()."""
     places = _AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second)
     _call_libc("renameat2", second, *places, _RENAME_EXCHANGE)
 
@@ -309,10 +309,10 @@ def _boot_tag(boot_id: str, directory: str) -> str:
 
 def _follow_owner(fd: int, data_dir: str, and_mode: int = 0) -> None:
     """Give a new file or directory the owner, group and rights of data_dir, as far as this user may
-    change them. and_mode: rights to add to those of data_dir.
+    change them. `and_mode` has rights to add to those of data_dir.
 
-    All users of the queue need the new file. Without this step, a file that root made by running
-    one command would shut out the other users for good. So would a file of a user with another
+    All users of the queue need the new file. Without this step, root could run one command and so
+    make a file that shuts out the other users for good. The same holds for a user with another
     umask.
 
     `fd` refers to a file that this process has just made. The file is never changed by its path:
@@ -455,8 +455,8 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #
 # - Here, STATES and _FORMS. Then _ENDED, or _LIVE and perhaps _WAITING_DIRS, or _STATE_DIRS if the
 #   directory is made with the queue. Most other code uses these tuples.
-# - Here, the functions that name directories: _parse_key_state (for a state that is live),
-#   _state_of(), _waiting_path() and _reset_path().
+# - Here, the functions that name directories: _state_of(), _waiting_path() and _reset_path(). For a
+#   live state also _parse_key_state.
 # - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a time.
 # - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work().
 # - Room 7: _QueueClock._went_back() lists the directories that have live tasks. _compute_anchor().
@@ -472,8 +472,8 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # The states of a task that has not ended, in the order of a search. A claim and the undoing of a
-# claim take no lock, so a task may make these moves during the search. In this order a search finds
-# a task that makes one such move. A task that makes both moves may be missed.
+# claim take no lock, so a task may make these moves during a search. The search in this order finds
+# a task that makes one of the two moves. A task that makes both moves may be missed.
 _LIVE = ("inflight", "scheduled", "pending", "inflight")
 _WAITING_DIRS = ("pending", "scheduled")
 _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is opened
@@ -526,8 +526,8 @@ _parse_key_state = re.compile(
 
 
 class _Entry(NamedTuple):
-    """The file of a task: its directory, its name there, and the fields of the name. If the name
-    has no attempts, `attempts` is None. If the name has no boot, `boot` is ""."""
+    """The file of a task: its directory, its name there, and the fields of the name. `attempts` is
+    None, and `boot` is "", for a name without this field."""
 
     directory: str
     name: str
@@ -670,10 +670,10 @@ class FemtoQueueError(Exception):
 class LeaseLost(FemtoQueueError):
     """The task is no longer leased by this delivery. The call changed nothing.
 
-    `id` is the id of the task. `expired` is True if the deadline of the lease has passed; another
-    worker may have the task now. `expired` is False if the lease ended before its deadline: the
-    task was settled before, moved by hand, or given up by close(). A lease past its deadline is not
-    lost until the task is reclaimed."""
+    `id` is the id of the task. `expired` is True if the deadline of the lease has passed. Another
+    worker may have the task then. `expired` is False if the lease ended before its deadline. Then
+    the task was settled before, moved by hand, or given up by close(). A lease past its deadline is
+    not lost until the task is reclaimed."""
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
@@ -717,8 +717,8 @@ class _CommandFailed(Exception):
 
 
 class _Lease:
-    """Where the file of a task was when it was read. If length_ns is not 0, the task is leased, and
-    this object is also its delivery.
+    """The path of a task's file, and the delivery of the task if the task is leased. The task is
+    leased if length_ns is not 0.
 
     path: the path of the file. For a leased task it is the fence, and a renewal writes the new path
     here.
@@ -738,8 +738,8 @@ _NO_LEASE = _Lease()
 
 
 class FemtoTask:
-    """One task, as it was when it was read. Assigning to a field changes nothing in the queue.
-    Only checkpoint() reads a field back: a checkpoint belongs to the payload in `data`. Two tasks
+    """One task, as it was when its file was read. Assigning to a field changes nothing in the
+    queue. Only checkpoint() uses a field: a checkpoint belongs to the payload in `data`. Two tasks
     are equal if their id, data, attempts and key are equal.
 
     id: the id of the task. It stays the same through retries and delays.
@@ -880,8 +880,8 @@ class WorkCounts(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One problem that check() found: its kind, the path relative to data_dir, a description, and
-    whether check() repaired it."""
+    """A problem found by check(): the kind, the path relative to data_dir, a description, and
+    whether check() repaired the problem."""
 
     kind: str
     path: str
@@ -1009,8 +1009,8 @@ def _write_record(fd: int, header: bytes, payload: bytes | memoryview) -> None:
 # - _Files.read() (6) compares the header with the bytes that follow. If these do not match the
 #   header, _read_other() looks closer, and raises CorruptTask for a torn file.
 # - _Worker._deliver() (10) reads a task after its claim. It catches the CorruptTask.
-# - _Worker.quarantine() (10) renames the lease to failed/<id>, writes the reason to
-#   failed/<id>.error and logs it. pop() then takes the next task.
+# - _Worker.quarantine() (10) renames the lease to failed/<id>, and writes the reason to
+#   failed/<id>.error and to the log. Then pop() takes the next task.
 # - If the rename to failed/ fails, pop() raises its OSError. Before that, _Worker._take_back() puts
 #   the task, uncounted, at the back of pending/.
 #
@@ -1052,8 +1052,8 @@ def _read_other(fd: int, head: bytes, ident: str) -> _Record:
 
 # ==================================================================================================
 # 5. File locks: flock(2) on files and directories, held by this process alone.
-#    Invariant: a lock ends when it is closed, when its object has no reference, or when its process
-#    ends, whichever is first. A forked child never keeps a lock.
+#    Invariant: a lock ends with close(), with the last reference to the lock, or with the process.
+#    A forked child never keeps a lock.
 # ==================================================================================================
 
 _NO_FLOCK = "keyed tasks and tickets need flock(2), which is not available here"
@@ -1072,8 +1072,8 @@ _fork_lock = threading.RLock()  # held during fork(), and while a thread enters 
 @contextmanager
 def _no_fork() -> Iterator[None]:
     """Delay fork() in other threads while the block opens or closes a descriptor. A child that was
-    forked in between would not know of the descriptor. Two such blocks don't exclude each other,
-    because one of them takes long on a mount that hangs.
+    forked in between would not know of the descriptor. The blocks of two threads don't exclude each
+    other, because a block takes long on a mount that hangs.
 
     While the interpreter ends, the block runs unprotected. No fork happens then, and a thread may
     have ended while holding the lock."""
@@ -1245,8 +1245,8 @@ if hasattr(os, "register_at_fork"):
 #      directory.
 # ==================================================================================================
 
-# A directory may be replaced or removed by other processes so many times during one step: a move
-# into the directory, its opening as a lease directory, or the entry into a line of tickets.
+# A directory may be replaced or removed by other processes so many times during one step. The step
+# is a move into the directory, its opening as a lease directory, or the entry into a ticket line.
 _MAX_REPLACED = 100
 _TICK_S = 0.011  # the times of files advance at least a hundred times a second
 _SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
@@ -1504,8 +1504,8 @@ class _Files:
         of another file. If the block fails, the new file is removed.
 
         If the queue is durable, the new file is synced before the block: power loss must leave one
-        of the two files whole. for_all: rights to add to those of data_dir. None: the rights follow
-        from the umask alone."""
+        of the two files whole. `for_all` has rights to add to those of data_dir. If `for_all` is
+        None, the rights follow from the umask alone."""
         path = f"creating/{name}"
         fd = os.open(self.root + path, _CREATE_FLAGS, 0o666)
         try:
@@ -1633,9 +1633,9 @@ class _Files:
 
 
 # ==================================================================================================
-# 7. Queue clock: the source of orders and deadlines. It is the monotonic clock plus an anchor that
-#    all processes of one boot share. Invariant: the orders of one object strictly increase. Setting
-#    the date does not change the queue clock.
+# 7. Queue clock: the source of orders and deadlines. The queue clock is the monotonic clock plus an
+#    anchor, which all processes of one boot share. Invariant: the orders of one object strictly
+#    increase. Setting the date does not change them.
 # ==================================================================================================
 
 
@@ -1808,8 +1808,8 @@ class _Backlog:
         RACE: another process pushes two tasks during the listing, and the listing shows only the
         younger task. The younger task would then be delivered first. So tasks that were pushed
         after the start of a listing are left to the next listing. If the listing shows no other
-        tasks, a second listing is made at once. If that shows only tasks pushed after its start,
-        they stay in the batch. A directory that the system lists in one call needs no such care."""
+        tasks, a second listing is made at once. If the second listing also shows no other tasks,
+        all its tasks are kept. A directory that the system lists in one call needs no such care."""
         for _ in range(2):
             self._list(now_s)
             if self.seen <= _AT_ONCE:
@@ -1897,8 +1897,8 @@ class _LeaseDir:
         # By the path of the lease, the path to move the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
         self.closes = 0
-        # The lock while the directory is open. At the first opening there is none, and leases in
-        # the directory are of an earlier process.
+        # The lock while the directory is open. If this is None at an opening, the leases in the
+        # directory were left by an earlier process.
         self._held: _FileLock | None = None
 
     # Opening
@@ -1918,19 +1918,20 @@ class _LeaseDir:
             self._make()
             lock = self._files.open_dir(self.directory)
             if lock is None:
-                # RACE: another worker looks at the directory for signs of life after _make(), finds
-                # no lock, and removes the directory. The next round makes it again.
+                # RACE: another worker looks for signs of life after our _make(). There is no lock,
+                # so the other worker removes the directory. The next round makes it again.
                 continue
             try:
                 # This waits while another worker holds the exclusive lock to look for signs of
-                # life. try_exclusive() below must not take that worker for one of our node_id.
+                # life. The test below must not take the other worker for one of our node_id.
                 if lock.acquire_shared() is None:
                     # Without flock, leases end by their deadlines only. So give them a boot tag
                     # that no other process has.
                     self._clock.boot = os.urandom(4).hex()
-                # This is done only at the first opening. Later, another thread may just have
-                # claimed a task into the directory. If we get the exclusive lock, no worker of our
-                # node_id uses the directory that we opened, and its leases are orphans.
+                # The leases are listed only if the directory was not open before. Otherwise another
+                # thread may just have claimed a task into the directory. If we get the exclusive
+                # lock, no worker of our node_id uses the directory that we opened. Its leases are
+                # orphans then, except detached leases, which outlive their worker.
                 # RACE: another process removes that directory as empty, and a worker of our node_id
                 # makes a new one. The leases at the path are then in use, so is_at_path() is asked.
                 elif self._held is None and lock.try_exclusive() and lock.is_at_path():
@@ -1942,14 +1943,14 @@ class _LeaseDir:
                 # RACE: another worker removes the directory between our open() and our lock. Then
                 # the next round makes the directory again.
                 if lock.is_at_path():
-                    # This assignment closes the old lock, by dropping its last reference. Until now
-                    # the old lock was kept: a person may move the old directory back to its path,
-                    # with the leases that we hold in it.
+                    # This assignment closes the old lock, by dropping the last reference to it. The
+                    # old lock is kept until now, because a person may move the old directory back
+                    # to its path, with the leases that we hold in it.
                     self._held = lock
                     return
             finally:
-                # Close the lock here. Its last reference may be in this frame, which lives as long
-                # as somewhere an exception is kept.
+                # Don't rely on the last reference: an exception that is kept somewhere keeps this
+                # frame alive, and with the frame the lock.
                 if lock is not self._held:
                     lock.close()
         raise _os_error(_MISSING_ERRNOS[-1], self.path)
@@ -1961,8 +1962,8 @@ class _LeaseDir:
             self._files.make_dir(self.directory)
         except OSError as error:
             spare = f"{self._root}spare"
-            with suppress(OSError):  # if this fails, the first error is raised, which tells why
-                # spare/ is not renamed with foreign files in it, because these must not move.
+            with suppress(OSError):  # the first error is raised, which is the cause
+                # With foreign files in it, spare/ is not renamed, because they must not move.
                 if error.errno in _OUT_OF_SPACE_ERRNOS and not os.listdir(spare):
                     os.utime(spare)  # other workers remove an empty lease directory that is old
                     os.rename(spare, self.path)
@@ -2005,8 +2006,9 @@ class _LeaseDir:
         return False
 
     def _may_move(self, source: str) -> bool:
-        """Say whether this user may move tasks from the directory of `source` into this one. If so,
-        a refused rename is about this task alone: another user owns it, in a sticky directory."""
+        """Say whether this user may move tasks from the directory of `source` into the lease
+        directory. If so, a refused rename concerns this task alone: another user owns the file, in
+        a sticky directory."""
         directories = self._root + os.path.dirname(source), self.path
         return all(os.access(path, os.W_OK | os.X_OK) for path in directories)
 
