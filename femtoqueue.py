@@ -1809,20 +1809,26 @@ class _LeaseDir:
 
 
 # ==================================================================================================
-# 10. Worker: the state machine: each change of a task's state, except pushes (6, 14) and purges
-#     (11, 12).
-#     Invariant: the rename is the commit and the fence; what is written beside it comes after it.
-#     The lock is held while a task moves into our lease directory or out of it, so that a renewal
-#     and a done() in two threads don't cross; not while a caller's payload is read or written.
-#     Order of locks: that of a key first, then the worker's. With the worker's lock held, a key's
-#     is only tried (wait=False).
+# 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
+#     and 14) and purges (rooms 11 and 12).
+#     Invariant: the rename commits a change, and is its fence. The reason in failed/ and the
+#     checkpoint of a task are put in place or removed after the rename. So a worker that lost its
+#     lease changes none of these files. Only retry, which has no lease, removes the reason first.
+#     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
+#     So a renewal and a done() in two threads cannot cross. No thread holds the lock while it reads
+#     a payload for a caller or writes one. A quarantine and a take along (room 14) need at most the
+#     lock of the key, because the task has no caller at that time.
+#     Order of locks: the lock of a key first, then the worker's lock. A thread that holds the
+#     worker's lock already does not wait for the lock of a key, but only tries it (wait=False).
 # ==================================================================================================
 
-_LOOK_INTERVAL_S = 0.1  # between two looks at PAUSED, at our lease directory, at a busy key
+# Seconds between two looks at PAUSED, at our lease directory, or at a due task with a busy key.
+_LOOK_INTERVAL_S = 0.1
 
 
 class _Worker:
-    """What one queue object has in one process: its parts, and what they do with tasks."""
+    """The worker of one queue object in one process: the parts of the worker, and the moves of
+    tasks."""
 
     def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock) -> None:
         self.files, self.clock, self.lock = files, clock, threading.RLock()
@@ -1838,26 +1844,36 @@ class _Worker:
         self.renewer = _LeaseRenewer(self)
 
     def note(self, path: str) -> None:
+        # A task came to `path`: tell the backlog, or the job that enqueues due tasks.
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
             self.house.enqueuing.sooner((_stamp_of(path) - _wall_ns()) / 1e9)
 
     def move_task(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task to another state; "": remove it. Return where it went. wait: as in lock()."""
+        """Move a task's file from `source` to `target`; target "" removes the file. Return the new
+        path of the file, which may differ from `target` if the task has a key.
+
+        wait: for a task with a key, as in _KeyStates.lock()."""
         if _is_keyed(_id_of(source)):
             return self.keys.move_keyed(source, target, wait)
         return self.files.move(source, target)
 
     def back_path(self, path: str, attempts: int) -> str:
+        # The path of a task at the back of pending/: the order is new, the id stays.
         return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
 
     # From in flight, by the holder of the lease
 
     def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
-        """Rename the file of a leased task, by its holder: to where it ends or waits, to a new
-        deadline, or to "" (remove it). Return the path that it got. That the lease is there is the
-        fence: else LeaseLost. outcome: of the delivery, a field of WorkCounts; "": it goes on."""
+        """Rename the file of a leased task, for the holder of the lease, and return its new path.
+
+        target: the new path: a place to end or to wait, or the lease with a new deadline. "" means
+        to remove the file.
+        outcome: the WorkCounts field to count, or "" if the delivery goes on.
+
+        Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
+        FileNotFoundError if data_dir, or the target's directory, is missing."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -1868,7 +1884,7 @@ class _Worker:
                     gone_to = self.files.move(lease.path, target)
             except FileNotFoundError:
                 directory = os.path.dirname(target)
-                # A directory that is gone is disk trouble.
+                # A missing data_dir or state directory is disk trouble: stat() raises for it.
                 os.stat(self.files.root + (directory if directory in _STATE_DIRS else ""))
                 raise self.lease_lost(lease) from None
             lease.outcome = outcome
@@ -1877,7 +1893,8 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the error that says how long ago a lease ended, or why else."""
+        """Return the LeaseLost for a lease. Its text says how long ago the lease ran out, or why
+        the lease ended before its deadline."""
         late_ns = -self.left_ns(lease.path)
         if late_ns >= 0:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
@@ -1886,35 +1903,46 @@ class _Worker:
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
-        """Move a leased task to done/, or remove it."""
+        """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost."""
         lease = _lease_of(task)
         if self.keep_done:
             gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             if self.files.is_durable:
                 self.files.commit(gone_to)
             return
-        # Sync the lease first: after power loss the task must not be in pending/ again.
-        with self.keys.lock_of(lease.path), self.lock:  # no renewal comes between
-            with suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
+        # Sync the lease before the unlink: this makes the rename of the claim durable. If only the
+        # unlink were synced, the task could be in pending/ again after power loss. Both steps are
+        # under the locks, so that no renewal comes between them.
+        with self.keys.lock_of(lease.path), self.lock:
+            # If the lease directory is gone, move_leased() raises LeaseLost.
+            with suppress(FileNotFoundError):
                 self.files.commit(lease.path)
             self.move_leased(lease, "", "done")
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/ with its reason. The rename comes first, and checks the
-        lease: a worker that lost it never writes a reason for another delivery. CRASH: after the
-        rename, the task is in failed/ without a reason."""
+        """Move a leased task to failed/, and put its reason beside it. Raises LeaseLost.
+
+        The rename comes before the reason, because the rename checks the lease: a worker that lost
+        its lease never writes a reason for the delivery of another worker.
+
+        CRASH: if the process dies after the rename, the task is in failed/ without a reason. If a
+        person retried an earlier failure by hand, the old reason may be there."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
-            _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
+            # A person who retried an earlier failure by hand may have left its reason.
+            _unlink_if_exists(f"{self.files.root}{target}.error")
             if path:
                 self.files.move_over(path, f"{target}.error")
         self.files.commit(target)
 
     def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
-        """Write a text, or an exception with its traceback, aside, to move it: replacement()."""
+        """Return a context manager that writes a reason to a file in creating/ and yields the path
+        (see replacement()). The block must move the file to failed/.
+
+        error: a text, or an exception. An exception is written with the traceback."""
         if isinstance(error, str):
             text = error
         elif isinstance(error, _CommandFailed):
@@ -1927,24 +1955,30 @@ class _Worker:
         return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
+        # Give a leased task back: it waits at `target`. Raises LeaseLost.
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note(gone_to)
         self.files.commit(gone_to)
 
     def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
-        """Rename a lease to another deadline: length_ns from now; None: its own length, but never
-        less than is left. wait: as in lock()."""
+        """Rename a lease to a new deadline, and put the new path into the lease. Raises LeaseLost.
+
+        length_ns: time from now to the deadline, in nanoseconds. In processing(), the lease's own
+        length is the minimum. None: the lease's own length; a later deadline is kept.
+        wait: as in lock()."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, wait), self.lock:
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
-            elif id(task) in self.renewer.blocks:  # the next renewal is due only then
+            elif id(task) in self.renewer.blocks:
+                # The lease must last until the next renewal, whose time follows its own length.
                 length_ns = max(length_ns, lease.length_ns)
             deadline_ns = self.clock.now_ns() + length_ns
             path = re.sub("/[0-9]{20}", f"/{deadline_ns:020d}", lease.path)
             try:
                 lease.path = self.move_leased(lease, path)
-            except BaseException:  # Ctrl-C may have come after the rename
+            except BaseException:
+                # An exception such as Ctrl-C may have come after the rename.
                 if os.path.lexists(self.files.root + path):
                     lease.path = path
                 raise
@@ -1955,35 +1989,50 @@ class _Worker:
     # From in flight, by others
 
     def reclaim(self, lease: str) -> None:
-        """Return a task whose lease is over, orphaned or of a dead worker to its push's place; one
-        that its caller has not got yet to where it was, uncounted. What can't be moved is an orphan
-        from then on: of our own leases, only that mark ends one."""
+        """Put back a task whose lease is over, is an orphan, or belongs to a dead worker.
+
+        The task returns to the place of its push, and its attempts count the delivery. A task that
+        no caller has got returns to the place where it was claimed, uncounted. Raises OSError for
+        trouble with the disk.
+
+        If the move fails, the lease stays in `orphans`, and the next reclaim tries again. Nothing
+        but this entry ends a lease of our own before the deadline."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = self.lease_dir.unread.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
         try:
             self.note(self.move_task(lease, target, wait=False))
         except BlockingIOError:
-            return  # RACE: another process is at work on its key; next time
+            return  # RACE: the lock of the key is busy. The next reclaim tries again.
         except FileNotFoundError:
-            if self.files.exists(lease):  # RACE: else its holder settled it, or another was first
-                return  # pending/ is gone just now
+            # RACE: usually the holder settled the task first, or another worker reclaimed it; then
+            # nothing is left to do. If the lease is still there, pending/ was missing.
+            if self.files.exists(lease):
+                return
         orphans.pop(lease, None)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
-        """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
+        """Reclaim the leases in a lease directory, except detached leases. The caller holds the
+        exclusive lock of the directory.
+
+        boot: reclaim the leases of this boot only. None: reclaim the leases of any boot."""
         leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
         _for_each(self.reclaim, [it.path for it in leases if boot in (None, it.boot)])
 
     # To failed/, and back
 
     def quarantine(self, source: str, reason: str) -> None:
-        """Make a dead letter of a task that can't be delivered, and say so in the log. If it can't
-        be moved, _take_back() does that. A reason that can't be written must not block it."""
+        """Make a dead letter of a task that cannot be delivered, and log the reason.
+
+        Raises OSError if the task cannot be moved to failed/; for a task that was just claimed,
+        _take_back() then moves it to the back. An error while the reason is written is ignored:
+        the log has the reason, and the task must not block the queue."""
         ident = _id_of(source)
         target = f"failed/{ident}"
-        is_taken = self.files.exists(target)  # by hand: it stays, and so does its reason
+        is_taken = self.files.exists(target)
         if is_taken:
+            # A person put a task of the same id there. That task and the reason stay as they are.
+            # Our task gets a name with a new order in failed/, and no reason.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
         try:
             self.move_task(source, target)
@@ -1991,9 +2040,10 @@ class _Worker:
             if self.files.exists(source):
                 raise
             return  # RACE: another worker took it, or quarantined it first
-        with suppress(OSError):  # the log has the reason
+        with suppress(OSError):
             if not is_taken:
-                self.files.remove(f"{target}.error")  # of a failure retried by hand
+                # A person who retried an earlier failure by hand may have left its reason.
+                self.files.remove(f"{target}.error")
                 with self._new_reason(reason) as path:
                     self.files.move_over(path, f"{target}.error")
             self.files.commit(target)
@@ -2001,40 +2051,85 @@ class _Worker:
         _log().error("task %s is in failed/: %s", ident, reason)
 
     def requeue_failed(self, source: str) -> bool:
-        """Put a failed task at the back, its attempts at 0; False if it is not there any more."""
+        """Put a failed task at the back of pending/, with its attempts at 0. Return False if the
+        task is no longer in failed/. Raises KeyInFlight if its key has another task."""
         ident, target = _id_of(source), self.back_path(source, 0)
         try:
             with self.keys.lock_of(ident) as held:
                 if held is not None:
                     self.keys.reserve(held, source, target)
-                # The reason goes first: after the rename, a new one may be written at any time.
+                # Remove the reason before the rename. After it, another worker may claim the task
+                # and write a new reason, which must stay. CRASH: if the process dies before the
+                # rename, the task is still in failed/, without a reason.
                 _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
-            os.stat(f"{self.files.root}pending")  # gone: disk trouble
-            return False  # RACE: another process retried or removed it
+            # A missing pending/ is disk trouble: stat() raises for it.
+            os.stat(f"{self.files.root}pending")
+            return False  # RACE: another process retried or removed the task
         self.files.commit(target)
         return True
 
     # From scheduled/
 
     def enqueue_scheduled(self, source: str) -> None:
-        """Move one task that is due to the back of pending/. It is synced: on btrfs, a later push's
-        sync of pending/ alone left it in scheduled/ as well."""
+        """Move a task that is due to the back of pending/.
+
+        The move is synced. Without its own sync, btrfs showed the task in scheduled/ as well after
+        power loss, because a later push had synced pending/ alone."""
         target = self.back_path(source, _attempts_of(source))
         try:
             self.files.commit(self.move_task(source, target, wait=False))
         except FileNotFoundError:
-            pass  # RACE: another worker moved it
-        except BlockingIOError:  # RACE: another process is at work on its key; soon
+            pass  # RACE: another worker moved the task first
+        except BlockingIOError:
+            # RACE: another process holds the lock of the key. The job runs again soon.
             self.house.enqueuing.sooner(_LOOK_INTERVAL_S)
 
     # From pending/ to in flight
+    #
+    # How close() works while another thread of this object waits for a task. (See also _LeaseDir,
+    # FemtoQueue.close() in room 12, and _Waits in room 15.)
+    #
+    # close() runs under the worker's lock, so that no claim is half done. It adds 1 to `closes`,
+    # wakes all waits, closes the lease directory, and reclaims the leases in that directory. But
+    # without flock, or if another object holds the same directory, the leases stay until their
+    # deadlines. Three attributes of _LeaseDir tell the two threads which thread has a task.
+    #
+    #   - `unread` has the leases that no caller has got, each with the place of the claim. claim()
+    #     adds a lease before the rename. A thread removes a lease with dict.pop(), and only one
+    #     thread can succeed. If the waiting thread succeeds, the task goes to the caller. If the
+    #     reclaim of close() succeeds, the task goes back, uncounted.
+    #   - `closes` is the number of calls of close(). A wait notes the number when the wait begins.
+    #   - `orphans` has the leases that must be put back, each with the place to go to. A reclaim
+    #     may fail because a key is busy, or because of disk trouble. Then the lease stays in
+    #     `orphans`. The next opening of the lease directory tries again, and each reclaim job.
+    #
+    # The waiting thread notices close() at three spots, because close() may come at three times.
+    #
+    #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
+    #      task.
+    #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
+    #      `closes` after each look. `unread` is not enough here. If the look found no task, there
+    #      is no entry in `unread`. If the look opened the directory again after close(), and then
+    #      claimed a task, the entry is there as usual. In this case _look() puts the task back, and
+    #      gives up the directory again.
+    #   3. After that comparison: _Waits.accept() removes the lease from `unread`, as the last step
+    #      before the caller gets the task. If the lease is missing, the reclaim of close() removed
+    #      it first. accept() makes sure that the task is put back, and returns None.
+    #
+    # pop() with timeout 0 is not a wait, and compares nothing: take_oldest() does step 3. If this
+    # pop() opens the directory again after close(), that is a new use of the object.
+    #
+    # close() may also put a task back while _deliver() reads the file. Then _deliver() finds that
+    # the lease is gone, undoes the claim, and returns None.
 
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the oldest task. None: no task waits, the queue is
-        paused, or other workers won all claims of _MAX_LISTINGS listings. Raises the OSError of a
-        job if no task waits. in_wait: the wait is to accept the task."""
+        """Run the jobs that are due, and lease the oldest task.
+
+        Returns None if no task waits, if the queue is paused, or if other workers won all claims of
+        _MAX_LISTINGS listings. Raises the OSError of a job if no task waits. in_wait: True if the
+        caller is a wait, which calls _Waits.accept() itself."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
@@ -2055,7 +2150,9 @@ class _Worker:
                 self._take_back(lease, waiting, error)
                 raise
             if not waiting:
-                if listings:  # all claims were lost: to other workers, or our directory is gone
+                if listings:
+                    # All claims of the last listing were lost: to other workers, or because our
+                    # lease directory is gone.
                     self.house.look_again()
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
@@ -2067,14 +2164,18 @@ class _Worker:
                 backlog.drop_taken(waiting)
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the task of an encoded key, or ("") of an id, if it
-        waits. wait=False: None if another process, which may be stopped, holds the key's lock."""
+        """Run the jobs that are due, and lease the waiting task of a key or of an id.
+
+        key: encoded; "" if `ident` is given. Returns None if the task cannot be claimed now, or if
+        the queue is paused. With wait=False, the result is also None if another process holds the
+        lock of the key. (That process may be stopped, and may hold the lock for ever.)"""
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
-            if number:  # our directory may be gone, or is not open yet
+            if number:
+                # The first claim failed: our lease directory may be gone, or may not be open.
                 self.lease_dir.ensure_open()
             lease, path = _Lease(), ""
             lease.length_ns = length_ns
@@ -2085,18 +2186,21 @@ class _Worker:
                         is_claimed = path != "" and self.lease_dir.claim(path, lease)
                     task = self._deliver(path, lease) if is_claimed else None
                 if task is not None or not path:
-                    return task  # RACE: else a pop() was quicker, and we see it in flight now
+                    return task
+                # RACE: a pop() claimed the task first. The next round sees it in flight.
             except BaseException as error:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # A push came to pending/, and has the lock yet: its end is no event.
+                # RACE: the file of a push in another process woke this wait, but the push still
+                # holds the lock. Its unlock will be no event, so the next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
 
     def _path_to_take(self, held: Any, key: str, ident: str) -> str:
-        """Return where the task of a key or an id is to be had, "" if it is not."""
+        """Return the path from which the task of a key or an id can be claimed, or "". A task that
+        is not due can be claimed by id, but not by key."""
         if ident:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
@@ -2105,9 +2209,15 @@ class _Worker:
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
-        """Read a claimed task, unless it has had its attempts (_Processing looks at that, too); it
-        is in `unread` yet. None: it is gone (undo the claim), a dead letter now, or waits again.
-        CRASH: it is in flight, and counted, until a reclaim()."""
+        """Read a task that was just claimed at `waiting`, and return it for delivery.
+
+        Returns None if there is nothing to deliver: the lease is gone and the claim is undone, or
+        the task became a dead letter, or it waits again. A task that has had max_attempts
+        deliveries becomes a dead letter unread. (_Processing looks at max_attempts, too.) A task
+        that is returned is still in `unread`: the caller has not got it.
+
+        CRASH: if the process dies in here, the task is in flight, and its attempts count this
+        delivery. A reclaim() puts it back."""
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
@@ -2115,7 +2225,7 @@ class _Worker:
         try:
             if self.max_attempts is not None and before >= self.max_attempts:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
-                raise CorruptTask(ident, why)  # it goes where a corrupt one does
+                raise CorruptTask(ident, why)  # quarantined below, as a corrupt task is
             data, key = self.files.read(path, ident)
             payload = data if key is None else self.keys.claimed(path, key, data, waiting)
         except CorruptTask as error:
@@ -2133,32 +2243,41 @@ class _Worker:
             self.lease_dir.unread.pop(path, None)
             return None
         task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
-        if "~" in waiting:  # it may have been delivered before
+        if "~" in waiting:  # only such a task may have been delivered before
             task.checkpoint = _read_checkpoint(self, ident, payload)
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
     def _blame(self, ident: str, error: OSError | MemoryError) -> None:
-        """Note in the error of a read that it is the task's own: the file may not be read, or does
-        not fit into memory. The error's attribute task_id has the id then."""
-        code = getattr(error, "errno", errno.EFBIG)  # None: raised by a signal handler
+        """Set the attribute task_id of a read error if this one task causes the error. For example,
+        this user may not read the file, or the payload does not fit into memory. Other errors stay
+        as they are: a missing file, a lack of descriptors, an error from a signal handler."""
+        # A MemoryError has no errno. For an error that a signal handler raised, errno is None.
+        code = getattr(error, "errno", errno.EFBIG)
         if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
             error.task_id = ident  # type: ignore[union-attr]
 
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim that was interrupted: the task returns to its place, uncounted.
+        """Undo a claim that an exception interrupted: the task returns to its place, uncounted.
 
-        A task that made trouble itself (task_id) goes to the back instead, counted, or with
-        max_attempts reached to failed/: it must not block the tasks behind it. If it could not even
-        be moved, it stays, and this worker passes it over. A task of which something else could not
-        be read, such as the state of its key, goes to the back, uncounted.
+        There are two exceptions. First, if the task itself caused the error (the error has a
+        task_id), the task must not block the tasks behind it. So this worker passes the task over
+        for a while. The task goes to the back of pending/, counted. After the last attempt
+        (max_attempts), the task becomes a dead letter instead. If take() claimed the task in
+        scheduled/, the task returns there, uncounted. If the claim itself failed, the task stays
+        in its place.
+
+        Second, if something else could not be read, such as the state of the key, a task from
+        pending/ goes to the back, uncounted.
         """
         place = waiting if lease.path else ""
-        code = getattr(error, "errno", None)  # None: raised by a signal handler
+        # For an error that a signal handler raised, errno is None.
+        code = getattr(error, "errno", None)
         if place and hasattr(error, "task_id"):
             self.backlog.pass_over(_id_of(place))
             with suppress(OSError):
-                if not self.files.exists(lease.path):  # it was not claimed, or close() ended that
+                if not self.files.exists(lease.path):
+                    # The claim itself failed, or close() has put the task back.
                     self.lease_dir.unread.pop(lease.path, None)
                     return
                 if self._set_aside(lease, error):
@@ -2173,8 +2292,8 @@ class _Worker:
             self.note(place)
 
     def _set_aside(self, lease: _Lease, error: BaseException) -> bool:
-        """Make a dead letter of a leased task that can't be read, if it has had its attempts.
-        Return whether it had."""
+        """Make a dead letter of a leased task that cannot be read, if this delivery was the last
+        attempt (max_attempts). Return True in that case."""
         attempts = _attempts_of(lease.path)
         if self.max_attempts is None or attempts < self.max_attempts:
             return False

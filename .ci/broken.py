@@ -388,7 +388,8 @@ done() and fail() raise what the disk says | Faults; faults: rename
 +                gone_to = target
 the rename to failed/ is the fence: the reason is written after it | Model
 -            self.move_leased(lease, target, "failed")
--            _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
+-            # A person who retried an earlier failure by hand may have left its reason.
+-            _unlink_if_exists(f"{self.files.root}{target}.error")
              if path:
                  self.files.move_over(path, f"{target}.error")
 +            self.move_leased(lease, target, "failed")
@@ -575,7 +576,7 @@ what was scheduled behind a task goes with it, to the new time | Keyed
 -            self._files.move_over(newer, target, must_exist=True)
 -            states[name] = target, ""
 a delivery that could not be ended is not forgotten while its key is busy | Keyed
--            return  # RACE: another process is at work on its key; next time
+-            return  # RACE: the lock of the key is busy. The next reclaim tries again.
 a line that is removed as it is opened is made again | Tickets
 -_despite_cleanup(open_dir, path)
 +open_dir()
@@ -631,7 +632,7 @@ a claim that could be neither read nor undone is no delivery | Faults
 - self.lease_dir.unread.pop(lease, None) or orphans.get(lease)
 + self.lease_dir.unread.pop(lease, None)
 what a reclaim could not give back is not delivered | Meeting
--            return  # RACE: another process is at work on its key; next time
+-            return  # RACE: the lock of the key is busy. The next reclaim tries again.
 +            self.lease_dir.unread[lease] = source or ""
 +            return
 nor is one that could not be undone | LeftBehind
