@@ -2304,29 +2304,33 @@ class _Worker:
 
 
 # ==================================================================================================
-# 11. Housekeeping: the periodic jobs of pop(): list pending/, enqueue due tasks, reclaim leases of
-#     late and dead workers, repair keys, purge done/, remove stale files. Only pop(), take() and
-#     what waits through them run jobs: where nobody does, nothing is taken back.
-#     Invariant: an OSError of a job never stops deliveries; pop() raises it when no task waits.
+# 11. Housekeeping: the periodic jobs of pop(). They list pending/ and enqueue due tasks. They
+#     reclaim the leases of late and dead workers, repair keys, and remove old files. Only
+#     pop(), take() and the calls that wait through them run jobs. If no process makes such calls,
+#     no lease is reclaimed.
+#     Invariant: an OSError of a job never stops deliveries. pop() raises it when no task waits.
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
-_STEP_S = 0.01  # by which the wall clock moved against the monotonic one if somebody set it
-_LEFTOVER_NS = 3600 * 10**9
-_IDLE_NS = 60 * 10**9
-_PURGE_SLICE_S = 0.02  # for which done/ is purged at a time
+_STEP_S = 0.01  # the wall clock was set if it moved so far against the monotonic clock
+_LEFTOVER_NS = 3600 * 10**9  # a file in creating/ or checkpoints/ may be stale after this time
+_IDLE_NS = 60 * 10**9  # an empty lease directory without an owner is kept for this time
+_PURGE_SLICE_S = 0.02  # the time for which one run of the job purges done/
 
 
 class _Job:
-    """A job that pop() repeats: every_s seconds apart, or 20 times its last duration if that is
-    longer (at most _LONGEST_PAUSE_S). What comes sooner (a due time, the end of a lease) pulls its
-    next time forward. `error`: with which it ended last."""
+    """A job that pop() repeats.
 
-    # When it is to run next, and sooner, for a reason; all times are of the monotonic clock.
+    The pause between two runs is every_s seconds, or 20 times the last duration if this is longer
+    (at most _LONGEST_PAUSE_S). An earlier event, such as a due time or the end of a lease, brings
+    the next run forward. `error` is the OSError of the last run, or None."""
+
+    # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if an
+    # earlier event asks for it. No caller should bring a run forward to a time before rested_s.
     _next_s = _sooner_s = 0.0
-    rested_s = 0.0  # when it may, if there is a reason to
+    rested_s = 0.0
     error: OSError | None = None
 
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
@@ -2337,7 +2341,7 @@ class _Job:
         return min(self._next_s, self._sooner_s)
 
     def sooner(self, seconds: float) -> None:
-        """Run within so many seconds: there is a reason to."""
+        """Bring the next run forward: the job has work to do in so many seconds."""
         self._sooner_s = min(self._sooner_s, time.monotonic() + seconds)
         self._house.wake_s = min(self._house.wake_s, self._sooner_s)
 
@@ -2345,35 +2349,37 @@ class _Job:
         self._next_s = self._sooner_s = self.rested_s = 0.0
 
     def run(self) -> None:
-        """Run it now, set its next time, and keep its OSError."""
+        """Run the job now, set the time of the next run, and store an OSError in `error`."""
         started_s, self.error = time.monotonic(), None
-        self._next_s = started_s + _BASE_INTERVAL_S  # if Ctrl-C ends it
-        self._sooner_s = float("inf")  # RACE: who calls sooner() from now on is heard next time
+        self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
+        # RACE: this comes before the run, so that a call of sooner() during the run is not lost.
+        self._sooner_s = float("inf")
         try:
             self._run()
         except OSError as error:
             _raise_if_foreign(error)
             self.error = error
         ended_s = time.monotonic()
-        # It may only have hung once.
+        # There is a longest pause, because a long run may have been an exception: a disk that hung.
         self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-        # A failed job waits too: it must not run at each pop().
+        # A failed job pauses, too: it must not run again at each pop().
         self._next_s = max(ended_s + self.every_s, self.rested_s)
 
 
 class _Housekeeper:
-    """The worker's lock is held while a job runs."""
+    """The jobs of one worker. A thread holds the worker's lock while it runs a job."""
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._worker = worker.lease_dir, worker
         self._lock = worker.lock
-        self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
-        self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
-        self.wake_s = 0.0  # when a job is to run next
-        # The wall clock less the monotonic one, when both were read last.
+        self._due_seen_ns = 0  # st_mtime of scheduled/ at the last listing
+        self._done_scan: Any = None  # the os.scandir() of done/, while a purge goes on
+        self.wake_s = 0.0  # the time of the next job or listing
+        # The difference between the wall clock and the monotonic clock, when last read.
         self._date_s = time.time() - time.monotonic()
-        self._looked_s = self._look_s = 0.0  # when PAUSED was looked at, and is next
+        # The times of the last look at PAUSED and at our lease directory, and of the next one.
+        self._looked_s = self._look_s = 0.0
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
         self.reclaiming = _Job(self, self.reclaim_ended, reclaim_s)
@@ -2387,12 +2393,12 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs that are due, unless another thread does."""
+        """Run the jobs that are due. Do nothing if another thread holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             for job in self._jobs:
-                # What is nearly due too: a waiting worker is woken once for all of them.
+                # Run the jobs that are nearly due, too, so that a wait wakes once for all of them.
                 if job.at_s <= time.monotonic() + _BASE_INTERVAL_S / 5:
                     job.run()
             if time.monotonic() >= self._backlog.refill_s or self._files.exists("PAUSED"):
@@ -2402,15 +2408,18 @@ class _Housekeeper:
             self._lock.release()
 
     def refill(self) -> bool:
-        """When the batch is used up, list pending/, then look for what else there is to deliver.
-        False: there is nothing. Raises the OSError of a job then."""
+        """List pending/ because the batch is used up. If no task waits there, run the jobs that may
+        find more tasks. Return False if there is nothing to deliver.
+
+        Each job whose last run failed runs again. The job for due tasks also runs if scheduled/ or
+        the date has changed. Raises the OSError of a job that fails."""
         with self._lock:
-            if not self._backlog.names:  # else another thread did
+            if not self._backlog.names:  # RACE: else another thread has listed it
                 self._list_pending()
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            # Whether a task came to scheduled/, or left it, since it was listed.
+            # True if a task came to scheduled/, or left it, since the last listing.
             is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
             is_changed = is_changed and time.monotonic() >= self.enqueuing.rested_s
             if self._date_was_set() or is_changed:
@@ -2419,10 +2428,11 @@ class _Housekeeper:
                 job.run()
                 if job.error is not None:
                     raise job.error
-            return bool(jobs)  # what they moved is to be listed
+            return bool(jobs)  # True: the caller lists pending/ again for the tasks that they moved
 
     def _date_was_set(self) -> bool:
-        """Say whether the wall clock was set since the last call: other tasks may be due now."""
+        """Return whether the wall clock was set since the last call. Then other tasks may be due
+        now."""
         before_s, self._date_s = self._date_s, time.time() - time.monotonic()
         return abs(self._date_s - before_s) > _STEP_S
 
@@ -2430,18 +2440,20 @@ class _Housekeeper:
         return os.stat(f"{self._files.root}scheduled").st_mtime_ns
 
     def _list_pending(self) -> None:
-        """List the oldest names, unless the queue is paused. PAUSED and our lease directory are
-        looked at each _LOOK_INTERVAL_S: each pop() of an almost empty queue comes here."""
+        """List the oldest names in pending/, unless the queue is paused.
+
+        On an almost empty queue, each pop() comes here. So this looks at PAUSED and at our lease
+        directory only every _LOOK_INTERVAL_S seconds."""
         now_s, is_paused = time.monotonic(), False
         if not self._looked_s <= now_s < self._look_s:
-            if now_s < self._looked_s:  # a program replaced the clock by one that is behind
+            if now_s < self._looked_s:  # the program replaced the clock, and the new one is behind
                 self._begin_anew()
             self._lease_dir.ensure_open()
             is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id())
             self._looked_s = now_s
-            if not is_paused:  # else it is looked at each time
+            if not is_paused:  # while paused, the next call looks again, so that resume() is seen
                 self._look_s = now_s + _LOOK_INTERVAL_S
         if is_paused:
             self._backlog.names = []
@@ -2450,13 +2462,13 @@ class _Housekeeper:
             self._backlog.relist(now_s)
 
     def _begin_anew(self) -> None:
-        """Run all jobs now: the times that they wait for are far ahead of the clock."""
+        """Run all jobs now, and set their times anew: the old times are far ahead of the clock."""
         for job in self._jobs:
             job.reset()
             job.run()
 
     def look_again(self) -> None:
-        """Have the next pop() look at PAUSED and at our lease directory before it takes a task."""
+        """Make the next pop() look at PAUSED and at our lease directory before it takes a task."""
         with self._lock:
             self._backlog.names = []
             self._look_s = 0.0
@@ -2469,8 +2481,10 @@ class _Housekeeper:
     # The jobs
 
     def _enqueue_due(self) -> None:
-        """Move what is due to the back of pending/, in the order in which it came due; of very many
-        a part, as no lease of ours is renewed meanwhile."""
+        """Move the due tasks to the back of pending/, in the order of their due times.
+
+        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once. The
+        worker's lock is held in here, so that no thread can renew a lease meanwhile."""
         now_ns = _due_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
         due = []
@@ -2489,15 +2503,18 @@ class _Housekeeper:
                 self.enqueuing.sooner(0)
 
     def reclaim_ended(self) -> None:
-        """Reclaim leases that are past their deadline or held by dead workers."""
-        with self._lock:  # check(repair=True) calls this too
+        """Reclaim orphans, leases past their deadline, and leases of dead workers."""
+        with self._lock:  # check(repair=True) calls this, too
             try:
                 _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
             finally:
                 _for_each(self._reclaim_from, self._files.node_dirs())
 
     def _reclaim_from(self, directory: str) -> None:
-        """Reclaim the ended leases of one worker, and all of them if it is dead."""
+        """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
+
+        This looks for a dead worker only if the directory has leases of this boot, or if no lease
+        in it runs."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -2515,36 +2532,47 @@ class _Housekeeper:
                 self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Whether another host's lease was taken or renewed less than our own lease length ago,
-        though its deadline has passed by our clock: queue clocks of hosts drift apart (a suspend,
-        an NTP step after the boot). Wall clocks agree, and rename() sets st_ctime. If that is in
-        the future, the lease is of this boot, or it is detached, the deadline counts."""
+        """Return whether a lease of another host still runs, although the deadline has passed by
+        our queue clock.
+
+        The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
+        the wall clocks of hosts agree. rename() sets st_ctime, which is therefore the time of the
+        claim or of the last renewal. The lease still runs if st_ctime is less than our own lease
+        length ago.
+
+        Only the deadline counts if st_ctime is in the future. The same is true for a lease of this
+        boot, for a detached lease, and for all leases if ours have no end."""
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
-            with suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
+            with suppress(FileNotFoundError):  # RACE: the task was settled or reclaimed meanwhile
                 renewed_ns = self._files.lstat(entry.path).st_ctime_ns
                 return 0 <= _wall_ns() - renewed_ns < length_ns
         return False
 
     def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
-        """Reclaim a dead worker's leases and remove its directory; leave a living one alone. RACE:
-        where flock on a directory is a mount's own affair (FUSE), another host's idle worker looks
-        dead, and would make its directory again each second: so one without leases of this boot is
-        removed only when it is a minute old."""
+        """Reclaim the leases of a worker and remove its directory, if the worker is dead.
+
+        A worker is dead if the lock on its directory is free. has_ours: the directory has leases of
+        this boot. Without such leases, a directory whose last change was in the last minute stays.
+        RACE: on some mounts (FUSE), a flock on a directory is not seen by other hosts. An idle
+        worker of another host then looks dead. Without the minute, that worker would have to make
+        its directory again each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
         with closing(lock):
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
-                if time.monotonic() >= self.repairing.rested_s:  # a foreign file may keep it here
-                    self.repairing.sooner(0)  # it may have died before it promoted a payload
+                # The worker may have died before it promoted a payload (room 14). But if a foreign
+                # file keeps the directory here, the repair must not run each time.
+                if time.monotonic() >= self.repairing.rested_s:
+                    self.repairing.sooner(0)
                 if has_ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
-                    # Not with another boot's leases, foreign files.
+                    # The directory stays if leases of another boot or foreign files are in it.
                     _remove_empty_dir(self._files.root + directory)
 
     def node_stats(self, directory: str) -> NodeStats:
-        """Count the leases of one worker, and say whether it lives."""
+        """Count the leases of one worker, and find out whether the worker is alive."""
         leases, now_ns, is_free = self._files.entries(directory), self._clock.now_ns(), None
         lock = self._files.open_dir(directory)
         if lock is not None:
@@ -2558,7 +2586,8 @@ class _Housekeeper:
         return NodeStats(node, len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
+        """Delete tasks that were done more than keep_done seconds ago. One run takes the next slice
+        of the listing of done/, for _PURGE_SLICE_S seconds."""
         keep_s, began_s = self._worker.keep_done, time.monotonic()
         end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
         if self._done_scan is None:
@@ -2568,7 +2597,8 @@ class _Housekeeper:
             if _FORMS["done"](entry.name):
                 was_old |= _unlink_if_older(entry.path, before_s)
             if time.monotonic() >= end_s:
-                # If it was, more may come than a slice every _BASE_INTERVAL_S can take.
+                # A slice with old tasks is followed soon: a slice per _BASE_INTERVAL_S might purge
+                # fewer tasks than are finished.
                 took_s = time.monotonic() - began_s
                 self._purging.sooner(5 * took_s if was_old else _BASE_INTERVAL_S)
                 return
@@ -2576,20 +2606,25 @@ class _Housekeeper:
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove what a killed process left: it was never acknowledged."""
+        """Remove the files that killed processes left. A file in creating/ was not acknowledged, or
+        has an older payload that was replaced. The task of a checkpoint has ended."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
-            else:  # any other directory is foreign, whatever its name
+            else:  # directories of other names are foreign, and stay
                 _unlink_if_older(self._files.root + path, before_s)
 
     def stale_files(self) -> list[str]:
-        """Return the files in creating/ that are an hour old, and checkpoints, an hour old, whose
-        task is gone: its worker was killed between the two, or a person ended it. In creating/ the
-        names must be as old, too: wall clocks can be set, queue clocks of hosts drift apart."""
+        """Return the stale files: files in creating/ and checkpoints without a task, which are an
+        hour old.
+
+        A checkpoint has no task if a person ended the task. Or the worker was killed after the end
+        of the task, before the checkpoint was removed. In creating/, the file and the time in the
+        name must both be an hour old. Neither is enough: wall clocks can be set, and the queue
+        clocks of hosts drift apart."""
         old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
-        for _ in range(2 if old else 0):  # while we look, tasks move both ways
+        for _ in range(2 if old else 0):  # RACE: one look may miss a task that moves meanwhile
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
         aside = self._files.entries("creating")
@@ -2597,7 +2632,7 @@ class _Housekeeper:
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
     def _is_stale(self, entry: _Entry) -> bool:
-        with suppress(FileNotFoundError):  # RACE: its push, or its task, has just ended
+        with suppress(FileNotFoundError):  # RACE: the push or the task has just ended
             return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
         return False
 
