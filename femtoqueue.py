@@ -2305,9 +2305,9 @@ class _Worker:
 
 # ==================================================================================================
 # 11. Housekeeping: the periodic jobs of pop(). They list pending/ and enqueue due tasks. They
-#     reclaim the leases of late and dead workers, repair keys, and remove old files. Only
-#     pop(), take() and the calls that wait through them run jobs. If no process makes such calls,
-#     no lease is reclaimed.
+#     reclaim the leases of late and dead workers, and repair keys. They remove stale files, and
+#     purge done/ if keep_done is a number. Only pop(), take() and the calls that wait through them
+#     run jobs. If no process makes such calls, no lease is reclaimed.
 #     Invariant: an OSError of a job never stops deliveries. pop() raises it when no task waits.
 # ==================================================================================================
 
@@ -2513,8 +2513,8 @@ class _Housekeeper:
     def _reclaim_from(self, directory: str) -> None:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
 
-        This looks for a dead worker only if the directory has leases of this boot, or if no lease
-        in it runs."""
+        The lock that shows whether the worker is dead is tried only in two cases: the directory has
+        leases of this boot, or all leases in the directory have ended."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -3260,17 +3260,23 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 # ==================================================================================================
 # 13. Key states: where the task of each key is, under the locks of keys.
-#     Invariant: keys/<hash> has a line for each key, "<key> <path> <newer payload, or ->", then an
-#     empty line; what follows is of an older, longer text. One write() makes a change. It is a
-#     hint, which room 14 checks and corrects. A key without a line has no task, except after power
-#     loss: then repair() finds what is in keys/. Order of locks: see room 10.
+#     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
+#     is "<key> <path> <newer payload, or ->". An empty line ends the text. Any bytes after the
+#     empty line are the rest of an older, longer text. One write() makes a change.
+#     A line is a hint, which room 14 checks and corrects. A key without a line has no task, except
+#     after power loss. Then repair() finds the payloads in keys/.
+#     Order of locks: see room 10.
 # ==================================================================================================
 
 
 class _States(dict[str, "tuple[str, str]"]):
-    """By encoded key: where its task was last, and the path in keys/ of the newer payload behind it
-    ("": none, as of a key that is not in here). `saved`: what keys/<hash> says; "": there is no
-    such file. `outdated`: the paths of payloads that a younger one has replaced."""
+    """The states of the keys of one hash: a dict from an encoded key to two paths.
+
+    The first path is the last known place of the key's task. The second is the path in keys/ of the
+    newer payload behind the task. A path is "" if there is no task, or no payload. A key that is
+    not in the dict has neither.
+    `saved` is the text of keys/<hash>, or "" if the file does not exist. `outdated` has the paths
+    of payloads that younger payloads have replaced (room 20)."""
 
     saved = ""
     outdated: tuple[str, ...] = ()
@@ -3286,7 +3292,8 @@ class _States(dict[str, "tuple[str, str]"]):
 def _parse_key_states(content: bytes, tag: str) -> _States:
     states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
     for match in map(_parse_key_state, text.splitlines()):
-        # One that leads to a task of no key, or of another hash, would have it overwritten.
+        # Ignore a line with a path of another hash, or of a task without a key. A push would
+        # overwrite that task.
         if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
             states[match[1]] = match[2], "" if match[4] == "-" else f"keys/{match[4]}"
     states.saved = f"{text}\n"
@@ -3294,9 +3301,11 @@ def _parse_key_states(content: bytes, tag: str) -> _States:
 
 
 class _KeyStates:
-    """The states of keys, in files that are read and written under their locks. `_held`: the locks,
-    by thread and name; each has the states of its hashes, by tag. Weak: what Ctrl-C leaves locked,
-    between any two lines, ends with its frame."""
+    """The states of keys, in files that are read and written under the locks of keys.
+
+    `_held` has the locks that are held, by thread and name. A lock has the states of its hashes, by
+    tag. The references in `_held` are weak. So if Ctrl-C, between any two lines, leaves a lock
+    locked, the lock ends with the frame that holds it."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
@@ -3304,16 +3313,18 @@ class _KeyStates:
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
-        """Hold the lock of the keys of one hash, and save what the block changes of their states.
-        Raises BlockingIOError if the lock is not free and wait is False.
+        """Hold the lock of the keys of one hash for the block, and yield the states of the keys.
+        Changes that the block makes to the states are saved at its end. Raises BlockingIOError if
+        the lock is not free and wait is False.
 
-        The lock's file is never removed: who waits for it would have to see that. A nested call
-        takes the same lock, and shares the states.
+        A nested call in the same thread takes the same lock, and shares the states. The file of the
+        lock is never removed. Otherwise a process that waits for the lock could get the lock of a
+        removed file.
         """
         name = tag[-2:]
         holder = threading.get_ident(), name
         lock = outer = self._held.get(holder)
-        if lock is None or lock.fd < 0:  # Ctrl-C came while it was closed
+        if lock is None or lock.fd < 0:  # fd < 0: Ctrl-C came while the lock was being closed
             lock = self._open_lock(name)
         try:
             lock.acquire_exclusive(wait)
@@ -3322,7 +3333,7 @@ class _KeyStates:
             try:
                 yield states
             finally:
-                with suppress(OSError):  # nothing depends on a hint
+                with suppress(OSError):  # a line is a hint: a wrong one is corrected
                     self._save(tag, states)
         finally:
             if lock is not outer:
@@ -3336,12 +3347,14 @@ class _KeyStates:
             return self._files.open_lock(f"locks/{name}")
 
     def _make_dir(self, name: str) -> None:
-        """Make a directory that is missing. Raises FileNotFoundError if data_dir is."""
+        """Make a directory of data_dir. Raises FileNotFoundError if data_dir is missing."""
         self._files.make_dir(name)
         self._files.commit_dir("")
 
     def lock_of(self, path: str, wait: bool = True) -> AbstractContextManager[Any]:
-        """Hold the lock of a task's key, if it has one; path: its id is the end of it."""
+        """Return a context manager that holds the lock of a task's key, and yields the states. For
+        a task without a key, it does nothing, and yields None. path: any text that ends with the
+        task's id."""
         return self.lock(_tag_of(path), wait) if _is_keyed(_id_of(path)) else nullcontext()
 
     def _load(self, tag: str) -> _States:
@@ -3355,7 +3368,8 @@ class _KeyStates:
             os.close(fd)
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        """Write keys/<hash> if the states have changed; remove it if there are none."""
+        """Write the states to keys/<hash> if they have changed. If no key has a task, remove the
+        file. sync: in a durable queue, also sync a changed file and keys/."""
         path = f"keys/{tag}"
         if (text := states.text()) != states.saved:
             if text:
@@ -3367,7 +3381,8 @@ class _KeyStates:
                 self._files.commit(path)
 
     def _create(self, path: str) -> int:
-        """Make a file in keys/, which the workers of all users read and write."""
+        """Make a file in keys/, and return its descriptor. The file has the rights of data_dir:
+        the workers of all users read and write it."""
         root, flags = self._files.root, _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
         try:
             fd = os.open(root + path, flags, 0o666)
@@ -3378,12 +3393,13 @@ class _KeyStates:
         return fd
 
     def _write(self, path: str, content: bytes) -> None:
-        """Write over the beginning of a file in keys/."""
+        """Write over the beginning of a file in keys/; make the file if it does not exist."""
         try:
             fd = os.open(self._files.root + path, os.O_WRONLY | _NO_FOLLOW_OR_BLOCK)
         except FileNotFoundError:
             fd = self._create(path)
-        except PermissionError:  # of a user whose umask shuts us out; the lock is ours
+        except PermissionError:
+            # The umask of another user shuts this user out. We hold the lock, so replace the file.
             self._files.remove(path)
             fd = self._create(path)
         try:
