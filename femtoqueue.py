@@ -3409,56 +3409,138 @@ class _KeyStates:
 
 
 # ==================================================================================================
-# 14. Keys: finds, claims, moves and pushes the tasks with a key. Doors: claimed(), move_keyed() and
-#     lock_of(), for ids with a key's tag; put(), find_task() and path_of(), for keys.
-#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
-#     one newer payload in keys/, behind it. The claim that delivers a task takes the payload behind
-#     it along; a task that ends lets that become a task. What moves does so under the lock of its
-#     key; but a claim, the undoing of one and people move a task without it.
+# 14. Keys: finding, claiming, moving and pushing the tasks with a key. Other rooms call claimed(),
+#     move_keyed() and lock_of() for an id with a key's tag. For a key, they call put(), find_task()
+#     and path_of().
+#     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
+#     the task, there is at most one newer payload, in keys/. The claim that delivers the task takes
+#     the payload along: the payload replaces the task's own payload. If the task ends, the payload
+#     becomes a task.
+#     A thread that moves a task holds the lock of the key. But a claim by pop() and the undoing of
+#     a claim move a task without this lock, and so does a person.
+#
+#     Each table below lists the steps of one operation, in the order of the code. The second column
+#     says what is on disk after the step. The third says what happens if the process is killed
+#     after the step. "Old" and "new" are payloads. C is the file creating/<new id>, K the payload
+#     in keys/, L the lease. keys/<hash> may name an older path of a task: find_task() then finds
+#     the task by the id. A stale file in creating/ is removed after an hour.
+#
+#     Push onto the waiting task T: put(), _replace()
+#
+#       step                                on disk        after a kill
+#       1. write new to C                   T old, C new   old is delivered; C is stale
+#       2. if the name of T has attempts,   T old, C new   as after 1; the work on old begins anew
+#          remove its checkpoint
+#       3. rename T to U, with 0 attempts   U old, C new   old is delivered, as a first attempt or
+#          or the new time, unless U is T                  at the new time; C is stale
+#       4. exchange U and C                 U new, C old   new is delivered; C is stale
+#       5. remove C                         U new          new is delivered
+#       6. save U in keys/<hash>, unless    U new          new is delivered
+#          U is T
+#
+#     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
+#     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U. Then there is
+#     nothing to do in step 5. In two cases, _add() puts the new payload behind U instead of the
+#     steps 4 and 5: names cannot be exchanged and U is in pending/, or a payload is behind the task
+#     already.
+#
+#       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_task() sees that
+#                                                          K is missing, and corrects the state
+#       5. rename C to K                    U old, K new   the next claim takes K along
+#
+#     If a payload is behind the task already, it has K's id. Then the steps 3 to 5 of the first
+#     table are done with that payload in place of T. After a kill, the next claim takes along the
+#     payload that is at K then.
+#
+#     Take along, by the claim of a task T with K behind it: claimed(), _take_along()
+#
+#       1. rename T to L, without the lock  L old, K new   L is reclaimed, K stays behind the task,
+#                                                          and the next claim takes K along
+#       2. save L in keys/<hash>            L old, K new   as after 1
+#       3. remove the checkpoint of old     L old, K new   as after 1
+#       4. rename K over L                  L new          L is reclaimed, and new is delivered
+#       5. save keys/<hash>, without K      L new          as after 4
+#
+#     If K is due later, or if L is not a first attempt, the task waits again instead:
+#
+#       4. rename L to U, with 0 attempts   U old, K new   the next claim takes K along
+#          or the time of K
+#       5. if K is due later, rename K      U new          new is delivered at its time
+#          over U
+#       6. save U in keys/<hash>            as before      as before
+#
+#     Release of L with K behind it: _Worker.move_leased(), move_keyed()
+#
+#       1. rename L to U, with 0 attempts;  U old, K new   the next claim takes K along
+#          at the time of K, if K is due
+#          later
+#       2. save U in keys/<hash>            U old, K new   as after 1
+#
+#     End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
+#
+#       1. rename L to done/ or failed/,    K new          find_task() or repair() does step 2
+#          or remove L
+#       2. rename K to pending/ or          new            new is delivered, under its own id
+#          scheduled/
+#       3. save the path in keys/<hash>     new            as after 2
+#
+#     Retry of a failed task F: _Worker.requeue_failed(), reserve(), move_keyed()
+#
+#       1. save P, the path in pending/     F              F is failed; find_task() finds no task,
+#          that F will have, in keys/<hash>                and removes P from the state
+#       2. remove the reason of F           F              F is failed, without a reason
+#       3. rename F to P                    P              P is delivered
 # ==================================================================================================
 
 
 def _later(newer: str) -> int | None:
-    """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
+    """Return the time at which a payload in keys/ is due, or None if this time has come."""
     due_ns = _stamp_of(newer) if "~" in newer else 0
     return due_ns if due_ns > _due_ns() else None
 
 
 class _KeyedTasks(_KeyStates):
-    """The tasks with a key, once they are pushed."""
+    """The steps of a task with a key after the push: finding, claiming and moving it."""
 
     # Finding
 
     def find_task(self, states: _States, name: str) -> tuple[str, str]:
-        """Return where the task of an encoded key is ("": it has none), and the payload behind it;
-        correct its state."""
+        """Find the task of an encoded key and the payload behind the task, and correct the state.
+        Return both paths. A path is "" if there is no task, or no payload."""
         task, behind = states[name]
-        # CRASH: before a payload came to keys/, before it got that name, or after it left.
+        # CRASH: the state may name a payload at a path that does not exist. Then a process died
+        # before it renamed the payload to this path, or after it took the payload away.
         path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not newer:
-            # CRASH: it came up, and that was not noted. A person may have put the older one back.
+            # CRASH: a process died after it promoted the payload and before it saved the state.
+            # Then the payload is the task, even if a person has put the older task back. If the
+            # payload is not a task, the older task counts: the payload was taken along, or never
+            # came to keys/.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
-            # CRASH: the task before it ended, and it did not come up. Or a person removed that.
+            # CRASH: a process died after the task ended and before it promoted the payload. Or a
+            # person removed the task.
             path, newer = self._promote(newer), ""
         states[name] = path, newer
         return path, newer
 
     def _locate(self, path: str, *where: str) -> str:
-        """Return the path that a record has by now, "" if it is in none of these states."""
+        """Return `path` if the file exists. Otherwise look for the record's id in the states
+        `where`, and return the path there, or "" if no file has this id."""
         if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Whether an encoded key may have a task: "no" is cheap to know."""
+        """Return False if an encoded key certainly has no task. This takes one cheap look."""
         return self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
-        """Return where the task of an encoded key is, "" if it has none."""
+        """Return the path of an encoded key's task, or "" if the key has no task."""
         if not self.may_have_task(name):
-            os.stat(f"{self._files.root}pending")  # gone: disk trouble
+            # A missing pending/ is disk trouble: stat() raises for it.
+            os.stat(f"{self._files.root}pending")
             return ""
         try:
             with self.lock(_key_tag(name)) as states:
@@ -3466,16 +3548,18 @@ class _KeyedTasks(_KeyStates):
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-        return self._seen(name)  # on a snapshot, or in a queue that this user may only read
+        # On a read-only file system, or in a queue that this user may only read.
+        return self._seen(name)
 
     def _seen(self, name: str) -> str:
-        """Do as path_of() without the lock, and correct nothing. A task that moves just then may be
-        missed."""
+        """Do as path_of(), but without the lock, and without a correction of the state. A task that
+        moves at the same time may be missed."""
         task, behind = self._load(_key_tag(name))[name]
         return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
     def newest_of(self, entry: _Entry) -> str:
-        """Return the path of the payload that a task's next delivery carries; it may go now."""
+        """Return the path of the payload that the next delivery of a task carries. RACE: a claim
+        may take this payload along before the caller reads it."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             for path, newer in self._load(_tag_of(entry.id)).values():
                 if newer and _id_of(path) == entry.id:
@@ -3485,13 +3569,21 @@ class _KeyedTasks(_KeyStates):
     # Claiming
 
     def claimed(self, lease: str, key: str, data: bytes, waiting: str) -> bytes | None:
-        """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
-        None: it is not to be delivered now. Raises FileNotFoundError if the lease has ended.
+        """Return the payload to deliver for a task that was just claimed at `waiting`.
 
-        The state, read without the lock, names a payload that was put behind the task before the
-        claim. RACE: unless this lease has ended, and another worker took that along; so the lease
-        is looked at afterwards. `mv failed/ID pending/`, or a state lost with power, makes two
-        tasks of one key.
+        data: the payload that was read from the lease. Returns None if the task is not to be
+        delivered now: it is a dead letter, or waits again. Raises FileNotFoundError if the lease
+        has ended.
+
+        In the common case, the state names this task and no payload behind it, and no lock is
+        taken. This is safe: a push saves the path of a payload in the state before the payload is
+        behind the task. So this look, after the claim, sees each payload put there before the
+        claim. RACE: the lease may have ended, and another worker may have taken the payload along
+        and saved the state before this look. Therefore _is_alone() reads the state first, and then
+        checks that the lease exists.
+
+        The state may also name another task. `mv failed/ID pending/` makes a second task of a key,
+        and so may a state that was lost with power. Then _gave_way() decides, under the lock.
         """
         name = _encode_key(key)
         if self._is_alone(name, lease):
@@ -3505,40 +3597,48 @@ class _KeyedTasks(_KeyStates):
 
     def _is_alone(self, name: str, lease: str) -> bool:
         path, newer = self._load(_tag_of(lease))[name]
-        self._files.lstat(lease)
+        self._files.lstat(lease)  # RACE: after the state was read; see claimed()
         return _id_of(path) == _id_of(lease) and not newer
 
     def _gave_way(self, states: _States, name: str, lease: str) -> bool:
-        """Note a task that was just leased as that of its key. If the key has another, return True:
-        the one that was leased is a dead letter now."""
+        """Note a task that was just leased as the task of its key, and return False. But if the key
+        has another task, make a dead letter of the leased task, and return True. Raises
+        FileNotFoundError if the lease has ended."""
         self._files.lstat(lease)
         path, newer = self.find_task(states, name)
         if path and _id_of(path) != _id_of(lease):
             self._end_second(name, lease, path)
             return True
         states[name] = lease, newer
-        self._save(_tag_of(lease), states)  # or the claim fails: no other place tells of this task
+        # If this fails, the claim fails: a task missing from keys/<hash> would allow a second task.
+        self._save(_tag_of(lease), states)
         return False
 
     def _end_second(self, name: str, path: str, other: str) -> None:
         self._worker.quarantine(path, str(KeyInFlight(_decode_key(name), _id_of(other))))
 
     def _take_along(self, states: _States, name: str, waiting: str) -> bytes | None:
-        """Put the payload behind a leased task into its place, and return it. None: the task waits
-        again, for that is for later; or for a claim that is its first: an undone claim, or a
-        person, brought it back with the attempts of its old payload. If a person moves it
-        meanwhile, the payload stays behind. CRASH: between two renames it is behind a task that
-        waits; after them, find_task() sees that it is not in keys/ any more."""
+        """Replace the payload of a leased task by the newer payload behind it, and return the new
+        payload.
+
+        Returns None if the task was put back, for one of two reasons. The newer payload is due
+        later: then it is in the task's place now, and waits in scheduled/. Or the delivery would
+        not be a first attempt: after an undone claim, or a move by a person, the task has the
+        attempts of its old payload. Then the task waits with 0 attempts, and the newer payload
+        stays behind it until the next claim.
+
+        RACE: if a person moves the task meanwhile, this raises FileNotFoundError, and the newer
+        payload stays in keys/. CRASH: see the table at the top of this room."""
         lease, newer = states[name]
         due_ns = _later(newer)
-        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older one
+        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
         if due_ns is None and _attempts_of(lease) == 1:
             self._files.move_over(newer, lease, must_exist=True)
             states[name] = lease, ""
             return self._files.read(lease, _id_of(lease))[0]
         target = self._files.move(lease, _reset_path(waiting, due_ns))
         states[name] = target, newer
-        if due_ns is not None:  # no pop() takes it from scheduled/
+        if due_ns is not None:  # safe: no pop() claims a task in scheduled/
             self._files.move_over(newer, target, must_exist=True)
             states[name] = target, ""
         self._worker.note(target)
@@ -3547,9 +3647,14 @@ class _KeyedTasks(_KeyStates):
     # Moving
 
     def move_keyed(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task with a key, as move_task() does, under the lock of the key. If it ends, the
-        payload behind it becomes a task. If it comes back, that stays behind, and its attempts and
-        its time, if that is later, count from now on."""
+        """Move a task with a key, as move_task() does, under the lock of the key.
+
+        If the task ends, the payload behind it becomes a task. If the task waits again, the payload
+        stays behind it, and the task's attempts are set to 0. If the payload is due later, the task
+        waits in scheduled/ until that time, whatever `target` is.
+
+        Raises FileNotFoundError if the task is gone. Raises BlockingIOError if the lock is not free
+        and wait is False."""
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
@@ -3563,12 +3668,14 @@ class _KeyedTasks(_KeyStates):
                 elif name:
                     states[name] = target, newer
             except BaseException:
-                self._worker.house.repairing.sooner(_BASE_INTERVAL_S)  # of what is behind it
+                # The task may have ended before its payload was promoted: repair() finds out.
+                self._worker.house.repairing.sooner(_BASE_INTERVAL_S)
                 raise
         return target
 
     def _promote(self, newer: str) -> str:
-        """Make a task of a payload in keys/; return its path, "" if there is none (any more)."""
+        """Make a task of a payload in keys/, and return the path of the task. Return "" if `newer`
+        is "", or if the payload is no longer there."""
         if not newer:
             return ""
         try:
@@ -3580,8 +3687,9 @@ class _KeyedTasks(_KeyStates):
         return path
 
     def reserve(self, states: _States, source: str, target: str) -> None:
-        """Make sure that the key of a failed task has no other, and say that it will be there.
-        Raises KeyInFlight if it has, FileNotFoundError if the task is gone."""
+        """Save in the state that the failed task at `source` will be at `target`. Do nothing if the
+        task has no key. Raises KeyInFlight if the key has another task, and FileNotFoundError if
+        the failed task is gone."""
         name = self._key_in(source)
         if not name:
             return
@@ -3592,7 +3700,8 @@ class _KeyedTasks(_KeyStates):
         self._save(_tag_of(source), states, sync=True)
 
     def _key_in(self, path: str) -> str:
-        """Return the encoded key of a record; "": it has none, or pop() will quarantine it."""
+        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt;
+        pop() will quarantine a corrupt one."""
         try:
             _, key = self._files.read_listed(path, _id_of(path))
         except CorruptTask:
@@ -3602,7 +3711,8 @@ class _KeyedTasks(_KeyStates):
     # Repair
 
     def repair(self) -> None:
-        """Promote the payloads whose task is gone, and remove the states of keys without a task."""
+        """Promote the payloads whose task is gone, and remove the states of keys without a task.
+        Raises OSError after all keys were tried."""
         payloads = {path for path in self._found() if "-" in path}
 
         def repair(tag: str) -> None:
@@ -3611,17 +3721,20 @@ class _KeyedTasks(_KeyStates):
                     for name in [*states]:
                         self.find_task(states, name)
                     self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
-            except BlockingIOError:  # RACE: another process is at work on a key of its hash
+            except BlockingIOError:  # RACE: another process holds the lock of this hash
                 self._worker.house.repairing.sooner(1)
 
         _for_each(repair, sorted({*map(_tag_of, [*self.idle(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Note the payloads in keys/ that no state knows: power loss, or a person, took it. What
-        was pushed since has replaced them."""
+        """Note the payloads in keys/ that no state names, because power loss or a person removed
+        the state. But if the key has a younger task or payload, remove the payload: a later push
+        has replaced it."""
         for newer in sorted(payloads.difference(it for _, it in states.values())):
-            with suppress(FileNotFoundError):  # promoted just now, or a person has it
-                name = self._key_in(newer) or "?"  # of no key: pop() will set it aside
+            # RACE: the payload was promoted, or a person moved it, after the listing.
+            with suppress(FileNotFoundError):
+                # A payload without a valid key becomes a task. pop() will quarantine the task.
+                name = self._key_in(newer) or "?"
                 path, before = states[name]
                 if _id_of(newer) < max(_id_of(path), _id_of(before)):
                     self._files.remove(newer)
@@ -3630,12 +3743,13 @@ class _KeyedTasks(_KeyStates):
                     self.find_task(states, name)
 
     def idle(self) -> list[str]:
-        """Return the paths in keys/, states and newer payloads, of keys that have no task."""
+        """Return the paths in keys/, of states and of newer payloads, whose hash has no task."""
         found = self._found()
         busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
         return [path for path in found if _tag_of(path) not in busy]
 
     def _found(self) -> list[str]:
+        # The paths in keys/: the files of states, and newer payloads.
         none_yet = suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
@@ -3644,13 +3758,17 @@ class _KeyedTasks(_KeyStates):
 
 
 class _Keys(_KeyedTasks):
-    """How tasks with a key are pushed."""
+    """The push of a task with a key."""
 
     def put(
         self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
     ) -> str:
-        """Push a payload for an encoded key; return its task's id. Returns "" if a pop() or a
-        person was quicker at the task that waited: again, then."""
+        """Push a payload for an encoded key.
+
+        Returns the id of the task that gets the payload. A payload behind a leased task has an id
+        of its own, for the time when it becomes a task; then this id is returned. Returns "" if a pop() or a person
+        moved the waiting task meanwhile: the caller must try again. Raises KeyInFlight if the task
+        is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_task(states, name)
             is_leased = _state_of(path) == "inflight"
@@ -3668,23 +3786,27 @@ class _Keys(_KeyedTasks):
                     else:
                         return self._add(states, name, aside, due_ns)
                     return _id_of(path)
+                # A missing pending/ or scheduled/ is disk trouble: lstat() raises for it.
                 for directory in _WAITING_DIRS:
-                    self._files.lstat(directory)  # one that is gone is disk trouble
-                self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
+                    self._files.lstat(directory)
+                # RACE: a pop() claimed the task, or a person moved it.
+                self._files.remove(aside)
                 return ""
 
     def _add(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Make a payload the task of a key that has none; or put it behind the task, where it takes
-        the place of one that is there. Return its id."""
+        """Make a task of the payload in the file `aside`, if the key has no task. Otherwise put the
+        payload behind the task, in place of an older payload there. Return the payload's id."""
         path, before = states[name]
-        younger = _stamp_of(_id_of(path)) + 1 if path else 0  # hosts' clocks differ
+        # The payload must be younger than the task, although the clocks of hosts differ.
+        younger = _stamp_of(_id_of(path)) + 1 if path else 0
         order = max(self._clock.next_order(), younger)
         ident = _id_of(before) or _new_name(order, _key_tag(name))
         newer = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
         target = newer if path else _waiting_path(newer)
         states[name] = (path, newer) if path else (target, "")
         try:
-            # The state is there first: a task that it does not know would be one too many.
+            # Save the state first. A task missing from keys/<hash> would allow a second task of the
+            # same key.
             self._save(_key_tag(name), states, sync=True)
             if before:
                 with self._renamed(before, target, aside):
@@ -3694,54 +3816,67 @@ class _Keys(_KeyedTasks):
                 self._files.commit_dir(os.path.dirname(target))
         except BaseException:
             if not before:
-                with suppress(OSError):  # _renamed() sees that it took no place
+                # The push failed: move the payload back to `aside`. If _replace() is the caller,
+                # _renamed() sees the file there, and gives the task its old name back.
+                with suppress(OSError):
                     self._files.move_over(target, aside)
                 self._files.remove(target)
+            # RACE: a worker may have claimed the new task already. Then the state must keep it.
             with suppress(OSError):
-                self.find_task(states, name)  # a consumer that was quicker keeps what it has
+                self.find_task(states, name)
             raise
         self._worker.note(target)
         return ident
 
     def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> None:
-        """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
-        the new time. Raises FileNotFoundError if another was quicker.
+        """Replace the payload of a waiting task by the one in the file `aside`, and set the task's
+        attempts to 0. The task keeps its place, or gets the new time. Raises FileNotFoundError if
+        the task was moved meanwhile. The table at the top of this room has the steps.
 
-        Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
-        reads the state after its rename. Before our save it delivers the old payload, and the new
-        one is behind a lease; after it, it waits for our lock, and takes the new one along.
+        If names cannot be exchanged, the payload goes behind a task in pending/. RACE: a pop() may
+        claim the task at the same time, without the lock. It reads the state after the rename of
+        its claim. If it does so before our save, it delivers the old payload, and the new payload
+        is behind a leased task. If it does so after our save, it sees a payload behind the task. It
+        waits for our lock, and takes the new payload along.
         """
         path, newer = states[name]
-        if "~" in path:  # it may have been delivered before
+        if "~" in path:  # only such a task may have been delivered before
             self._files.remove(f"checkpoints/{_id_of(path)}")
         with self._renamed(path, _reset_path(path, due_ns), aside) as target:
             states[name] = target, newer
-            is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
+            is_safe = _state_of(target) == "scheduled"  # no pop() claims a task there
             if newer or not self._put_over(aside, target, or_rename=is_safe):
                 self._add(states, name, aside, due_ns)
         self._worker.note(target)
 
     @contextmanager
     def _renamed(self, path: str, target: str, aside: str) -> Iterator[str]:
-        """Give a record another name before its payload is replaced by the one aside; if that
-        fails, the old one: a push that raised changed nothing. CRASH: the old payload at the new
-        time, or begun anew; the other order could deliver the new one before its time."""
+        """Rename a record from `path` to `target`; the block then replaces the payload by the file
+        `aside`. If the block fails, rename the record back: a push that raises changes nothing.
+
+        CRASH: if the process dies after the rename, the old payload is at the new time, or has 0
+        attempts. In the other order, the new payload could be delivered before its time."""
         if target == path:
             yield path
             return
         target = self._files.move(path, target)
         try:
-            self._files.commit(target)  # else btrfs, after power loss, has the old name, too
+            self._files.commit(target)  # else btrfs shows the old name, too, after power loss
             yield target
         except OSError:
-            if self._files.exists(aside):  # else it is in the place of the old one, for good
+            if self._files.exists(aside):  # else the new payload is in place, and stays there
                 self._files.move(target, path)
             raise
 
     def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:
-        """Put a payload into the place of one; False where names can't be exchanged. or_rename: it
-        goes over that one then; a person who moves that just now makes two of one. Raises
-        FileNotFoundError if that is gone. CRASH: the old one is a leftover in creating/."""
+        """Replace the record at `path` by the file `aside`, and return True. Raises
+        FileNotFoundError if there is no record at `path`.
+
+        The two names are exchanged. If names cannot be exchanged, or_rename decides. True: rename
+        `aside` over the record. False: change nothing, and return False.
+        RACE: if a person moves the record just before such a rename, the task exists twice.
+        CRASH: if the process dies after an exchange, the old record is a stale file in creating/.
+        """
         is_swapped = self._files.swap(aside, path)
         if not is_swapped:
             if not or_rename:
@@ -3754,7 +3889,9 @@ class _Keys(_KeyedTasks):
                 with suppress(OSError):
                     self._files.swap(aside, path)
             raise
-        self._files.remove(aside)  # until now the disk may know only that
+        # The old record is in `aside`. It is removed last: before the sync, the disk may have no
+        # other record of the task.
+        self._files.remove(aside)
         return True
 
 
