@@ -3421,9 +3421,10 @@ class _KeyStates:
 #
 #     Each table below lists the steps of one operation, in the order of the code. The second column
 #     says what is on disk after the step. The third says what happens if the process is killed
-#     after the step. "Old" and "new" are payloads. C is the file creating/<new id>, K the payload
-#     in keys/, L the lease. keys/<hash> may name an older path of a task: find_task() then finds
-#     the task by the id. A stale file in creating/ is removed after an hour.
+#     after the step. "Old" and "new" are payloads. C is the file creating/<new id>. K is the new
+#     payload's file in keys/. L is the lease. T, U and P are paths of a task that waits. After a
+#     kill, keys/<hash> may name an older path of a task: find_task() then finds the task by the id.
+#     A stale file in creating/ is removed after an hour.
 #
 #     Push onto the waiting task T: put(), _replace()
 #
@@ -3440,17 +3441,17 @@ class _KeyStates:
 #
 #     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
 #     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U. Then there is
-#     nothing to do in step 5. In two cases, _add() puts the new payload behind U instead of the
-#     steps 4 and 5: names cannot be exchanged and U is in pending/, or a payload is behind the task
-#     already.
+#     nothing to do in step 5. In two cases, _add() puts the new payload behind U instead: if names
+#     cannot be exchanged and U is in pending/, and if a payload is behind the task already. Then
+#     these are the steps 4 and 5:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_task() sees that
 #                                                          K is missing, and corrects the state
 #       5. rename C to K                    U old, K new   the next claim takes K along
 #
-#     If a payload is behind the task already, it has K's id. Then the steps 3 to 5 of the first
-#     table are done with that payload in place of T. After a kill, the next claim takes along the
-#     payload that is at K then.
+#     If a payload is behind the task already, the new payload gets its id and its place. Step 5 is
+#     then replaced by the steps 3 to 5 of the first table, with that payload in place of T. After a
+#     kill, the next claim takes along the payload that is in keys/.
 #
 #     Take along, by the claim of a task T with K behind it: claimed(), _take_along()
 #
@@ -3509,7 +3510,7 @@ class _KeyedTasks(_KeyStates):
         Return both paths. A path is "" if there is no task, or no payload."""
         task, behind = states[name]
         # CRASH: the state may name a payload at a path that does not exist. Then a process died
-        # before it renamed the payload to this path, or after it took the payload away.
+        # before the payload was renamed to this path, or after the payload was renamed again.
         path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not newer:
             # CRASH: a process died after it promoted the payload and before it saved the state.
@@ -3765,10 +3766,10 @@ class _Keys(_KeyedTasks):
     ) -> str:
         """Push a payload for an encoded key.
 
-        Returns the id of the task that gets the payload. A payload behind a leased task has an id
-        of its own, for the time when it becomes a task; then this id is returned. Returns "" if a pop() or a person
-        moved the waiting task meanwhile: the caller must try again. Raises KeyInFlight if the task
-        is leased and if_in_flight is "reject"."""
+        Returns the id of the task that gets the payload. If the payload is put behind a leased
+        task, the result is the payload's own id, which is its id as a later task. Returns "" if a
+        pop() or a person moved the waiting task meanwhile: the caller must try again. Raises
+        KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_task(states, name)
             is_leased = _state_of(path) == "inflight"
