@@ -2054,20 +2054,26 @@ class _LeaseDir:
 
 
 # ==================================================================================================
-# 10. Worker: the state machine: each change of a task's state, except pushes (6, 14) and purges
-#     (11, 12).
-#     Invariant: the rename is the commit and the fence; what is written beside it comes after it.
-#     The lock is held while a task moves into our lease directory or out of it, so that a renewal
-#     and a done() in two threads don't cross; not while a caller's payload is read or written.
-#     Order of locks: that of a key first, then the worker's. With the worker's lock held, a key's
-#     is only tried (wait=False).
+# 10. Worker: the state machine. It makes each change of a task's state, except pushes (rooms 6
+#     and 14) and purges (rooms 11 and 12).
+#     Invariant: the rename commits a change, and is its fence. The reason in failed/ and the
+#     checkpoint of a task are put in place or removed after the rename. So a worker that lost its
+#     lease changes none of these files. Only retry, which has no lease, removes the reason first.
+#     Lock: a thread holds the worker's lock while it claims, renews, settles or reclaims a task.
+#     So a renewal and a done() in two threads cannot cross. No thread holds the lock while it reads
+#     a payload for a caller or writes one. A quarantine and a take along (room 14) need at most the
+#     lock of the key, because the task has no caller at that time.
+#     Order of locks: the lock of a key first, then the worker's lock. A thread that holds the
+#     worker's lock already does not wait for the lock of a key, but only tries it (wait=False).
 # ==================================================================================================
 
-_LOOK_INTERVAL_S = 0.1  # between two looks at PAUSED, at our lease directory, at a busy key
+# Seconds between two looks at PAUSED, at our lease directory, or at a due task with a busy key.
+_LOOK_INTERVAL_S = 0.1
 
 
 class _Worker:
-    """What one queue object has in one process: its parts, and what they do with tasks."""
+    """The worker of one queue object in one process: the parts of the worker, and the moves of
+    tasks."""
 
     def __init__(self, queue: FemtoQueue, files: _Files, clock: _QueueClock) -> None:
         self.files, self.clock, self.lock = files, clock, threading.RLock()
@@ -2083,26 +2089,36 @@ class _Worker:
         self.renewer = _LeaseRenewer(self)
 
     def note(self, path: str) -> None:
+        # A task came to `path`: tell the backlog, or the job that enqueues due tasks.
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
             self.house.enqueuing.sooner((_stamp_of(path) - _wall_ns()) / 1e9)
 
     def move_task(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task to another state; "": remove it. Return where it went. wait: as in lock()."""
+        """Move a task's file from `source` to `target`; target "" removes the file. Return the new
+        path of the file, which may differ from `target` if the task has a key.
+
+        wait: for a task with a key, as in _KeyStates.lock()."""
         if _is_keyed(_id_of(source)):
             return self.keys.move_keyed(source, target, wait)
         return self.files.move(source, target)
 
     def back_path(self, path: str, attempts: int) -> str:
+        # The path of a task at the back of pending/: the order is new, the id stays.
         return f"pending/{_task_name(self.clock.next_order(), attempts, _id_of(path))}"
 
     # From in flight, by the holder of the lease
 
     def move_leased(self, lease: _Lease, target: str, outcome: str = "") -> str:
-        """Rename the file of a leased task, by its holder: to where it ends or waits, to a new
-        deadline, or to "" (remove it). Return the path that it got. That the lease is there is the
-        fence: else LeaseLost. outcome: of the delivery, a field of WorkCounts; "": it goes on."""
+        """Rename the file of a leased task, for the holder of the lease, and return its new path.
+
+        target: the new path: a place to end or to wait, or the lease with a new deadline. "" means
+        to remove the file.
+        outcome: the WorkCounts field to count, or "" if the delivery goes on.
+
+        Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
+        FileNotFoundError if data_dir, or the target's directory, is missing."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -2113,7 +2129,7 @@ class _Worker:
                     gone_to = self.files.move(lease.path, target)
             except FileNotFoundError:
                 directory = os.path.dirname(target)
-                # A directory that is gone is disk trouble.
+                # A missing data_dir or state directory is disk trouble: stat() raises for it.
                 os.stat(self.files.root + (directory if directory in _STATE_DIRS else ""))
                 raise self.lease_lost(lease) from None
             lease.outcome = outcome
@@ -2122,7 +2138,8 @@ class _Worker:
         return gone_to
 
     def lease_lost(self, lease: _Lease) -> LeaseLost:
-        """Return the error that says how long ago a lease ended, or why else."""
+        """Return the LeaseLost for a lease. Its text says how long ago the lease ran out, or why
+        the lease ended before its deadline."""
         late_ns = -self.left_ns(lease.path)
         if late_ns >= 0:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
@@ -2131,35 +2148,46 @@ class _Worker:
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
-        """Move a leased task to done/, or remove it."""
+        """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost."""
         lease = _lease_of(task)
         if self.keep_done:
             gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             if self.files.is_durable:
                 self.files.commit(gone_to)
             return
-        # Sync the lease first: after power loss the task must not be in pending/ again.
-        with self.keys.lock_of(lease.path), self.lock:  # no renewal comes between
-            with suppress(FileNotFoundError):  # the lease directory is gone: LeaseLost below
+        # Sync the lease before the unlink: this makes the rename of the claim durable. If only the
+        # unlink were synced, the task could be in pending/ again after power loss. Both steps are
+        # under the locks, so that no renewal comes between them.
+        with self.keys.lock_of(lease.path), self.lock:
+            # If the lease directory is gone, move_leased() raises LeaseLost.
+            with suppress(FileNotFoundError):
                 self.files.commit(lease.path)
             self.move_leased(lease, "", "done")
         self.files.commit_dir(os.path.dirname(lease.path))
 
     def end_failed(self, task: FemtoTask, error: str | BaseException | None) -> None:
-        """Move a leased task to failed/ with its reason. The rename comes first, and checks the
-        lease: a worker that lost it never writes a reason for another delivery. CRASH: after the
-        rename, the task is in failed/ without a reason."""
+        """Move a leased task to failed/, and put its reason beside it. Raises LeaseLost.
+
+        The rename comes before the reason, because the rename checks the lease: a worker that lost
+        its lease never writes a reason for the delivery of another worker.
+
+        CRASH: if the process dies after the rename, the task is in failed/ without a reason. If a
+        person retried an earlier failure by hand, the old reason may be there."""
         lease = _lease_of(task)
         target = f"failed/{_id_of(lease.path)}"
         with nullcontext("") if error is None else self._new_reason(error) as path:
             self.move_leased(lease, target, "failed")
-            _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
+            # A person who retried an earlier failure by hand may have left its reason.
+            _unlink_if_exists(f"{self.files.root}{target}.error")
             if path:
                 self.files.move_over(path, f"{target}.error")
         self.files.commit(target)
 
     def _new_reason(self, error: str | BaseException) -> AbstractContextManager[str]:
-        """Write a text, or an exception with its traceback, aside, to move it: replacement()."""
+        """Return a context manager that writes a reason to a file in creating/ and yields the path
+        (see replacement()). The block must move the file to failed/.
+
+        error: a text, or an exception. An exception is written with the traceback."""
         if isinstance(error, str):
             text = error
         elif isinstance(error, _CommandFailed):
@@ -2172,24 +2200,30 @@ class _Worker:
         return self.files.replacement(f"{self.clock.new_id()}.error", content)
 
     def requeue(self, task: FemtoTask, target: str) -> None:
+        # Give a leased task back: it waits at `target`. Raises LeaseLost.
         gone_to = self.move_leased(_lease_of(task), target, "released")
         self.note(gone_to)
         self.files.commit(gone_to)
 
     def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
-        """Rename a lease to another deadline: length_ns from now; None: its own length, but never
-        less than is left. wait: as in lock()."""
+        """Rename a lease to a new deadline, and put the new path into the lease. Raises LeaseLost.
+
+        length_ns: time from now to the deadline, in nanoseconds. In processing(), the lease's own
+        length is the minimum. None: the lease's own length; a later deadline is kept.
+        wait: as in lock()."""
         lease = _lease_of(task)
         with self.keys.lock_of(lease.path, wait), self.lock:
             if length_ns is None:
                 length_ns = max(lease.length_ns, self.left_ns(lease.path))
-            elif id(task) in self.renewer.blocks:  # the next renewal is due only then
+            elif id(task) in self.renewer.blocks:
+                # The lease must last until the next renewal, whose time follows its own length.
                 length_ns = max(length_ns, lease.length_ns)
             deadline_ns = self.clock.now_ns() + length_ns
             path = re.sub("/[0-9]{20}", f"/{deadline_ns:020d}", lease.path)
             try:
                 lease.path = self.move_leased(lease, path)
-            except BaseException:  # Ctrl-C may have come after the rename
+            except BaseException:
+                # An exception such as Ctrl-C may have come after the rename.
                 if os.path.lexists(self.files.root + path):
                     lease.path = path
                 raise
@@ -2200,35 +2234,50 @@ class _Worker:
     # From in flight, by others
 
     def reclaim(self, lease: str) -> None:
-        """Return a task whose lease is over, orphaned or of a dead worker to its push's place; one
-        that its caller has not got yet to where it was, uncounted. What can't be moved is an orphan
-        from then on: of our own leases, only that mark ends one."""
+        """Put back a task whose lease is over, is an orphan, or belongs to a dead worker.
+
+        The task returns to the place of its push, and its attempts count the delivery. A task that
+        no caller has got returns to the place where it was claimed, uncounted. Raises OSError for
+        trouble with the disk.
+
+        If the move fails, the lease stays in `orphans`, and the next reclaim tries again. Nothing
+        but this entry ends a lease of our own before the deadline."""
         orphans = self.lease_dir.orphans
         orphans[lease] = source = self.lease_dir.unread.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
         try:
             self.note(self.move_task(lease, target, wait=False))
         except BlockingIOError:
-            return  # RACE: another process is at work on its key; next time
+            return  # RACE: the lock of the key is busy. The next reclaim tries again.
         except FileNotFoundError:
-            if self.files.exists(lease):  # RACE: else its holder settled it, or another was first
-                return  # pending/ is gone just now
+            # RACE: usually the holder settled the task first, or another worker reclaimed it; then
+            # nothing is left to do. If the lease is still there, pending/ was missing.
+            if self.files.exists(lease):
+                return
         orphans.pop(lease, None)
 
     def reclaim_all(self, directory: str, boot: str | None) -> None:
-        """Reclaim the leases of a directory whose lock we hold; None: whatever their boot."""
+        """Reclaim the leases in a lease directory, except detached leases. The caller holds the
+        exclusive lock of the directory.
+
+        boot: reclaim the leases of this boot only. None: reclaim the leases of any boot."""
         leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
         _for_each(self.reclaim, [it.path for it in leases if boot in (None, it.boot)])
 
     # To failed/, and back
 
     def quarantine(self, source: str, reason: str) -> None:
-        """Make a dead letter of a task that can't be delivered, and say so in the log. If it can't
-        be moved, _take_back() does that. A reason that can't be written must not block it."""
+        """Make a dead letter of a task that cannot be delivered, and log the reason.
+
+        Raises OSError if the task cannot be moved to failed/; for a task that was just claimed,
+        _take_back() then moves it to the back. An error while the reason is written is ignored:
+        the log has the reason, and the task must not block the queue."""
         ident = _id_of(source)
         target = f"failed/{ident}"
-        is_taken = self.files.exists(target)  # by hand: it stays, and so does its reason
+        is_taken = self.files.exists(target)
         if is_taken:
+            # A person put a task of the same id there. That task and the reason stay as they are.
+            # Our task gets a name with a new order in failed/, and no reason.
             target = self.back_path(source, _attempts_of(source)).replace("pending", "failed")
         try:
             self.move_task(source, target)
@@ -2236,9 +2285,10 @@ class _Worker:
             if self.files.exists(source):
                 raise
             return  # RACE: another worker took it, or quarantined it first
-        with suppress(OSError):  # the log has the reason
+        with suppress(OSError):
             if not is_taken:
-                self.files.remove(f"{target}.error")  # of a failure retried by hand
+                # A person who retried an earlier failure by hand may have left its reason.
+                self.files.remove(f"{target}.error")
                 with self._new_reason(reason) as path:
                     self.files.move_over(path, f"{target}.error")
             self.files.commit(target)
@@ -2246,40 +2296,85 @@ class _Worker:
         _log().error("task %s is in failed/: %s", ident, reason)
 
     def requeue_failed(self, source: str) -> bool:
-        """Put a failed task at the back, its attempts at 0; False if it is not there any more."""
+        """Put a failed task at the back of pending/, with its attempts at 0. Return False if the
+        task is no longer in failed/. Raises KeyInFlight if its key has another task."""
         ident, target = _id_of(source), self.back_path(source, 0)
         try:
             with self.keys.lock_of(ident) as held:
                 if held is not None:
                     self.keys.reserve(held, source, target)
-                # The reason goes first: after the rename, a new one may be written at any time.
+                # Remove the reason before the rename. After it, another worker may claim the task
+                # and write a new reason, which must stay. CRASH: if the process dies before the
+                # rename, the task is still in failed/, without a reason.
                 _unlink_if_exists(f"{self.files.root}failed/{ident}.error")
                 self.move_task(source, target)
         except FileNotFoundError:
-            os.stat(f"{self.files.root}pending")  # gone: disk trouble
-            return False  # RACE: another process retried or removed it
+            # A missing pending/ is disk trouble: stat() raises for it.
+            os.stat(f"{self.files.root}pending")
+            return False  # RACE: another process retried or removed the task
         self.files.commit(target)
         return True
 
     # From scheduled/
 
     def enqueue_scheduled(self, source: str) -> None:
-        """Move one task that is due to the back of pending/. It is synced: on btrfs, a later push's
-        sync of pending/ alone left it in scheduled/ as well."""
+        """Move a task that is due to the back of pending/.
+
+        The move is synced. Without its own sync, btrfs showed the task in scheduled/ as well after
+        power loss, because a later push had synced pending/ alone."""
         target = self.back_path(source, _attempts_of(source))
         try:
             self.files.commit(self.move_task(source, target, wait=False))
         except FileNotFoundError:
-            pass  # RACE: another worker moved it
-        except BlockingIOError:  # RACE: another process is at work on its key; soon
+            pass  # RACE: another worker moved the task first
+        except BlockingIOError:
+            # RACE: another process holds the lock of the key. The job runs again soon.
             self.house.enqueuing.sooner(_LOOK_INTERVAL_S)
 
     # From pending/ to in flight
+    #
+    # How close() works while another thread of this object waits for a task. (See also _LeaseDir,
+    # FemtoQueue.close() in room 12, and _Waits in room 15.)
+    #
+    # close() runs under the worker's lock, so that no claim is half done. It adds 1 to `closes`,
+    # wakes all waits, closes the lease directory, and reclaims the leases in that directory. But
+    # without flock, or if another object holds the same directory, the leases stay until their
+    # deadlines. Three attributes of _LeaseDir tell the two threads which thread has a task.
+    #
+    #   - `unread` has the leases that no caller has got, each with the place of the claim. claim()
+    #     adds a lease before the rename. A thread removes a lease with dict.pop(), and only one
+    #     thread can succeed. If the waiting thread succeeds, the task goes to the caller. If the
+    #     reclaim of close() succeeds, the task goes back, uncounted.
+    #   - `closes` is the number of calls of close(). A wait notes the number when the wait begins.
+    #   - `orphans` has the leases that must be put back, each with the place to go to. A reclaim
+    #     may fail because a key is busy, or because of disk trouble. Then the lease stays in
+    #     `orphans`. The next opening of the lease directory tries again, and each reclaim job.
+    #
+    # The waiting thread notices close() at three spots, because close() may come at three times.
+    #
+    #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
+    #      task.
+    #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
+    #      `closes` after each look. `unread` is not enough here. If the look found no task, there
+    #      is no entry in `unread`. If the look opened the directory again after close(), and then
+    #      claimed a task, the entry is there as usual. In this case _look() puts the task back, and
+    #      gives up the directory again.
+    #   3. After that comparison: _Waits.accept() removes the lease from `unread`, as the last step
+    #      before the caller gets the task. If the lease is missing, the reclaim of close() removed
+    #      it first. accept() makes sure that the task is put back, and returns None.
+    #
+    # pop() with timeout 0 is not a wait, and compares nothing: take_oldest() does step 3. If this
+    # pop() opens the directory again after close(), that is a new use of the object.
+    #
+    # close() may also put a task back while _deliver() reads the file. Then _deliver() finds that
+    # the lease is gone, undoes the claim, and returns None.
 
     def take_oldest(self, length_ns: int, in_wait: bool = False) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the oldest task. None: no task waits, the queue is
-        paused, or other workers won all claims of _MAX_LISTINGS listings. Raises the OSError of a
-        job if no task waits. in_wait: the wait is to accept the task."""
+        """Run the jobs that are due, and lease the oldest task.
+
+        Returns None if no task waits, if the queue is paused, or if other workers won all claims of
+        _MAX_LISTINGS listings. Raises the OSError of a job if no task waits. in_wait: True if the
+        caller is a wait, which calls _Waits.accept() itself."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
@@ -2300,7 +2395,9 @@ class _Worker:
                 self._take_back(lease, waiting, error)
                 raise
             if not waiting:
-                if listings:  # all claims were lost: to other workers, or our directory is gone
+                if listings:
+                    # All claims of the last listing were lost: to other workers, or because our
+                    # lease directory is gone.
                     self.house.look_again()
                 listings += 1
                 if listings > _MAX_LISTINGS or not self.house.refill():
@@ -2312,14 +2409,18 @@ class _Worker:
                 backlog.drop_taken(waiting)
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
-        """Run the jobs that are due, and lease the task of an encoded key, or ("") of an id, if it
-        waits. wait=False: None if another process, which may be stopped, holds the key's lock."""
+        """Run the jobs that are due, and lease the waiting task of a key or of an id.
+
+        key: encoded; "" if `ident` is given. Returns None if the task cannot be claimed now, or if
+        the queue is paused. With wait=False, the result is also None if another process holds the
+        lock of the key. (That process may be stopped, and may hold the lock for ever.)"""
         if time.monotonic() >= self.house.wake_s:
             self.house.run_due()
         if (key and not self.keys.may_have_task(key)) or self.files.exists("PAUSED"):
             return None
         for number in range(_MAX_LISTINGS):
-            if number:  # our directory may be gone, or is not open yet
+            if number:
+                # The first claim failed: our lease directory may be gone, or may not be open.
                 self.lease_dir.ensure_open()
             lease, path = _Lease(), ""
             lease.length_ns = length_ns
@@ -2330,18 +2431,21 @@ class _Worker:
                         is_claimed = path != "" and self.lease_dir.claim(path, lease)
                     task = self._deliver(path, lease) if is_claimed else None
                 if task is not None or not path:
-                    return task  # RACE: else a pop() was quicker, and we see it in flight now
+                    return task
+                # RACE: a pop() claimed the task first. The next round sees it in flight.
             except BaseException as error:
                 self._take_back(lease, path, error)
                 if not isinstance(error, BlockingIOError):
                     raise
-                # A push came to pending/, and has the lock yet: its end is no event.
+                # RACE: the file of a push in another process woke this wait, but the push still
+                # holds the lock. Its unlock will be no event, so the next look is in 10 ms.
                 self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
                 return None
         return None
 
     def _path_to_take(self, held: Any, key: str, ident: str) -> str:
-        """Return where the task of a key or an id is to be had, "" if it is not."""
+        """Return the path from which the task of a key or an id can be claimed, or "". A task that
+        is not due can be claimed by id, but not by key."""
         if ident:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
@@ -2350,9 +2454,15 @@ class _Worker:
         return "" if is_later or path.startswith("inflight-") else path
 
     def _deliver(self, waiting: str, lease: _Lease) -> FemtoTask | None:
-        """Read a claimed task, unless it has had its attempts (_Processing looks at that, too); it
-        is in `unread` yet. None: it is gone (undo the claim), a dead letter now, or waits again.
-        CRASH: it is in flight, and counted, until a reclaim()."""
+        """Read a task that was just claimed at `waiting`, and return it for delivery.
+
+        Returns None if there is nothing to deliver: the lease is gone and the claim is undone, or
+        the task became a dead letter, or it waits again. A task that has had max_attempts
+        deliveries becomes a dead letter unread. (_Processing looks at max_attempts, too.) A task
+        that is returned is still in `unread`: the caller has not got it.
+
+        CRASH: if the process dies in here, the task is in flight, and its attempts count this
+        delivery. A reclaim() puts it back."""
         path = lease.path
         ident = path[-_ID_LENGTH:]
         before = _attempts_of(waiting) if "~" in waiting else 0
@@ -2360,7 +2470,7 @@ class _Worker:
         try:
             if self.max_attempts is not None and before >= self.max_attempts:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
-                raise CorruptTask(ident, why)  # it goes where a corrupt one does
+                raise CorruptTask(ident, why)  # quarantined below, as a corrupt task is
             data, key = self.files.read(path, ident)
             payload = data if key is None else self.keys.claimed(path, key, data, waiting)
         except CorruptTask as error:
@@ -2378,32 +2488,41 @@ class _Worker:
             self.lease_dir.unread.pop(path, None)
             return None
         task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
-        if "~" in waiting:  # it may have been delivered before
+        if "~" in waiting:  # only such a task may have been delivered before
             task.checkpoint = _read_checkpoint(self, ident, payload)
             lease.has_checkpoint = task.checkpoint is not None
         return task
 
     def _blame(self, ident: str, error: OSError | MemoryError) -> None:
-        """Note in the error of a read that it is the task's own: the file may not be read, or does
-        not fit into memory. The error's attribute task_id has the id then."""
-        code = getattr(error, "errno", errno.EFBIG)  # None: raised by a signal handler
+        """Set the attribute task_id of a read error if this one task causes the error. For example,
+        this user may not read the file, or the payload does not fit into memory. Other errors stay
+        as they are: a missing file, a lack of descriptors, an error from a signal handler."""
+        # A MemoryError has no errno. For an error that a signal handler raised, errno is None.
+        code = getattr(error, "errno", errno.EFBIG)
         if code not in (None, errno.EINTR, *_MISSING_ERRNOS, *_TRANSIENT_ERRNOS):
             error.task_id = ident  # type: ignore[union-attr]
 
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim that was interrupted: the task returns to its place, uncounted.
+        """Undo a claim that an exception interrupted: the task returns to its place, uncounted.
 
-        A task that made trouble itself (task_id) goes to the back instead, counted, or with
-        max_attempts reached to failed/: it must not block the tasks behind it. If it could not even
-        be moved, it stays, and this worker passes it over. A task of which something else could not
-        be read, such as the state of its key, goes to the back, uncounted.
+        There are two exceptions. First, if the task itself caused the error (the error has a
+        task_id), the task must not block the tasks behind it. So this worker passes the task over
+        for a while. The task goes to the back of pending/, counted. After the last attempt
+        (max_attempts), the task becomes a dead letter instead. If take() claimed the task in
+        scheduled/, the task returns there, uncounted. If the claim itself failed, the task stays
+        in its place.
+
+        Second, if something else could not be read, such as the state of the key, a task from
+        pending/ goes to the back, uncounted.
         """
         place = waiting if lease.path else ""
-        code = getattr(error, "errno", None)  # None: raised by a signal handler
+        # For an error that a signal handler raised, errno is None.
+        code = getattr(error, "errno", None)
         if place and hasattr(error, "task_id"):
             self.backlog.pass_over(_id_of(place))
             with suppress(OSError):
-                if not self.files.exists(lease.path):  # it was not claimed, or close() ended that
+                if not self.files.exists(lease.path):
+                    # The claim itself failed, or close() has put the task back.
                     self.lease_dir.unread.pop(lease.path, None)
                     return
                 if self._set_aside(lease, error):
@@ -2418,8 +2537,8 @@ class _Worker:
             self.note(place)
 
     def _set_aside(self, lease: _Lease, error: BaseException) -> bool:
-        """Make a dead letter of a leased task that can't be read, if it has had its attempts.
-        Return whether it had."""
+        """Make a dead letter of a leased task that cannot be read, if this delivery was the last
+        attempt (max_attempts). Return True in that case."""
         attempts = _attempts_of(lease.path)
         if self.max_attempts is None or attempts < self.max_attempts:
             return False
@@ -2430,29 +2549,33 @@ class _Worker:
 
 
 # ==================================================================================================
-# 11. Housekeeping: the periodic jobs of pop(): list pending/, enqueue due tasks, reclaim leases of
-#     late and dead workers, repair keys, purge done/, remove stale files. Only pop(), take() and
-#     what waits through them run jobs: where nobody does, nothing is taken back.
-#     Invariant: an OSError of a job never stops deliveries; pop() raises it when no task waits.
+# 11. Housekeeping: the periodic jobs of pop(). They list pending/ and enqueue due tasks. They
+#     reclaim the leases of late and dead workers, and repair keys. They remove stale files, and
+#     purge done/ if keep_done is a number. Only pop(), take() and the calls that wait through them
+#     run jobs. If no process makes such calls, no lease is reclaimed.
+#     Invariant: an OSError of a job never stops deliveries. pop() raises it when no task waits.
 # ==================================================================================================
 
 _BASE_INTERVAL_S = 0.4  # between two looks for due tasks and dead workers
 _REPAIR_INTERVAL_S = 600.0
 _LONGEST_PAUSE_S = 20.0
-_STEP_S = 0.01  # by which the wall clock moved against the monotonic one if somebody set it
-_LEFTOVER_NS = 3600 * 10**9
-_IDLE_NS = 60 * 10**9
-_PURGE_SLICE_S = 0.02  # for which done/ is purged at a time
+_STEP_S = 0.01  # the wall clock was set if it moved so far against the monotonic clock
+_LEFTOVER_NS = 3600 * 10**9  # a file in creating/ or checkpoints/ may be stale after this time
+_IDLE_NS = 60 * 10**9  # an empty lease directory without an owner is kept for this time
+_PURGE_SLICE_S = 0.02  # the time for which one run of the job purges done/
 
 
 class _Job:
-    """A job that pop() repeats: every_s seconds apart, or 20 times its last duration if that is
-    longer (at most _LONGEST_PAUSE_S). What comes sooner (a due time, the end of a lease) pulls its
-    next time forward. `error`: with which it ended last."""
+    """A job that pop() repeats.
 
-    # When it is to run next, and sooner, for a reason; all times are of the monotonic clock.
+    The pause between two runs is every_s seconds, or 20 times the last duration if this is longer
+    (at most _LONGEST_PAUSE_S). An earlier event, such as a due time or the end of a lease, brings
+    the next run forward. `error` is the OSError of the last run, or None."""
+
+    # All times are of the monotonic clock. The job runs next at _next_s, or at _sooner_s if an
+    # earlier event asks for it. No caller should bring a run forward to a time before rested_s.
     _next_s = _sooner_s = 0.0
-    rested_s = 0.0  # when it may, if there is a reason to
+    rested_s = 0.0
     error: OSError | None = None
 
     def __init__(self, house: _Housekeeper, run: Callable[[], None], every_s: float) -> None:
@@ -2463,7 +2586,7 @@ class _Job:
         return min(self._next_s, self._sooner_s)
 
     def sooner(self, seconds: float) -> None:
-        """Run within so many seconds: there is a reason to."""
+        """Bring the next run forward: the job has work to do in so many seconds."""
         self._sooner_s = min(self._sooner_s, time.monotonic() + seconds)
         self._house.wake_s = min(self._house.wake_s, self._sooner_s)
 
@@ -2471,35 +2594,37 @@ class _Job:
         self._next_s = self._sooner_s = self.rested_s = 0.0
 
     def run(self) -> None:
-        """Run it now, set its next time, and keep its OSError."""
+        """Run the job now, set the time of the next run, and store an OSError in `error`."""
         started_s, self.error = time.monotonic(), None
-        self._next_s = started_s + _BASE_INTERVAL_S  # if Ctrl-C ends it
-        self._sooner_s = float("inf")  # RACE: who calls sooner() from now on is heard next time
+        self._next_s = started_s + _BASE_INTERVAL_S  # holds if Ctrl-C ends this run
+        # RACE: this comes before the run, so that a call of sooner() during the run is not lost.
+        self._sooner_s = float("inf")
         try:
             self._run()
         except OSError as error:
             _raise_if_foreign(error)
             self.error = error
         ended_s = time.monotonic()
-        # It may only have hung once.
+        # There is a longest pause, because a long run may have been an exception: a disk that hung.
         self.rested_s = ended_s + min(20 * (ended_s - started_s), _LONGEST_PAUSE_S)
-        # A failed job waits too: it must not run at each pop().
+        # A failed job pauses, too: it must not run again at each pop().
         self._next_s = max(ended_s + self.every_s, self.rested_s)
 
 
 class _Housekeeper:
-    """The worker's lock is held while a job runs."""
+    """The jobs of one worker. A thread holds the worker's lock while it runs a job."""
 
     def __init__(self, worker: _Worker) -> None:
         self._files, self._clock, self._backlog = worker.files, worker.clock, worker.backlog
         self._lease_dir, self._worker = worker.lease_dir, worker
         self._lock = worker.lock
-        self._due_seen_ns = 0  # st_mtime of scheduled/ when it was listed last
-        self._done_scan: Any = None  # an os.scandir() of done/ that is being purged
-        self.wake_s = 0.0  # when a job is to run next
-        # The wall clock less the monotonic one, when both were read last.
+        self._due_seen_ns = 0  # st_mtime of scheduled/ at the last listing
+        self._done_scan: Any = None  # the os.scandir() of done/, while a purge goes on
+        self.wake_s = 0.0  # the time of the next job or listing
+        # The difference between the wall clock and the monotonic clock, when last read.
         self._date_s = time.time() - time.monotonic()
-        self._looked_s = self._look_s = 0.0  # when PAUSED was looked at, and is next
+        # The times of the last look at PAUSED and at our lease directory, and of the next one.
+        self._looked_s = self._look_s = 0.0
         reclaim_s = min(_BASE_INTERVAL_S, worker.length_ns / 4e9)
         self.enqueuing = _Job(self, self._enqueue_due, _BASE_INTERVAL_S)
         self.reclaiming = _Job(self, self.reclaim_ended, reclaim_s)
@@ -2513,12 +2638,12 @@ class _Housekeeper:
     # What runs when
 
     def run_due(self) -> None:
-        """Run the jobs that are due, unless another thread does."""
+        """Run the jobs that are due. Do nothing if another thread holds the worker's lock."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             for job in self._jobs:
-                # What is nearly due too: a waiting worker is woken once for all of them.
+                # Run the jobs that are nearly due, too, so that a wait wakes once for all of them.
                 if job.at_s <= time.monotonic() + _BASE_INTERVAL_S / 5:
                     job.run()
             if time.monotonic() >= self._backlog.refill_s or self._files.exists("PAUSED"):
@@ -2528,15 +2653,18 @@ class _Housekeeper:
             self._lock.release()
 
     def refill(self) -> bool:
-        """When the batch is used up, list pending/, then look for what else there is to deliver.
-        False: there is nothing. Raises the OSError of a job then."""
+        """List pending/ because the batch is used up. If no task waits there, run the jobs that may
+        find more tasks. Return False if there is nothing to deliver.
+
+        Each job whose last run failed runs again. The job for due tasks also runs if scheduled/ or
+        the date has changed. Raises the OSError of a job that fails."""
         with self._lock:
-            if not self._backlog.names:  # else another thread did
+            if not self._backlog.names:  # RACE: else another thread has listed it
                 self._list_pending()
             if self._backlog.names:
                 return True
             jobs = [job for job in self._jobs if job.error is not None]
-            # Whether a task came to scheduled/, or left it, since it was listed.
+            # True if a task came to scheduled/, or left it, since the last listing.
             is_changed = self._scheduled_mtime_ns() != self._due_seen_ns
             is_changed = is_changed and time.monotonic() >= self.enqueuing.rested_s
             if self._date_was_set() or is_changed:
@@ -2545,10 +2673,11 @@ class _Housekeeper:
                 job.run()
                 if job.error is not None:
                     raise job.error
-            return bool(jobs)  # what they moved is to be listed
+            return bool(jobs)  # True: the caller lists pending/ again for the tasks that they moved
 
     def _date_was_set(self) -> bool:
-        """Say whether the wall clock was set since the last call: other tasks may be due now."""
+        """Return whether the wall clock was set since the last call. Then other tasks may be due
+        now."""
         before_s, self._date_s = self._date_s, time.time() - time.monotonic()
         return abs(self._date_s - before_s) > _STEP_S
 
@@ -2556,18 +2685,20 @@ class _Housekeeper:
         return os.stat(f"{self._files.root}scheduled").st_mtime_ns
 
     def _list_pending(self) -> None:
-        """List the oldest names, unless the queue is paused. PAUSED and our lease directory are
-        looked at each _LOOK_INTERVAL_S: each pop() of an almost empty queue comes here."""
+        """List the oldest names in pending/, unless the queue is paused.
+
+        On an almost empty queue, each pop() comes here. So this looks at PAUSED and at our lease
+        directory only every _LOOK_INTERVAL_S seconds."""
         now_s, is_paused = time.monotonic(), False
         if not self._looked_s <= now_s < self._look_s:
-            if now_s < self._looked_s:  # a program replaced the clock by one that is behind
+            if now_s < self._looked_s:  # the program replaced the clock, and the new one is behind
                 self._begin_anew()
             self._lease_dir.ensure_open()
             is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
                 self._files.shrink_pending(self._clock.new_id())
             self._looked_s = now_s
-            if not is_paused:  # else it is looked at each time
+            if not is_paused:  # while paused, the next call looks again, so that resume() is seen
                 self._look_s = now_s + _LOOK_INTERVAL_S
         if is_paused:
             self._backlog.names = []
@@ -2576,13 +2707,13 @@ class _Housekeeper:
             self._backlog.relist(now_s)
 
     def _begin_anew(self) -> None:
-        """Run all jobs now: the times that they wait for are far ahead of the clock."""
+        """Run all jobs now, and set their times anew: the old times are far ahead of the clock."""
         for job in self._jobs:
             job.reset()
             job.run()
 
     def look_again(self) -> None:
-        """Have the next pop() look at PAUSED and at our lease directory before it takes a task."""
+        """Make the next pop() look at PAUSED and at our lease directory before it takes a task."""
         with self._lock:
             self._backlog.names = []
             self._look_s = 0.0
@@ -2595,8 +2726,10 @@ class _Housekeeper:
     # The jobs
 
     def _enqueue_due(self) -> None:
-        """Move what is due to the back of pending/, in the order in which it came due; of very many
-        a part, as no lease of ours is renewed meanwhile."""
+        """Move the due tasks to the back of pending/, in the order of their due times.
+
+        Stop after _BASE_INTERVAL_S seconds, and go on in the next run, which comes at once. The
+        worker's lock is held in here, so that no thread can renew a lease meanwhile."""
         now_ns = _due_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
         due = []
@@ -2615,15 +2748,18 @@ class _Housekeeper:
                 self.enqueuing.sooner(0)
 
     def reclaim_ended(self) -> None:
-        """Reclaim leases that are past their deadline or held by dead workers."""
-        with self._lock:  # check(repair=True) calls this too
+        """Reclaim orphans, leases past their deadline, and leases of dead workers."""
+        with self._lock:  # check(repair=True) calls this, too
             try:
                 _for_each(self._worker.reclaim, [*self._lease_dir.orphans])
             finally:
                 _for_each(self._reclaim_from, self._files.node_dirs())
 
     def _reclaim_from(self, directory: str) -> None:
-        """Reclaim the ended leases of one worker, and all of them if it is dead."""
+        """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
+
+        The lock that shows whether the worker is dead is tried only in two cases: the directory has
+        leases of this boot, or all leases in the directory have ended."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -2641,36 +2777,47 @@ class _Housekeeper:
                 self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Whether another host's lease was taken or renewed less than our own lease length ago,
-        though its deadline has passed by our clock: queue clocks of hosts drift apart (a suspend,
-        an NTP step after the boot). Wall clocks agree, and rename() sets st_ctime. If that is in
-        the future, the lease is of this boot, or it is detached, the deadline counts."""
+        """Return whether a lease of another host still runs, although the deadline has passed by
+        our queue clock.
+
+        The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
+        the wall clocks of hosts agree. rename() sets st_ctime, which is therefore the time of the
+        claim or of the last renewal. The lease still runs if st_ctime is less than our own lease
+        length ago.
+
+        Only the deadline counts if st_ctime is in the future. The same is true for a lease of this
+        boot, for a detached lease, and for all leases if ours have no end."""
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
-            with suppress(FileNotFoundError):  # RACE: settled or reclaimed meanwhile
+            with suppress(FileNotFoundError):  # RACE: the task was settled or reclaimed meanwhile
                 renewed_ns = self._files.lstat(entry.path).st_ctime_ns
                 return 0 <= _wall_ns() - renewed_ns < length_ns
         return False
 
     def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
-        """Reclaim a dead worker's leases and remove its directory; leave a living one alone. RACE:
-        where flock on a directory is a mount's own affair (FUSE), another host's idle worker looks
-        dead, and would make its directory again each second: so one without leases of this boot is
-        removed only when it is a minute old."""
+        """Reclaim the leases of a worker and remove its directory, if the worker is dead.
+
+        A worker is dead if the lock on its directory is free. has_ours: the directory has leases of
+        this boot. Without such leases, a directory whose last change was in the last minute stays.
+        RACE: on some mounts (FUSE), a flock on a directory is not seen by other hosts. An idle
+        worker of another host then looks dead. Without the minute, that worker would have to make
+        its directory again each second."""
         lock = self._files.open_dir(directory)
         if lock is None:
             return
         with closing(lock):
             if lock.try_exclusive() and lock.is_at_path():
                 self._worker.reclaim_all(directory, self._clock.boot)
-                if time.monotonic() >= self.repairing.rested_s:  # a foreign file may keep it here
-                    self.repairing.sooner(0)  # it may have died before it promoted a payload
+                # The worker may have died before it promoted a payload (room 14). But if a foreign
+                # file keeps the directory here, the repair must not run each time.
+                if time.monotonic() >= self.repairing.rested_s:
+                    self.repairing.sooner(0)
                 if has_ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
-                    # Not with another boot's leases, foreign files.
+                    # The directory stays if leases of another boot or foreign files are in it.
                     _remove_empty_dir(self._files.root + directory)
 
     def node_stats(self, directory: str) -> NodeStats:
-        """Count the leases of one worker, and say whether it lives."""
+        """Count the leases of one worker, and find out whether the worker is alive."""
         leases, now_ns, is_free = self._files.entries(directory), self._clock.now_ns(), None
         lock = self._files.open_dir(directory)
         if lock is not None:
@@ -2684,7 +2831,8 @@ class _Housekeeper:
         return NodeStats(node, len(leases), expired, liveness)
 
     def _purge_done(self) -> None:
-        """Delete what was done more than keep_done seconds ago: of its listing, the next slice."""
+        """Delete tasks that were done more than keep_done seconds ago. One run takes the next slice
+        of the listing of done/, for _PURGE_SLICE_S seconds."""
         keep_s, began_s = self._worker.keep_done, time.monotonic()
         end_s, before_s = began_s + _PURGE_SLICE_S, time.time() - keep_s
         if self._done_scan is None:
@@ -2694,7 +2842,8 @@ class _Housekeeper:
             if _FORMS["done"](entry.name):
                 was_old |= _unlink_if_older(entry.path, before_s)
             if time.monotonic() >= end_s:
-                # If it was, more may come than a slice every _BASE_INTERVAL_S can take.
+                # A slice with old tasks is followed soon: a slice per _BASE_INTERVAL_S might purge
+                # fewer tasks than are finished.
                 took_s = time.monotonic() - began_s
                 self._purging.sooner(5 * took_s if was_old else _BASE_INTERVAL_S)
                 return
@@ -2702,20 +2851,25 @@ class _Housekeeper:
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
-        """Remove what a killed process left: it was never acknowledged."""
+        """Remove the files that killed processes left. A file in creating/ was not acknowledged, or
+        has an older payload that was replaced. The task of a checkpoint has ended."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
                 _remove_empty_dir(self._files.root + path)
-            else:  # any other directory is foreign, whatever its name
+            else:  # directories of other names are foreign, and stay
                 _unlink_if_older(self._files.root + path, before_s)
 
     def stale_files(self) -> list[str]:
-        """Return the files in creating/ that are an hour old, and checkpoints, an hour old, whose
-        task is gone: its worker was killed between the two, or a person ended it. In creating/ the
-        names must be as old, too: wall clocks can be set, queue clocks of hosts drift apart."""
+        """Return the stale files: files in creating/ and checkpoints without a task, which are an
+        hour old.
+
+        A checkpoint has no task if a person ended the task. Or the worker was killed after the end
+        of the task, before the checkpoint was removed. In creating/, the file and the time in the
+        name must both be an hour old. Neither is enough: wall clocks can be set, and the queue
+        clocks of hosts drift apart."""
         old = {it.id for it in self._files.entries("checkpoints") if self._is_stale(it)}
-        for _ in range(2 if old else 0):  # while we look, tasks move both ways
+        for _ in range(2 if old else 0):  # RACE: one look may miss a task that moves meanwhile
             old -= {it.id for it in self._files.find(*_LIVE)}
         before_ns = self._clock.now_ns() - _LEFTOVER_NS
         aside = self._files.entries("creating")
@@ -2723,7 +2877,7 @@ class _Housekeeper:
         return creating + [f"checkpoints/{ident}" for ident in sorted(old)]
 
     def _is_stale(self, entry: _Entry) -> bool:
-        with suppress(FileNotFoundError):  # RACE: its push, or its task, has just ended
+        with suppress(FileNotFoundError):  # RACE: the push or the task has just ended
             return self._files.lstat(entry.path).st_ctime_ns < _wall_ns() - _LEFTOVER_NS
         return False
 
@@ -3351,17 +3505,23 @@ _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 # ==================================================================================================
 # 13. Key states: where the task of each key is, under the locks of keys.
-#     Invariant: keys/<hash> has a line for each key, "<key> <path> <newer payload, or ->", then an
-#     empty line; what follows is of an older, longer text. One write() makes a change. It is a
-#     hint, which room 14 checks and corrects. A key without a line has no task, except after power
-#     loss: then repair() finds what is in keys/. Order of locks: see room 10.
+#     Invariant: the file keys/<hash> has a line for each key of this hash that has a task. The line
+#     is "<key> <path> <newer payload, or ->". An empty line ends the text. Any bytes after the
+#     empty line are the rest of an older, longer text. One write() makes a change.
+#     A line is a hint, which room 14 checks and corrects. A key without a line has no task, except
+#     after power loss. Then repair() finds the payloads in keys/.
+#     Order of locks: see room 10.
 # ==================================================================================================
 
 
 class _States(dict[str, "tuple[str, str]"]):
-    """By encoded key: where its task was last, and the path in keys/ of the newer payload behind it
-    ("": none, as of a key that is not in here). `saved`: what keys/<hash> says; "": there is no
-    such file. `outdated`: the paths of payloads that a younger one has replaced."""
+    """The states of the keys of one hash: a dict from an encoded key to two paths.
+
+    The first path is the last known place of the key's task. The second is the path in keys/ of the
+    newer payload behind the task. A path is "" if there is no task, or no payload. A key that is
+    not in the dict has neither.
+    `saved` is the text of keys/<hash>, or "" if the file does not exist. `outdated` has the paths
+    of payloads that younger payloads have replaced (room 20)."""
 
     saved = ""
     outdated: tuple[str, ...] = ()
@@ -3377,7 +3537,8 @@ class _States(dict[str, "tuple[str, str]"]):
 def _parse_key_states(content: bytes, tag: str) -> _States:
     states, text = _States(), content.decode("ascii", "replace").partition("\n\n")[0]
     for match in map(_parse_key_state, text.splitlines()):
-        # One that leads to a task of no key, or of another hash, would have it overwritten.
+        # Ignore a line with a path of another hash, or of a task without a key. A push would
+        # overwrite that task.
         if match and _tag_of(match[2]) == tag and match[4][-9:] in ("-", f"-{tag}"):
             states[match[1]] = match[2], "" if match[4] == "-" else f"keys/{match[4]}"
     states.saved = f"{text}\n"
@@ -3385,9 +3546,11 @@ def _parse_key_states(content: bytes, tag: str) -> _States:
 
 
 class _KeyStates:
-    """The states of keys, in files that are read and written under their locks. `_held`: the locks,
-    by thread and name; each has the states of its hashes, by tag. Weak: what Ctrl-C leaves locked,
-    between any two lines, ends with its frame."""
+    """The states of keys, in files that are read and written under the locks of keys.
+
+    `_held` has the locks that are held, by thread and name. A lock has the states of its hashes, by
+    tag. The references in `_held` are weak. So if Ctrl-C, between any two lines, leaves a lock
+    locked, the lock ends with the frame that holds it."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._files, self._clock = worker, worker.files, worker.clock
@@ -3395,16 +3558,18 @@ class _KeyStates:
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
-        """Hold the lock of the keys of one hash, and save what the block changes of their states.
-        Raises BlockingIOError if the lock is not free and wait is False.
+        """Hold the lock of the keys of one hash for the block, and yield the states of the keys.
+        Changes that the block makes to the states are saved at its end. Raises BlockingIOError if
+        the lock is not free and wait is False.
 
-        The lock's file is never removed: who waits for it would have to see that. A nested call
-        takes the same lock, and shares the states.
+        A nested call in the same thread takes the same lock, and shares the states. The file of the
+        lock is never removed. Otherwise a process that waits for the lock could get the lock of a
+        removed file.
         """
         name = tag[-2:]
         holder = threading.get_ident(), name
         lock = outer = self._held.get(holder)
-        if lock is None or lock.fd < 0:  # Ctrl-C came while it was closed
+        if lock is None or lock.fd < 0:  # fd < 0: Ctrl-C came while the lock was being closed
             lock = self._open_lock(name)
         try:
             lock.acquire_exclusive(wait)
@@ -3413,7 +3578,7 @@ class _KeyStates:
             try:
                 yield states
             finally:
-                with suppress(OSError):  # nothing depends on a hint
+                with suppress(OSError):  # a line is a hint: a wrong one is corrected
                     self._save(tag, states)
         finally:
             if lock is not outer:
@@ -3427,12 +3592,14 @@ class _KeyStates:
             return self._files.open_lock(f"locks/{name}")
 
     def _make_dir(self, name: str) -> None:
-        """Make a directory that is missing. Raises FileNotFoundError if data_dir is."""
+        """Make a directory of data_dir. Raises FileNotFoundError if data_dir is missing."""
         self._files.make_dir(name)
         self._files.commit_dir("")
 
     def lock_of(self, path: str, wait: bool = True) -> AbstractContextManager[Any]:
-        """Hold the lock of a task's key, if it has one; path: its id is the end of it."""
+        """Return a context manager that holds the lock of a task's key, and yields the states. For
+        a task without a key, it does nothing, and yields None. path: any text that ends with the
+        task's id."""
         return self.lock(_tag_of(path), wait) if _is_keyed(_id_of(path)) else nullcontext()
 
     def _load(self, tag: str) -> _States:
@@ -3446,7 +3613,8 @@ class _KeyStates:
             os.close(fd)
 
     def _save(self, tag: str, states: _States, sync: bool = False) -> None:
-        """Write keys/<hash> if the states have changed; remove it if there are none."""
+        """Write the states to keys/<hash> if they have changed. If no key has a task, remove the
+        file. sync: in a durable queue, also sync a changed file and keys/."""
         path = f"keys/{tag}"
         if (text := states.text()) != states.saved:
             if text:
@@ -3458,7 +3626,8 @@ class _KeyStates:
                 self._files.commit(path)
 
     def _create(self, path: str) -> int:
-        """Make a file in keys/, which the workers of all users read and write."""
+        """Make a file in keys/, and return its descriptor. The file has the rights of data_dir:
+        the workers of all users read and write it."""
         root, flags = self._files.root, _CREATE_FLAGS | _NO_FOLLOW_OR_BLOCK
         try:
             fd = os.open(root + path, flags, 0o666)
@@ -3469,12 +3638,13 @@ class _KeyStates:
         return fd
 
     def _write(self, path: str, content: bytes) -> None:
-        """Write over the beginning of a file in keys/."""
+        """Write over the beginning of a file in keys/; make the file if it does not exist."""
         try:
             fd = os.open(self._files.root + path, os.O_WRONLY | _NO_FOLLOW_OR_BLOCK)
         except FileNotFoundError:
             fd = self._create(path)
-        except PermissionError:  # of a user whose umask shuts us out; the lock is ours
+        except PermissionError:
+            # The umask of another user shuts this user out. We hold the lock, so replace the file.
             self._files.remove(path)
             fd = self._create(path)
         try:
@@ -3484,56 +3654,139 @@ class _KeyStates:
 
 
 # ==================================================================================================
-# 14. Keys: finds, claims, moves and pushes the tasks with a key. Doors: claimed(), move_keyed() and
-#     lock_of(), for ids with a key's tag; put(), find_task() and path_of(), for keys.
-#     Invariant: of each key at most one task is in pending/, scheduled/ or inflight-*/, and at most
-#     one newer payload in keys/, behind it. The claim that delivers a task takes the payload behind
-#     it along; a task that ends lets that become a task. What moves does so under the lock of its
-#     key; but a claim, the undoing of one and people move a task without it.
+# 14. Keys: finding, claiming, moving and pushing the tasks with a key. Other rooms call claimed(),
+#     move_keyed() and lock_of() for an id with a key's tag. For a key, they call put(), find_task()
+#     and path_of().
+#     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
+#     the task, there is at most one newer payload, in keys/. The claim that delivers the task takes
+#     the payload along: the payload replaces the task's own payload. If the task ends, the payload
+#     becomes a task.
+#     A thread that moves a task holds the lock of the key. But a claim by pop() and the undoing of
+#     a claim move a task without this lock, and so does a person.
+#
+#     Each table below lists the steps of one operation, in the order of the code. The second column
+#     says what is on disk after the step. The third says what happens if the process is killed
+#     after the step. "Old" and "new" are payloads. C is the file creating/<new id>. K is the new
+#     payload's file in keys/. L is the lease. T, U and P are paths of a task that waits. After a
+#     kill, keys/<hash> may name an older path of a task: find_task() then finds the task by the id.
+#     A stale file in creating/ is removed after an hour.
+#
+#     Push onto the waiting task T: put(), _replace()
+#
+#       step                                on disk        after a kill
+#       1. write new to C                   T old, C new   old is delivered; C is stale
+#       2. if the name of T has attempts,   T old, C new   as after 1; the work on old begins anew
+#          remove its checkpoint
+#       3. rename T to U, with 0 attempts   U old, C new   old is delivered, as a first attempt or
+#          or the new time, unless U is T                  at the new time; C is stale
+#       4. exchange U and C                 U new, C old   new is delivered; C is stale
+#       5. remove C                         U new          new is delivered
+#       6. save U in keys/<hash>, unless    U new          new is delivered
+#          U is T
+#
+#     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
+#     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U. Then there is
+#     nothing to do in step 5. In two cases, _add() puts the new payload behind U instead: if names
+#     cannot be exchanged and U is in pending/, and if a payload is behind the task already. Then
+#     these are the steps 4 and 5:
+#
+#       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_task() sees that
+#                                                          K is missing, and corrects the state
+#       5. rename C to K                    U old, K new   the next claim takes K along
+#
+#     If a payload is behind the task already, the new payload gets its id and its place. Step 5 is
+#     then replaced by the steps 3 to 5 of the first table, with that payload in place of T. After a
+#     kill, the next claim takes along the payload that is in keys/.
+#
+#     Take along, by the claim of a task T with K behind it: claimed(), _take_along()
+#
+#       1. rename T to L, without the lock  L old, K new   L is reclaimed, K stays behind the task,
+#                                                          and the next claim takes K along
+#       2. save L in keys/<hash>            L old, K new   as after 1
+#       3. remove the checkpoint of old     L old, K new   as after 1
+#       4. rename K over L                  L new          L is reclaimed, and new is delivered
+#       5. save keys/<hash>, without K      L new          as after 4
+#
+#     If K is due later, or if L is not a first attempt, the task waits again instead:
+#
+#       4. rename L to U, with 0 attempts   U old, K new   the next claim takes K along
+#          or the time of K
+#       5. if K is due later, rename K      U new          new is delivered at its time
+#          over U
+#       6. save U in keys/<hash>            as before      as before
+#
+#     Release of L with K behind it: _Worker.move_leased(), move_keyed()
+#
+#       1. rename L to U, with 0 attempts;  U old, K new   the next claim takes K along
+#          at the time of K, if K is due
+#          later
+#       2. save U in keys/<hash>            U old, K new   as after 1
+#
+#     End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
+#
+#       1. rename L to done/ or failed/,    K new          find_task() or repair() does step 2
+#          or remove L
+#       2. rename K to pending/ or          new            new is delivered, under its own id
+#          scheduled/
+#       3. save the path in keys/<hash>     new            as after 2
+#
+#     Retry of a failed task F: _Worker.requeue_failed(), reserve(), move_keyed()
+#
+#       1. save P, the path in pending/     F              F is failed; find_task() finds no task,
+#          that F will have, in keys/<hash>                and removes P from the state
+#       2. remove the reason of F           F              F is failed, without a reason
+#       3. rename F to P                    P              P is delivered
 # ==================================================================================================
 
 
 def _later(newer: str) -> int | None:
-    """Return the time for which a payload in keys/ is scheduled, if that is yet to come."""
+    """Return the time at which a payload in keys/ is due, or None if this time has come."""
     due_ns = _stamp_of(newer) if "~" in newer else 0
     return due_ns if due_ns > _due_ns() else None
 
 
 class _KeyedTasks(_KeyStates):
-    """The tasks with a key, once they are pushed."""
+    """The steps of a task with a key after the push: finding, claiming and moving it."""
 
     # Finding
 
     def find_task(self, states: _States, name: str) -> tuple[str, str]:
-        """Return where the task of an encoded key is ("": it has none), and the payload behind it;
-        correct its state."""
+        """Find the task of an encoded key and the payload behind the task, and correct the state.
+        Return both paths. A path is "" if there is no task, or no payload."""
         task, behind = states[name]
-        # CRASH: before a payload came to keys/, before it got that name, or after it left.
+        # CRASH: the state may name a payload at a path that does not exist. Then a process died
+        # before the payload was renamed to this path, or after the payload was renamed again.
         path, newer = self._locate(task, *_LIVE), self._locate(behind, "keys")
         if behind and not newer:
-            # CRASH: it came up, and that was not noted. A person may have put the older one back.
+            # CRASH: a process died after it promoted the payload and before it saved the state.
+            # Then the payload is the task, even if a person has put the older task back. If the
+            # payload is not a task, the older task counts: the payload was taken along, or never
+            # came to keys/.
             path = self._locate(behind, *_LIVE) or path
         elif not path:
-            # CRASH: the task before it ended, and it did not come up. Or a person removed that.
+            # CRASH: a process died after the task ended and before it promoted the payload. Or a
+            # person removed the task.
             path, newer = self._promote(newer), ""
         states[name] = path, newer
         return path, newer
 
     def _locate(self, path: str, *where: str) -> str:
-        """Return the path that a record has by now, "" if it is in none of these states."""
+        """Return `path` if the file exists. Otherwise look for the record's id in the states
+        `where`, and return the path there, or "" if no file has this id."""
         if not path or self._files.exists(path):
             return path
         entry = self._files.find_id(_id_of(path), *where)
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Whether an encoded key may have a task: "no" is cheap to know."""
+        """Return False if an encoded key certainly has no task. This takes one cheap look."""
         return self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
-        """Return where the task of an encoded key is, "" if it has none."""
+        """Return the path of an encoded key's task, or "" if the key has no task."""
         if not self.may_have_task(name):
-            os.stat(f"{self._files.root}pending")  # gone: disk trouble
+            # A missing pending/ is disk trouble: stat() raises for it.
+            os.stat(f"{self._files.root}pending")
             return ""
         try:
             with self.lock(_key_tag(name)) as states:
@@ -3541,16 +3794,18 @@ class _KeyedTasks(_KeyStates):
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
-        return self._seen(name)  # on a snapshot, or in a queue that this user may only read
+        # On a read-only file system, or in a queue that this user may only read.
+        return self._seen(name)
 
     def _seen(self, name: str) -> str:
-        """Do as path_of() without the lock, and correct nothing. A task that moves just then may be
-        missed."""
+        """Do as path_of(), but without the lock, and without a correction of the state. A task that
+        moves at the same time may be missed."""
         task, behind = self._load(_key_tag(name))[name]
         return self._locate(task, *_LIVE) or self._locate(behind, "keys", *_LIVE)
 
     def newest_of(self, entry: _Entry) -> str:
-        """Return the path of the payload that a task's next delivery carries; it may go now."""
+        """Return the path of the payload that the next delivery of a task carries. RACE: a claim
+        may take this payload along before the caller reads it."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
             for path, newer in self._load(_tag_of(entry.id)).values():
                 if newer and _id_of(path) == entry.id:
@@ -3560,13 +3815,21 @@ class _KeyedTasks(_KeyStates):
     # Claiming
 
     def claimed(self, lease: str, key: str, data: bytes, waiting: str) -> bytes | None:
-        """Return the payload to deliver of a task that was just claimed at `waiting`, and read;
-        None: it is not to be delivered now. Raises FileNotFoundError if the lease has ended.
+        """Return the payload to deliver for a task that was just claimed at `waiting`.
 
-        The state, read without the lock, names a payload that was put behind the task before the
-        claim. RACE: unless this lease has ended, and another worker took that along; so the lease
-        is looked at afterwards. `mv failed/ID pending/`, or a state lost with power, makes two
-        tasks of one key.
+        data: the payload that was read from the lease. Returns None if the task is not to be
+        delivered now: it is a dead letter, or waits again. Raises FileNotFoundError if the lease
+        has ended.
+
+        In the common case, the state names this task and no payload behind it, and no lock is
+        taken. This is safe: a push saves the path of a payload in the state before the payload is
+        behind the task. So this look, after the claim, sees each payload put there before the
+        claim. RACE: the lease may have ended, and another worker may have taken the payload along
+        and saved the state before this look. Therefore _is_alone() reads the state first, and then
+        checks that the lease exists.
+
+        The state may also name another task. `mv failed/ID pending/` makes a second task of a key,
+        and so may a state that was lost with power. Then _gave_way() decides, under the lock.
         """
         name = _encode_key(key)
         if self._is_alone(name, lease):
@@ -3580,40 +3843,48 @@ class _KeyedTasks(_KeyStates):
 
     def _is_alone(self, name: str, lease: str) -> bool:
         path, newer = self._load(_tag_of(lease))[name]
-        self._files.lstat(lease)
+        self._files.lstat(lease)  # RACE: after the state was read; see claimed()
         return _id_of(path) == _id_of(lease) and not newer
 
     def _gave_way(self, states: _States, name: str, lease: str) -> bool:
-        """Note a task that was just leased as that of its key. If the key has another, return True:
-        the one that was leased is a dead letter now."""
+        """Note a task that was just leased as the task of its key, and return False. But if the key
+        has another task, make a dead letter of the leased task, and return True. Raises
+        FileNotFoundError if the lease has ended."""
         self._files.lstat(lease)
         path, newer = self.find_task(states, name)
         if path and _id_of(path) != _id_of(lease):
             self._end_second(name, lease, path)
             return True
         states[name] = lease, newer
-        self._save(_tag_of(lease), states)  # or the claim fails: no other place tells of this task
+        # If this fails, the claim fails: a task missing from keys/<hash> would allow a second task.
+        self._save(_tag_of(lease), states)
         return False
 
     def _end_second(self, name: str, path: str, other: str) -> None:
         self._worker.quarantine(path, str(KeyInFlight(_decode_key(name), _id_of(other))))
 
     def _take_along(self, states: _States, name: str, waiting: str) -> bytes | None:
-        """Put the payload behind a leased task into its place, and return it. None: the task waits
-        again, for that is for later; or for a claim that is its first: an undone claim, or a
-        person, brought it back with the attempts of its old payload. If a person moves it
-        meanwhile, the payload stays behind. CRASH: between two renames it is behind a task that
-        waits; after them, find_task() sees that it is not in keys/ any more."""
+        """Replace the payload of a leased task by the newer payload behind it, and return the new
+        payload.
+
+        Returns None if the task was put back, for one of two reasons. The newer payload is due
+        later: then it is in the task's place now, and waits in scheduled/. Or the delivery would
+        not be a first attempt: after an undone claim, or a move by a person, the task has the
+        attempts of its old payload. Then the task waits with 0 attempts, and the newer payload
+        stays behind it until the next claim.
+
+        RACE: if a person moves the task meanwhile, this raises FileNotFoundError, and the newer
+        payload stays in keys/. CRASH: see the table at the top of this room."""
         lease, newer = states[name]
         due_ns = _later(newer)
-        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older one
+        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
         if due_ns is None and _attempts_of(lease) == 1:
             self._files.move_over(newer, lease, must_exist=True)
             states[name] = lease, ""
             return self._files.read(lease, _id_of(lease))[0]
         target = self._files.move(lease, _reset_path(waiting, due_ns))
         states[name] = target, newer
-        if due_ns is not None:  # no pop() takes it from scheduled/
+        if due_ns is not None:  # safe: no pop() claims a task in scheduled/
             self._files.move_over(newer, target, must_exist=True)
             states[name] = target, ""
         self._worker.note(target)
@@ -3622,9 +3893,14 @@ class _KeyedTasks(_KeyStates):
     # Moving
 
     def move_keyed(self, source: str, target: str, wait: bool = True) -> str:
-        """Move a task with a key, as move_task() does, under the lock of the key. If it ends, the
-        payload behind it becomes a task. If it comes back, that stays behind, and its attempts and
-        its time, if that is later, count from now on."""
+        """Move a task with a key, as move_task() does, under the lock of the key.
+
+        If the task ends, the payload behind it becomes a task. If the task waits again, the payload
+        stays behind it, and the task's attempts are set to 0. If the payload is due later, the task
+        waits in scheduled/ until that time, whatever `target` is.
+
+        Raises FileNotFoundError if the task is gone. Raises BlockingIOError if the lock is not free
+        and wait is False."""
         ident = _id_of(source)
         with self.lock(_tag_of(ident), wait) as states:
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
@@ -3638,12 +3914,14 @@ class _KeyedTasks(_KeyStates):
                 elif name:
                     states[name] = target, newer
             except BaseException:
-                self._worker.house.repairing.sooner(_BASE_INTERVAL_S)  # of what is behind it
+                # The task may have ended before its payload was promoted: repair() finds out.
+                self._worker.house.repairing.sooner(_BASE_INTERVAL_S)
                 raise
         return target
 
     def _promote(self, newer: str) -> str:
-        """Make a task of a payload in keys/; return its path, "" if there is none (any more)."""
+        """Make a task of a payload in keys/, and return the path of the task. Return "" if `newer`
+        is "", or if the payload is no longer there."""
         if not newer:
             return ""
         try:
@@ -3655,8 +3933,9 @@ class _KeyedTasks(_KeyStates):
         return path
 
     def reserve(self, states: _States, source: str, target: str) -> None:
-        """Make sure that the key of a failed task has no other, and say that it will be there.
-        Raises KeyInFlight if it has, FileNotFoundError if the task is gone."""
+        """Save in the state that the failed task at `source` will be at `target`. Do nothing if the
+        task has no key. Raises KeyInFlight if the key has another task, and FileNotFoundError if
+        the failed task is gone."""
         name = self._key_in(source)
         if not name:
             return
@@ -3667,7 +3946,8 @@ class _KeyedTasks(_KeyStates):
         self._save(_tag_of(source), states, sync=True)
 
     def _key_in(self, path: str) -> str:
-        """Return the encoded key of a record; "": it has none, or pop() will quarantine it."""
+        """Return the encoded key of a record. Return "" if the record has no key, or is corrupt;
+        pop() will quarantine a corrupt one."""
         try:
             _, key = self._files.read_listed(path, _id_of(path))
         except CorruptTask:
@@ -3677,7 +3957,8 @@ class _KeyedTasks(_KeyStates):
     # Repair
 
     def repair(self) -> None:
-        """Promote the payloads whose task is gone, and remove the states of keys without a task."""
+        """Promote the payloads whose task is gone, and remove the states of keys without a task.
+        Raises OSError after all keys were tried."""
         payloads = {path for path in self._found() if "-" in path}
 
         def repair(tag: str) -> None:
@@ -3686,17 +3967,20 @@ class _KeyedTasks(_KeyStates):
                     for name in [*states]:
                         self.find_task(states, name)
                     self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
-            except BlockingIOError:  # RACE: another process is at work on a key of its hash
+            except BlockingIOError:  # RACE: another process holds the lock of this hash
                 self._worker.house.repairing.sooner(1)
 
         _for_each(repair, sorted({*map(_tag_of, [*self.idle(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
-        """Note the payloads in keys/ that no state knows: power loss, or a person, took it. What
-        was pushed since has replaced them."""
+        """Note the payloads in keys/ that no state names, because power loss or a person removed
+        the state. But if the key has a younger task or payload, remove the payload: a later push
+        has replaced it."""
         for newer in sorted(payloads.difference(it for _, it in states.values())):
-            with suppress(FileNotFoundError):  # promoted just now, or a person has it
-                name = self._key_in(newer) or "?"  # of no key: pop() will set it aside
+            # RACE: the payload was promoted, or a person moved it, after the listing.
+            with suppress(FileNotFoundError):
+                # A payload without a valid key becomes a task. pop() will quarantine the task.
+                name = self._key_in(newer) or "?"
                 path, before = states[name]
                 if _id_of(newer) < max(_id_of(path), _id_of(before)):
                     self._files.remove(newer)
@@ -3705,12 +3989,13 @@ class _KeyedTasks(_KeyStates):
                     self.find_task(states, name)
 
     def idle(self) -> list[str]:
-        """Return the paths in keys/, states and newer payloads, of keys that have no task."""
+        """Return the paths in keys/, of states and of newer payloads, whose hash has no task."""
         found = self._found()
         busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
         return [path for path in found if _tag_of(path) not in busy]
 
     def _found(self) -> list[str]:
+        # The paths in keys/: the files of states, and newer payloads.
         none_yet = suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
             files = sorted(entry.name for entry in entries if entry.is_file(follow_symlinks=False))
@@ -3719,13 +4004,17 @@ class _KeyedTasks(_KeyStates):
 
 
 class _Keys(_KeyedTasks):
-    """How tasks with a key are pushed."""
+    """The push of a task with a key."""
 
     def put(
         self, name: str, payload: bytes | memoryview, if_in_flight: str, due_ns: int | None
     ) -> str:
-        """Push a payload for an encoded key; return its task's id. Returns "" if a pop() or a
-        person was quicker at the task that waited: again, then."""
+        """Push a payload for an encoded key.
+
+        Returns the id of the task that gets the payload. If the payload is put behind a leased
+        task, the result is the payload's own id, which is its id as a later task. Returns "" if a
+        pop() or a person moved the waiting task meanwhile: the caller must try again. Raises
+        KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_task(states, name)
             is_leased = _state_of(path) == "inflight"
@@ -3743,23 +4032,27 @@ class _Keys(_KeyedTasks):
                     else:
                         return self._add(states, name, aside, due_ns)
                     return _id_of(path)
+                # A missing pending/ or scheduled/ is disk trouble: lstat() raises for it.
                 for directory in _WAITING_DIRS:
-                    self._files.lstat(directory)  # one that is gone is disk trouble
-                self._files.remove(aside)  # RACE: a pop() took the task, or a person moved it
+                    self._files.lstat(directory)
+                # RACE: a pop() claimed the task, or a person moved it.
+                self._files.remove(aside)
                 return ""
 
     def _add(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
-        """Make a payload the task of a key that has none; or put it behind the task, where it takes
-        the place of one that is there. Return its id."""
+        """Make a task of the payload in the file `aside`, if the key has no task. Otherwise put the
+        payload behind the task, in place of an older payload there. Return the payload's id."""
         path, before = states[name]
-        younger = _stamp_of(_id_of(path)) + 1 if path else 0  # hosts' clocks differ
+        # The payload must be younger than the task, although the clocks of hosts differ.
+        younger = _stamp_of(_id_of(path)) + 1 if path else 0
         order = max(self._clock.next_order(), younger)
         ident = _id_of(before) or _new_name(order, _key_tag(name))
         newer = f"keys/{ident if due_ns is None else _task_name(due_ns, 0, ident)}"
         target = newer if path else _waiting_path(newer)
         states[name] = (path, newer) if path else (target, "")
         try:
-            # The state is there first: a task that it does not know would be one too many.
+            # Save the state first. A task missing from keys/<hash> would allow a second task of the
+            # same key.
             self._save(_key_tag(name), states, sync=True)
             if before:
                 with self._renamed(before, target, aside):
@@ -3769,54 +4062,67 @@ class _Keys(_KeyedTasks):
                 self._files.commit_dir(os.path.dirname(target))
         except BaseException:
             if not before:
-                with suppress(OSError):  # _renamed() sees that it took no place
+                # The push failed: move the payload back to `aside`. If _replace() is the caller,
+                # _renamed() sees the file there, and gives the task its old name back.
+                with suppress(OSError):
                     self._files.move_over(target, aside)
                 self._files.remove(target)
+            # RACE: a worker may have claimed the new task already. Then the state must keep it.
             with suppress(OSError):
-                self.find_task(states, name)  # a consumer that was quicker keeps what it has
+                self.find_task(states, name)
             raise
         self._worker.note(target)
         return ident
 
     def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> None:
-        """Replace the payload of a task that waits, as a first attempt. It keeps its place, or gets
-        the new time. Raises FileNotFoundError if another was quicker.
+        """Replace the payload of a waiting task by the one in the file `aside`, and set the task's
+        attempts to 0. The task keeps its place, or gets the new time. Raises FileNotFoundError if
+        the task was moved meanwhile. The table at the top of this room has the steps.
 
-        Where names can't be exchanged, the payload goes behind a task in pending/. RACE: a claim
-        reads the state after its rename. Before our save it delivers the old payload, and the new
-        one is behind a lease; after it, it waits for our lock, and takes the new one along.
+        If names cannot be exchanged, the payload goes behind a task in pending/. RACE: a pop() may
+        claim the task at the same time, without the lock. It reads the state after the rename of
+        its claim. If it does so before our save, it delivers the old payload, and the new payload
+        is behind a leased task. If it does so after our save, it sees a payload behind the task. It
+        waits for our lock, and takes the new payload along.
         """
         path, newer = states[name]
-        if "~" in path:  # it may have been delivered before
+        if "~" in path:  # only such a task may have been delivered before
             self._files.remove(f"checkpoints/{_id_of(path)}")
         with self._renamed(path, _reset_path(path, due_ns), aside) as target:
             states[name] = target, newer
-            is_safe = _state_of(target) == "scheduled"  # no pop() takes it from there
+            is_safe = _state_of(target) == "scheduled"  # no pop() claims a task there
             if newer or not self._put_over(aside, target, or_rename=is_safe):
                 self._add(states, name, aside, due_ns)
         self._worker.note(target)
 
     @contextmanager
     def _renamed(self, path: str, target: str, aside: str) -> Iterator[str]:
-        """Give a record another name before its payload is replaced by the one aside; if that
-        fails, the old one: a push that raised changed nothing. CRASH: the old payload at the new
-        time, or begun anew; the other order could deliver the new one before its time."""
+        """Rename a record from `path` to `target`; the block then replaces the payload by the file
+        `aside`. If the block fails, rename the record back: a push that raises changes nothing.
+
+        CRASH: if the process dies after the rename, the old payload is at the new time, or has 0
+        attempts. In the other order, the new payload could be delivered before its time."""
         if target == path:
             yield path
             return
         target = self._files.move(path, target)
         try:
-            self._files.commit(target)  # else btrfs, after power loss, has the old name, too
+            self._files.commit(target)  # else btrfs shows the old name, too, after power loss
             yield target
         except OSError:
-            if self._files.exists(aside):  # else it is in the place of the old one, for good
+            if self._files.exists(aside):  # else the new payload is in place, and stays there
                 self._files.move(target, path)
             raise
 
     def _put_over(self, aside: str, path: str, or_rename: bool = True) -> bool:
-        """Put a payload into the place of one; False where names can't be exchanged. or_rename: it
-        goes over that one then; a person who moves that just now makes two of one. Raises
-        FileNotFoundError if that is gone. CRASH: the old one is a leftover in creating/."""
+        """Replace the record at `path` by the file `aside`, and return True. Raises
+        FileNotFoundError if there is no record at `path`.
+
+        The two names are exchanged. If names cannot be exchanged, or_rename decides. True: rename
+        `aside` over the record. False: change nothing, and return False.
+        RACE: if a person moves the record just before such a rename, the task exists twice.
+        CRASH: if the process dies after an exchange, the old record is a stale file in creating/.
+        """
         is_swapped = self._files.swap(aside, path)
         if not is_swapped:
             if not or_rename:
@@ -3829,7 +4135,9 @@ class _Keys(_KeyedTasks):
                 with suppress(OSError):
                     self._files.swap(aside, path)
             raise
-        self._files.remove(aside)  # until now the disk may know only that
+        # The old record is in `aside`. It is removed last: before the sync, the disk may have no
+        # other record of the task.
+        self._files.remove(aside)
         return True
 
 

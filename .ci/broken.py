@@ -388,7 +388,8 @@ done() and fail() raise what the disk says | Faults; faults: rename
 +                gone_to = target
 the rename to failed/ is the fence: the reason is written after it | Model
 -            self.move_leased(lease, target, "failed")
--            _unlink_if_exists(f"{self.files.root}{target}.error")  # of a failure retried by hand
+-            # A person who retried an earlier failure by hand may have left its reason.
+-            _unlink_if_exists(f"{self.files.root}{target}.error")
              if path:
                  self.files.move_over(path, f"{target}.error")
 +            self.move_leased(lease, target, "failed")
@@ -436,8 +437,8 @@ a newer payload is a first attempt, whoever put its task back | LeftBehind
 a schedule() that raised leaves the time of what was behind the lease | Keyed
 -                self._files.move(target, path)
 a payload for later whose sync failed is not delivered now | KeyedByRename
--            if self._files.exists(aside):  # else it
-+            if aside:  # else it
+-            if self._files.exists(aside):  # else the new
++            if aside:  # else the new
 a payload that is behind a task is a first attempt | Model
 -                target = _reset_path(target, _later(newer))
 +                target = _reset_path(target, _later(newer)) if _later(newer) else target
@@ -460,8 +461,8 @@ a payload that nobody knows does not take the place of a younger one | Keyed
 -                if _id_of(newer) < max(_id_of(path), _id_of(before)):
 +                if not newer:
 a task that came back is noted before it is delivered | Keyed
--        self._save(_tag_of(lease), states)  # or
-+        _no_op(_tag_of(lease), states)  # or
+-        self._save(_tag_of(lease), states)
++        _no_op(_tag_of(lease), states)
 a payload that came up counts more than the task before it | Keyed
 -        if behind and not newer:
 +        if not behind and newer:
@@ -504,7 +505,7 @@ what is pushed behind a task is younger, whatever the clocks say | KeyedOnShared
 a newer payload that replaces one has no checkpoint of that | Cost
 -            self._files.remove(f"checkpoints/{_id_of(path)}")
 a newer payload that is taken along has no checkpoint of the older one | Keyed
--        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older one
+-        self._files.remove(f"checkpoints/{_id_of(lease)}")  # of the older payload
 retry() of a task whose key has another raises | Model
          if path:
 -            raise KeyInFlight(_decode_key(name), _id_of(path))
@@ -575,7 +576,7 @@ what was scheduled behind a task goes with it, to the new time | Keyed
 -            self._files.move_over(newer, target, must_exist=True)
 -            states[name] = target, ""
 a delivery that could not be ended is not forgotten while its key is busy | Keyed
--            return  # RACE: another process is at work on its key; next time
+-            return  # RACE: the lock of the key is busy. The next reclaim tries again.
 a line that is removed as it is opened is made again | Tickets
 -_despite_cleanup(open_dir, path)
 +open_dir()
@@ -631,7 +632,7 @@ a claim that could be neither read nor undone is no delivery | Faults
 - self.lease_dir.unread.pop(lease, None) or orphans.get(lease)
 + self.lease_dir.unread.pop(lease, None)
 what a reclaim could not give back is not delivered | Meeting
--            return  # RACE: another process is at work on its key; next time
+-            return  # RACE: the lock of the key is busy. The next reclaim tries again.
 +            self.lease_dir.unread[lease] = source or ""
 +            return
 nor is one that could not be undone | LeftBehind
