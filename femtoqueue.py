@@ -3589,26 +3589,32 @@ class _Keys(_KeyedTasks):
 
 
 # ==================================================================================================
-# 15. Waiting: for an event in the directories, in threads and in coroutines.
-#     Invariant: a wait has its watcher before its last look, so that what comes after that look
-#     ends the sleep. Coroutines only wait: one thread looks for them.
+# 15. Waiting: waits for a task, in threads and in coroutines.
+#     A wait repeats a look until something is found, and sleeps between two looks. A look is a
+#     function that returns what it found, or None.
+#     Invariant: a wait has a watcher before its last look. So a task that comes after that look
+#     ends the sleep. A coroutine never looks itself: one thread looks for all coroutines.
 # ==================================================================================================
 
-# inotify(7): in directories only, created or moved here; in data_dir also deleted or moved away.
+# Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. Its first
+# bit refuses to watch anything but a directory. _IN_GOES: a file was deleted or moved away; in
+# data_dir, so that the removal of PAUSED ends a wait.
 _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
-# data_dir first: pending/ may be replaced between two calls.
+# data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
+# data_dir reports it.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
-_LINGER_S = 1.0  # after which the thread of coroutines ends, if none waits
-_MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
-_Found = TypeVar("_Found")  # by a wait
+_LINGER_S = 1.0  # the thread that serves coroutines ends about so long after the last one has left
+_MAX_IDLE = 4  # unused watchers to keep: by default a user may have 128 instances of inotify
+_Found = TypeVar("_Found")  # what a look finds
 _Look = Callable[[], "_Found | None"]
 
 
 def _readable(fds: Iterable[int], seconds: float) -> list[int]:
-    """Wait until a descriptor can be read, and return those that can.
+    """Wait up to so many seconds until a descriptor can be read. Return those that can be read.
 
-    select.poll() may be missing: eventlet removes it. Then select.select() does the same for
-    descriptors below 1024; for others the caller looks again after 50 ms."""
+    select.poll() may be missing, because eventlet removes it. Then select.select() does the same
+    for descriptors below 1024. For a higher descriptor, return an empty list after 50 ms at the
+    latest: the caller looks again then."""
     import select
 
     if not hasattr(select, "poll"):
@@ -3624,27 +3630,37 @@ def _readable(fds: Iterable[int], seconds: float) -> list[int]:
 
 
 class _Watcher:
-    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is gone, or wake() is called; one
-    for each wait. sees_all: no event is missed, as there is inotify, and only this kernel writes
-    there; else a wait must be short."""
+    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is removed, or wake() is called.
+    Each wait has its own watcher.
+
+    `sees_all`: no event is missed, because inotify is available and only this kernel writes to the
+    file system. If it is False, the caller must keep each sleep short."""
 
     def __init__(self, root: str) -> None:
-        self._fds: list[int] = []  # of inotify, and of an eventfd for wake()
-        self._watches: list[int] = []  # of the directories, as they were at the last look
+        # The descriptors of inotify and of an eventfd for wake(). Empty if inotify is missing.
+        self._fds: list[int] = []
+        # The watch descriptors of the directories, as they were when they were watched last.
+        self._watches: list[int] = []
         self._root = root
-        self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
+        # Takes the place of the eventfd if inotify is missing: wake() unlocks it.
+        self._no_wake = threading.Lock()
         self._no_wake.acquire()
-        is_local = _fs_type(root) in _LOCAL_TYPES  # it may raise: before there is a descriptor
+        # Call _fs_type() before a descriptor is open, because it may raise.
+        is_local = _fs_type(root) in _LOCAL_TYPES
+        # inotify_init1() returns -1 if this user has too many instances.
         fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if _libc() else -1
-        self.sees_all = is_local and fd >= 0  # -1: too many
+        self.sees_all = is_local and fd >= 0
         if fd >= 0:
             self._fds.append(fd)
             self._fds.append(os.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
             self._watch()
-        _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
+        # A forked child shares the descriptors, and the parent would miss every event that the
+        # child reads. So the child closes its copies.
+        _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories; return whether another is in the place of one (shrink_pending)."""
+        """Watch the directories that exist now. Return whether a directory was replaced since the
+        last call, as shrink_pending() does with pending/. The first call returns True."""
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
@@ -3652,7 +3668,10 @@ class _Watcher:
         return self._watches != before
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; but not if a directory was replaced since the last look, which did not see it."""
+        """Sleep for so many seconds, or until an event or wake().
+
+        Return at once if a directory was replaced since it was watched last. The watcher has had no
+        events of the new directory until now, so the caller must look again."""
         if not self._fds:
             self._no_wake.acquire(timeout=seconds)
             return
@@ -3662,9 +3681,10 @@ class _Watcher:
             os.read(fd, 1 << 16)
 
     def wake(self) -> None:
-        """End the sleep, or the next one; in any thread, or in a signal handler."""
+        """End the sleep. If the watcher does not sleep now, the next sleep ends at once. May be
+        called in any thread, and in a signal handler."""
         if not self._fds:
-            with suppress(RuntimeError):  # it was woken before
+            with suppress(RuntimeError):  # the lock is free: wake() was called before
                 self._no_wake.release()
             return
         os.eventfd_write(self._fds[1], 1)
@@ -3674,14 +3694,16 @@ class _Watcher:
             os.close(self._fds.pop())
 
     def __del__(self) -> None:
-        if os is not None:  # None: the interpreter ends
+        if os is not None:  # os is None when the interpreter ends
             self.close()
 
 
 class _Request:
-    """A coroutine that waits: how to look for it, and the answer."""
+    """The wait of one coroutine. `look`: the look to repeat for it. `line`: requests of one line
+    are served in the order in which they came. `closes`: how often the queue had been closed when
+    the wait began. `answer`: the future that gets the task, None or an exception."""
 
-    is_over = False
+    is_over = False  # its timeout is over
 
     def __init__(self, look: _Look[FemtoTask], line: str, closes: int) -> None:
         import asyncio
@@ -3693,22 +3715,29 @@ class _Request:
 
 
 class _Waits:
-    """The waits on one queue object. A look is a function that returns what it found, or None."""
+    """The waits on one queue object."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lease_dir, self._pid = worker, worker.lease_dir, os.getpid()
-        self._watchers: set[_Watcher] = set()  # of the waits that go on
-        self._idle: list[_Watcher] = []  # for the next ones; an old event wakes them for nothing
-        # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
+        self._watchers: set[_Watcher] = set()  # those of the current waits
+        # Watchers for the next waits. An event that is left in one only causes an extra look.
+        self._idle: list[_Watcher] = []
+        # The waits of coroutines, in the order in which they began, by the id() of the request.
+        # Weak: a request lives as long as the event loop or the frame of its coroutine holds it.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
-        self._lock = threading.RLock()  # held as the thread that serves them starts and ends
-        self._is_serving = False
+        # Held while a request is added, and while the thread that serves them starts or ends.
+        self._lock = threading.RLock()
+        self._is_serving = False  # that thread runs
 
     def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
-        """Look until something is found, the time has come, or the queue is closed: None. A sleep
-        between two looks ends with an event, close(), the time, or the next job (a due time, the
-        end of a lease); where events are missed, after 1 ms, 2 ms and so on. has_events=False: it
-        comes without an event (the queue is empty, for drain() and join())."""
+        """Look until something is found, and return it. Return None when the time end_s has come
+        (monotonic clock), or when the queue is closed.
+
+        A sleep between two looks ends with an event, with close(), at end_s, or when the next
+        housekeeping job is to run (a task is due, a lease ends). If events may be missed, sleeps
+        are short: 1 ms, 2 ms and so on, up to poll_interval_s. The same holds with
+        has_events=False, for a look that waits for something that causes no event: drain() and
+        join() wait for an empty queue."""
         closes, pauses_s = self._lease_dir.closes, _backoff_s(self._worker.poll_interval_s)
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
@@ -3721,36 +3750,42 @@ class _Waits:
                     return self.accept(found)
                 rest_s = self._worker.house.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
-                if rest_s <= 0:  # a job failed, or another thread runs it
+                # A job is overdue: it failed, another thread runs it, or its time came just now.
+                if rest_s <= 0:
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
                     rest_s = min(rest_s, pause_s)
                 watcher.sleep(min(left_s, rest_s))
 
     def _look(self, look: _Look[_Found], closes: int) -> _Found | None:
-        """Look once, for a wait that began when the queue had been closed `closes` times."""
+        """Look once, for a wait that began when the queue had been closed `closes` times. Return
+        what was found, or None if the queue has been closed since."""
         found = look()
         if self._lease_dir.closes == closes:
             return found
-        # RACE: closed as we looked. The task goes back, and the lease directory is given up again
-        # if we opened it; if it is in use again, it has leases, or will be opened for the next.
+        # RACE: another thread called close() while this one looked. Put the task back. The look may
+        # have opened the lease directory again: give it up if it is empty. If another thread
+        # already uses the object again, the directory has leases, or the next claim opens it again.
         self._give_back(found)
-        with self._worker.lock, suppress(OSError):  # gone; or the next look sees it
+        # An OSError: the directory is gone; or the next look meets the same trouble and raises it.
+        with self._worker.lock, suppress(OSError):
             if not os.listdir(self._lease_dir.path):
                 self._lease_dir.give_up()
         return None
 
     def accept(self, found: _Found | None) -> _Found | None:
-        """Return what was found to the caller, who has its delivery from now on; None: close() in
-        another thread took it back, or could not, as its key was busy."""
+        """Hand what a look found to the caller: return it. A task is the caller's delivery from now
+        on. Return None if close() in another thread has taken the task back. If close() could not,
+        because the task's key was busy, put the task back and return None."""
         if isinstance(found, FemtoTask) and not self._lease_dir.unread.pop(found.path, ""):
             self._give_back(found)
             return None
         return found
 
     def _give_back(self, found: object) -> None:
-        """Return a task that was found for a wait that is over to its place, uncounted."""
-        # A child that was forked as it was found has it from its parent.
+        """Put a task back, uncounted, because the wait that found it has ended. If that fails, the
+        reclaim job does it later."""
+        # In a forked child the task belongs to the parent: leave it.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
         self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
@@ -3771,14 +3806,18 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            is_open = self._lease_dir.closes == closes  # else it ends with its last reference
+            # After close() no watcher is kept. It is closed with its last reference.
+            is_open = self._lease_dir.closes == closes
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
 
     def end_all(self) -> None:
-        """End all waits, as close() has been counted, and close the watchers that no wait has."""
+        """Wake all waits, and drop the watchers that no wait uses. The caller, close(), has counted
+        itself in `closes` before, so that each wait ends when it wakes."""
         self._wake()
-        self._idle.clear()  # with its last reference: another thread may be about to wake one
+        # RACE: another thread may be about to wake one of these watchers. So do not close them
+        # here: each is closed with its last reference.
+        self._idle.clear()
 
     def _wake(self) -> None:
         for watcher in [*self._watchers]:
@@ -3789,26 +3828,28 @@ class _Waits:
     async def wait_for_async(
         self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
-        """Do as wait_for() does, without blocking the event loop; first come, first served in a
-        line. A look that takes long holds up the others, not their loops."""
+        """Wait as wait_for() does, without blocking the event loop. Requests of one line are served
+        in the order in which they came. A look that takes long delays the other coroutines that
+        wait on this object, but not their event loops."""
         import asyncio
 
         request = _Request(look, line, self._lease_dir.closes)
         left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
-        # The loop holds the request by its timer; the thread does not.
+        # The loop's timer keeps the request alive. The thread has only a weak reference to it.
         timer = request.loop.call_later(left_s, self._end, request)
         try:
-            with self._lock:  # from now on, the thread looks for it
-                self._requests[id(request)] = request
+            with self._lock:
+                self._requests[id(request)] = request  # from now on, the thread looks for it
                 if self._is_serving:
-                    self._wake()  # unless it is yet to look
+                    self._wake()  # the thread may be asleep; if not, it looks before it sleeps
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
             return self.accept(await asyncio.wrap_future(request.answer))
-        except BaseException:  # cancelled
+        except BaseException:  # the coroutine was cancelled
+            # RACE: the thread may have answered before cancel(). Then put its task back.
             if not request.answer.cancel() and request.answer.exception() is None:
-                self._give_back(request.answer.result())  # RACE: the thread was quicker
+                self._give_back(request.answer.result())
             raise
         finally:
             timer.cancel()
@@ -3819,11 +3860,14 @@ class _Waits:
         self._wake()
 
     def _serve(self) -> None:
-        """Look for the coroutines until none waits: the thread."""
+        """Look for all coroutines, in a thread of its own, until none waits. An exception ends the
+        thread; then each coroutine that waits gets the exception."""
         try:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _LINGER_S)
-                with self._lock:  # RACE: a coroutine may come just now
+                # RACE: a coroutine may add its request just now. It does so with the lock held:
+                # either this thread sees the request, or the coroutine starts another thread.
+                with self._lock:
                     if not self._requests:
                         self._is_serving = False
                         return
@@ -3836,15 +3880,16 @@ class _Waits:
                     self._answer(request, None, error)
 
     def _look_for_all(self) -> None:
-        """Look once for the first of each line, and for those whose time is over. Answer those for
-        whom something was found, and those whose time was over."""
+        """Look once for the first request of each line. If a task is found, answer the request with
+        it, and look for the next request of that line. A request whose time is over gets a last
+        look even if it is not the first, and is then answered with a task or with None."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
-            # A loop that does not run could not take its task.
+            # An event loop that does not run could not take the task.
             if request is None or not request.loop.is_running():
                 continue
-            is_over = request.is_over
+            is_over = request.is_over  # as it was before the look
             if request.line in empty_lines and not is_over:
                 continue
             try:
@@ -3852,7 +3897,8 @@ class _Waits:
             except BaseException as error:
                 self._answer(request, None, error)
                 continue
-            is_over |= self._lease_dir.closes != request.closes  # perhaps before it was in line
+            # close() ends the wait, also if it was called before the request was added.
+            is_over |= self._lease_dir.closes != request.closes
             if task is not None or is_over:
                 self._answer(request, task)
             if task is None:
@@ -3861,7 +3907,8 @@ class _Waits:
     def _answer(
         self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
     ) -> None:
-        """End the wait of a coroutine; give back the task if the wait has ended."""
+        """Answer a coroutine with a task, None or an error. If its wait has already ended, put the
+        task back."""
         from concurrent.futures import InvalidStateError
 
         self._requests.pop(id(request), None)
@@ -3870,7 +3917,7 @@ class _Waits:
                 request.answer.set_result(task)
             else:
                 request.answer.set_exception(error)
-        except InvalidStateError:  # RACE: cancelled, or the queue was closed
+        except InvalidStateError:  # RACE: the coroutine was cancelled, or has been answered
             self._give_back(task)
 
 

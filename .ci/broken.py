@@ -521,7 +521,7 @@ a wait looks at a pending/ that was replaced once it is watched | Hearing hangs
 a lease whose payload can't be printed is not told | CommandLine
 -                sys.stdout.flush()
 a cancelled pop_async() loses no task | Coroutines hangs
--        except InvalidStateError:  # RACE: cancelled, or the queue was closed
+-        except InvalidStateError:  # RACE: the coroutine was cancelled, or has been answered
 -            self._give_back(task)
 +        except InvalidStateError:
 +            pass
