@@ -192,8 +192,8 @@ a forked child keeps no lock of its parent | Liveness
 -    while _open_lock_fds:
 +    while False:
 the lock of a file that was removed is no lock | Tickets
--        if not lock.is_at_path():  # RACE: it
-+        if lock.fd < 0:  # RACE: it
+-        if not lock.is_at_path():  # RACE: maybe_cleanup()
++        if lock.fd < 0:  # RACE: maybe_cleanup()
 an error of flock() is raised, unless it says that there are no locks | Faults
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
