@@ -4896,45 +4896,115 @@ class TicketQueue:
 
 # ==================================================================================================
 # 20. Other file systems: those that other hosts write to, and systems without flock. The door is
-#     _open_files(), which chooses the classes of an object once. What is true on NFS and GlusterFS:
-#       stale     What another host changed may be seen as it was: names and contents for 30 s
-#                 (NFS), contents for a second (GlusterFS). The server answers listings and renames,
-#                 and what is read after a listing. So keys are listed, and have no states in files.
-#       replaced  After a listing, a name may lead to the file that was replaced: ESTALE or ENOENT
-#                 from open(), read() or close(); then the name is looked up (GlusterFS): _afresh().
-#       phantom   A name that is yet to be healed is listed for minutes and leads to nothing
-#                 (GlusterFS): read_listed().
-#       healed    A name that was renamed during a network cut may come back as a second link to the
-#                 file, or with the record that was replaced meanwhile (GlusterFS): is_done(); and
-#                 of a key the youngest task counts, as far as the clocks of hosts agree.
-#       replies   A rename that was carried out may raise ENOENT: a server that rebooted before it
-#                 answered is asked again (NFS; perhaps others, but not GlusterFS): _found_moved(),
-#                 _was_claimed(). On GlusterFS a replica may show as done a rename that failed.
-#       flock     A waiting flock() asks the server only after 1, 2, 4 … seconds (NFS). If the
-#                 network is cut meanwhile, it keeps the bricks busy for ever (GlusterFS): it is
-#                 polled.
-#     Elsewhere: what can't be exchanged or watched (_put_over(), _Watcher), and the leases of
-#     other hosts (_renewed_recently()), are dealt with where they are met.
+#     _open_files(), which chooses the classes of an object once.
+#
+#     Six facts about NFS and GlusterFS have a name here. Comments in this room give the name in
+#     parentheses.
+#
+#       stale     A host may see an old state after a change by another host. On NFS it may see old
+#                 names and contents for 30 s, on GlusterFS old contents for a second. The server
+#                 itself answers listings and renames, and a read that follows a listing. So the
+#                 tasks of a key are found by listings, and key states are not kept in files.
+#
+#       replaced  After a listing, a name may still lead to a file that was replaced. Then open(),
+#                 read() or close() raises ESTALE or ENOENT. The next attempt looks the name up
+#                 again (GlusterFS).
+#
+#       phantom   A name that GlusterFS has not healed may be listed for minutes, though it leads to
+#                 no file.
+#
+#       healed    After a network cut, a name that was renamed during the cut may come back
+#                 (GlusterFS). The name is then a second link to the same file, or leads to a record
+#                 that was replaced meanwhile. If a key has several tasks by this, the youngest one
+#                 counts, as far as the clocks of the hosts agree.
+#
+#       replies   A rename that was carried out may raise ENOENT (NFS, perhaps others). The server
+#                 reboots before it has answered, and the client repeats the request. The old name
+#                 no longer exists then. GlusterFS loses no replies. But a GlusterFS replica may
+#                 show a failed rename as carried out. So a rename that raises counts as failed
+#                 there.
+#
+#       flock     A waiting flock() asks the server again after 1, 2, 4 ... seconds (NFS). If the
+#                 network is cut during the wait, the request keeps the bricks busy for ever
+#                 (GlusterFS). So locks are polled. A host that is cut off from the network may lose
+#                 its locks, and is not told (both).
+#
+#     The overrides for these file systems follow. Beside each override stand the facts for which it
+#     is there, and where it is needed. Each override is used on all file systems that other hosts
+#     write to. But those with a * look at `heals`. Their part for (healed) is used on GlusterFS
+#     only, and their part for (replies) on all others.
+#
+#       _SharedLock.reading_is_enough         flock (NFS)
+#       _SharedLock.acquire_exclusive         flock (both)
+#       _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
+#       _SharedFiles.head, lstat, text        replaced (GlusterFS)
+#       _SharedFiles.sync_file                replaced (GlusterFS)
+#       _SharedFiles.exists, has_work         stale (NFS)
+#       _SharedFiles.names                    stale (NFS), replaced (GlusterFS)
+#       _SharedFiles.read                     stale (both), replaced (GlusterFS)
+#       _SharedFiles.read_listed              phantom, replaced (GlusterFS)
+#       _SharedFiles.is_done *                healed (GlusterFS)
+#       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
+#       _SharedFiles.move_over *              replies (NFS)
+#       _SharedFiles.shrink_pending           stale (both)
+#       _SharedFiles.open_lock                flock (both), replaced (GlusterFS)
+#       _SharedLeaseDir.claim *               replies (NFS), healed (GlusterFS)
+#       _SharedKeys.lock                      flock (both)
+#       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
+#       _SharedKeys._save, _is_alone          stale (both)
+#       _SharedKeys.may_have_task, newest_of  stale (both)
+#       _SharedKeys._gave_way                 flock (both), healed (GlusterFS)
+#       _SharedNumbers.draw                   stale, flock (both)
+#       _SharedNumbers.check                  flock (both)
+#       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
+#       _SharedNumbers.remove_dir             stale (both)
+#
+#     The overrides for systems without flock follow. A lease ends by its deadline only there. Tasks
+#     with a key and tickets are not available.
+#
+#       _Unlocked, _UnlockedFiles.open_dir    stand for the lock of a lease directory
+#       _UnlockedFiles.open_lock              raises ENOTSUP
+#       _UnlockedLeaseDir.claim               leaves a task with a key where it waits
+#
+#     Three places outside this room do something for these file systems, too.
+#
+#       _Watcher.sees_all (15)                Inotify does not report the changes of other hosts. So
+#                                             a wait looks again after short pauses (both).
+#       _Keys._put_over (14)                  The file system can't exchange two names. So a new
+#                                             payload is renamed over the old one, or is put into
+#                                             keys/, behind the task (both).
+#       _Housekeeper._renewed_recently (11)   The queue clocks of hosts drift apart. So the deadline
+#                                             alone does not end a lease of another host (both).
+#
+#     Other rooms take smaller measures. ESTALE counts as ENOENT (1). The directory of an idle
+#     worker is kept for a minute (11). The next payload of a key gets a younger id than its task,
+#     even if the clock is behind (14). The age of a ticket is read from its open file (19).
 # ==================================================================================================
 
-_GLUSTERFS_TYPE = 0x65735546  # of all that is mounted through FUSE
-_NETWORK_TYPES = {
+_GLUSTERFS_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
+_NETWORK_TYPES = {  # f_type of statfs(2), and the name that check() shows
     **{0x6969: "NFS", _GLUSTERFS_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB"},
     **{0x517B: "SMB", 0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre"},
     **{0x01161970: "GFS2", 0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS"},
     **{0x19830326: "BeeGFS"},
 }
-_LOOKS = 4  # for a file that was replaced; three were needed
-_STALE_S = 12.0  # until a name that leads to nothing is a phantom: the pauses of so many looks
+_LOOKS = 4  # attempts to look at a file that may have been replaced; up to three were needed
+
+# A listed name that leads to no file is a phantom after _LISTED_LOOKS looks. The pauses between
+# these looks take about _STALE_S seconds in all.
+_STALE_S = 12.0
 _LISTED_LOOKS = 33
-_LOCK_POLL_S = 0.01
+_LOCK_POLL_S = 0.01  # the pause between two attempts to take a lock
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
-    """Make data_dir if it is missing; return the steps on files for its file system. Raises OSError
-    if statfs(2) fails: what other hosts write to must not be taken for local."""
-    data_dir = os.path.abspath(data_dir)  # else the kernel takes ".." behind a link elsewhere
+    """Make data_dir if it is missing, and return the steps on files for its file system. Raises
+    OSError if statfs(2) fails, because a file system that other hosts write to must not be taken
+    for a local one."""
+    # The kernel follows a symbolic link before a ".." in a path; os.path drops both. Remove each
+    # ".." once here, so that all later calls mean the same directory.
+    data_dir = os.path.abspath(data_dir)
     _make_dir(data_dir, 0o700, is_durable)
     fs_type = _fs_type(data_dir)
     if fs_type not in (0, *_LOCAL_TYPES):
@@ -4950,7 +5020,8 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
 
 
 class _Unlocked(_FileLock):
-    """Stands for the lock of a directory where there is no flock: claims go by its path."""
+    """Stands for the lock of a lease directory where flock is missing. A claim uses the path of the
+    directory, because no descriptor is open."""
 
     fd: Any = None
 
@@ -4981,12 +5052,13 @@ class _UnlockedFiles(_Files):
 
 class _UnlockedLeaseDir(_LeaseDir):
     def claim(self, source: str, lease: _Lease) -> bool:
-        # A keyed task could be leased, but never finished.
+        # A task with a key could be leased, but never finished: its key can't be locked.
         return not _is_keyed(_id_of(source)) and super().claim(source, lease)
 
 
 def _afresh(look: _Method) -> _Method:
-    """Repeat a look, without a listing in between (replaced). ESTALE is a FileNotFoundError."""
+    """Repeat a look that meets a missing file, up to _LOOKS times, without a listing in between
+    (replaced). ENOENT and ESTALE both raise FileNotFoundError in the end."""
 
     @functools.wraps(look)
     def call(*args: Any) -> Any:
@@ -5003,9 +5075,11 @@ def _afresh(look: _Method) -> _Method:
 
 
 class _SharedLock(_FileLock):
-    """A lock that is polled, always at one pace (flock)."""
+    """A lock that is polled at a constant rate (flock)."""
 
-    reading_is_enough = False  # NFS makes a lock of bytes of it, which a writer alone may have
+    # NFS turns flock() into a lock on a range of bytes. An exclusive one needs a descriptor that is
+    # open for writing.
+    reading_is_enough = False
 
     def acquire_exclusive(self, wait: bool = True) -> None:
         while True:
@@ -5018,10 +5092,13 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """`heals`: it is GlusterFS, which loses no replies. `phantoms`: the paths of those that were
-    met."""
+    """The steps on files that other hosts read and write at the same time. `heals`: the file system
+    is GlusterFS (or another FUSE mount), which heals names and loses no replies. `phantoms`: the
+    paths of the phantoms that were found so far."""
 
-    syncs_after_rename = False  # until then, another host could read a torn file
+    # A file is synced before its rename. Otherwise another host could read a torn file between the
+    # rename and the sync.
+    syncs_after_rename = False
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
         super().__init__(data_dir, is_durable)
@@ -5040,8 +5117,9 @@ class _SharedFiles(_Files):
     sync_file = _afresh(_Files.sync_file)
 
     def _refresh(self, directory: str) -> None:
-        """Have the names of a directory looked up anew: opening it does (close-to-open, nfs(5))."""
-        with suppress(OSError):  # the look that follows gets it too
+        """Open a directory, so that the names in it are looked up anew. This is the close-to-open
+        consistency of nfs(5)."""
+        with suppress(OSError):  # the look that follows meets the same trouble, and raises it
             os.close(os.open(self.root + directory, os.O_RDONLY | os.O_DIRECTORY))
 
     def exists(self, path: str) -> bool:
@@ -5051,15 +5129,16 @@ class _SharedFiles(_Files):
     def names(self, directory: str) -> list[str]:
         with suppress(FileNotFoundError, NotADirectoryError):
             return _afresh(os.listdir)(self.root + directory)
-        self._refresh("")  # the directory may be new
+        self._refresh("")  # another host may just have made the directory
         return super().names(directory)
 
     def has_work(self) -> bool:
-        self._refresh("")  # keys/ may be new
+        self._refresh("")  # another host may just have made keys/
         return super().has_work()
 
     def read(self, path: str, ident: str) -> _Record:
-        """Read a record; after a listing what another host may have replaced before it was here."""
+        """Read a record. List its directory first if another host may have replaced the file before
+        the task came to this host: then the read is not stale."""
         state = _state_of(path)
         if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
             self.names(os.path.dirname(path))
@@ -5067,9 +5146,12 @@ class _SharedFiles(_Files):
         return self._read_once(path, ident)
 
     def read_listed(self, path: str, ident: str) -> _Record:
-        """Read a record that was listed just now, and again while its name is listed: it may be
-        replaced, or a phantom. A phantom takes so many looks, not so much time: a mount that hung
-        knows no more than before. Raises FileNotFoundError."""
+        """Read a record whose name was listed just now. If its file is missing, repeat the read
+        while the name is listed, because the file may have been replaced. A name that is still
+        listed after the last look is a phantom.
+
+        Looks are counted, not time: a mount that hung for a while has learned nothing meanwhile. A
+        known phantom gets fewer looks. Raises FileNotFoundError."""
         directory, name = os.path.split(path)
         looks = 5 if path in self.phantoms else _LISTED_LOOKS
         for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
@@ -5085,15 +5167,19 @@ class _SharedFiles(_Files):
         raise _os_error(errno.ENOENT, path)
 
     def is_done(self, path: str) -> bool:
-        """Whether a task's file is in done/ too (healed); not a copy, by which a person runs it
-        again. In failed/ the second link may be the outdated name, of a task retried since."""
+        """Return whether the file of a task is in done/, too, because GlusterFS has brought an old
+        name of it back (healed).
+
+        Only a second link to the same file counts. A copy does not: with a copy a person runs the
+        task again. A second link in failed/ does not count either: if the task was retried, the
+        name in failed/ may be the one that came back."""
         if not self.heals:
             return False
         try:
             ours = self.lstat(path)
             return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
         except FileNotFoundError:
-            return False  # not done; if its file is gone, whoever reads it will see
+            return False  # no such file in done/; if the other file is gone, its reader sees that
 
     # Moving
 
@@ -5104,8 +5190,11 @@ class _SharedFiles(_Files):
         return target
 
     def _free_path(self, path: str) -> str:
-        """Return the path of a keyed task that is to wait, with more attempts if another record is
-        there (healed): it may be the newer one, and may be lost."""
+        """Return the path that a task gets. If a keyed task is to wait under a name that another
+        record has already (healed), return a name with a higher number of attempts.
+
+        The other record may be the newer one of the task, and the rename would replace it. Under
+        its own name each record is delivered."""
         is_at_risk = self.heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
         while is_at_risk and self.exists(path):
             name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
@@ -5118,8 +5207,12 @@ class _SharedFiles(_Files):
 
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """Suppress a FileNotFoundError of the block if its rename was carried out (replies); but of
-        a lease that was over before, another delivery may have ended the task."""
+        """Rename in the block. Suppress a FileNotFoundError if the rename was carried out
+        nevertheless (replies).
+
+        If the source is a lease whose deadline has passed, the error is not suppressed. Another
+        worker may have reclaimed and ended the task, with the same result on disk. On GlusterFS no
+        error is suppressed, because a replica may show a failed rename as carried out (replies)."""
         before = None
         is_lease = _state_of(source) == "inflight"
         if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
@@ -5131,9 +5224,17 @@ class _SharedFiles(_Files):
                 raise
 
     def _was_moved(self, before: os.stat_result, source: str, target: str) -> bool:
-        """Whether a file is where it was to go, and not where it was any more. It may have been
-        taken on from there; but from creating/ others only sweep what is old by the wall clock: our
-        monotonic clock stands still while this host is suspended."""
+        """Return whether a file has moved from source to target. `before` is the state of the file
+        before the rename.
+
+        The source must be gone. A target of "" stands for a removal, and then nothing else counts.
+        Otherwise the same file must be at the target.
+
+        A file from creating/ need not be at the target, because another worker may already have
+        moved it on. No other process takes files from creating/, except for the sweep of files that
+        are an hour old. So if the file is younger than half an hour, the missing source shows that
+        the rename was carried out. The age is taken from the wall clock, because the monotonic
+        clock stands still while this host is suspended."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
@@ -5142,7 +5243,7 @@ class _SharedFiles(_Files):
         return self.exists(target) and self.lstat(target).st_ino == before.st_ino
 
     def shrink_pending(self, aside: str) -> None:
-        """Do nothing: other hosts may look into the old directory for long (stale)."""
+        """Do nothing. Other hosts may look into the old directory for a long time (stale)."""
 
     @_afresh
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
@@ -5150,7 +5251,9 @@ class _SharedFiles(_Files):
 
 
 class _SharedLeaseDir(_LeaseDir):
-    """Does not claim what is done (healed), nor miss what it has claimed (replies)."""
+    """A lease directory on a file system that other hosts write to. claim() refuses a task that is
+    done already (healed). If the rename of a claim was carried out but raised an error, claim()
+    finds the lease (replies)."""
 
     _files: _SharedFiles
 
@@ -5164,49 +5267,59 @@ class _SharedLeaseDir(_LeaseDir):
         _log().warning("%s, which came back, is removed: its task is done", lease.path)
         self._files.remove(lease.path)
         self.unread.pop(lease.path, None)
-        self.orphans[lease.path] = None  # should it stay
+        self.orphans[lease.path] = None  # the file may still be there, if it can't be removed
         return False
 
     def _was_claimed(self, lease: str) -> bool:
-        """Whether a claim that failed was carried out all the same."""
+        """Return whether a claim that failed was carried out nevertheless (replies)."""
         if self._files.heals:
             return False
         try:
             return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
-            self.orphans[lease] = None  # should it be there after all
-            self._worker.house.look_again()  # our directory is gone
+            self.orphans[lease] = None  # the lease may be there after all
+            self._worker.house.look_again()  # the lease directory is gone
             return False
 
 
 def _younger(newer: str, path: str) -> str:
-    """Return a payload in keys/ if it is behind the task at `path`; "": it came back (healed)."""
+    """Return the path of a payload in keys/ if the payload is younger than the task at `path`. If
+    not, return "": the payload came back after it was replaced (healed), and is not behind the
+    task."""
     return newer if _id_of(newer) > _id_of(path) else ""
 
 
 class _SharedKeys(_Keys):
-    """Finds keyed tasks by listings, under the locks of their keys: there are no files of states
-    (stale). A phantom has no key."""
+    """Finds the tasks of a key by listings, with the lock of the key held. The states of keys are
+    not kept in files (stale). A phantom counts as a task without a key."""
 
     _files: _SharedFiles
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
-        """RACE: a host that was cut off lost the lock, and put a payload beside that of another."""
+        """Hold the lock of the keys of a hash, as on a local file system, and yield their states.
+        Remove the payloads that a younger one has replaced.
+
+        RACE: a host is cut off while it pushes a payload behind a task, and loses this lock
+        (flock). Another host takes the lock and pushes a payload, too. Both payloads are in keys/
+        then. The next lock() removes the older payload."""
         with super().lock(tag, wait) as states:
             for path in states.outdated:
                 self._files.remove(path)
             yield states
 
     def _load(self, tag: str, but: str = "") -> _States:
-        """Return the states of a hash as the directories tell them, without the file at `but`."""
+        """Return the states of a hash as the listings show them, without the file at `but`.
+
+        RACE: a task may move while the directories are listed. Then list them again, up to
+        _MAX_LISTINGS times."""
         for _ in range(_MAX_LISTINGS):
-            with suppress(FileNotFoundError):  # RACE: it moved after it was listed
+            with suppress(FileNotFoundError):
                 return self._listed(tag, but)
         return self._listed(tag, but)
 
     def _listed(self, tag: str, but: str) -> _States:
-        """Do as _load(). Raises FileNotFoundError if a task moves meanwhile."""
+        """Do as _load() in one pass. Raises FileNotFoundError if a task moves meanwhile."""
         states = _States()
         for entry in self._files.find("keys", *_LIVE):
             if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
@@ -5218,13 +5331,14 @@ class _SharedKeys(_Keys):
                     states[name] = path, newer
                     if older and _id_of(older) != _id_of(newer):
                         states.outdated += (older,)
-                elif entry.id >= _id_of(path):  # an older one has come back (healed)
+                # The youngest task counts. An older one has come back (healed).
+                elif entry.id >= _id_of(path):
                     states[name] = entry.path, _younger(newer, entry.path)
         return states
 
     def _key_at(self, entry: _Entry) -> str:
-        """Do as _key_in(). Raises FileNotFoundError for a new phantom: its task may have moved to
-        what was listed before."""
+        """Do as _key_in(), but return "" for a known phantom. For a new phantom, raise
+        FileNotFoundError: its task may have moved to a directory that was listed before."""
         was_phantom = entry.path in self._files.phantoms
         try:
             return self._key_in(entry.path)
@@ -5249,9 +5363,16 @@ class _SharedKeys(_Keys):
         return False
 
     def _gave_way(self, states: _States, name: str, lease: str) -> bool:
-        """Do as on a local file system; but wait, uncounted, for an older task that runs, or whose
-        lease came back, and make a dead letter of one that does not (healed). Of two that were
-        claimed at once, each lists the other."""
+        """Note a leased task as the task of its key. If the key has another task, one of the two
+        tasks gives way. Return True if the leased task gives way.
+
+        If the other task is younger, the leased task is quarantined. If the other task is older and
+        in flight, it may run, or its lease may have come back (healed). Then the leased task is put
+        into scheduled/, uncounted, for at most _STALE_S at a time, until that lease has ended. If
+        the other task is older and not in flight, the other task is quarantined.
+
+        RACE: two workers may claim the two tasks at once. Each worker lists the directories after
+        its claim and finds the other task, so that at most one of the tasks runs."""
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
@@ -5273,11 +5394,13 @@ class _SharedKeys(_Keys):
 
 
 class _SharedNumbers(_Numbers):
-    """The name of an empty file has the last number: it is listed though contents are stale, and of
-    two hosts that rename it, one fails."""
+    """The numbers of the tickets, on a file system that other hosts write to. The last number is
+    the name of an empty file: a name is listed correctly when contents are still stale. If two
+    hosts without the lock (flock) rename that file, one of the renames fails."""
 
-    # RACE: a host that saw the ticket stale may remove it only now, and take its turn. So ours must
-    # not be the next, though it is there, and young again. A quarter less: clocks differ.
+    # RACE: another host saw this ticket stale, but removes it only now, and then takes the turn.
+    # This ticket must not be first in the meantime, though it is in line and was touched again. So
+    # the member gives it up earlier. The quarter allows for clocks that differ.
     late = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -5294,12 +5417,18 @@ class _SharedNumbers(_Numbers):
         return max(filter(self._parse, self._files.names("")), default="")
 
     def check(self, number: int) -> None:
-        """RACE: another host drew a higher one, was first in line, and may have its turn."""
+        """Raise FileExistsError if another host drew a higher number before this ticket was in
+        line.
+
+        RACE: this host lost the lock of "last" between draw() and the rename of the ticket (flock).
+        Another host drew a higher number, was the first in line, and may have its turn now. The
+        lower number of this ticket would give this member a turn at the same time."""
         if self._noted() > f"last~{number:020d}":
             raise FileExistsError(errno.EEXIST, "another host was faster", self._root)
 
     def remove_dir(self) -> None:
-        """Leave the directory: another host may take a lock that was removed for the one there."""
+        """Do nothing. Another host may lock the removed file "last", and take this file for the
+        current one (stale). Then two hosts would hold the lock of one line."""
 
 
 # ==================================================================================================

@@ -477,7 +477,7 @@ a second task of a key, put there by hand, is a dead letter | Keyed
 -        if path and _id_of(path) != _id_of(lease):
 +        if not name:
 a record that a healed replica brings back does not stand for its key | Healed
--                elif entry.id >= _id_of(path):  # an older one has come back (healed)
+-                elif entry.id >= _id_of(path):
 +                else:
 a task is no dead letter beside an older one that came back | Healed
 -        if other > ident:
