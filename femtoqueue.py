@@ -3769,7 +3769,7 @@ class _Waits:
         # have opened the lease directory again: give it up if it is empty. If another thread
         # already uses the object again, the directory has leases, or the next claim opens it again.
         self._give_back(found)
-        # An OSError: the directory is gone; or the next look meets the same trouble and raises it.
+        # OSError: the directory is gone, or there is trouble with it, which the next look raises.
         with self._worker.lock, suppress(OSError):
             if not os.listdir(self._lease_dir.path):
                 self._lease_dir.give_up()
@@ -4931,8 +4931,8 @@ class TicketQueue:
 #
 #     The overrides for these file systems follow. Beside each override stand the facts for which it
 #     is there, and where it is needed. Each override is used on all file systems that other hosts
-#     write to. But those with a * look at `heals`. Their part for (healed) is used on GlusterFS
-#     only, and their part for (replies) on all others.
+#     write to. But those with a * look at `heals`. Their part for (healed) is used on GlusterFS and
+#     other FUSE mounts only, and their part for (replies) on all other such file systems.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
@@ -5278,7 +5278,7 @@ class _SharedLeaseDir(_LeaseDir):
             return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
             self.orphans[lease] = None  # the lease may be there after all
-            self._worker.house.look_again()  # the lease directory is gone
+            self._worker.house.look_again()  # the lease directory may be gone
             return False
 
 
@@ -5367,9 +5367,10 @@ class _SharedKeys(_Keys):
         tasks gives way. Return True if the leased task gives way.
 
         If the other task is younger, the leased task is quarantined. If the other task is older and
-        in flight, it may run, or its lease may have come back (healed). Then the leased task is put
-        into scheduled/, uncounted, for at most _STALE_S at a time, until that lease has ended. If
-        the other task is older and not in flight, the other task is quarantined.
+        its lease has not ended, a worker may run it, or the lease has come back (healed). Then the
+        leased task waits in scheduled/, uncounted, for at most _STALE_S at a time, until that lease
+        has ended. If the other task is older and waits, or its lease has ended, the other task is
+        quarantined. Raises FileNotFoundError if the lease of the leased task is gone.
 
         RACE: two workers may claim the two tasks at once. Each worker lists the directories after
         its claim and finds the other task, so that at most one of the tasks runs."""
