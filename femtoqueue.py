@@ -3603,7 +3603,7 @@ _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
 # data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
 # data_dir reports it.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
-_LINGER_S = 1.0  # the thread that serves coroutines ends about so long after the last one has left
+_LINGER_S = 1.0  # after about so long without a waiting coroutine, the thread that serves them ends
 _MAX_IDLE = 4  # unused watchers to keep: by default a user may have 128 instances of inotify
 _Found = TypeVar("_Found")  # what a look finds
 _Look = Callable[[], "_Found | None"]
@@ -3722,7 +3722,7 @@ class _Waits:
         self._watchers: set[_Watcher] = set()  # those of the current waits
         # Watchers for the next waits. An event that is left in one only causes an extra look.
         self._idle: list[_Watcher] = []
-        # The waits of coroutines, in the order in which they began, by the id() of the request.
+        # The waits of coroutines by the id() of the request, in the order of their arrival.
         # Weak: a request lives as long as the event loop or the frame of its coroutine holds it.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
         # Held while a request is added, and while the thread that serves them starts or ends.
