@@ -4142,26 +4142,32 @@ class _Keys(_KeyedTasks):
 
 
 # ==================================================================================================
-# 15. Waiting: for an event in the directories, in threads and in coroutines.
-#     Invariant: a wait has its watcher before its last look, so that what comes after that look
-#     ends the sleep. Coroutines only wait: one thread looks for them.
+# 15. Waiting: for a task, in threads and in coroutines.
+#     A wait repeats a look until something is found, and sleeps between two looks. A look is a
+#     function that returns what it found, or None.
+#     Invariant: a wait has a watcher before its last look. So a task that comes after that look
+#     ends the sleep. A coroutine never looks itself: one thread looks for all coroutines.
 # ==================================================================================================
 
-# inotify(7): in directories only, created or moved here; in data_dir also deleted or moved away.
+# Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. Its first
+# bit refuses to watch anything but a directory. _IN_GOES: a file was deleted or moved away. It is
+# used for data_dir only, so that the removal of PAUSED ends a wait.
 _IN_COMES, _IN_GOES = 0x01000000 | 0x100 | 0x80, 0x200 | 0x40
-# data_dir first: pending/ may be replaced between two calls.
+# data_dir is watched first. If pending/ is replaced while the watches are added, the watch of
+# data_dir reports it.
 _WATCHED = (("", _IN_COMES | _IN_GOES), ("pending", _IN_COMES), ("scheduled", _IN_COMES))
-_LINGER_S = 1.0  # after which the thread of coroutines ends, if none waits
-_MAX_IDLE = 4  # watchers that are kept: a user has 128 instances of inotify by default
-_Found = TypeVar("_Found")  # by a wait
+_LINGER_S = 1.0  # after about so long without a waiting coroutine, the thread that serves them ends
+_MAX_IDLE = 4  # unused watchers to keep: by default a user may have 128 instances of inotify
+_Found = TypeVar("_Found")  # what a look finds
 _Look = Callable[[], "_Found | None"]
 
 
 def _readable(fds: Iterable[int], seconds: float) -> list[int]:
-    """Wait until a descriptor can be read, and return those that can.
+    """Wait up to so many seconds until a descriptor can be read. Return those that can be read.
 
-    select.poll() may be missing: eventlet removes it. Then select.select() does the same for
-    descriptors below 1024; for others the caller looks again after 50 ms."""
+    select.poll() may be missing, because eventlet removes it. Then select.select() does the same
+    for descriptors below 1024. For a higher descriptor, return an empty list after 50 ms at the
+    latest: the caller looks again then."""
     import select
 
     if not hasattr(select, "poll"):
@@ -4177,27 +4183,37 @@ def _readable(fds: Iterable[int], seconds: float) -> list[int]:
 
 
 class _Watcher:
-    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is gone, or wake() is called; one
-    for each wait. sees_all: no event is missed, as there is inotify, and only this kernel writes
-    there; else a wait must be short."""
+    """Sleeps until a file comes to pending/ or scheduled/, PAUSED is removed, or wake() is called.
+    Each wait has its own watcher.
+
+    `sees_all`: no event is missed, because inotify is available and only this kernel writes to the
+    file system. If it is False, the caller must keep each sleep short."""
 
     def __init__(self, root: str) -> None:
-        self._fds: list[int] = []  # of inotify, and of an eventfd for wake()
-        self._watches: list[int] = []  # of the directories, as they were at the last look
+        # The descriptors of inotify and of an eventfd for wake(). Empty if inotify is missing.
+        self._fds: list[int] = []
+        # The watch descriptors of the directories, as they were when they were watched last.
+        self._watches: list[int] = []
         self._root = root
-        self._no_wake = threading.Lock()  # the same where there is no inotify: wake() unlocks it
+        # Takes the place of the eventfd if inotify is missing: wake() unlocks it.
+        self._no_wake = threading.Lock()
         self._no_wake.acquire()
-        is_local = _fs_type(root) in _LOCAL_TYPES  # it may raise: before there is a descriptor
+        # Call _fs_type() before a descriptor is open, because it may raise.
+        is_local = _fs_type(root) in _LOCAL_TYPES
+        # inotify_init1() returns -1 if this user has too many instances.
         fd = _libc().inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC) if _libc() else -1
-        self.sees_all = is_local and fd >= 0  # -1: too many
+        self.sees_all = is_local and fd >= 0
         if fd >= 0:
             self._fds.append(fd)
             self._fds.append(os.eventfd(0, os.O_NONBLOCK | os.O_CLOEXEC))
             self._watch()
-        _fork_hooks[self] = _Watcher.close  # what a child reads, its parent never hears
+        # A forked child shares the descriptors, and the parent would miss every event that the
+        # child reads. So the child closes its copies.
+        _fork_hooks[self] = _Watcher.close
 
     def _watch(self) -> bool:
-        """Watch the directories; return whether another is in the place of one (shrink_pending)."""
+        """Watch the directories that exist now. Return whether a directory was replaced since the
+        last call, as shrink_pending() does with pending/. The first call returns True."""
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
@@ -4205,7 +4221,10 @@ class _Watcher:
         return self._watches != before
 
     def sleep(self, seconds: float) -> None:
-        """Sleep; but not if a directory was replaced since the last look, which did not see it."""
+        """Sleep for so many seconds, or until an event or wake().
+
+        Return at once if a directory was replaced since it was watched last. The watcher has had no
+        events of the new directory until now, so the caller must look again."""
         if not self._fds:
             self._no_wake.acquire(timeout=seconds)
             return
@@ -4215,9 +4234,10 @@ class _Watcher:
             os.read(fd, 1 << 16)
 
     def wake(self) -> None:
-        """End the sleep, or the next one; in any thread, or in a signal handler."""
+        """End the sleep. If the watcher does not sleep now, the next sleep ends at once. May be
+        called in any thread, and in a signal handler."""
         if not self._fds:
-            with suppress(RuntimeError):  # it was woken before
+            with suppress(RuntimeError):  # the lock is free: wake() was called before
                 self._no_wake.release()
             return
         os.eventfd_write(self._fds[1], 1)
@@ -4227,14 +4247,16 @@ class _Watcher:
             os.close(self._fds.pop())
 
     def __del__(self) -> None:
-        if os is not None:  # None: the interpreter ends
+        if os is not None:  # the interpreter sets os to None when it ends
             self.close()
 
 
 class _Request:
-    """A coroutine that waits: how to look for it, and the answer."""
+    """The wait of one coroutine. `look`: the look to repeat. `line`: requests of one line are
+    served in the order of their arrival. `closes`: how often the queue had been closed when the
+    wait began. `answer`: the future that gets the task, None or an exception."""
 
-    is_over = False
+    is_over = False  # its timeout is over
 
     def __init__(self, look: _Look[FemtoTask], line: str, closes: int) -> None:
         import asyncio
@@ -4246,22 +4268,30 @@ class _Request:
 
 
 class _Waits:
-    """The waits on one queue object. A look is a function that returns what it found, or None."""
+    """The waits on one queue object."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lease_dir, self._pid = worker, worker.lease_dir, os.getpid()
-        self._watchers: set[_Watcher] = set()  # of the waits that go on
-        self._idle: list[_Watcher] = []  # for the next ones; an old event wakes them for nothing
-        # Of coroutines, in their order, by their id(). Weak: their loops and frames hold them.
+        self._watchers: set[_Watcher] = set()  # those of the current waits
+        # Watchers for the next waits. An event that is left in one only causes an extra look.
+        self._idle: list[_Watcher] = []
+        # The waits of coroutines by the id() of the request, in the order of their arrival.
+        # Weak: a request lives as long as the event loop or the frame of its coroutine holds it.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
-        self._lock = threading.RLock()  # held as the thread that serves them starts and ends
-        self._is_serving = False
+        # Held while a request is added, and while the thread that serves them starts or ends.
+        self._lock = threading.RLock()
+        self._is_serving = False  # that thread runs
 
     def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
-        """Look until something is found, the time has come, or the queue is closed: None. A sleep
-        between two looks ends with an event, close(), the time, or the next job (a due time, the
-        end of a lease); where events are missed, after 1 ms, 2 ms and so on. has_events=False: it
-        comes without an event (the queue is empty, for drain() and join())."""
+        """Look until something is found, and return it. Return None when the time end_s has come
+        (monotonic clock), or when the queue is closed.
+
+        A sleep between two looks ends with an event, with close() or at end_s. It also ends when
+        the next housekeeping job is to run, because a task is due or a lease ends. If events may be
+        missed, sleeps are short: 1 ms, 2 ms and so on, up to poll_interval_s.
+
+        has_events: False if no event reports what the look waits for. Then sleeps are short in any
+        case. drain() and join() wait for an empty queue, which no event reports."""
         closes, pauses_s = self._lease_dir.closes, _backoff_s(self._worker.poll_interval_s)
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
@@ -4274,36 +4304,43 @@ class _Waits:
                     return self.accept(found)
                 rest_s = self._worker.house.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
-                if rest_s <= 0:  # a job failed, or another thread runs it
+                # A job is overdue: the last run failed, its time has just come, or another thread
+                # runs jobs now.
+                if rest_s <= 0:
                     rest_s = pause_s
                 elif not (watcher.sees_all and has_events):
                     rest_s = min(rest_s, pause_s)
                 watcher.sleep(min(left_s, rest_s))
 
     def _look(self, look: _Look[_Found], closes: int) -> _Found | None:
-        """Look once, for a wait that began when the queue had been closed `closes` times."""
+        """Look once, for a wait that began when the queue had been closed `closes` times. Return
+        what was found, or None if the queue has been closed since."""
         found = look()
         if self._lease_dir.closes == closes:
             return found
-        # RACE: closed as we looked. The task goes back, and the lease directory is given up again
-        # if we opened it; if it is in use again, it has leases, or will be opened for the next.
+        # RACE: another thread called close() while this one looked. Put the task back. The look may
+        # have opened the lease directory again: give it up if it is empty. If another thread
+        # already uses the object again, the directory has leases, or the next claim opens it again.
         self._give_back(found)
-        with self._worker.lock, suppress(OSError):  # gone; or the next look sees it
+        # OSError: the directory is gone, or there is trouble with it, which the next look raises.
+        with self._worker.lock, suppress(OSError):
             if not os.listdir(self._lease_dir.path):
                 self._lease_dir.give_up()
         return None
 
     def accept(self, found: _Found | None) -> _Found | None:
-        """Return what was found to the caller, who has its delivery from now on; None: close() in
-        another thread took it back, or could not, as its key was busy."""
+        """Hand what a look found to the caller: return it. A task is the caller's delivery from now
+        on. Return None if close() in another thread has taken the task back. If close() could not,
+        because the task's key was busy, put the task back and return None."""
         if isinstance(found, FemtoTask) and not self._lease_dir.unread.pop(found.path, ""):
             self._give_back(found)
             return None
         return found
 
     def _give_back(self, found: object) -> None:
-        """Return a task that was found for a wait that is over to its place, uncounted."""
-        # A child that was forked as it was found has it from its parent.
+        """Put a task back, uncounted, because the wait that found it has ended. If that fails, the
+        reclaim job does it later."""
+        # In a forked child the task belongs to the parent: leave it.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
         self._lease_dir.orphans.setdefault(found.path, _lease_of(found).source)
@@ -4324,14 +4361,18 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            is_open = self._lease_dir.closes == closes  # else it ends with its last reference
+            # After close() no watcher is kept. It is closed with its last reference.
+            is_open = self._lease_dir.closes == closes
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
 
     def end_all(self) -> None:
-        """End all waits, as close() has been counted, and close the watchers that no wait has."""
+        """Wake all waits, and drop the watchers that no wait uses. The caller, close(), has counted
+        itself in `closes` before, so that each wait ends when it wakes."""
         self._wake()
-        self._idle.clear()  # with its last reference: another thread may be about to wake one
+        # RACE: another thread may be about to wake one of these watchers. So do not close them
+        # here: each is closed with its last reference.
+        self._idle.clear()
 
     def _wake(self) -> None:
         for watcher in [*self._watchers]:
@@ -4342,26 +4383,28 @@ class _Waits:
     async def wait_for_async(
         self, look: _Look[FemtoTask], end_s: float, line: str
     ) -> FemtoTask | None:
-        """Do as wait_for() does, without blocking the event loop; first come, first served in a
-        line. A look that takes long holds up the others, not their loops."""
+        """Wait as wait_for() does, without blocking the event loop. Requests of one line are served
+        in the order of their arrival. A long look delays the other waiting coroutines of this queue
+        object, but no event loop."""
         import asyncio
 
         request = _Request(look, line, self._lease_dir.closes)
         left_s = min(end_s - time.monotonic(), _FOREVER_NS / 1e9)
-        # The loop holds the request by its timer; the thread does not.
+        # The loop's timer keeps the request alive. The thread has only a weak reference to it.
         timer = request.loop.call_later(left_s, self._end, request)
         try:
-            with self._lock:  # from now on, the thread looks for it
-                self._requests[id(request)] = request
+            with self._lock:
+                self._requests[id(request)] = request  # from now on, the thread looks for it
                 if self._is_serving:
-                    self._wake()  # unless it is yet to look
+                    self._wake()  # the thread may be asleep; if not, it looks before it sleeps
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
             return self.accept(await asyncio.wrap_future(request.answer))
-        except BaseException:  # cancelled
+        except BaseException:  # the coroutine was cancelled
+            # RACE: the thread may have answered before cancel(). Then put its task back.
             if not request.answer.cancel() and request.answer.exception() is None:
-                self._give_back(request.answer.result())  # RACE: the thread was quicker
+                self._give_back(request.answer.result())
             raise
         finally:
             timer.cancel()
@@ -4372,11 +4415,14 @@ class _Waits:
         self._wake()
 
     def _serve(self) -> None:
-        """Look for the coroutines until none waits: the thread."""
+        """Look for all coroutines, in a thread of its own, until none waits. An exception ends the
+        thread; then each coroutine that waits gets the exception."""
         try:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _LINGER_S)
-                with self._lock:  # RACE: a coroutine may come just now
+                # RACE: a coroutine may add its request just now. It does so with the lock held:
+                # either this thread sees the request, or the coroutine starts another thread.
+                with self._lock:
                     if not self._requests:
                         self._is_serving = False
                         return
@@ -4389,15 +4435,16 @@ class _Waits:
                     self._answer(request, None, error)
 
     def _look_for_all(self) -> None:
-        """Look once for the first of each line, and for those whose time is over. Answer those for
-        whom something was found, and those whose time was over."""
+        """Look once for the first request of each line. If a task is found, answer the request with
+        it, and look for the next request of that line. A request whose time is over gets a last
+        look even if it is not the first, and is then answered with a task or with None."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
-            # A loop that does not run could not take its task.
+            # An event loop that does not run could not take the task.
             if request is None or not request.loop.is_running():
                 continue
-            is_over = request.is_over
+            is_over = request.is_over  # as it was before the look
             if request.line in empty_lines and not is_over:
                 continue
             try:
@@ -4405,7 +4452,8 @@ class _Waits:
             except BaseException as error:
                 self._answer(request, None, error)
                 continue
-            is_over |= self._lease_dir.closes != request.closes  # perhaps before it was in line
+            # close() ends the wait, also if it was called before the request was added.
+            is_over |= self._lease_dir.closes != request.closes
             if task is not None or is_over:
                 self._answer(request, task)
             if task is None:
@@ -4414,7 +4462,8 @@ class _Waits:
     def _answer(
         self, request: _Request, task: FemtoTask | None, error: BaseException | None = None
     ) -> None:
-        """End the wait of a coroutine; give back the task if the wait has ended."""
+        """Answer a coroutine with a task, None or an error. If its wait has already ended, put the
+        task back."""
         from concurrent.futures import InvalidStateError
 
         self._requests.pop(id(request), None)
@@ -4423,31 +4472,35 @@ class _Waits:
                 request.answer.set_result(task)
             else:
                 request.answer.set_exception(error)
-        except InvalidStateError:  # RACE: cancelled, or the queue was closed
+        except InvalidStateError:  # RACE: the coroutine was cancelled, or has been answered
             self._give_back(task)
 
 
 # ==================================================================================================
-# 16. Processing: keeping a lease while its task is worked on, and ending it.
-#     Invariant: while blocks of processing() run, at most one thread per queue object renews their
-#     leases; none does if their leases have no deadline.
+# 16. Processing: the block of processing(), which keeps a lease and ends the delivery; checkpoints.
+#     Invariant: at most one thread per queue object renews the leases of all blocks that run. A
+#     lease without a deadline starts no thread.
 # ==================================================================================================
 
-_RENEWAL = 1 / 3  # of its length, after which a lease is renewed
-_LOCK_PAUSE_S = 0.0005  # between two tries of a renewal to get the lock of a key
-_LONGEST_RETRY_S = 3600.0  # after an exception in processing()
+_RENEWAL = 1 / 3  # a lease is renewed when this part of its length is over
+_LOCK_PAUSE_S = 0.0005  # the pause of a renewal between two attempts to lock a key
+_LONGEST_RETRY_S = 3600.0  # the longest delay before a retry, after an exception in processing()
 
 
 def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
-    """Return how far the work on that payload had come: of a key, another may be here now."""
+    """Return the checkpoint that was saved for a payload. Return None if it does not exist, or if
+    its file is corrupt. A checkpoint of another payload is removed: the key of the task may have
+    got a newer payload since the checkpoint was saved.
+
+    The file holds the header of the payload, and then the checkpoint as it was given."""
     files, path = worker.files, f"checkpoints/{ident}"
     if not files.exists(path):
         return None
     try:
         saved, _ = files.read(path, ident)
     except FileNotFoundError:
-        return None  # RACE: a person removed it
-    except CorruptTask as error:  # power loss: the work begins anew
+        return None  # RACE: a person removed the file after exists()
+    except CorruptTask as error:  # after power loss; the work starts from the beginning
         _log().warning("checkpoints/%s: %s", ident, error.reason)
         return None
     of_data = _header(data)
@@ -4458,41 +4511,51 @@ def _read_checkpoint(worker: _Worker, ident: str, data: bytes) -> bytes | None:
 
 
 def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
-    """Put a checkpoint in place, and renew the lease, which is the fence."""
+    """Replace the checkpoint of a leased task in one step. Raises LeaseLost, with nothing saved, if
+    the lease is lost.
+
+    The lease is renewed first. That renewal is the fence: it fails if the lease is lost. CRASH:
+    after the renewal, before the file is moved: the older checkpoint is still there."""
     files, data, lease = worker.files, task.data, _lease_of(task)
     ident = _id_of(lease.path)
-    if task.size_bytes is None:  # of attach(): the payload was not read
+    if task.size_bytes is None:  # attach() made the task, and did not read the payload
         try:
             data, _ = files.read(lease.path, ident)
         except FileNotFoundError:
-            os.stat(files.root)  # gone: disk trouble
+            os.stat(files.root)  # raises if data_dir is gone, which is disk trouble
             raise worker.lease_lost(lease) from None
     record = _header(data) + payload
-    # For all users: the next worker may be another one's.
+    # for_all: the worker of the next delivery may run under another user.
     with files.replacement(worker.clock.new_id(), _header(record), record, for_all=0) as aside:
         if not os.path.isdir(f"{files.root}checkpoints"):
             files.make_dir("checkpoints")
             files.commit_dir("")
         with worker.keys.lock_of(ident), worker.lock:
-            worker.renew(task)  # it holds for far longer than the next line
+            # The renewed lease lasts far longer than the move takes.
+            worker.renew(task)
             files.move_over(aside, f"checkpoints/{ident}")
     files.commit_dir("checkpoints")
     task.checkpoint, lease.has_checkpoint = payload, True
 
 
 class _LeaseRenewer:
-    """Renews the leases of the tasks that are being processed, in one thread. It holds the worker,
-    not the queue: a dropped queue object gives up its lease directory at once."""
+    """Renews the leases of the tasks that are being processed, in one thread.
+
+    The renewer refers to the worker, not to the queue object. So a queue object that the program
+    drops is finalized at once, and gives up its lease directory."""
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lock = worker, worker.lock
-        # By the id() of the task. Weak: the `with` holds the block, for as long as there is one.
+        # By the id() of the task. Weak: a block lives as long as its `with` statement holds it.
         self.blocks: weakref.WeakValueDictionary[int, _Processing] = weakref.WeakValueDictionary()
-        self._runs: threading.Lock | None = None  # held while a thread renews: its own
+        # The lock of the current thread, held as long as the thread is to run. Each thread has its
+        # own lock. None: there is no thread.
+        self._runs: threading.Lock | None = None
         self._pause_s = 0.0  # seconds between two rounds of the thread
 
     def add(self, block: _Processing) -> None:
-        """Renew a lease from now on; start a thread if none runs, or if its rounds are too rare."""
+        """Renew the lease of a block from now on. Start a thread if no thread runs. If the pauses
+        of the current thread are too long for this lease, replace that thread by a new one."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -4510,8 +4573,10 @@ class _LeaseRenewer:
             self.blocks.pop(id(task), None)
 
     def stop(self) -> None:
-        """End the thread. It never waits: not for a lock that a thread has, in whose midst it may
-        be called by a finalizer, or with which that has ended as the interpreter ends."""
+        """Tell the thread to end. This method never waits for a lock.
+
+        A finalizer may call it in the midst of another thread, which may hold the lock. As the
+        interpreter ends, a thread may even have ended without releasing its lock."""
         runs, self._runs = self._runs, None
         if runs is not None:
             runs.release()
@@ -4523,23 +4588,30 @@ class _LeaseRenewer:
             for task in tasks:
                 try:
                     self._renew(task)
-                except BaseException:  # of a log handler, too: the other leases must go on
+                # The other leases must be renewed whatever happens: a log handler may raise, too.
+                except BaseException:
                     pause_s = self._pause_s / 10
 
     def _tasks(self, runs: threading.Lock) -> list[FemtoTask]:
-        """Return what is to be renewed; nothing, if another thread does it by now (or none: Ctrl-C
-        came as this one was started)."""
+        """Return the tasks whose leases the thread with the lock `runs` is to renew. Set the pause
+        before the next round.
+
+        An empty list ends the thread. The list is empty if no block runs. The list is also empty if
+        the thread is not the current one. Then add() has replaced the thread by another one, or
+        Ctrl-C interrupted add() just after the start of the thread."""
         with self._lock:
             tasks = [block.task for block in self.blocks.values()]
             length_ns = min((_lease_of(it).length_ns for it in tasks), default=_FOREVER_NS)
             if self._runs is not runs:
                 return []
-            # Of no lease that ends, so long that the next block starts a thread.
+            # If no lease has a deadline, or no block is left, this pause is so long that the next
+            # lease with a deadline starts a thread.
             self._pause_s = length_ns / 1e9 * _RENEWAL
             return tasks
 
     def _renew(self, task: FemtoTask) -> None:
-        """Renew a lease, unless the next round will do. Raises an error if it is to come soon."""
+        """Renew a lease, unless the next round comes early enough for it. Raises an error if the
+        renewal failed, and the next round must come sooner."""
         lease = _lease_of(task)
         next_left_ns = self._worker.left_ns(task.path) - self._pause_s * 1e9
         if id(task) not in self.blocks or next_left_ns >= lease.length_ns * (1 - _RENEWAL):
@@ -4547,16 +4619,18 @@ class _LeaseRenewer:
         end_s = time.monotonic() + self._pause_s / 10
         while not lease.outcome:
             try:
-                # Not waiting for the lock of its key: a process may be stopped while it has it.
+                # Do not wait for the lock of the key: the process that holds it may be stopped, and
+                # the other leases must be renewed.
                 self._worker.renew(task, wait=False)
                 return
             except LeaseLost:
-                self.remove(task)  # its block will see
+                self.remove(task)  # the end of its block raises LeaseLost
                 return
             except BlockingIOError:
                 if time.monotonic() >= end_s:
                     raise
-                # One that pushes the key all the time leaves the lock free for moments only.
+                # A process that pushes to the key all the time leaves the lock free for moments
+                # only. So try often.
                 time.sleep(_LOCK_PAUSE_S)
             except OSError as error:
                 _log().warning("task %s: its lease is not renewed: %s", task.id, error)
@@ -4564,14 +4638,17 @@ class _LeaseRenewer:
 
 
 class _Processing:
-    """The block of FemtoQueue.processing(). Of queue, only public methods are used."""
+    """The context manager that FemtoQueue.processing() returns. It uses only public methods and
+    settings of the queue object."""
 
     def __init__(self, queue: Any, task: FemtoTask, worker: _Worker) -> None:
         self._queue, self.task = queue, task
         self._worker, self._lease, self._pid = worker, _lease_of(task), os.getpid()
 
     def __enter__(self) -> FemtoTask:
-        """Check or renew the lease, and have it renewed. Raises LeaseLost."""
+        """Renew the lease if less than two thirds of its length are left; else only check that the
+        lease is still held. Have the lease renewed from now on. Return the task. Raises
+        LeaseLost."""
         task = self.task
         if self._worker.left_ns(task.path) < self._lease.length_ns * 2 / 3:
             self._worker.renew(task)
@@ -4583,10 +4660,12 @@ class _Processing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
-        """End the delivery by what the block raised, unless the block ended it itself."""
+        """End the delivery as the block ended: well, or with an exception. Do nothing if the block
+        has ended the delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
         task = self.task
-        # A child that was forked in the block does not own the task; nor does a block that is
-        # garbage with its queue, if that was the first to be finalized.
+        # A child that was forked in the block does not own the task. If the block is garbage
+        # together with its queue object, the queue object may be finalized first: then the worker
+        # is empty, and has given up its leases.
         if os.getpid() != self._pid or not vars(self._worker):
             return
         try:
@@ -4594,9 +4673,10 @@ class _Processing:
             if not (self._lease.outcome or is_lost):
                 self._end(error)
         except LeaseLost as lost:
-            if error is None or isinstance(error, Exception):  # else who is told to exit does
+            # KeyboardInterrupt and SystemExit propagate unchanged: the program is to exit.
+            if error is None or isinstance(error, Exception):
                 raise lost from error
-        except BaseException:  # trouble with the disk, or of the error's text; Ctrl-C
+        except BaseException:  # trouble with the disk, or an error whose str() raises; or Ctrl-C
             self.abandon()
             raise
         finally:
@@ -4612,24 +4692,25 @@ class _Processing:
             queue.fail(task, error)
         else:
             delay_s = min(queue.retry_delay_s * 2.0 ** min(attempts - 1, 64), _LONGEST_RETRY_S)
-            # Less a random part of up to half: tasks that failed together spread out.
+            # Subtract a random part, up to half, to spread out tasks that failed together.
             queue.release(task, delay_s=delay_s * (1 - os.urandom(1)[0] / 512))
             self._lease.outcome = "retried"
 
     def abandon(self) -> None:
-        """Have the task delivered again soon: its delivery can't be ended."""
+        """Have the reclaim job take the task back soon, because its delivery could not be ended."""
         self._worker.lease_dir.orphans[self.task.path] = None
         self._worker.house.reclaiming.sooner(0)
 
 
 # ==================================================================================================
 # 17. Worker pool: the loop behind work() and the command `work`.
-#     Invariant: each task that it takes is settled, given back or counted as lost, and no signal
-#     comes between two of its steps that would leave a task in flight.
+#     Invariant: each task that the pool takes is settled, given back or counted as lost. A signal
+#     never leaves a task in flight, whatever step of the pool it interrupts.
 # ==================================================================================================
 
-_TROUBLE_S = 30.0  # of nothing but trouble with single tasks, after which work() ends
-_ONE_SIGNAL_S = 0.3  # two signals within that are one
+# work() ends with an error when only trouble with single tasks has come for so many seconds.
+_TROUBLE_S = 30.0
+_ONE_SIGNAL_S = 0.3  # two signals within so many seconds count as one
 _AFTER_FAILURE = {
     "retried": "to be retried",
     "failed": "a dead letter",
@@ -4638,12 +4719,16 @@ _AFTER_FAILURE = {
 
 
 class _WorkerPool:
-    """The loop of work(): `concurrency` threads take tasks, one thread at a time, and handle them.
-    If concurrency is 1, the calling thread does. is_stopped: asked between two tasks. Invariant: a
-    task is in _running from before its handler is called until its delivery is counted, by the
-    thread that removes it. _changed is held where these change."""
+    """The loop of work(): takes tasks and calls the handler for each.
 
-    stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop it
+    `concurrency` threads do so; if it is 1, the calling thread does. One thread at a time takes a
+    task. is_stopped() is called before each task is taken: a true result stops the pool.
+
+    Invariant: a task is in `_running` from before its handler is called until its delivery is
+    counted. The thread that removes the task from `_running` counts the delivery. The lock of
+    `_changed` is held while `_running` or `counts` changes."""
+
+    stops: tuple[str, ...] = ("SIGINT", "SIGTERM")  # the signals that stop the pool
 
     def __init__(
         self,
@@ -4663,22 +4748,29 @@ class _WorkerPool:
         self._is_threaded = concurrency > 1
         self._idle_timeout_s = idle_timeout_s
         self._idle_end_s = _end_s(idle_timeout_s, "idle_timeout_s")
-        # 0 when the queue is drained, or this worker idle.
+        # When the pool stops taking tasks (monotonic clock). It becomes 0 when the queue is
+        # drained, or when this worker has been idle for idle_timeout_s.
         self._end_s = _end_s(time_limit_s, "time_limit_s")
         self.stop_numbers = [int(signal.Signals[name]) for name in self.stops]
-        self.signals: list[int] = []  # that came
+        self.signals: list[int] = []  # the signals that came
         self._last_signal_s = 0.0
         self.counts: Counter[str] = Counter()  # by the fields of WorkCounts
-        self._running: dict[int, FemtoTask] = {}  # by their id()
+        self._running: dict[int, FemtoTask] = {}  # by the id() of the task
         self._changed = threading.Condition()
         self._turn = threading.Lock()  # held by the thread that takes a task
-        self._trouble_s = float("inf")  # since when there was nothing but trouble with tasks
-        self._is_interruptible = False  # a handler runs that signals interrupt
-        self._error: BaseException | None = None  # that ends the pool: of a handler, or of pop()
+        # Since when only trouble with single tasks has come (monotonic clock).
+        self._trouble_s = float("inf")
+        self._is_interruptible = False  # the second signal is to interrupt the handler
+        # The exception that ends the pool. It is from a handler, pop() or the end of a delivery.
+        self._error: BaseException | None = None
 
     def run(self) -> WorkCounts:
-        """Work until told to stop. Raises what a handler raised to end the pool, and the OSError of
-        a pop() or of a task's end, unless a signal came before what ran had finished."""
+        """Work until told to stop, and return the counts.
+
+        Raises the exception with which a handler ended the pool, such as SystemExit, and the error
+        of pop() or of ending a delivery. If a signal came before the running handlers had finished,
+        such an OSError is only logged. A second signal gives back what runs, and nothing is
+        raised."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -4694,22 +4786,25 @@ class _WorkerPool:
 
     def _work_in_threads(self) -> None:
         """Work in threads until they end, or until the second signal."""
-        # Daemons: a handler that does not return must not keep the process alive.
+        # Daemon threads, so that a handler that never returns does not keep the process alive.
         threads = [
             threading.Thread(target=self._work, daemon=True) for _ in range(self._concurrency)
         ]
         try:
             for thread in threads:
                 thread.start()
-        except RuntimeError:  # no more threads: those that run are enough
+        except RuntimeError:  # the system allows no more threads; those that run are enough
             if threads[0].ident is None:
                 raise
         for thread in threads:
             while thread.is_alive() and len(self.signals) < 2:
-                thread.join(_ONE_SIGNAL_S / 2)  # RACE: a signal just before it does not end it
+                # RACE: a signal that comes between the test and join() does not end join(). So
+                # join() waits for a moment only.
+                thread.join(_ONE_SIGNAL_S / 2)
 
     def _work(self) -> None:
-        """Take tasks, and handle them, until the pool is stopped or the queue is drained."""
+        """Take tasks and handle them until the pool is stopped, or the queue is drained. An
+        exception stops the whole pool; the first one is kept."""
         try:
             while True:
                 with self._turn:
@@ -4726,9 +4821,13 @@ class _WorkerPool:
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
-        """Do as _take(), but log the trouble with a single task, and return None: the others go on.
-        Raise it if there was nothing but such trouble for _TROUBLE_S. A wait is none, unless this
-        worker waits for just these tasks to end (drain)."""
+        """Take a task as _take() does; but log the trouble with a single task and return None,
+        because the other tasks are not affected.
+
+        Raises the OSError or MemoryError if it does not name a task. Raises it, too, if only such
+        trouble has come for more than _TROUBLE_S, and no handler runs. A task that is taken ends
+        the trouble. A wait that finds no task also does, except with drain: there, the pool may be
+        waiting for just these tasks to end."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -4744,7 +4843,8 @@ class _WorkerPool:
         return task
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, or wait for one a moment: no event says that is_stopped() has changed."""
+        """Take a task, or return None. Waits for a task for a moment only, because no event tells
+        that the result of is_stopped() has changed."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
@@ -4763,7 +4863,8 @@ class _WorkerPool:
         return None
 
     def _process(self, task: FemtoTask) -> None:
-        """Handle a task; log how its delivery failed, and count how it ended."""
+        """Handle a task. Count how its delivery ended, and log an exception of the handler or of
+        the delivery's end."""
         processing, lease, has_begun = self._queue.processing(task), _lease_of(task), False
         try:
             with processing:
@@ -4775,11 +4876,12 @@ class _WorkerPool:
             then = _AFTER_FAILURE.get(lease.outcome, lease.outcome)
             cause = None if isinstance(error, _CommandFailed) else error
             why = type(error).__name__
-            with suppress(Exception):  # of a str() that raises
+            with suppress(Exception):  # str() of the handler's exception may raise
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            if not lease.outcome:  # trouble with the disk, or no more threads: as of pop()
+            # Disk trouble, or no thread to renew the lease. It ends the pool as an error of pop().
+            if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
                     self._give_back(task)
@@ -4789,12 +4891,14 @@ class _WorkerPool:
     def _count(self, task: FemtoTask, outcome: str) -> None:
         with self._changed:
             self._idle_end_s = _end_s(self._idle_timeout_s)
-            if self._running.pop(id(task), None) is not None:  # else _abort(), or its thread, has
+            # If the task is not there, _abort() or the task's own thread has counted it.
+            if self._running.pop(id(task), None) is not None:
                 self.counts[outcome] += 1
             self._changed.notify_all()
 
     def _handle(self, task: FemtoTask) -> None:
-        """Call the handler. In the thread that gets signals, the second one interrupts it."""
+        """Call the handler. If the handler runs in the calling thread of work(), the second signal
+        interrupts it."""
         try:
             self._is_interruptible = not self._is_threaded
             self._handler(task)
@@ -4802,13 +4906,15 @@ class _WorkerPool:
             self._is_interruptible = False
 
     def _abort(self) -> None:
-        """Give back what runs in other threads; what ran in this one has been given back."""
+        """Give back the tasks that other threads handle. If the calling thread handled a task, the
+        task has been given back already."""
         for task in [*self._running.values()]:
             if self._give_back(task):
                 self._count(task, "released")
 
     def _give_back(self, task: FemtoTask) -> bool:
-        """Return a task to the front, uncounted; False if it has just ended, or can't be moved."""
+        """Release a task to the front of the queue, uncounted. Return False if its delivery has
+        just ended, or if the task can't be moved; the reclaim job then takes it back later."""
         try:
             self._queue.release(task, front=True, counted=False)
             return True
@@ -4821,11 +4927,13 @@ class _WorkerPool:
 
     @contextmanager
     def _signals_handled(self) -> Iterator[None]:
-        """Handle signals while the block runs, in the main thread; elsewhere do nothing."""
+        """Handle the signals that stop the pool while the block runs. Does nothing outside the main
+        thread."""
         import signal
 
         is_main = threading.current_thread() is threading.main_thread()
-        # Not those that are ignored, as by nohup, or have a handler that Python did not set.
+        # A signal that is ignored, as nohup does, stays ignored. A handler that was not set by
+        # Python (None) stays, too.
         kept, pid = (signal.SIG_IGN, None), os.getpid()
         numbers = self.stop_numbers if is_main else []
         before = {n: it for n in numbers if (it := signal.getsignal(n)) not in kept}
@@ -4833,7 +4941,7 @@ class _WorkerPool:
         def handle(number: int, frame: object) -> None:
             if os.getpid() == pid:
                 self._on_signal(number)
-            else:  # a child that a handler forked gets its signals as before
+            else:  # a child that a task's handler forked: handle the signal as before work()
                 signal.signal(number, before[number])
                 os.kill(os.getpid(), number)
 
@@ -4846,35 +4954,39 @@ class _WorkerPool:
                 signal.signal(number, handler)
 
     def _tell_stop(self) -> None:
-        """Called at the first signal, in its handler."""
+        """Called at the first signal, in the signal handler, for a subclass."""
 
     def _on_signal(self, number: int) -> None:
-        """Note a signal: the first one stops the pool, the second one aborts what runs."""
-        # timeout(1) and a terminal that goes away signal twice: the process, and its group.
+        """Note a signal. The first signal stops the pool, the second aborts the handlers that
+        run. A third changes nothing."""
+        # timeout(1), or a terminal that is closed, sends two signals: to the process, and to its
+        # process group.
         if self.signals and time.monotonic() < self._last_signal_s + _ONE_SIGNAL_S:
             return
         self._last_signal_s = time.monotonic()
         self.signals.append(number)
         if len(self.signals) == 1:
             self._tell_stop()
-        elif len(self.signals) == 2 and self._is_interruptible:  # a third one changes nothing
+        elif len(self.signals) == 2 and self._is_interruptible:
             raise KeyboardInterrupt
 
 
 # ==================================================================================================
-# 18. Inspection: check(), a method for each thing that may be odd.
-#     Invariant: without repair nothing is changed; with it, only what is safe while others work.
+# 18. Inspection: check(). Each kind of finding has a method that looks for it.
+#     Invariant: without `repair` nothing is changed. With `repair`, a change must be safe while
+#     other processes work on the queue.
 # ==================================================================================================
 
 
 class _Inspector:
-    """What check() finds, and mends with `repair`."""
+    """Looks for the findings of check(), and repairs some of them if `repair` is set."""
 
     def __init__(self, worker: _Worker, repair: bool) -> None:
         self._worker, self._files, self._repair = worker, worker.files, repair
 
     def findings(self) -> Iterator[Finding]:
-        """Yield what is odd; a directory that can't be read is a finding too."""
+        """Yield all findings. A file or directory that can't be read is a finding, too; the other
+        methods go on."""
         keys, house, root = self._worker.keys, self._worker.house, self._files.root
         for look in (
             self._system(),
@@ -4907,7 +5019,7 @@ class _Inspector:
             yield Finding("clock", f"clock-{clock.boot}", text)
 
     def _names(self) -> Iterator[Finding]:
-        """Directories on other file systems, and foreign names."""
+        """Yield a finding for each directory on another file system, and for each foreign name."""
         root, device = self._files.root, os.stat(self._files.root).st_dev
         names = [it for it in sorted(_FORMS) if it not in (".", "inflight")]
         directories = [it for it in names + self._files.node_dirs() if os.path.isdir(root + it)]
@@ -4917,7 +5029,9 @@ class _Inspector:
                     text = "another than data_dir's: rename() can't cross"
                     yield Finding("file system", name, text)
 
-        def is_dir(name: str) -> bool:  # RACE: a worker comes, or goes
+        # RACE: a worker may make or remove its lease directory meanwhile. So the name of a lease
+        # directory is known, unless a file or a link has the name.
+        def is_dir(name: str) -> bool:
             is_other = os.path.isfile(root + name) or os.path.islink(root + name)
             return name in directories or (_parse_node_dir(name) is not None and not is_other)
 
@@ -4931,7 +5045,8 @@ class _Inspector:
                     yield Finding("foreign", path, "not of the queue's")
 
     def _records(self) -> Iterator[Finding]:
-        """Ids in two places, and records that are not whole."""
+        """Yield a finding for each id that is in two places, and for each record that is corrupt or
+        can't be read. With `repair`, a corrupt task that waits is moved to failed/."""
         seen: dict[str, str] = {}
         for entry in self._files.find(*STATES, "keys"):
             other, seen[entry.id] = seen.get(entry.id, ""), entry.path
@@ -4940,13 +5055,13 @@ class _Inspector:
             try:
                 self._files.read(entry.path, entry.id)
             except FileNotFoundError:
-                continue  # it moved on
+                continue  # RACE: another process moved the task after it was listed
             except OSError as error:
                 _raise_if_foreign(error)
                 yield Finding("unreadable", entry.path, str(error))
             except CorruptTask as error:
                 if entry.directory == "failed" and self._files.exists(f"{entry.path}.error"):
-                    continue  # a dead letter for just that
+                    continue  # a dead letter that was quarantined because it is corrupt
                 is_mended = False
                 if self._repair and entry.directory in _WAITING_DIRS:
                     with suppress(OSError):
@@ -4967,7 +5082,8 @@ class _Inspector:
     def _mended(
         self, look: Callable[[], dict[str, tuple[str, str]]], mend: Callable[[], None]
     ) -> Iterator[Finding]:
-        """What look() finds: kind and text, by path. Another look tells what mend() left."""
+        """Yield a finding for each path that look() returns, with its kind and text. With `repair`,
+        call mend(), and then look() again: a path that is gone from its result was repaired."""
         found = left = look()
         if found and self._repair:
             mend()
@@ -4978,19 +5094,26 @@ class _Inspector:
 
 # ==================================================================================================
 # 19. Tickets: first come, first served, between processes.
-#     Invariant: a ticket's file appears locked, and in the order of the numbers: both under the
-#     lock of the file "last"; who lost that lock takes its ticket back. A lock that ended never
-#     comes back, so that any process may remove the ticket of a dead member.
+#     A line is a directory. A member is a participant in the line; its ticket is a file, which the
+#     member keeps locked.
+#     Invariant: a ticket's file is locked before it gets the name of a ticket. Files get these
+#     names in the order of their numbers. Both steps are made with the lock of the file "last"
+#     held. A member that lost the lock of "last" meanwhile removes its new ticket. When the lock of
+#     a ticket has ended, the member never takes it again. So any process may remove the ticket of
+#     a dead member.
 # ==================================================================================================
 
-_MAX_REDRAWS = 8  # of a ticket's number
+_MAX_REDRAWS = 8  # how often a member draws another number after trouble with other hosts
 _REDRAW_PAUSE_S = 0.01
 
 
 class _Numbers:
-    """The numbers of a line's tickets. The last one stands in the file "last", whose lock is held.
-    Another file system may have another class; see _open_files(). late: the part of stale_timeout
-    after which a member that was not touched may have been passed over."""
+    """The numbers of the tickets in a line. The file "last" holds the number that was drawn last;
+    its lock is held during each call. Room 20 has another class for a file system that other hosts
+    write to; _open_files() chooses.
+
+    `late`: when this part of stale_timeout has passed without a touch, other hosts may have passed
+    the ticket over. On a local file system that never happens."""
 
     late = float("inf")
 
@@ -4998,57 +5121,73 @@ class _Numbers:
         self._files, self._root = files, files.root
 
     def draw(self, last: _FileLock, highest: int) -> int:
-        """Return the next number, and note it. highest: of those in line. Raises the OSError of an
-        open() that let us only read the note."""
+        """Return the next number, and write it to "last". highest: the highest number in line.
+        Raises the OSError of open() if this user may only read "last"."""
         if last.refused is not None:
             raise last.refused
-        text = os.read(last.fd, 20)  # after power loss it may be empty, or rubbish
+        text = os.read(last.fd, 20)  # after power loss the file may be empty or damaged
         number = max(int(text) if text.isdigit() else 0, highest) + 1
         os.pwrite(last.fd, b"%020d" % number, 0)
         return number
 
     def check(self, number: int) -> None:
-        """Raise FileExistsError if a higher one was drawn before ours was in line."""
+        """Raise FileExistsError if another host drew a higher number before this ticket was in
+        line. On a local file system do nothing: the lock of "last" prevents it."""
 
     def remove_dir(self) -> None:
         os.unlink(f"{self._root}last")
-        _remove_empty_dir(self._root)  # RACE: not if another process opens a new "last" now
+        # RACE: another process may make a new "last" now. Then the directory stays.
+        _remove_empty_dir(self._root)
 
 
 class _HeldTicket:
-    """A ticket of this object: its name, its locked file, when the last touch that was in time
-    began (wall clock), and whether it ever was the first in line."""
+    """A ticket that this object holds. `member`: the name of its file. `lock`: the locked file.
+    `touched_s`: when the last touch that was in time began (wall clock)."""
 
-    had_turn = False
+    had_turn = False  # the ticket was the first in line at least once
 
     def __init__(self, member: str, lock: _FileLock, touched_s: float) -> None:
         self.member, self.lock, self.touched_s = member, lock, touched_s
 
 
 def _despite_cleanup(step: Callable[[], _Found], path: str) -> _Found:
-    """Repeat a step as long as maybe_cleanup(), in another process, removes its directory."""
+    """Repeat a step while maybe_cleanup() in another process removes the directory, and return its
+    result. Raises FileNotFoundError after _MAX_REPLACED attempts: the path is a broken link."""
     for _ in range(_MAX_REPLACED):
         with suppress(FileNotFoundError):
             return step()
-    raise _os_error(errno.ENOENT, path)  # a link that leads nowhere
+    raise _os_error(errno.ENOENT, path)
 
 
 class TicketQueue:
-    """First come, first served, between processes: a line of tickets in a directory.
+    """Let processes take turns, first come, first served: a line of tickets in a directory.
 
         with TicketQueue("line").turn():
-            ...                         # one process at a time, in the order in which they came
+            ...                         # one process at a time, first come, first served
 
-    A ticket is a file, <ticket>~<boot>~<random>, which its member keeps locked. On its own host a
-    dead member is passed over at once, and a living one never. On other hosts, and after a reboot,
-    a ticket is passed over when its file was not touched for stale_timeout seconds (wall clock;
-    None: never); is_head() touches it, and turn() does as long as it runs. Hosts that share a line
-    need the same stale_timeout, of 10 s or more. There, a waiting member that could not touch its
-    ticket for three quarters of that time gives it up: another host may be about to pass it over.
-    One that is cut off in its turn is passed over: is_head() tells, turn() does not.
+    queue_dir: the directory of the line, which is made if it is missing.
+    stale_timeout: seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
+    over when it was not touched for so long. None: such a ticket is never passed over. Hosts that
+    share a line need the same value, of 10 seconds or more.
 
-    queue_dir is made if missing. Threads may share an object; a forked child or a copy holds no
-    ticket. Raises OSError without flock, ValueError or TypeError for an invalid stale_timeout.
+    A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
+    member keeps locked. The lock ends with the process. So processes on the same host pass a dead
+    member over at once, and never pass over a living one.
+
+    Other hosts do not rely on that lock, nor does the same host after a reboot. They pass a ticket
+    over when its file was not touched for stale_timeout seconds. Each is_head() of the member
+    touches the ticket. The member's turn() touches the ticket regularly, from the start of the wait
+    to the end of the block.
+
+    On a file system that other hosts write to, a member may be cut off from the network. If a
+    waiting member could not touch its ticket for three quarters of stale_timeout, another host may
+    be about to pass the ticket over. So is_head() and turn() give the ticket up. A member that is
+    cut off during its turn is passed over, too. Then is_head() returns False, but turn() does not
+    interrupt its block.
+
+    Threads may share an object. A forked child, a copy and an unpickled object hold no ticket.
+    Raises OSError if queue_dir can't be made, and ValueError or TypeError for an invalid argument.
+    Where flock is not available, register() and turn() raise OSError.
     """
 
     def __init__(
@@ -5072,11 +5211,17 @@ class TicketQueue:
         _fork_hooks[self] = lambda line: line._held.clear()
 
     def register(self) -> tuple[int, str]:
-        """Take the next ticket; return its number, from 1, and its member: its file's name in
-        queue_dir. Blocks only while other processes register. Raises OSError if this host was cut
-        off, and others registered, again and again meanwhile."""
+        """Take the next ticket, and return its number and its member.
+
+        The number is 1 or more. The member is the name of the ticket's file in queue_dir, for
+        remove(). The call blocks only while other processes register.
+
+        Raises OSError for trouble with the disk. Raises OSError, too, if each of several attempts
+        failed because this host was cut off from the network and another host registered meanwhile.
+        """
         held = self._join_line()
-        self._held[held.member] = held  # not before: if Ctrl-C comes, its lock ends with `held`
+        # If Ctrl-C comes before this line, the lock ends with the last reference to `held`.
+        self._held[held.member] = held
         return _stamp_of(held.member), held.member
 
     def _join_line(self) -> _HeldTicket:
@@ -5092,64 +5237,91 @@ class TicketQueue:
             time.sleep(_REDRAW_PAUSE_S)
 
     def _join_with(self, last: _FileLock) -> _HeldTicket:
-        """Take the next ticket, with the lock of "last" held. RACE: a host that was cut off has
-        lost that lock (replies). If another one registered meanwhile, or took our file for that of
-        a dead process, raises OSError: ENOENT, ESTALE or EEXIST."""
+        """Take the next ticket, with the lock of "last" held.
+
+        RACE: this host was cut off from the network and has lost that lock without notice (flock in
+        room 20). Another host may have registered meanwhile, or have removed this member's file,
+        whose name still began with ".", as a leftover of a dead process. In both cases OSError is
+        raised with ENOENT, ESTALE or EEXIST, and the caller tries again."""
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
-        lock = self._files.open_lock(f".{name}")  # not a ticket yet: it must appear locked
+        # A name that begins with "." is no ticket. The file becomes one when it is locked.
+        lock = self._files.open_lock(f".{name}")
         try:
             lock.acquire_exclusive()
             self._files.move(f".{name}", name)
             self._numbers.check(number)
         except BaseException:
-            self._files.remove(name)  # what is not a ticket yet goes with the next _locked()
+            # If the file was not renamed, its name still begins with ".". The next _locked(), in
+            # any process, removes such a file.
+            self._files.remove(name)
             lock.close()
             raise
         return _HeldTicket(name, lock, began_s)
 
     def is_head(self, ticket: int) -> bool:
-        """Say whether that ticket is the first whose member lives; touch it if it is ours. False,
-        too, if ours was untouched for so long that another host may have passed it over. It is
-        removed then, unless it ever was first: its turn may be another's; stop, and remove() it."""
+        """Return True if a ticket is the first one in line whose member lives.
+
+        ticket: a number that register() returned, in this process or another.
+
+        If this object holds the ticket, the call touches its file. Tickets of dead members at the
+        front of the line are removed.
+
+        Returns False, too, if this object holds the ticket and could not touch its file in time,
+        because another host may have passed the ticket over. A ticket that was never first is
+        removed then. A ticket that was first before is kept, but the turn may already be another
+        member's. Stop the work, and call remove().
+        """
         first = next(filter(self._lives, self._tickets()), "")
         is_first = first != "" and _stamp_of(first) == ticket
         for member, held in list(self._held.items()):
             if _stamp_of(member) != ticket:
                 continue
-            if not self._touch(held):  # after the look: that may have taken long
+            # Touch the ticket after the look at the line, because that look may have taken long.
+            if not self._touch(held):
                 if not held.had_turn:
                     self.remove(member)
                 return False
-            is_first = member == first  # not so if it was removed, and another has its number
+            is_first = member == first  # not if it was removed, and another ticket has its number
             held.had_turn |= is_first
         return is_first
 
     def remove(self, member: str) -> bool:
-        """Give up a member's ticket; False if it had none (any more). It may be another's. Raises
-        ValueError for a name that register() does not return."""
+        """Remove the ticket of a member, and return whether the member had one.
+
+        member: a name that register() returned, in this process or another.
+
+        Raises ValueError if the name is not of that form.
+        """
         if not isinstance(member, str) or not _parse_ticket(member):
             raise ValueError(f"member must be a name that register() returned, not {member!r}")
         held = self._held.pop(member, None)
         try:
             return _unlink_if_exists(self._root + member)
-        finally:  # if it can't be removed, it must at least not be held any more
+        finally:  # even if the file can't be removed, the member must no longer hold the lock
             if held is not None:
                 held.lock.close()
 
     def cleanup_stale(self) -> int:
-        """Remove the tickets of members that died or went stale; return how many."""
+        """Remove the tickets of dead members, and return how many were removed. A member of another
+        host, or of an earlier boot, counts as dead when its ticket was not touched for
+        stale_timeout."""
         return sum(not self._lives(member) for member in self._tickets())
 
     def is_empty(self) -> bool:
-        """Say whether no living member is in line."""
+        """Return True if no living member is in line. Tickets of dead members are removed."""
         return not any(map(self._lives, self._tickets()))
 
     def maybe_cleanup(self) -> bool:
-        """Remove queue_dir if no living member is in line; say whether it went. A register()
-        meanwhile waits, and makes it again; tickets begin at 1 then. On a file system of several
-        hosts it stays: another host may take a lock that was removed for the one there."""
+        """Remove queue_dir if no living member is in line, and return whether it was removed.
+
+        Returns False if queue_dir does not exist. A register() in another process waits meanwhile,
+        and makes queue_dir again; its number is 1 then.
+
+        On a file system that other hosts write to, queue_dir is never removed. Another host might
+        lock the removed file "last", and take it for the new one.
+        """
         if not os.path.isdir(self._root):
             return False
         with self._locked():
@@ -5159,9 +5331,17 @@ class TicketQueue:
 
     @contextmanager
     def turn(self, timeout: float | None = None) -> Iterator[int]:
-        """Wait for our turn, hold it for the block, and give it up. Yields the ticket. timeout:
-        seconds to wait, None: for ever. Raises TimeoutError, out of line then; FemtoQueueError if,
-        while it waits, another host may have passed its ticket over, or a person removed it."""
+        """Take a ticket, wait for its turn, and hold the turn for the block of `with`.
+
+        timeout: seconds to wait for the turn. None: no limit.
+
+        Yields the number of the ticket. The ticket is given up at the end of the block, and also if
+        the wait ends with an exception.
+
+        Raises TimeoutError if the turn did not come within `timeout`. Raises FemtoQueueError if the
+        ticket was removed during the wait, or if another host may have passed it over. Raises
+        OSError as register() does, and ValueError or TypeError for an invalid timeout.
+        """
         end_s = float("inf") if timeout is None else time.monotonic() + _finite("timeout", timeout)
         held, over = self._join_line(), threading.Event()
         member, ticket = held.member, _stamp_of(held.member)
@@ -5182,13 +5362,15 @@ class TicketQueue:
         finally:
             try:
                 over.set()
-                if member in self._held:  # not in a forked child; nor if is_head() has removed it
+                # It is not there in a forked child, or if is_head() has removed the ticket.
+                if member in self._held:
                     self.remove(member)
-            finally:  # also if Ctrl-C came: the lock ends with its last reference
+            finally:  # also after Ctrl-C: then the lock ends with its last reference
                 self._held.pop(member, None)
 
     def __del__(self) -> None:
-        # The constructor may have raised. _FileLock is None when the interpreter ends.
+        # `_held` is missing if the constructor raised. The interpreter sets _FileLock to None when
+        # it ends.
         if _FileLock is not None:
             for member in list(self.__dict__.get("_held", ())):
                 self.remove(member)
@@ -5199,13 +5381,18 @@ class TicketQueue:
     def _touch_until(self, member: str, over: threading.Event) -> None:
         pause_s = min(self._stale_s / 4, threading.TIMEOUT_MAX)
         while not over.wait(pause_s) and (held := self._held.get(member)):
-            with suppress(OSError):  # RACE: given up just now
+            # Disk trouble, or RACE: the ticket was given up just now. The next round sees which.
+            with suppress(OSError):
                 self._touch(held)
 
     def _touch(self, held: _HeldTicket) -> bool:
-        """Touch a ticket; False if it may have been passed over, also just now."""
+        """Touch the file of a ticket. Return False if the touch came too late, so that another host
+        may have passed the ticket over, or if the ticket was given up.
+
+        The time is read again after the touch, because the touch itself may have taken long."""
         began_s = time.time()
-        with _ignore_missing(errno.EBADF, errno.EINVAL):  # RACE: another thread gave it up
+        # EBADF, EINVAL. RACE: another thread gave the ticket up, and closed its file.
+        with _ignore_missing(errno.EBADF, errno.EINVAL):
             os.utime(held.lock.fd)
             if time.time() - held.touched_s <= self._numbers.late * self._stale_s:
                 held.touched_s = began_s
@@ -5218,12 +5405,16 @@ class TicketQueue:
 
     @contextmanager
     def _locked(self) -> Iterator[_FileLock]:
-        """Hold the lock of "last", in which the last number stands."""
+        """Hold the lock of "last", the file with the last number, and yield that lock.
+
+        CRASH: a process that died in _join_with(), before the rename, left a file whose name begins
+        with ".". A process holds this lock while it has such a file, so a file that is found here
+        belongs to no living process. Remove the file."""
         lock = _despite_cleanup(self._lock_last, self._root)
         try:
             for name in self._files.names(""):
                 if name[0] == "." and _parse_ticket(name[1:]):
-                    _unlink_if_exists(self._root + name)  # CRASH: of one that died with this lock
+                    _unlink_if_exists(self._root + name)
             yield lock
         finally:
             lock.close()
@@ -5232,7 +5423,7 @@ class TicketQueue:
         _make_dir(os.path.dirname(self._root), 0o700, sync=False)
         lock = self._files.open_lock("last")
         lock.acquire_exclusive()
-        if not lock.is_at_path():  # RACE: it was removed while we waited
+        if not lock.is_at_path():  # RACE: maybe_cleanup() removed the file while we waited
             raise _os_error(errno.ENOENT, lock.path)
         return lock
 
@@ -5240,12 +5431,15 @@ class TicketQueue:
         return sorted(filter(_parse_ticket, self._files.names("")))
 
     def _lives(self, member: str) -> bool:
-        """Say whether a member lives; remove its ticket if not."""
-        with _ignore_missing():  # RACE: given up just now
+        """Return whether a member lives. Remove its ticket if not. A member of another host, or of
+        an earlier boot, counts as dead when its ticket was not touched for stale_timeout."""
+        with _ignore_missing():  # RACE: the member gave its ticket up after it was listed
             with closing(self._files.open_lock(member, os.O_RDWR)) as lock:
                 if member.split("~")[1] == self._boot:
                     is_dead = lock.try_exclusive()
-                else:  # by its open file: what is said of the path may be a minute old
+                else:
+                    # Ask for the time of the open file: by its path, a network file system may
+                    # return a time that is a minute old.
                     is_dead = time.time() - os.fstat(lock.fd).st_mtime > self._stale_s
             if not is_dead:
                 return True
@@ -5255,45 +5449,115 @@ class TicketQueue:
 
 # ==================================================================================================
 # 20. Other file systems: those that other hosts write to, and systems without flock. The door is
-#     _open_files(), which chooses the classes of an object once. What is true on NFS and GlusterFS:
-#       stale     What another host changed may be seen as it was: names and contents for 30 s
-#                 (NFS), contents for a second (GlusterFS). The server answers listings and renames,
-#                 and what is read after a listing. So keys are listed, and have no states in files.
-#       replaced  After a listing, a name may lead to the file that was replaced: ESTALE or ENOENT
-#                 from open(), read() or close(); then the name is looked up (GlusterFS): _afresh().
-#       phantom   A name that is yet to be healed is listed for minutes and leads to nothing
-#                 (GlusterFS): read_listed().
-#       healed    A name that was renamed during a network cut may come back as a second link to the
-#                 file, or with the record that was replaced meanwhile (GlusterFS): is_done(); and
-#                 of a key the youngest task counts, as far as the clocks of hosts agree.
-#       replies   A rename that was carried out may raise ENOENT: a server that rebooted before it
-#                 answered is asked again (NFS; perhaps others, but not GlusterFS): _found_moved(),
-#                 _was_claimed(). On GlusterFS a replica may show as done a rename that failed.
-#       flock     A waiting flock() asks the server only after 1, 2, 4 … seconds (NFS). If the
-#                 network is cut meanwhile, it keeps the bricks busy for ever (GlusterFS): it is
-#                 polled.
-#     Elsewhere: what can't be exchanged or watched (_put_over(), _Watcher), and the leases of
-#     other hosts (_renewed_recently()), are dealt with where they are met.
+#     _open_files(), which chooses the classes of an object once.
+#
+#     Six facts about NFS and GlusterFS have a name here. Comments in this room give the name in
+#     parentheses.
+#
+#       stale     A host may see an old state after a change by another host. On NFS it may see old
+#                 names and contents for 30 s, on GlusterFS old contents for a second. The server
+#                 itself answers listings and renames, and a read that follows a listing. So the
+#                 tasks of a key are found by listings, and key states are not kept in files.
+#
+#       replaced  After a listing, a name may still lead to a file that was replaced. Then open(),
+#                 read() or close() raises ESTALE or ENOENT. The next attempt looks the name up
+#                 again (GlusterFS).
+#
+#       phantom   A name that GlusterFS has not healed may be listed for minutes, though it leads to
+#                 no file.
+#
+#       healed    After a network cut, a name that was renamed during the cut may come back
+#                 (GlusterFS). The name is then a second link to the same file, or leads to a record
+#                 that was replaced meanwhile. If a key has several tasks by this, the youngest one
+#                 counts, as far as the clocks of the hosts agree.
+#
+#       replies   A rename that was carried out may raise ENOENT (NFS, perhaps others). The server
+#                 reboots before it has answered, and the client repeats the request. The old name
+#                 no longer exists then. GlusterFS loses no replies. But a GlusterFS replica may
+#                 show a failed rename as carried out. So a rename that raises counts as failed
+#                 there.
+#
+#       flock     A waiting flock() asks the server again after 1, 2, 4 ... seconds (NFS). If the
+#                 network is cut during the wait, the request keeps the bricks busy for ever
+#                 (GlusterFS). So locks are polled. A host that is cut off from the network may lose
+#                 its locks, and is not told (both).
+#
+#     The overrides for these file systems follow. Beside each override stand the facts for which it
+#     is there, and where it is needed. Each override is used on all file systems that other hosts
+#     write to. But those with a * look at `heals`. Their part for (healed) is used on GlusterFS and
+#     other FUSE mounts only, and their part for (replies) on all other such file systems.
+#
+#       _SharedLock.reading_is_enough         flock (NFS)
+#       _SharedLock.acquire_exclusive         flock (both)
+#       _SharedFiles.syncs_after_rename       a torn file would be visible to other hosts (both)
+#       _SharedFiles.head, lstat, text        replaced (GlusterFS)
+#       _SharedFiles.sync_file                replaced (GlusterFS)
+#       _SharedFiles.exists, has_work         stale (NFS)
+#       _SharedFiles.names                    stale (NFS), replaced (GlusterFS)
+#       _SharedFiles.read                     stale (both), replaced (GlusterFS)
+#       _SharedFiles.read_listed              phantom, replaced (GlusterFS)
+#       _SharedFiles.is_done *                healed (GlusterFS)
+#       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
+#       _SharedFiles.move_over *              replies (NFS)
+#       _SharedFiles.shrink_pending           stale (both)
+#       _SharedFiles.open_lock                flock (both), replaced (GlusterFS)
+#       _SharedLeaseDir.claim *               replies (NFS), healed (GlusterFS)
+#       _SharedKeys.lock                      flock (both)
+#       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
+#       _SharedKeys._save, _is_alone          stale (both)
+#       _SharedKeys.may_have_task, newest_of  stale (both)
+#       _SharedKeys._gave_way                 flock (both), healed (GlusterFS)
+#       _SharedNumbers.draw                   stale, flock (both)
+#       _SharedNumbers.check                  flock (both)
+#       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
+#       _SharedNumbers.remove_dir             stale (both)
+#
+#     The overrides for systems without flock follow. A lease ends by its deadline only there. Tasks
+#     with a key and tickets are not available.
+#
+#       _Unlocked, _UnlockedFiles.open_dir    stand for the lock of a lease directory
+#       _UnlockedFiles.open_lock              raises ENOTSUP
+#       _UnlockedLeaseDir.claim               leaves a task with a key where it waits
+#
+#     Three places outside this room do something for these file systems, too.
+#
+#       _Watcher.sees_all (15)                Inotify does not report the changes of other hosts. So
+#                                             a wait looks again after short pauses (both).
+#       _Keys._put_over (14)                  The file system can't exchange two names. So a new
+#                                             payload is renamed over the old one, or is put into
+#                                             keys/, behind the task (both).
+#       _Housekeeper._renewed_recently (11)   The queue clocks of hosts drift apart. So the deadline
+#                                             alone does not end a lease of another host (both).
+#
+#     Other rooms take smaller measures. ESTALE counts as ENOENT (1). The directory of an idle
+#     worker is kept for a minute (11). The next payload of a key gets a younger id than its task,
+#     even if the clock is behind (14). The age of a ticket is read from its open file (19).
 # ==================================================================================================
 
-_GLUSTERFS_TYPE = 0x65735546  # of all that is mounted through FUSE
-_NETWORK_TYPES = {
+_GLUSTERFS_TYPE = 0x65735546  # f_type of every FUSE mount, not of GlusterFS alone
+_NETWORK_TYPES = {  # f_type of statfs(2), and the name that check() shows
     **{0x6969: "NFS", _GLUSTERFS_TYPE: "FUSE", 0xFF534D42: "CIFS", 0xFE534D42: "SMB"},
     **{0x517B: "SMB", 0x00C36400: "Ceph", 0x01021997: "9p", 0x0BD00BD0: "Lustre"},
     **{0x01161970: "GFS2", 0x7461636F: "OCFS2", 0x47504653: "GPFS", 0x5346414F: "AFS"},
     **{0x19830326: "BeeGFS"},
 }
-_LOOKS = 4  # for a file that was replaced; three were needed
-_STALE_S = 12.0  # until a name that leads to nothing is a phantom: the pauses of so many looks
+_LOOKS = 4  # attempts to look at a file that may have been replaced; up to three were needed
+
+# A listed name that leads to no file is a phantom after _LISTED_LOOKS looks. The pauses between
+# these looks take about _STALE_S seconds in all.
+_STALE_S = 12.0
 _LISTED_LOOKS = 33
-_LOCK_POLL_S = 0.01
+_LOCK_POLL_S = 0.01  # the pause between two attempts to take a lock
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def _open_files(data_dir: str, is_durable: bool) -> _Files:
-    """Make data_dir if it is missing; return the steps on files for its file system. Raises OSError
-    if statfs(2) fails: what other hosts write to must not be taken for local."""
-    data_dir = os.path.abspath(data_dir)  # else the kernel takes ".." behind a link elsewhere
+    """Make data_dir if it is missing, and return the steps on files for its file system. Raises
+    OSError if statfs(2) fails, because a file system that other hosts write to must not be taken
+    for a local one."""
+    # The kernel follows a symbolic link before a ".." in a path; os.path drops both. Remove each
+    # ".." once here, so that all later calls mean the same directory.
+    data_dir = os.path.abspath(data_dir)
     _make_dir(data_dir, 0o700, is_durable)
     fs_type = _fs_type(data_dir)
     if fs_type not in (0, *_LOCAL_TYPES):
@@ -5309,7 +5573,8 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
 
 
 class _Unlocked(_FileLock):
-    """Stands for the lock of a directory where there is no flock: claims go by its path."""
+    """Stands for the lock of a lease directory where flock is missing. A claim uses the path of the
+    directory, because no descriptor is open."""
 
     fd: Any = None
 
@@ -5340,12 +5605,13 @@ class _UnlockedFiles(_Files):
 
 class _UnlockedLeaseDir(_LeaseDir):
     def claim(self, source: str, lease: _Lease) -> bool:
-        # A keyed task could be leased, but never finished.
+        # A task with a key could be leased, but never finished: its key can't be locked.
         return not _is_keyed(_id_of(source)) and super().claim(source, lease)
 
 
 def _afresh(look: _Method) -> _Method:
-    """Repeat a look, without a listing in between (replaced). ESTALE is a FileNotFoundError."""
+    """Repeat a look that meets a missing file, up to _LOOKS times, without a listing in between
+    (replaced). ENOENT and ESTALE both raise FileNotFoundError in the end."""
 
     @functools.wraps(look)
     def call(*args: Any) -> Any:
@@ -5362,9 +5628,11 @@ def _afresh(look: _Method) -> _Method:
 
 
 class _SharedLock(_FileLock):
-    """A lock that is polled, always at one pace (flock)."""
+    """A lock that is polled at a constant rate (flock)."""
 
-    reading_is_enough = False  # NFS makes a lock of bytes of it, which a writer alone may have
+    # NFS turns flock() into a lock on a range of bytes. An exclusive one needs a descriptor that is
+    # open for writing.
+    reading_is_enough = False
 
     def acquire_exclusive(self, wait: bool = True) -> None:
         while True:
@@ -5377,10 +5645,13 @@ class _SharedLock(_FileLock):
 
 
 class _SharedFiles(_Files):
-    """`heals`: it is GlusterFS, which loses no replies. `phantoms`: the paths of those that were
-    met."""
+    """The steps on files that other hosts read and write at the same time. `heals`: the file system
+    is GlusterFS (or another FUSE mount), which heals names and loses no replies. `phantoms`: the
+    paths of the phantoms that were found so far."""
 
-    syncs_after_rename = False  # until then, another host could read a torn file
+    # A file is synced before its rename. Otherwise another host could read a torn file between the
+    # rename and the sync.
+    syncs_after_rename = False
 
     def __init__(self, data_dir: str, is_durable: bool, fs_type: int) -> None:
         super().__init__(data_dir, is_durable)
@@ -5399,8 +5670,9 @@ class _SharedFiles(_Files):
     sync_file = _afresh(_Files.sync_file)
 
     def _refresh(self, directory: str) -> None:
-        """Have the names of a directory looked up anew: opening it does (close-to-open, nfs(5))."""
-        with suppress(OSError):  # the look that follows gets it too
+        """Open a directory, so that the names in it are looked up anew. This is the close-to-open
+        consistency of nfs(5)."""
+        with suppress(OSError):  # the look that follows meets the same trouble, and raises it
             os.close(os.open(self.root + directory, os.O_RDONLY | os.O_DIRECTORY))
 
     def exists(self, path: str) -> bool:
@@ -5410,15 +5682,16 @@ class _SharedFiles(_Files):
     def names(self, directory: str) -> list[str]:
         with suppress(FileNotFoundError, NotADirectoryError):
             return _afresh(os.listdir)(self.root + directory)
-        self._refresh("")  # the directory may be new
+        self._refresh("")  # another host may just have made the directory
         return super().names(directory)
 
     def has_work(self) -> bool:
-        self._refresh("")  # keys/ may be new
+        self._refresh("")  # another host may just have made keys/
         return super().has_work()
 
     def read(self, path: str, ident: str) -> _Record:
-        """Read a record; after a listing what another host may have replaced before it was here."""
+        """Read a record. List its directory first if another host may have replaced the file before
+        the task came to this host: then the read is not stale."""
         state = _state_of(path)
         if state == "checkpoints" or (state == "inflight" and _is_keyed(ident)):
             self.names(os.path.dirname(path))
@@ -5426,9 +5699,12 @@ class _SharedFiles(_Files):
         return self._read_once(path, ident)
 
     def read_listed(self, path: str, ident: str) -> _Record:
-        """Read a record that was listed just now, and again while its name is listed: it may be
-        replaced, or a phantom. A phantom takes so many looks, not so much time: a mount that hung
-        knows no more than before. Raises FileNotFoundError."""
+        """Read a record whose name was listed just now. If its file is missing, repeat the read
+        while the name is listed, because the file may have been replaced. A name that is still
+        listed after the last look is a phantom.
+
+        Looks are counted, not time: a mount that hung for a while has learned nothing meanwhile. A
+        known phantom gets fewer looks. Raises FileNotFoundError."""
         directory, name = os.path.split(path)
         looks = 5 if path in self.phantoms else _LISTED_LOOKS
         for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
@@ -5444,15 +5720,19 @@ class _SharedFiles(_Files):
         raise _os_error(errno.ENOENT, path)
 
     def is_done(self, path: str) -> bool:
-        """Whether a task's file is in done/ too (healed); not a copy, by which a person runs it
-        again. In failed/ the second link may be the outdated name, of a task retried since."""
+        """Return whether the file of a task is in done/, too, because GlusterFS has brought an old
+        name of it back (healed).
+
+        Only a second link to the same file counts. A copy does not: with a copy a person runs the
+        task again. A second link in failed/ does not count either: if the task was retried, the
+        name in failed/ may be the one that came back."""
         if not self.heals:
             return False
         try:
             ours = self.lstat(path)
             return ours.st_nlink > 1 and os.path.samestat(ours, self.lstat(f"done/{_id_of(path)}"))
         except FileNotFoundError:
-            return False  # not done; if its file is gone, whoever reads it will see
+            return False  # no such file in done/; if the other file is gone, its reader sees that
 
     # Moving
 
@@ -5463,8 +5743,11 @@ class _SharedFiles(_Files):
         return target
 
     def _free_path(self, path: str) -> str:
-        """Return the path of a keyed task that is to wait, with more attempts if another record is
-        there (healed): it may be the newer one, and may be lost."""
+        """Return the path that a task gets. If a keyed task is to wait under a name that another
+        record has already (healed), return a name with a higher number of attempts.
+
+        The other record may be the newer one of the task, and the rename would replace it. Under
+        its own name each record is delivered."""
         is_at_risk = self.heals and _state_of(path) in _WAITING_DIRS and _is_keyed(_id_of(path))
         while is_at_risk and self.exists(path):
             name = _task_name(_stamp_of(path), _attempts_of(path) + 1, _id_of(path))
@@ -5477,8 +5760,12 @@ class _SharedFiles(_Files):
 
     @contextmanager
     def _found_moved(self, source: str, target: str) -> Iterator[None]:
-        """Suppress a FileNotFoundError of the block if its rename was carried out (replies); but of
-        a lease that was over before, another delivery may have ended the task."""
+        """Rename in the block. Suppress a FileNotFoundError if the rename was carried out
+        nevertheless (replies).
+
+        If the source is a lease whose deadline has passed, the error is not suppressed. Another
+        worker may have reclaimed and ended the task, with the same result on disk. On GlusterFS no
+        error is suppressed, because a replica may show a failed rename as carried out (replies)."""
         before = None
         is_lease = _state_of(source) == "inflight"
         if not (self.heals or (is_lease and _stamp_of(source) <= self.clock.now_ns())):
@@ -5490,9 +5777,17 @@ class _SharedFiles(_Files):
                 raise
 
     def _was_moved(self, before: os.stat_result, source: str, target: str) -> bool:
-        """Whether a file is where it was to go, and not where it was any more. It may have been
-        taken on from there; but from creating/ others only sweep what is old by the wall clock: our
-        monotonic clock stands still while this host is suspended."""
+        """Return whether a file has moved from source to target. `before` is the state of the file
+        before the rename.
+
+        The source must be gone. A target of "" stands for a removal, and then nothing else counts.
+        Otherwise the same file must be at the target.
+
+        A file from creating/ need not be at the target, because another worker may already have
+        moved it on. No other process takes files from creating/, except for the sweep of files that
+        are an hour old. So if the file is younger than half an hour, the missing source shows that
+        the rename was carried out. The age is taken from the wall clock, because the monotonic
+        clock stands still while this host is suspended."""
         if self.exists(source):
             return False
         is_ours = _state_of(source) == "creating"
@@ -5501,7 +5796,7 @@ class _SharedFiles(_Files):
         return self.exists(target) and self.lstat(target).st_ino == before.st_ino
 
     def shrink_pending(self, aside: str) -> None:
-        """Do nothing: other hosts may look into the old directory for long (stale)."""
+        """Do nothing. Other hosts may look into the old directory for a long time (stale)."""
 
     @_afresh
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
@@ -5509,7 +5804,9 @@ class _SharedFiles(_Files):
 
 
 class _SharedLeaseDir(_LeaseDir):
-    """Does not claim what is done (healed), nor miss what it has claimed (replies)."""
+    """A lease directory on a file system that other hosts write to. claim() refuses a task that is
+    done already (healed). If the rename of a claim was carried out but raised an error, claim()
+    finds the lease (replies)."""
 
     _files: _SharedFiles
 
@@ -5523,49 +5820,59 @@ class _SharedLeaseDir(_LeaseDir):
         _log().warning("%s, which came back, is removed: its task is done", lease.path)
         self._files.remove(lease.path)
         self.unread.pop(lease.path, None)
-        self.orphans[lease.path] = None  # should it stay
+        self.orphans[lease.path] = None  # the file may still be there, if it can't be removed
         return False
 
     def _was_claimed(self, lease: str) -> bool:
-        """Whether a claim that failed was carried out all the same."""
+        """Return whether a claim that failed was carried out nevertheless (replies)."""
         if self._files.heals:
             return False
         try:
             return os.path.basename(lease) in os.listdir(self.path)
         except OSError:
-            self.orphans[lease] = None  # should it be there after all
-            self._worker.house.look_again()  # our directory is gone
+            self.orphans[lease] = None  # the lease may be there after all
+            self._worker.house.look_again()  # the lease directory may be gone
             return False
 
 
 def _younger(newer: str, path: str) -> str:
-    """Return a payload in keys/ if it is behind the task at `path`; "": it came back (healed)."""
+    """Return the path of a payload in keys/ if the payload is younger than the task at `path`. If
+    not, return "": the payload came back after it was replaced (healed), and is not behind the
+    task."""
     return newer if _id_of(newer) > _id_of(path) else ""
 
 
 class _SharedKeys(_Keys):
-    """Finds keyed tasks by listings, under the locks of their keys: there are no files of states
-    (stale). A phantom has no key."""
+    """Finds the tasks of a key by listings, with the lock of the key held. The states of keys are
+    not kept in files (stale). A phantom counts as a task without a key."""
 
     _files: _SharedFiles
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
-        """RACE: a host that was cut off lost the lock, and put a payload beside that of another."""
+        """Hold the lock of the keys of a hash, as on a local file system, and yield their states.
+        Remove the payloads that a younger one has replaced.
+
+        RACE: a host is cut off while it pushes a payload behind a task, and loses this lock
+        (flock). Another host takes the lock and pushes a payload, too. Both payloads are in keys/
+        then. The next lock() removes the older payload."""
         with super().lock(tag, wait) as states:
             for path in states.outdated:
                 self._files.remove(path)
             yield states
 
     def _load(self, tag: str, but: str = "") -> _States:
-        """Return the states of a hash as the directories tell them, without the file at `but`."""
+        """Return the states of a hash as the listings show them, without the file at `but`.
+
+        RACE: a task may move while the directories are listed. Then list them again, up to
+        _MAX_LISTINGS times."""
         for _ in range(_MAX_LISTINGS):
-            with suppress(FileNotFoundError):  # RACE: it moved after it was listed
+            with suppress(FileNotFoundError):
                 return self._listed(tag, but)
         return self._listed(tag, but)
 
     def _listed(self, tag: str, but: str) -> _States:
-        """Do as _load(). Raises FileNotFoundError if a task moves meanwhile."""
+        """Do as _load() in one pass. Raises FileNotFoundError if a task moves meanwhile."""
         states = _States()
         for entry in self._files.find("keys", *_LIVE):
             if _tag_of(entry.id) != tag or entry.path == but or self._files.is_done(entry.path):
@@ -5577,13 +5884,14 @@ class _SharedKeys(_Keys):
                     states[name] = path, newer
                     if older and _id_of(older) != _id_of(newer):
                         states.outdated += (older,)
-                elif entry.id >= _id_of(path):  # an older one has come back (healed)
+                # The youngest task counts. An older one has come back (healed).
+                elif entry.id >= _id_of(path):
                     states[name] = entry.path, _younger(newer, entry.path)
         return states
 
     def _key_at(self, entry: _Entry) -> str:
-        """Do as _key_in(). Raises FileNotFoundError for a new phantom: its task may have moved to
-        what was listed before."""
+        """Do as _key_in(), but return "" for a known phantom. For a new phantom, raise
+        FileNotFoundError: its task may have moved to a directory that was listed before."""
         was_phantom = entry.path in self._files.phantoms
         try:
             return self._key_in(entry.path)
@@ -5608,9 +5916,17 @@ class _SharedKeys(_Keys):
         return False
 
     def _gave_way(self, states: _States, name: str, lease: str) -> bool:
-        """Do as on a local file system; but wait, uncounted, for an older task that runs, or whose
-        lease came back, and make a dead letter of one that does not (healed). Of two that were
-        claimed at once, each lists the other."""
+        """Note a leased task as the task of its key. If the key has another task, one of the two
+        tasks gives way. Return True if the leased task gives way.
+
+        If the other task is younger, the leased task is quarantined. If the other task is older and
+        its lease has not ended, a worker may run it, or the lease has come back (healed). Then the
+        leased task waits in scheduled/, uncounted, for at most _STALE_S at a time, until that lease
+        has ended. If the other task is older and waits, or its lease has ended, the other task is
+        quarantined. Raises FileNotFoundError if the lease of the leased task is gone.
+
+        RACE: two workers may claim the two tasks at once. Each worker lists the directories after
+        its claim and finds the other task, so that at most one of the tasks runs."""
         directory, ident = os.path.dirname(lease), _id_of(lease)
         if os.path.basename(lease) not in self._files.names(directory):
             raise _os_error(errno.ENOENT, lease)
@@ -5632,11 +5948,13 @@ class _SharedKeys(_Keys):
 
 
 class _SharedNumbers(_Numbers):
-    """The name of an empty file has the last number: it is listed though contents are stale, and of
-    two hosts that rename it, one fails."""
+    """The numbers of the tickets, on a file system that other hosts write to. The last number is
+    the name of an empty file: a name is listed correctly when contents are still stale. If two
+    hosts without the lock (flock) rename that file, one of the renames fails."""
 
-    # RACE: a host that saw the ticket stale may remove it only now, and take its turn. So ours must
-    # not be the next, though it is there, and young again. A quarter less: clocks differ.
+    # RACE: another host saw this ticket stale, but removes it only now, and then takes the turn.
+    # This ticket must not be first in the meantime, though it is in line and was touched again. So
+    # the member gives it up earlier. The quarter allows for clocks that differ.
     late = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -5653,12 +5971,18 @@ class _SharedNumbers(_Numbers):
         return max(filter(self._parse, self._files.names("")), default="")
 
     def check(self, number: int) -> None:
-        """RACE: another host drew a higher one, was first in line, and may have its turn."""
+        """Raise FileExistsError if another host drew a higher number before this ticket was in
+        line.
+
+        RACE: this host lost the lock of "last" between draw() and the rename of the ticket (flock).
+        Another host drew a higher number, was the first in line, and may have its turn now. The
+        lower number of this ticket would give this member a turn at the same time."""
         if self._noted() > f"last~{number:020d}":
             raise FileExistsError(errno.EEXIST, "another host was faster", self._root)
 
     def remove_dir(self) -> None:
-        """Leave the directory: another host may take a lock that was removed for the one there."""
+        """Do nothing. Another host may lock the removed file "last", and take this file for the
+        current one (stale). Then two hosts would hold the lock of one line."""
 
 
 # ==================================================================================================

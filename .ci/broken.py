@@ -192,8 +192,8 @@ a forked child keeps no lock of its parent | Liveness
 -    while _open_lock_fds:
 +    while False:
 the lock of a file that was removed is no lock | Tickets
--        if not lock.is_at_path():  # RACE: it
-+        if lock.fd < 0:  # RACE: it
+-        if not lock.is_at_path():  # RACE: maybe_cleanup()
++        if lock.fd < 0:  # RACE: maybe_cleanup()
 an error of flock() is raised, unless it says that there are no locks | Faults
 -        if error.errno in _NO_FLOCK_ERRNOS:
 +        if error.errno:
@@ -478,7 +478,7 @@ a second task of a key, put there by hand, is a dead letter | Keyed
 -        if path and _id_of(path) != _id_of(lease):
 +        if not name:
 a record that a healed replica brings back does not stand for its key | Healed
--                elif entry.id >= _id_of(path):  # an older one has come back (healed)
+-                elif entry.id >= _id_of(path):
 +                else:
 a task is no dead letter beside an older one that came back | Healed
 -        if other > ident:
@@ -522,7 +522,7 @@ a wait looks at a pending/ that was replaced once it is watched | Hearing hangs
 a lease whose payload can't be printed is not told | CommandLine
 -                sys.stdout.flush()
 a cancelled pop_async() loses no task | Coroutines hangs
--        except InvalidStateError:  # RACE: cancelled, or the queue was closed
+-        except InvalidStateError:  # RACE: the coroutine was cancelled, or has been answered
 -            self._give_back(task)
 +        except InvalidStateError:
 +            pass
