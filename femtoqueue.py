@@ -578,14 +578,21 @@ _IF_IN_FLIGHT = ("buffer", "update", "reject")
 
 
 class FemtoQueueError(Exception):
-    """The base of this module's own errors. Disk trouble is not one: it stays an OSError."""
+    """The base class of this module's own errors. Trouble with the disk is raised as an OSError."""
 
 
 class LeaseLost(FemtoQueueError):
-    """The task is no longer leased by this delivery; nothing was changed. `id` is the task's.
-    `expired` is True when the lease's deadline has passed (another worker may have the task now),
-    False when it ended otherwise: finished before, moved by hand, or given up with close(). A lease
-    that is late, and was not taken back yet, is not lost."""
+    """The lease of the task is not held by this delivery. Nothing was changed.
+
+    id:  the id of the task.
+    expired:  True if the deadline of the lease has passed; another worker may have the task now.
+        False otherwise: the delivery had been ended, a person had moved the file, or close() had
+        given up the lease. Also False for a task that never had a lease.
+    why:  the reason, as text.
+
+    A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
+    lost.
+    """
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
@@ -596,7 +603,12 @@ class LeaseLost(FemtoQueueError):
 
 
 class KeyInFlight(FemtoQueueError):
-    """The key has a task already: `id`, which is in flight (or waiting, when retry() says so)."""
+    """The key already has a task.
+
+    key:  the key.
+    id:  the id of the task that has the key. That task is in flight if push() or schedule() raised
+        the error. If retry() raised it, the task may also be waiting.
+    """
 
     def __init__(self, key: str, id: str) -> None:
         super().__init__(key, id)
@@ -607,11 +619,17 @@ class KeyInFlight(FemtoQueueError):
 
 
 class TaskNotFound(FemtoQueueError):
-    """No task of that id is where the call needs it to be."""
+    """The task is not in the state that the call requires: retry() requires a task in failed/."""
 
 
 class CorruptTask(FemtoQueueError):
-    """The file is not a whole record: `id` names the task, `reason` says what is wrong."""
+    """The file of a task is not a whole record.
+
+    id:  the id of the task.
+    reason:  what is wrong with the file, as text.
+
+    peek() raises it. pop() does not: it moves such a task to failed/.
+    """
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(id, reason)
@@ -642,17 +660,22 @@ _NO_LEASE = _Lease()
 
 
 class FemtoTask:
-    """One task, as it was when it was read; what is assigned to it changes nothing in the queue
-    (but checkpoint() notes of which data it is). Two are equal if id, data, attempts and key are.
+    """A task, as it was when its file was read.
 
-    id: for life, through retries and delays.
-    data: the payload as pushed.
-    attempts: deliveries so far, with this one. None: not known (done/ and failed/ do not keep it).
-    key: of a keyed task, else None.
-    checkpoint: what checkpoint() saved last, for a task of pop() or take(); else None.
-    error: the reason of a failed task, else None.
-    size_bytes: length of the payload. None: the file has no valid header (tasks(data=False)
-    only), or was not read (attach()).
+    id:  the id. The task keeps it for life, through retries and delays.
+    data:  the payload as pushed.
+    attempts:  the number of deliveries so far, including the current one. None: unknown, because
+        done/ and failed/ do not record the number.
+    key:  the key, or None for a task without a key.
+    checkpoint:  the bytes that checkpoint() saved last, in this delivery or an earlier one. pop()
+        and take() read them. None: nothing was saved, or the task comes from another method.
+    error:  the reason of a task in failed/, else None.
+    size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
+        header is invalid (tasks(data=False) only).
+
+    Assigning to an attribute changes nothing in the queue, with one exception: checkpoint() records
+    for which `data` the checkpoint is valid. Calls of the queue that leased the task update `path`
+    and `checkpoint`. Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
     # _anchor_ns: of the queue clock.
@@ -693,29 +716,34 @@ class FemtoTask:
 
     @property
     def path(self) -> str:
-        """Where its file was, relative to data_dir; of a lease, its fencing token."""
+        """The path of the task's file, relative to data_dir, when the file was read. For a leased
+        task the path is the fencing token, and each renewal of the lease changes it."""
         return self._lease.path
 
     @property
     def state(self) -> str:
-        """Where it was: one of STATES, or "buffered" (a newer payload, behind a task)."""
+        """The state when the file was read, one of STATES. "buffered" means a newer payload of a
+        key, which waits in keys/ behind the task of the key."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
 
     @property
     def node(self) -> str | None:
-        """The node_id of the worker that has it in flight, else None."""
+        """The node_id of the worker that holds the lease; None if the task is not in flight."""
         match = _parse_node_dir(self.path.partition("/")[0])
         return match and match[1]
 
     @property
     def created(self) -> datetime:
-        """When it was pushed: UTC, read from the id, by the queue clock (see FemtoQueue)."""
+        """The time of the push, in UTC by the queue clock (see FemtoQueue). The time is part of the
+        id: a later push that replaces the payload of a key does not change it."""
         return _utc(_stamp_of(self.id))
 
     @property
     def until(self) -> datetime | None:
-        """When its lease ends, or when it is due: UTC, by the wall clock of now; else None."""
+        """The end of the lease of a task in flight, or the due time of a scheduled task; else None.
+        The time is in UTC. A deadline is converted from the queue clock to the wall clock at each
+        access."""
         if self.state == "inflight":
             left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
             return _utc(_wall_ns() + left_ns)
@@ -733,9 +761,16 @@ def _lease_of(task: object) -> _Lease:
 
 
 class NodeStats(NamedTuple):
-    """One worker's leases: how many, how many of them past their deadline, and its liveness:
-    "alive" (its lock is held), "dead" (it is not, and has leases of this boot), or "unknown"
-    (another host's or an earlier boot's, or no flock here: only deadlines count)."""
+    """The leases of one worker, counted when stats() was called.
+
+    node:  the node_id of the worker.
+    inflight:  the number of its leases.
+    expired:  how many of these leases are past their deadline.
+    liveness:  "alive": a process holds the lock of the worker's lease directory.
+        "dead": no process holds the lock, and the directory has leases of this boot.
+        "unknown": anything else. The directory is empty, all its leases are detached or of another
+            host or an earlier boot, or there is no flock(2) here. Only deadlines end such leases.
+    """
 
     node: str
     inflight: int
@@ -744,7 +779,16 @@ class NodeStats(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """How many tasks stand in which state; see FemtoQueue.stats()."""
+    """The number of tasks in each state; see FemtoQueue.stats().
+
+    pending, scheduled, inflight, done, failed:  the number of tasks in that state.
+    buffered:  the number of newer payloads in keys/, each behind the task of its key.
+    oldest_pending_age_s:  for how many seconds the task at the front of pending/ has had its place,
+        or the earliest task in scheduled/ has been due, whichever is longer. None: pending/ is
+        empty, and no scheduled task is due.
+    nodes:  the leases of each worker, by node_id.
+    expired:  the number of leases past their deadline whose tasks no worker has taken back.
+    """
 
     pending: int
     scheduled: int
@@ -758,9 +802,16 @@ class Stats(NamedTuple):
 
 
 class WorkCounts(NamedTuple):
-    """What became of the deliveries that one work() took. retried: the handler raised, and the task
-    waits for another try. released: given back at the second signal, or as the handler was told to
-    exit. lost: the lease was lost, or its end could not be written (the log says which)."""
+    """The deliveries of one call of work(), counted by how they ended.
+
+    done:  the task was finished.
+    failed:  the task is a dead letter in failed/.
+    retried:  the handler raised an exception, and the task waits for another attempt.
+    released:  the task was given back: by the handler, at the second signal, or because the handler
+        raised SystemExit, KeyboardInterrupt or a similar exception.
+    lost:  the lease was lost, or the end of the delivery could not be written to the disk. The log
+        says which of the two.
+    """
 
     done: int = 0
     failed: int = 0
@@ -770,8 +821,13 @@ class WorkCounts(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One thing that check() found: its kind, the path relative to data_dir, what is odd about
-    it, and whether it was mended."""
+    """One thing that check() found.
+
+    kind:  the kind of the finding, such as "corrupt" or "leftover".
+    path:  the file or directory, relative to data_dir.
+    text:  what is wrong with it.
+    repaired:  True if check(repair=True) repaired it.
+    """
 
     kind: str
     path: str
