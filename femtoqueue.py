@@ -586,7 +586,7 @@ class LeaseLost(FemtoQueueError):
 
     id:  the id of the task.
     expired:  True if the deadline of the lease has passed; another worker may have the task now.
-        False otherwise: the delivery had been ended, a person had moved the file, or close() had
+        False otherwise: the delivery had ended, or a person had moved the file, or close() had
         given up the lease. Also False for a task that never had a lease.
     why:  the reason, as text.
 
@@ -667,8 +667,8 @@ class FemtoTask:
     attempts:  the number of deliveries so far, including the current one. None: unknown, because
         done/ and failed/ do not record the number.
     key:  the key, or None for a task without a key.
-    checkpoint:  the bytes that checkpoint() saved last, in this delivery or an earlier one. pop()
-        and take() read them. None: nothing was saved, or the task comes from another method.
+    checkpoint:  the last bytes that checkpoint() saved, in this delivery or before. Only pop() and
+        take() read the saved bytes. None: nothing was saved, or another method returned the task.
     error:  the reason of a task in failed/, else None.
     size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
         header is invalid (tasks(data=False) only).
@@ -783,9 +783,9 @@ class Stats(NamedTuple):
 
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
-    oldest_pending_age_s:  for how many seconds the task at the front of pending/ has had its place,
-        or the earliest task in scheduled/ has been due, whichever is longer. None: pending/ is
-        empty, and no scheduled task is due.
+    oldest_pending_age_s:  the seconds that the first task in pending/ has had its place, or that
+        the first task in scheduled/ has been due: the larger number. None: pending/ is empty, and
+        no scheduled task is due.
     nodes:  the leases of each worker, by node_id.
     expired:  the number of leases past their deadline whose tasks no worker has taken back.
     """
@@ -807,8 +807,8 @@ class WorkCounts(NamedTuple):
     done:  the task was finished.
     failed:  the task is a dead letter in failed/.
     retried:  the handler raised an exception, and the task waits for another attempt.
-    released:  the task was given back: by the handler, at the second signal, or because the handler
-        raised SystemExit, KeyboardInterrupt or a similar exception.
+    released:  the handler gave the task back, or the second signal did. Or the handler raised
+        SystemExit or another exception that is not an Exception.
     lost:  the lease was lost, or the end of the delivery could not be written to the disk. The log
         says which of the two.
     """
@@ -2541,7 +2541,8 @@ class _Housekeeper:
 
 # ==================================================================================================
 # 12. FemtoQueue: the public face. Its methods stand in the order of a task's life.
-#     Invariant: it checks its arguments before anything is changed. Locks: see room 10.
+#     Invariant: a method checks its arguments before it changes anything. Room 10 says which locks
+#     are held, and in what order they are taken.
 # ==================================================================================================
 
 
@@ -2550,20 +2551,20 @@ class FemtoQueue:
 
     data_dir:  the directory. It is made with mode 0700 if it is missing.
     node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -. None: a new
-        name. A worker that restarts under its old name takes back at once the tasks that the
-        earlier process held. Living objects may share a name: they do not take each other's leases.
-        If one of them is killed, its leases end at their deadlines, or when the last of the others
-        ends. Where there is no flock(2), a restart takes nothing back.
+        name. A worker that restarts under its old name at once takes back the tasks of the earlier
+        process. Where there is no flock(2), a restart takes nothing back. Living objects may share
+        a name, and do not take each other's leases. If a process among them is killed, its leases
+        end at their deadlines, or when the last object of that name ends.
     timeout_stale_ms:  the length of the lease (visibility timeout) that pop() takes, in
         milliseconds. None: the lease lasts as long as its worker lives. After a reboot such a lease
-        ends only when a worker starts under the same node_id, or when a person ends it: by the
-        command `release`, or by moving the file. Where there is no flock(2), only a person can end
-        such a lease.
+        ends only when a worker starts under the same node_id. A person can end the lease, too, by
+        the command `release` or by moving the file. Where there is no flock(2), only a person can
+        end such a lease.
     sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
         This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
         checkpoint. False: the effect survives the death of processes, but not power loss.
-    max_attempts:  after this number of deliveries, a task that none of them ended goes to failed/.
-        From 1 to 999,999. None: no limit.
+    max_attempts:  the number of deliveries after which a task that is still not done goes to
+        failed/. From 1 to 999,999. None: no limit.
     keep_done:  True: done() keeps the task in done/. False: done() deletes the task. A number:
         pop() deletes tasks from done/ after that many seconds, a few at a time.
     retry_delay_s:  the seconds that processing() and work() wait before the second attempt of a
@@ -2572,8 +2573,8 @@ class FemtoQueue:
     poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
         that waits. The pause matters only where inotify(7) does not report all changes: not on
         Linux, or on a file system that other hosts write to.
-    detached:  True: the leases outlive this object and its process. Only their deadlines end them,
-        and attach() finds them again. False: a lease also ends with its worker.
+    detached:  True: the leases outlive this object and its process. attach() finds the leases
+        again, and only the deadlines end them. False: a lease also ends with its worker.
 
     These settings are fixed: assigning to one raises AttributeError.
 
@@ -2583,7 +2584,7 @@ class FemtoQueue:
     The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
     monotonic clock plus an anchor that all processes of one boot share. Setting the date therefore
     does not move the queue clock. Where there is no boot id (not on Linux), each process sets its
-    own anchor, by the wall clock or the newest task, whichever is later.
+    own anchor: to the wall clock, or to the newest task if that is later.
 
     Threads may share an object. A forked child's copy of the object is another worker. An unpickled
     object is made anew from the settings. A signal handler may call push() and schedule(), without
@@ -2634,7 +2635,7 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        # Past __setattr__: it is another in a child.
+        # Bypass __setattr__(): a forked child gets a node_id of its own.
         self.__dict__["node_id"] = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
         self._worker = _Worker(self, self._files, self._clock)
 
@@ -2651,8 +2652,8 @@ class FemtoQueue:
         """Add a task to the back of the queue and return the id of the task.
 
         A task with a key follows other rules. At most one task of a key waits in the queue. If
-        there is such a task, `data` replaces its payload: the task keeps its id, which is returned,
-        and its place or its due time. The task counts as never attempted, and its checkpoint is
+        there is such a task, `data` replaces its payload. The task keeps its place or its due time,
+        and its id, which is returned. The task counts as never attempted, and its checkpoint is
         removed. If a worker has leased the task of the key, `if_in_flight` says what happens. If
         the key has no task, push() adds one.
 
@@ -2677,13 +2678,14 @@ class FemtoQueue:
         the task before its sync fails.
 
         On disk: when push() returns, the file of the task is in pending/. The file is written in
-        creating/ and moved by rename(2), which is atomic (POSIX): no worker sees half a task. With
-        sync_after_write, fsync(2) of the file and of the directory follows.
+        creating/, and then moved by rename(2). A rename is atomic (POSIX): no worker sees half a
+        task. With sync_after_write, fsync(2) of the file and of the directory follows.
 
-        A payload is replaced by renameat2(2) with RENAME_EXCHANGE. Where names can't be exchanged
-        (NFS, FUSE, not on Linux), the new payload of a task in pending/ waits in keys/ until the
-        claim of the task takes the payload along. There, other payloads are replaced by rename(2).
-        A push that raised because only its sync failed may then have replaced the payload.
+        A payload is replaced by renameat2(2) with RENAME_EXCHANGE. Names can't be exchanged on NFS,
+        on FUSE, and where the system is not Linux. There, the new payload of a task in pending/
+        waits in keys/, and the claim of the task takes the payload along. Other payloads are
+        replaced by rename(2). A push that raised because only its sync failed may then have
+        replaced the payload.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -2707,8 +2709,7 @@ class FemtoQueue:
 
         On disk: when push_many() returns, the files of the tasks are in pending/. With
         sync_after_write, one syncfs(2) makes the whole batch durable. Where syncfs(2) can't be
-        relied on (FUSE, not on Linux), fsync(2) of each file and one fsync(2) of pending/ do the
-        same.
+        relied on (FUSE, or not Linux), each file is synced by fsync(2), and then pending/ once.
         """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
@@ -2729,7 +2730,7 @@ class FemtoQueue:
                 ids = [it for it in ids if not self._files.remove(f"pending/{it}")]
             if isinstance(error, OSError) and error.strerror:
                 error.strerror = f"{error.strerror} ({len(ids)} tasks of the batch were pushed)"
-            with suppress(Exception):  # one of the iterable's own may refuse it
+            with suppress(Exception):  # a class of the caller's may refuse the attribute
                 error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
         return ids
@@ -2779,7 +2780,10 @@ class FemtoQueue:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
         name, payload = _encode_key(key), _as_bytes(data)
-        while True:  # RACE: a pop() took it, and we see it in flight now
+        # RACE: another worker's pop() claims the waiting task, or a person moves its file, before
+        # put() replaces the payload. put() then returns "", and the next round finds the task in
+        # its new place.
+        while True:
             if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
                 return ident
 
@@ -2788,9 +2792,9 @@ class FemtoQueue:
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
         """Lease the oldest task and return the task, or return None if there is no task to deliver.
 
-        The lease belongs to this worker until done(), fail() or release() ends the delivery, or
-        until the lease ends. Another worker may deliver the task again after the lease has ended. A
-        corrupt task is moved to failed/, logged and passed over.
+        The worker holds the lease until it calls done(), fail() or release(), or until the lease
+        ends. Another worker may deliver the task again after the lease has ended. A corrupt task is
+        moved to failed/, logged and passed over.
 
         timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
             the wait, signal handlers run at once.
@@ -2817,7 +2821,7 @@ class FemtoQueue:
         task ends, and within half a second after a worker died.
 
         On disk: when pop() returns, the file of the task is in inflight-<node>/. Its name begins
-        with the deadline. If several workers rename(2) one file, one of them succeeds, and the
+        with the deadline. If several workers call rename(2) for the same file, one succeeds and the
         others get ENOENT (POSIX). The rename is not synced: after power loss the task may wait in
         its old place.
         """
@@ -2833,11 +2837,12 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do what pop() does, without blocking the event loop.
 
-        timeout, lease_ms:  as in pop(), but without a timeout the call waits for ever. Coroutines
-            that wait on one queue object get tasks in the order of their calls.
+        timeout, lease_ms:  as in pop(), but without a timeout the call waits for ever.
 
-        Cancelling the call leaves no task leased. If a task was just taken, the task returns to its
-        place, and its attempts do not count this delivery.
+        Coroutines that wait on the same queue object get tasks in the order of their calls.
+
+        Cancelling the call leaves no task leased. A task that was just taken returns to its place,
+        and the delivery is not counted.
         """
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return await self._worker.waits.wait_for_async(
@@ -2864,8 +2869,8 @@ class FemtoQueue:
             once.
         lease_ms:  the length of the lease in milliseconds, as in pop().
 
-        Raises TypeError unless one of `key` and `id` is given, ValueError if it is invalid, and any
-        error that pop() raises.
+        Raises TypeError unless either `key` or `id` is given. Raises ValueError if the key or the
+        id is invalid, and any error that pop() raises.
 
         On disk: as after pop().
         """
@@ -2904,8 +2909,8 @@ class FemtoQueue:
         """Iterate over tasks until no task is pending, scheduled or in flight.
 
         Each task is leased as by pop(). Tasks of other workers count too: drain() waits for them to
-        end or to come back. End each task before asking for the next one, because a task that this
-        worker holds is in flight.
+        end or to come back. End each task before asking for the next: a task that this worker holds
+        is in flight, too.
 
         timeout:  the seconds to wait for each task; the iteration ends if no task came. None: no
             limit.
@@ -2915,9 +2920,9 @@ class FemtoQueue:
 
         On disk: as after pop(), for each task.
         """
-        _end_s(timeout)  # an invalid one is an error now, not at the first task
+        _end_s(timeout)  # raise for an invalid timeout now, not at the first task
 
-        def look() -> Any:  # False: nothing is left
+        def look() -> Any:  # returns False if no work is left, which ends the wait
             task = self._worker.take_oldest(self._length_ns, True)
             return task if task or self._files.has_work() else False
 
@@ -2952,10 +2957,11 @@ class FemtoQueue:
         TypeError if `task` is not a FemtoTask, and the OSError of the system call if there is
         trouble with the disk. If only the sync failed, the task has moved all the same.
 
-        On disk: when done() returns, the file of the task is in done/, or is deleted. rename(2) or
-        unlink(2) is the commit: of two calls for one lease, one gets ENOENT and raises LeaseLost.
-        The checkpoint of the task is removed. With sync_after_write, fsync(2) of the file and of
-        the directory follows. A payload that is buffered behind the task becomes a task.
+        On disk: when done() returns, the file of the task is in done/, or is deleted. The rename(2)
+        or unlink(2) is the commit. It fails with ENOENT if the lease is gone (POSIX), and then
+        LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write, fsync(2)
+        of the file and of the directory follows. A payload that is buffered behind the task becomes
+        a task.
         """
         self._worker.finish(task)
 
@@ -3033,22 +3039,23 @@ class FemtoQueue:
         """Return the task of a lease that another process took, to end or to extend the delivery
         here.
 
-        lease:  the lease as the other process saw it: the whole of `task.path`, the last part of
-            that path, or the id of the task.
+        lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
-        The payload is not read: `data` is b"", and `size_bytes`, `key` and `checkpoint` are None.
-        checkpoint() reads the payload when it is called, and saves the checkpoint for that payload.
+        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
+        method checkpoint() reads the payload when it is called, and saves the checkpoint for that
+        payload.
 
         Raises LeaseLost if there is no such lease, and TypeError if `lease` is not a str.
 
-        A lease that is not detached still ends with the worker that took it. The lease is renewed
-        for timeout_stale_ms of this object. If that is None, a detached lease is renewed for the
-        time that is left of it now, and at least a second.
+        A lease that is not detached still ends with the worker that took the lease. Without another
+        length, extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms
+        is None, extend() renews a detached lease for the time that is left now, and at least a
+        second.
 
         On disk: nothing changes.
         """
         directory, _, name = _check_str("lease", lease).rpartition("/")
-        is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
+        is_path = _parse_node_dir(directory) and self._files.exists(lease)  # needs no listing
         entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
         entry = next((it for it in entries if it and name in (it.name, it.id)), None)
         if entry is None:
@@ -3059,7 +3066,7 @@ class FemtoQueue:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
         held = _Lease()
         held.path, held.length_ns = entry.path, length_ns
-        held.has_checkpoint = True  # it may have one, which has to go with it
+        held.has_checkpoint = True  # not known: so done() and fail() remove one if it exists
         task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
         task.size_bytes = None
         return task
@@ -3093,9 +3100,9 @@ class FemtoQueue:
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
         """Save how far the work on the task has come, and renew the lease.
 
-        The next delivery gets the bytes as `task.checkpoint`: after release(), a failed attempt, or
-        the death of this worker. A delivery with a newer payload of the key does not get them.
-        done() and fail() remove the checkpoint.
+        The next delivery gets the bytes as `task.checkpoint`. This holds after release(), after a
+        failed attempt, and after the death of this worker. A delivery with a newer payload of the
+        key gets no checkpoint. done() and fail() remove the checkpoint.
 
         task:  the task that pop() or another method leased.
         data:  the progress: bytes, bytearray or memoryview, of any meaning.
@@ -3104,10 +3111,10 @@ class FemtoQueue:
         TypeError if `data` is not bytes-like, and the OSError of the system call if the disk did
         not take it.
 
-        On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. rename(2) replaces
-        the old file in one step: after a crash the file is the old one or the new one, and whole.
-        With sync_after_write, fsync(2) of the file comes before the rename, and of the directory
-        after it.
+        On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. One rename(2)
+        replaces the old file. After a crash, the old or the new file is there, and whole. With
+        sync_after_write, fsync(2) of the file comes before the rename, and of the directory after
+        it.
         """
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
@@ -3142,9 +3149,10 @@ class FemtoQueue:
         Raises TypeError or ValueError if an argument is invalid. SystemExit, KeyboardInterrupt and
         the like, raised by a handler, end the loop and propagate. The handler's task is given back,
         and the delivery is not counted. An OSError of pop() or of the end of a delivery also ends
-        the loop, and is raised when the running handlers have finished. But trouble with a single
-        task (see pop()) is logged, and the other tasks go on. work() raises such an error only if
-        nothing else came for 30 seconds.
+        the loop, and is raised when the running handlers have finished.
+
+        Trouble with a single task (see pop()) is logged, and the other tasks go on. An error of
+        this kind is raised only if nothing but such trouble came for 30 seconds.
 
         On disk: each task is where done(), fail() or release() put it.
         """
@@ -3197,7 +3205,7 @@ class FemtoQueue:
     def paused(self) -> bool:
         """True if the queue is paused: the file data_dir/PAUSED exists."""
         is_paused = self._files.exists("PAUSED")
-        if is_paused:  # the next pop() is not to hand out what was said to be held back
+        if is_paused:  # after this answer, pop() must not hand out tasks that it listed before
             self._worker.house.look_again()
         return is_paused
 
@@ -3294,7 +3302,8 @@ class FemtoQueue:
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
-        ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]  # negative: not due
+        # Negative if the task is not due.
+        ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]
         age_ns = max(ages_ns, default=-1)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
         return Stats(
@@ -3314,11 +3323,11 @@ class FemtoQueue:
         A task that waits is shown with the newest payload of its key.
 
         state:  one of STATES.
-        data:  False: read only the headers. Then `data` is b"", and `size_bytes` is None if the
-            header is invalid.
+        data:  False: read only the headers. The attribute `data` is then b"". If the header is
+            invalid, `size_bytes` is None.
 
-        A task that moves meanwhile is left out. A task that is corrupt, or that this user may not
-        read, is left out and logged; peek() raises its error.
+        A task that moves meanwhile is left out. A corrupt task, or a task that this user may not
+        read, is left out and logged. peek() raises the error of such a task.
 
         Raises ValueError if `state` is invalid.
         """
@@ -3344,7 +3353,7 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # In the order in which it may move on.
+            # In the order in which a task moves on, so that one that does so is not missed.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
@@ -3366,10 +3375,12 @@ class FemtoQueue:
         return (task.key for task in self._read_all(keyed, True) if task.key is not None)
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
-        """Return the task of an entry, or None if its file has moved. A task that waits gets the
-        newest payload of its key; with data=False, the header of that payload."""
+        """Return the task of an entry, or None if its file has moved. A task that waits is read
+        with the newest payload of its key. data=False: read only the header of that payload."""
         newest, payload = self._worker.keys.newest_of(entry), b""
-        for record in dict.fromkeys((newest, entry.path)):  # RACE: it may be taken along just now
+        # RACE: another worker's claim takes the newer payload out of keys/ before this read. Then
+        # read the task's own record. If the task has moved as well, return None.
+        for record in dict.fromkeys((newest, entry.path)):
             with suppress(FileNotFoundError):
                 if data:
                     payload, key = self._files.read(record, entry.id)
@@ -3385,13 +3396,13 @@ class FemtoQueue:
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.size_bytes = size_bytes
         if entry.directory == "failed":
-            # There is none, or it is another user's: no reason not to show the task.
+            # Show the task even if the reason is missing or may not be read (another user's).
             with suppress(FileNotFoundError, PermissionError):
                 task.error = self._files.text(f"failed/{entry.id}.error").removesuffix("\n")
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of the entries. Leave out a task that moved, and log one that can't be
+        """Yield the tasks of the entries. Leave out tasks that moved, and log those that can't be
         read."""
         for entry in entries:
             try:
@@ -3407,17 +3418,18 @@ class FemtoQueue:
     def close(self) -> None:
         """Give up the lease directory of this worker. Its tasks return to pending/ at once.
 
-        The exceptions are leases that end at their deadlines: detached ones, all where there is no
-        flock(2), and all while another object lives under the same node_id.
+        Some leases stay, and end at their deadlines. These are detached leases, all leases where
+        there is no flock(2), and all leases while another object lives under the same node_id.
 
-        Calls of this object that wait in other threads and coroutines return at once: pop() and
+        Calls of this object that wait in other threads and coroutines return at once. pop() and
         take() return None, join() returns False, and drain() and work() stop.
 
         The object may be used again after close(). Dropping the last reference to the object, or
         leaving its `with` block, does what close() does.
         """
         worker, lease_dir = self._worker, self._worker.lease_dir
-        # As the interpreter ends, a thread may have ended with the lock: the kernel closes, then.
+        # While the interpreter ends, do not wait for the lock: a thread that has ended may hold it.
+        # The kernel closes the files then.
         if not worker.lock.acquire(blocking=not sys.is_finalizing()):
             return
         try:
@@ -3436,10 +3448,11 @@ class FemtoQueue:
         self.close()
 
     def __del__(self) -> None:
-        # The constructor may have raised. _FileLock is None when the interpreter ends.
+        # `_worker` is missing if the constructor raised. While the interpreter ends, _FileLock may
+        # already be None.
         if "_worker" in self.__dict__ and _FileLock is not None:
             self.close()
-            # It is in a cycle with its parts; what they hold goes now.
+            # The worker and its parts refer to each other: free what they hold now.
             self._worker.__dict__.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -3449,7 +3462,7 @@ class FemtoQueue:
         return functools.partial(type(self), **settings), ()
 
 
-# Fixed when an object is made; a pickled one is made anew of them.
+# They are fixed when an object is made. An unpickled object is made anew from them.
 _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 
