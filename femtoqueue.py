@@ -783,9 +783,9 @@ class Stats(NamedTuple):
 
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
-    oldest_pending_age_s:  the seconds that the first task in pending/ has had its place, or that
-        the first task in scheduled/ has been due: the larger number. None: pending/ is empty, and
-        no scheduled task is due.
+    oldest_pending_age_s:  for how many seconds a task has waited its turn: the first task in
+        pending/, or in scheduled/ the first task that is due; the larger number counts. None:
+        pending/ is empty, and no scheduled task is due.
     nodes:  the leases of each worker, by node_id.
     expired:  the number of leases past their deadline whose tasks no worker has taken back.
     """
@@ -2551,10 +2551,11 @@ class FemtoQueue:
 
     data_dir:  the directory. It is made with mode 0700 if it is missing.
     node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -. None: a new
-        name. A worker that restarts under its old name at once takes back the tasks of the earlier
-        process. Where there is no flock(2), a restart takes nothing back. Living objects may share
-        a name, and do not take each other's leases. If a process among them is killed, its leases
-        end at their deadlines, or when the last object of that name ends.
+        name. A worker that restarts under an old name takes back, at the first pop(), the tasks of
+        the earlier process. Where there is no flock(2), a restart takes nothing back. Living
+        objects may share a name, and do not take each other's leases. If a process is killed while
+        others live under its name, the leases of that process end at their deadlines, or with the
+        last object of that name.
     timeout_stale_ms:  the length of the lease (visibility timeout) that pop() takes, in
         milliseconds. None: the lease lasts as long as its worker lives. After a reboot such a lease
         ends only when a worker starts under the same node_id. A person can end the lease, too, by
@@ -2563,7 +2564,7 @@ class FemtoQueue:
     sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
         This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
         checkpoint. False: the effect survives the death of processes, but not power loss.
-    max_attempts:  the number of deliveries after which a task that is still not done goes to
+    max_attempts:  after this number of deliveries without done() or fail(), the task goes to
         failed/. From 1 to 999,999. None: no limit.
     keep_done:  True: done() keeps the task in done/. False: done() deletes the task. A number:
         pop() deletes tasks from done/ after that many seconds, a few at a time.
@@ -2573,8 +2574,8 @@ class FemtoQueue:
     poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
         that waits. The pause matters only where inotify(7) does not report all changes: not on
         Linux, or on a file system that other hosts write to.
-    detached:  True: the leases outlive this object and its process. attach() finds the leases
-        again, and only the deadlines end them. False: a lease also ends with its worker.
+    detached:  True: the leases outlive this object and its process. Only the deadlines end the
+        leases, and attach() finds the tasks again. False: a lease also ends with its worker.
 
     These settings are fixed: assigning to one raises AttributeError.
 
@@ -2652,8 +2653,8 @@ class FemtoQueue:
         """Add a task to the back of the queue and return the id of the task.
 
         A task with a key follows other rules. At most one task of a key waits in the queue. If
-        there is such a task, `data` replaces its payload. The task keeps its place or its due time,
-        and its id, which is returned. The task counts as never attempted, and its checkpoint is
+        there is such a task, `data` replaces its payload. The task keeps its place or its due time.
+        The id of that task is returned. The task counts as never attempted, and its checkpoint is
         removed. If a worker has leased the task of the key, `if_in_flight` says what happens. If
         the key has no task, push() adds one.
 
@@ -2664,22 +2665,24 @@ class FemtoQueue:
                 ends, `data` becomes a task with an id of its own, which is returned. If the leased
                 task comes back instead, its next delivery carries `data`, as a first attempt.
             "update": `data` replaces the payload of the leased task. The running delivery keeps the
-                old payload, and only a later delivery carries `data`. done() ends the task together
-                with `data`. If a payload already waits behind the task, `data` replaces that
-                payload instead.
+                old payload, and only a later delivery carries `data`. The id of the leased task is
+                returned. done() ends the task together with `data`. If a payload already waits
+                behind the task, `data` replaces that payload instead.
             "reject": raise KeyInFlight.
 
-        Raises TypeError if `data` is not bytes-like, or if if_in_flight is given without a key.
-        Raises ValueError if the key is too long or empty, or if_in_flight is not one of the three.
-        Raises KeyInFlight for "reject". Raises the OSError of the system call if the disk did not
-        take the task. With a key, also raises OSError where there is no flock(2).
+        Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
+        given without a key. Raises ValueError if the key is too long or empty, or if `if_in_flight`
+        is not one of the three. Raises KeyInFlight for "reject". Raises the OSError of the system
+        call if the disk did not take the task. With a key, also raises OSError where there is no
+        flock(2).
 
-        If push() raises, the task is not in the queue. There is one exception: a worker may take
-        the task before its sync fails.
+        If push() raises, `data` is not in the queue. There are two exceptions: a worker took the
+        task before its sync failed, or the last paragraph below applies.
 
-        On disk: when push() returns, the file of the task is in pending/. The file is written in
-        creating/, and then moved by rename(2). A rename is atomic (POSIX): no worker sees half a
-        task. With sync_after_write, fsync(2) of the file and of the directory follows.
+        On disk: when push() returns, the file of the task is in pending/, or a buffered payload is
+        in keys/. The file is written in creating/, and then moved by rename(2). A rename is atomic
+        (POSIX): no worker sees half a task. With sync_after_write, fsync(2) of the file and of the
+        directory follows.
 
         A payload is replaced by renameat2(2) with RENAME_EXCHANGE. Names can't be exchanged on NFS,
         on FUSE, and where the system is not Linux. There, the new payload of a task in pending/
@@ -2704,8 +2707,8 @@ class FemtoQueue:
         bytes-like. Raises OSError if the disk did not take a task, and any exception that
         `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
         of the exception has their ids, and the message of an OSError says how many they are. If the
-        sync failed, the tasks are removed again: then `pushed_ids` has the ids of those that a
-        worker took before.
+        sync failed, the tasks are removed again: then `pushed_ids` has the ids of the tasks that
+        could not be removed, because a worker took them before.
 
         On disk: when push_many() returns, the files of the tasks are in pending/. With
         sync_after_write, one syncfs(2) makes the whole batch durable. Where syncfs(2) can't be
@@ -2743,8 +2746,9 @@ class FemtoQueue:
         key: str | None = None,
         if_in_flight: str = "buffer",
     ) -> str:
-        """Add a task that joins the back of the queue at a given time, and return the id of the
-        task.
+        """Add a task that joins the queue at a given time, and return the id of the task.
+
+        At that time the task goes to the back of the queue.
 
         data:  the payload, as in push().
         time_us:  the due time by the wall clock, in microseconds since the epoch: time.time() *
@@ -2780,9 +2784,9 @@ class FemtoQueue:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
         name, payload = _encode_key(key), _as_bytes(data)
-        # RACE: another worker's pop() claims the waiting task, or a person moves its file, before
-        # put() replaces the payload. put() then returns "", and the next round finds the task in
-        # its new place.
+        # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
+        # a person moves the file. Then "" is returned, and the next round finds the task where it
+        # is now: in flight, for example.
         while True:
             if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
                 return ident
@@ -2793,8 +2797,8 @@ class FemtoQueue:
         """Lease the oldest task and return the task, or return None if there is no task to deliver.
 
         The worker holds the lease until it calls done(), fail() or release(), or until the lease
-        ends. Another worker may deliver the task again after the lease has ended. A corrupt task is
-        moved to failed/, logged and passed over.
+        ends. After the lease has ended, another worker may deliver the task again. A corrupt task
+        is moved to failed/, logged and passed over.
 
         timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
             the wait, signal handlers run at once.
@@ -2802,23 +2806,23 @@ class FemtoQueue:
             lease for the same length. None: timeout_stale_ms.
 
         Returns None if no task came in time, the queue is paused, or close() was called in another
-        thread. Without a timeout, pop() also returns None if other workers won every claim.
+        thread. With timeout=0, pop() also returns None if other workers won every claim.
 
         Raises ValueError or TypeError if an argument is invalid. Raises the OSError of the system
         call if there is trouble with the disk. If the trouble is with scheduled/, creating/ or the
         directories of other workers, the error is raised only when no task waits.
 
         If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
-        its id. This happens if this user may not read or move the file, or if the payload does not
-        fit into memory. The next pop(), in this process or another, takes the next task. A task
-        that can't be read goes to the back of the queue. Its attempts count this delivery, so that
-        max_attempts ends the task in failed/. A task that can't be moved stays in its place. If the
-        same task makes trouble again, this object passes the task over for a pause that grows from
-        a second to an hour.
+        the id of the task. This happens if this user may not read or move the file, or if the
+        payload does not fit into memory. The next pop(), in this process or another, takes the next
+        task. A task that can't be read goes to the back of the queue. The attempts of the task
+        count this delivery, so that max_attempts ends the task in failed/. A task that can't be
+        moved stays in its place. If the same task makes trouble again, this object passes the task
+        over for a pause that grows from a second to an hour.
 
         A wait ends when inotify(7) reports a task, or else at the next look, at most
-        poll_interval_s later. A wait also ends when a task comes due, when the lease of another
-        task ends, and within half a second after a worker died.
+        poll_interval_s later. A wait also ends when a task comes due, when a lease ends, and within
+        half a second after a worker died.
 
         On disk: when pop() returns, the file of the task is in inflight-<node>/. Its name begins
         with the deadline. If several workers call rename(2) for the same file, one succeeds and the
@@ -2837,7 +2841,7 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do what pop() does, without blocking the event loop.
 
-        timeout, lease_ms:  as in pop(), but without a timeout the call waits for ever.
+        timeout, lease_ms:  as in pop(), but the default timeout is None: wait without a limit.
 
         Coroutines that wait on the same queue object get tasks in the order of their calls.
 
@@ -2859,10 +2863,10 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Lease the task of a key, or the task with an id, out of turn, and return the task.
 
-        key:  the key of the task. None is returned if the key has no task, or if its task is in
-            flight or not yet due. The cost does not depend on the number of waiting tasks (on file
-            systems that other hosts write to, it does). But take() also runs the housekeeping jobs
-            of pop().
+        key:  the key of the task. None is returned if the key has no task, or if the task is in
+            flight or not yet due, or if the queue is paused. The cost does not depend on the number
+            of waiting tasks (on file systems that other hosts write to, it does). But take() also
+            runs the housekeeping jobs of pop().
         timeout:  the seconds to wait for the task, as in pop().
         id:  the id of the task. The task may be in pending/ or in scheduled/, due or not; else None
             is returned. done() then cancels the task. If the task comes back instead, it is due at
@@ -2887,9 +2891,9 @@ class FemtoQueue:
     ) -> FemtoTask | None:
         """Do what take() does, without blocking the event loop.
 
-        The parameters are as in take(), but without a timeout the call waits for ever. The order of
-        coroutines and the effect of cancelling are as in pop_async(). Only the coroutines that wait
-        for the same key or id stand in one line.
+        The parameters are as in take(), but the default timeout is None: wait without a limit. The
+        order of coroutines and the effect of cancelling are as in pop_async(). Only the coroutines
+        that wait for the same key or id stand in one line.
         """
         look = self._finder_of(key, id, lease_ms, wait=False)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
@@ -2958,10 +2962,11 @@ class FemtoQueue:
         trouble with the disk. If only the sync failed, the task has moved all the same.
 
         On disk: when done() returns, the file of the task is in done/, or is deleted. The rename(2)
-        or unlink(2) is the commit. It fails with ENOENT if the lease is gone (POSIX), and then
-        LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write, fsync(2)
-        of the file and of the directory follows. A payload that is buffered behind the task becomes
-        a task.
+        or unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX),
+        and then LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write,
+        fsync(2) of the file and of the directory follows. A task to be deleted is also synced
+        before: power loss must not bring it back to pending/. A payload that is buffered behind the
+        task becomes a task.
         """
         self._worker.finish(task)
 
@@ -3029,15 +3034,14 @@ class FemtoQueue:
         done() does.
 
         On disk: when extend() returns, the file of the task has a new name, with the new deadline,
-        in the same directory. The rename(2) fails if the file is gone, and the lease with it. The
-        rename is not synced.
+        in the same directory. The rename(2) fails with ENOENT if the lease is gone (POSIX), and
+        then LeaseLost is raised. The rename is not synced.
         """
         lease = _lease_of(task)
         self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
 
     def attach(self, lease: str) -> FemtoTask:
-        """Return the task of a lease that another process took, to end or to extend the delivery
-        here.
+        """Return the task of a lease that another process took, to end or extend the lease here.
 
         lease:  `task.path` in the other process, the last part of that path, or the id of the task.
 
@@ -3074,11 +3078,10 @@ class FemtoQueue:
     # Working
 
     def processing(self, task: FemtoTask) -> _Processing:
-        """Return a context manager that keeps the task's lease during its block, and then ends the
-        delivery.
+        """Return a context manager that keeps the lease in its block, and then ends the delivery.
 
-        task:  the task that pop() or another method leased. `with q.processing(task) as task` gives
-            it.
+        task:  the task that pop() or another method leased. The `as` clause of the `with` statement
+            gets the same object.
 
         A thread in the background renews the lease; each queue object has at most one such thread.
         When the block ends without an exception, the task is finished, as by done(). If the block
@@ -3149,7 +3152,8 @@ class FemtoQueue:
         Raises TypeError or ValueError if an argument is invalid. SystemExit, KeyboardInterrupt and
         the like, raised by a handler, end the loop and propagate. The handler's task is given back,
         and the delivery is not counted. An OSError of pop() or of the end of a delivery also ends
-        the loop, and is raised when the running handlers have finished.
+        the loop, and is raised when the running handlers have finished. If a signal came, too, the
+        OSError is only logged.
 
         Trouble with a single task (see pop()) is logged, and the other tasks go on. An error of
         this kind is raised only if nothing but such trouble came for 30 seconds.
@@ -3205,7 +3209,7 @@ class FemtoQueue:
     def paused(self) -> bool:
         """True if the queue is paused: the file data_dir/PAUSED exists."""
         is_paused = self._files.exists("PAUSED")
-        if is_paused:  # after this answer, pop() must not hand out tasks that it listed before
+        if is_paused:  # from now on, pop() must not hand out tasks that were listed before
             self._worker.house.look_again()
         return is_paused
 
@@ -3229,8 +3233,7 @@ class FemtoQueue:
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
-        """Put every failed task at the back of the queue, oldest first, and return how many were
-        put back.
+        """Put every failed task at the back of the queue, oldest first, and return their number.
 
         A task stays in failed/, uncounted, if its key has another task now. On disk: as after
         retry(), for each task.
@@ -3242,8 +3245,7 @@ class FemtoQueue:
         return count
 
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
-        """Delete tasks that ended more than older_than_s seconds ago, and return how many were
-        deleted.
+        """Delete tasks that ended more than older_than_s seconds ago, and return their number.
 
         older_than_s:  the least age in seconds, by the wall clock. The age counts from the move to
             the directory: every common file system sets st_ctime on rename(2).
@@ -3270,8 +3272,7 @@ class FemtoQueue:
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
-        """Return what is wrong in data_dir, as a list of findings; with repair=True, also repair
-        it.
+        """Return what is wrong in data_dir, as a list; with repair=True, also repair it.
 
         Every task is read. A task that moves meanwhile may be reported wrongly.
 
@@ -3353,7 +3354,7 @@ class FemtoQueue:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # In the order in which a task moves on, so that one that does so is not missed.
+            # Search in the order in which tasks move: a task that moves on meanwhile is found.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
