@@ -663,17 +663,21 @@ _IF_IN_FLIGHT = ("buffer", "update", "reject")
 
 
 class FemtoQueueError(Exception):
-    """The base class of this module's own errors. Trouble with the disk is raised as the OSError
-    that it is."""
+    """The base class of this module's own errors. Trouble with the disk is raised as an OSError."""
 
 
 class LeaseLost(FemtoQueueError):
-    """The task is no longer leased by this delivery. The call changed nothing.
+    """The lease of the task is not held by this delivery. Nothing was changed.
 
-    `id` is the id of the task. `expired` is True if the deadline of the lease has passed. Another
-    worker may have the task then. `expired` is False if the lease ended before its deadline. Then
-    the task was settled before, moved by hand, or given up by close(). A lease past its deadline is
-    not lost until the task is reclaimed."""
+    id:  the id of the task.
+    expired:  True if the deadline of the lease has passed; another worker may have the task now.
+        False otherwise: the delivery had ended, or a person had moved the file, or close() had
+        given up the lease. Also False for a task that never had a lease.
+    why:  the reason, as text.
+
+    A lease past its deadline stays valid until a worker takes the task back. Only then is the lease
+    lost.
+    """
 
     def __init__(self, id: str, expired: bool, why: str) -> None:
         super().__init__(id, expired, why)
@@ -684,8 +688,12 @@ class LeaseLost(FemtoQueueError):
 
 
 class KeyInFlight(FemtoQueueError):
-    """The key already has a task, whose id is `id`. The task is in flight. If retry() raised this
-    error, the task may also be waiting."""
+    """The key already has a task.
+
+    key:  the key.
+    id:  the id of the task that has the key. That task is in flight if push() or schedule() raised
+        the error. If retry() raised it, the task may also be waiting.
+    """
 
     def __init__(self, key: str, id: str) -> None:
         super().__init__(key, id)
@@ -696,12 +704,17 @@ class KeyInFlight(FemtoQueueError):
 
 
 class TaskNotFound(FemtoQueueError):
-    """No task with that id is in the state that the call needs."""
+    """The task is not in the state that the call requires: retry() requires a task in failed/."""
 
 
 class CorruptTask(FemtoQueueError):
-    """The file of a task is not a whole record. `id` is the id of the task, and `reason` says what
-    is wrong."""
+    """The file of a task is not a whole record.
+
+    id:  the id of the task.
+    reason:  what is wrong with the file, as text.
+
+    peek() raises it. pop() does not: it moves such a task to failed/.
+    """
 
     def __init__(self, id: str, reason: str) -> None:
         super().__init__(id, reason)
@@ -738,19 +751,22 @@ _NO_LEASE = _Lease()
 
 
 class FemtoTask:
-    """One task, as it was when its file was read. Assigning to a field changes nothing in the
-    queue. Only checkpoint() uses a field: a checkpoint belongs to the payload in `data`. Two tasks
-    are equal if their id, data, attempts and key are equal.
+    """A task, as it was when its file was read.
 
-    id: the id of the task. It stays the same through retries and delays.
-    data: the payload as pushed.
-    attempts: the number of deliveries so far, including this one. None: not known, because done/
-    and failed/ do not keep the number.
-    key: the key of the task, or None.
-    checkpoint: the data that checkpoint() saved last, for a task of pop() or take(); else None.
-    error: the reason of a failed task, else None.
-    size_bytes: the length of the payload. None: the file has no valid header (only in
-    tasks(data=False)), or the file was not read (attach()).
+    id:  the id. The task keeps it for life, through retries and delays.
+    data:  the payload as pushed.
+    attempts:  the number of deliveries so far, including the current one. None: unknown, because
+        done/ and failed/ do not record the number.
+    key:  the key, or None for a task without a key.
+    checkpoint:  the last bytes that checkpoint() saved, in this delivery or before. Only pop() and
+        take() read the saved bytes. None: nothing was saved, or another method returned the task.
+    error:  the reason of a task in failed/, else None.
+    size_bytes:  the length of the payload in bytes. None: the file was not read (attach()), or its
+        header is invalid (tasks(data=False) only).
+
+    Assigning to an attribute changes nothing in the queue, with one exception: checkpoint() records
+    for which `data` the checkpoint is valid. Calls of the queue that leased the task update `path`
+    and `checkpoint`. Two tasks are equal if `id`, `data`, `attempts` and `key` are equal.
     """
 
     # _anchor_ns: the anchor of the queue clock, for `until`.
@@ -792,32 +808,33 @@ class FemtoTask:
     @property
     def path(self) -> str:
         """The path of the task's file, relative to data_dir, when the file was read. For a leased
-        task, it is the path of the lease, which is the fence."""
+        task the path is the fencing token, and each renewal of the lease changes it."""
         return self._lease.path
 
     @property
     def state(self) -> str:
-        """The state of the task when it was read: one of STATES, or "buffered" for a newer payload
-        behind a task."""
+        """The state when the file was read, one of STATES. "buffered" means a newer payload of a
+        key, which waits in keys/ behind the task of the key."""
         state = _state_of(self.path)
         return "buffered" if state == "keys" else state
 
     @property
     def node(self) -> str | None:
-        """The node_id of the worker that has the task in flight, else None."""
+        """The node_id of the worker that holds the lease; None if the task is not in flight."""
         match = _parse_node_dir(self.path.partition("/")[0])
         return match and match[1]
 
     @property
     def created(self) -> datetime:
-        """The time of the push in UTC. It is read from the id, and is by the queue clock (see
-        FemtoQueue)."""
+        """The time of the push, in UTC by the queue clock (see FemtoQueue). The time is part of the
+        id: a later push that replaces the payload of a key does not change it."""
         return _utc(_stamp_of(self.id))
 
     @property
     def until(self) -> datetime | None:
-        """The time when the lease of the task ends or when the task is due, in UTC. A deadline is
-        converted to the wall clock as it is set now. None in other states."""
+        """The end of the lease of a task in flight, or the due time of a scheduled task; else None.
+        The time is in UTC. A deadline is converted from the queue clock to the wall clock at each
+        access."""
         if self.state == "inflight":
             left_ns = _stamp_of(self.path) - self._anchor_ns - _monotonic_ns()
             return _utc(_wall_ns() + left_ns)
@@ -836,13 +853,16 @@ def _lease_of(task: object) -> _Lease:
 
 
 class NodeStats(NamedTuple):
-    """The leases of one worker. `node` is its node_id, and `expired` counts the leases past their
-    deadline. `liveness` is one of these:
+    """The leases of one worker, counted when stats() was called.
 
-    "alive": the lock of the lease directory is held.
-    "dead": the lock is not held, and the directory has leases of this boot.
-    "unknown": the leases are of another host or an earlier boot, or there are none, or flock does
-    not work here. Then leases end by their deadlines only."""
+    node:  the node_id of the worker.
+    inflight:  the number of its leases.
+    expired:  how many of these leases are past their deadline.
+    liveness:  "alive": a process holds the lock of the worker's lease directory.
+        "dead": no process holds the lock, and the directory has leases of this boot.
+        "unknown": anything else. The directory is empty, all its leases are detached or of another
+            host or an earlier boot, or there is no flock(2) here. Only deadlines end such leases.
+    """
 
     node: str
     inflight: int
@@ -851,7 +871,16 @@ class NodeStats(NamedTuple):
 
 
 class Stats(NamedTuple):
-    """The number of tasks in each state; see FemtoQueue.stats()."""
+    """The number of tasks in each state; see FemtoQueue.stats().
+
+    pending, scheduled, inflight, done, failed:  the number of tasks in that state.
+    buffered:  the number of newer payloads in keys/, each behind the task of its key.
+    oldest_pending_age_s:  for how many seconds a task has waited its turn: the first task in
+        pending/, or in scheduled/ the first task that is due; the larger number counts. None:
+        pending/ is empty, and no scheduled task is due.
+    nodes:  the leases of each worker, by node_id.
+    expired:  the number of leases past their deadline whose tasks no worker has taken back.
+    """
 
     pending: int
     scheduled: int
@@ -865,12 +894,16 @@ class Stats(NamedTuple):
 
 
 class WorkCounts(NamedTuple):
-    """The deliveries of one work(), counted by their outcome.
+    """The deliveries of one call of work(), counted by how they ended.
 
-    done, failed: the task is in done/ (or was removed), or in failed/.
-    retried: the handler raised, and the task waits for another attempt.
-    released: the task was given back at the second signal, or when the handler was told to exit.
-    lost: the lease was lost, or its end could not be written. The log says which."""
+    done:  the task was finished.
+    failed:  the task is a dead letter in failed/.
+    retried:  the handler raised an exception, and the task waits for another attempt.
+    released:  the handler gave the task back, or the second signal did. Or the handler raised
+        SystemExit or another exception that is not an Exception.
+    lost:  the lease was lost, or the end of the delivery could not be written to the disk. The log
+        says which of the two.
+    """
 
     done: int = 0
     failed: int = 0
@@ -880,8 +913,13 @@ class WorkCounts(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A problem found by check(): the kind, the path relative to data_dir, a description, and
-    whether check() repaired the problem."""
+    """One thing that check() found.
+
+    kind:  the kind of the finding, such as "corrupt" or "leftover".
+    path:  the file or directory, relative to data_dir.
+    text:  what is wrong with it.
+    repaired:  True if check(repair=True) repaired it.
+    """
 
     kind: str
     path: str
@@ -2884,38 +2922,56 @@ class _Housekeeper:
 
 # ==================================================================================================
 # 12. FemtoQueue: the public face. Its methods stand in the order of a task's life.
-#     Invariant: it checks its arguments before anything is changed. Locks: see room 10.
+#     Invariant: a method checks its arguments before it changes anything. Room 10 says which locks
+#     are held, and in what order they are taken.
 # ==================================================================================================
 
 
 class FemtoQueue:
-    """A queue in `data_dir`, which is made (mode 0700) if it is missing.
+    """A queue in the directory `data_dir`. Each object is one worker of the queue.
 
-    node_id: the name of this worker, 1 to 100 of A-Z a-z 0-9 . _ - (None: a fresh one). Restarted
-    under it, a worker takes back at once what it held. Living objects that share one don't steal
-    from each other; what a killed one held waits for its deadline, or for the last of them to end.
-    timeout_stale_ms: the lease (visibility timeout) that pop() takes, in milliseconds. None: as
-    long as the holder lives; after a reboot, and where there is no flock, only a restart of its
-    node_id or release by hand brings such a task back.
-    sync_after_write: True makes what returned survive power loss (push, push_many, schedule, done,
-    fail, release, retry); False survives the death of processes.
-    max_attempts: a task that so many deliveries did not end goes to failed/. None: no limit.
-    keep_done: False deletes what is done; a number: pop() does, after that many seconds, in slices.
-    retry_delay_s: seconds that processing() and work() wait before a second delivery; twice as long
-    before each further one, up to an hour; less a random part of up to half.
-    poll_interval_s: the longest pause, in seconds, between two looks of a wait, where inotify does
-    not tell (not Linux, or a file system that other hosts write to).
-    detached: True makes leases that outlive this object and its process: only their deadlines end
-    them, and attach() finds them again.
+    data_dir:  the directory. It is made with mode 0700 if it is missing.
+    node_id:  the name of this worker: 1 to 100 of the characters A-Z a-z 0-9 . _ -. None: a new
+        name. A worker that restarts under an old name takes back, at the first pop(), the tasks of
+        the earlier process. Where there is no flock(2), a restart takes nothing back. Living
+        objects may share a name, and do not take each other's leases. If a process is killed while
+        others live under its name, the leases of that process end at their deadlines, or with the
+        last object of that name.
+    timeout_stale_ms:  the length of the lease (visibility timeout) that pop() takes, in
+        milliseconds. None: the lease lasts as long as its worker lives. After a reboot such a lease
+        ends only when a worker starts under the same node_id. A person can end the lease, too, by
+        the command `release` or by moving the file. Where there is no flock(2), only a person can
+        end such a lease.
+    sync_after_write:  True: the effect of a call that returned survives power loss, by fsync(2).
+        This holds for push, push_many, schedule, done, fail, release, retry, retry_failed and
+        checkpoint. False: the effect survives the death of processes, but not power loss.
+    max_attempts:  after this number of deliveries without done() or fail(), the task goes to
+        failed/. From 1 to 999,999. None: no limit.
+    keep_done:  True: done() keeps the task in done/. False: done() deletes the task. A number:
+        pop() deletes tasks from done/ after that many seconds, a few at a time.
+    retry_delay_s:  the seconds that processing() and work() wait before the second attempt of a
+        task. The pause doubles before each further attempt, up to an hour. A random part of up to
+        half is subtracted.
+    poll_interval_s:  the longest pause, in seconds, between two looks at the directories in a call
+        that waits. The pause matters only where inotify(7) does not report all changes: not on
+        Linux, or on a file system that other hosts write to.
+    detached:  True: the leases outlive this object and its process. Only the deadlines end the
+        leases, and attach() finds the tasks again. False: a lease also ends with its worker.
 
-    Order and deadlines are by the queue clock: the monotonic clock plus an anchor that all
-    processes of one boot share, so that setting the date does not move it. Where there is no boot
-    id (not Linux) each process anchors itself to the wall clock or the newest task.
+    These settings are fixed: assigning to one raises AttributeError.
 
-    Threads may share an object; a forked child's copy is another worker; a pickled one is made anew
-    from its settings. A signal handler may call push() and schedule(), without a key, and nothing
-    else: let it set a flag, or the Event of work(stop=). Raises TypeError or ValueError for an
-    invalid argument, OSError if a directory can't be made.
+    Raises TypeError or ValueError if an argument is invalid, and OSError if a directory of the
+    queue can't be made or read.
+
+    The order of tasks and the deadlines of leases follow the queue clock. The queue clock is the
+    monotonic clock plus an anchor that all processes of one boot share. Setting the date therefore
+    does not move the queue clock. Where there is no boot id (not on Linux), each process sets its
+    own anchor: to the wall clock, or to the newest task if that is later.
+
+    Threads may share an object. A forked child's copy of the object is another worker. An unpickled
+    object is made anew from the settings. A signal handler may call push() and schedule(), without
+    a key, and no other method. For anything else, let the handler set a flag, or the Event that was
+    passed as work(stop=...).
     """
 
     node_id: str
@@ -2961,7 +3017,7 @@ class FemtoQueue:
         object.__setattr__(self, name, value)
 
     def _init_worker(self) -> None:
-        # Past __setattr__: it is another in a child.
+        # Bypass __setattr__(): a forked child gets a node_id of its own.
         self.__dict__["node_id"] = self._given_node_id or f"{os.getpid()}-{self._clock.tag}"
         self._worker = _Worker(self, self._files, self._clock)
 
@@ -2975,21 +3031,45 @@ class FemtoQueue:
     def push(
         self, data: _BytesLike, *, key: str | None = None, if_in_flight: str = "buffer"
     ) -> str:
-        """Add a task to the back of the queue and return its id.
+        """Add a task to the back of the queue and return the id of the task.
 
-        When it returns, the task is in pending/; if it raises, nothing is, unless a worker took the
-        task before its sync failed. TypeError if data is not bytes-like; OSError, as it came, if
-        the disk did not take it.
+        A task with a key follows other rules. At most one task of a key waits in the queue. If
+        there is such a task, `data` replaces its payload. The task keeps its place or its due time.
+        The id of that task is returned. The task counts as never attempted, and its checkpoint is
+        removed. If a worker has leased the task of the key, `if_in_flight` says what happens. If
+        the key has no task, push() adds one.
 
-        key: 1 to 200 bytes of text. At most one task of a key waits: data replaces its payload, and
-        it keeps its id, which is returned, and its place (or its time, in scheduled/). Where
-        renameat2(2) can't exchange names (NFS, FUSE; not Linux), data waits in keys/ until the
-        claim of the task takes it along, and may do so if only its sync failed.
-        if_in_flight, for a key whose task is leased: "buffer": data waits in keys/ (a newer one
-        replaces it). When the delivery ends, it joins the queue by its own id; if the task comes
-        back, its next delivery carries data, as a first attempt. "update": a redelivery carries
-        data, and done() ends it with the task; a payload behind the task is replaced instead.
-        "reject": raises KeyInFlight. Keyed tasks need flock: OSError without.
+        data:  the payload: bytes, bytearray or memoryview.
+        key:  a text of 1 to 200 bytes in UTF-8. None: a task without a key.
+        if_in_flight:  what to do if the task of the key is leased. Only with a key.
+            "buffer": `data` waits in keys/, and a later push replaces it there. When the delivery
+                ends, `data` becomes a task with an id of its own, which is returned. If the leased
+                task comes back instead, its next delivery carries `data`, as a first attempt.
+            "update": `data` replaces the payload of the leased task. The running delivery keeps the
+                old payload, and only a later delivery carries `data`. The id of the leased task is
+                returned. done() ends the task together with `data`. If a payload already waits
+                behind the task, `data` replaces that payload instead.
+            "reject": raise KeyInFlight.
+
+        Raises TypeError if `data` is not bytes-like, if `key` is not a str, or if `if_in_flight` is
+        given without a key. Raises ValueError if the key is too long or empty, or if `if_in_flight`
+        is not one of the three. Raises KeyInFlight for "reject". Raises the OSError of the system
+        call if the disk did not take the task. With a key, also raises OSError where there is no
+        flock(2).
+
+        If push() raises, `data` is not in the queue. There are two exceptions: a worker took the
+        task before its sync failed, or the last paragraph below applies.
+
+        On disk: when push() returns, the file of the task is in pending/, or a buffered payload is
+        in keys/. The file is written in creating/, and then moved by rename(2). A rename is atomic
+        (POSIX): no worker sees half a task. With sync_after_write, fsync(2) of the file and of the
+        directory follows.
+
+        A payload is replaced by renameat2(2) with RENAME_EXCHANGE. Names can't be exchanged on NFS,
+        on FUSE, and where the system is not Linux. There, the new payload of a task in pending/
+        waits in keys/, and the claim of the task takes the payload along. Other payloads are
+        replaced by rename(2). A push that raised because only its sync failed may then have
+        replaced the payload.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -2998,9 +3078,23 @@ class FemtoQueue:
         return ident
 
     def push_many(self, iterable: Iterable[_BytesLike]) -> list[str]:
-        """Add tasks in order and return their ids; with sync_after_write, sync once for all. An
-        error is raised as it came; its attribute pushed_ids has the ids of the tasks that were
-        pushed, the first ones of the iterable. The message of an OSError says how many they are."""
+        """Add tasks to the back of the queue, in order, and return their ids as a list.
+
+        The tasks appear one by one: a worker may take the first task before the last is pushed.
+
+        iterable:  the payloads, each bytes, bytearray or memoryview. The tasks have no keys.
+
+        Raises TypeError if `iterable` is a single payload, or if one of the payloads is not
+        bytes-like. Raises OSError if the disk did not take a task, and any exception that
+        `iterable` raises. The tasks before the error are in the queue. The attribute `pushed_ids`
+        of the exception has their ids, and the message of an OSError says how many they are. If the
+        sync failed, the tasks are removed again: then `pushed_ids` has the ids of the tasks that
+        could not be removed, because a worker took them before.
+
+        On disk: when push_many() returns, the files of the tasks are in pending/. With
+        sync_after_write, one syncfs(2) makes the whole batch durable. Where syncfs(2) can't be
+        relied on (FUSE, or not Linux), each file is synced by fsync(2), and then pending/ once.
+        """
         if isinstance(iterable, (_BytesLike, str)):
             raise TypeError("push_many takes an iterable of payloads; for one payload use push")
         ids: list[str] = []
@@ -3020,7 +3114,7 @@ class FemtoQueue:
                 ids = [it for it in ids if not self._files.remove(f"pending/{it}")]
             if isinstance(error, OSError) and error.strerror:
                 error.strerror = f"{error.strerror} ({len(ids)} tasks of the batch were pushed)"
-            with suppress(Exception):  # one of the iterable's own may refuse it
+            with suppress(Exception):  # a class of the caller's may refuse the attribute
                 error.pushed_ids = ids  # type: ignore[attr-defined]
             raise
         return ids
@@ -3033,11 +3127,24 @@ class FemtoQueue:
         key: str | None = None,
         if_in_flight: str = "buffer",
     ) -> str:
-        """Add a task that joins the back of the queue at a wall-clock time, and return its id.
-        time_us: microseconds since the epoch, as time.time() * 1e6; a past time is due at once.
-        Raises as push() does, and ValueError for a time after the year 2254. A waiting task of the
-        key, due or not, gets the new time with the new payload. What updates a leased one has
-        none."""
+        """Add a task that joins the queue at a given time, and return the id of the task.
+
+        At that time the task goes to the back of the queue.
+
+        data:  the payload, as in push().
+        time_us:  the due time by the wall clock, in microseconds since the epoch: time.time() *
+            1e6. If the time is past, the task is due at once.
+        key:  as in push(). If a task of the key waits, due or not, the task gets the new time
+            together with the new payload.
+        if_in_flight:  as in push(). A payload that is buffered waits for its time, too. A payload
+            that updates the leased task itself ("update") has no due time: time_us is ignored.
+
+        Raises ValueError if the time is not before the year 2255, and any error that push() raises.
+
+        On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
+        begins with the due time. After that time, the next pop() of any worker moves the task to
+        pending/, by rename(2).
+        """
         due_ns = max(0, int(_finite("time_us", time_us) * 1000))
         if due_ns >= _NEVER_NS:
             raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
@@ -3052,35 +3159,56 @@ class FemtoQueue:
     def _push_keyed(
         self, data: _BytesLike, key: str | None, if_in_flight: str, due_ns: int | None
     ) -> str:
-        """Check the arguments, and push until no pop() or person is quicker at the waiting task."""
+        """Check the arguments, and repeat put() until no pop() or person is quicker at the waiting
+        task."""
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
         name, payload = _encode_key(key), _as_bytes(data)
-        while True:  # RACE: a pop() took it, and we see it in flight now
+        # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
+        # a person moves the file. Then "" is returned, and the next round finds the task where it
+        # is now: in flight, for example.
+        while True:
             if ident := self._worker.keys.put(name, payload, if_in_flight, due_ns):
                 return ident
 
     # Consuming
 
     def pop(self, timeout: float | None = 0, *, lease_ms: float | None = None) -> FemtoTask | None:
-        """Lease the oldest task, or return None when there is none to be had.
+        """Lease the oldest task and return the task, or return None if there is no task to deliver.
 
-        timeout: seconds to wait for one; None: for ever. inotify ends the wait, or else a look
-        every poll_interval_s; so does a task that comes due, a lease that ends and, within half a
-        second, a worker that died. Signals get through at once. close() in another thread: None.
-        lease_ms: of this lease, in ms, for extend() and processing() too; None: timeout_stale_ms.
+        The worker holds the lease until it calls done(), fail() or release(), or until the lease
+        ends. After the lease has ended, another worker may deliver the task again. A corrupt task
+        is moved to failed/, logged and passed over.
 
-        The task is in inflight-<node>/ until done(), fail() or release(), or until the lease ends.
-        A corrupt task is moved to failed/, logged, and passed over.
+        timeout:  the seconds to wait for a task. 0: do not wait. None: wait without a limit. During
+            the wait, signal handlers run at once.
+        lease_ms:  the length of this lease, in milliseconds. extend() and processing() renew the
+            lease for the same length. None: timeout_stale_ms.
 
-        Raises OSError, as it came, for trouble with the disk, and MemoryError. If the trouble is
-        one task's own (this user may not read or move its file, or it does not fit into memory),
-        the attribute task_id of the error names the task. The next pop() takes the next task, in
-        this process and in others. A task that can't be read is at the back then, and its attempts
-        count this delivery, so that max_attempts ends it in failed/. This object passes a task over
-        that makes trouble again, for a pause that grows from a second to an hour. Trouble with
-        scheduled/, creating/ or other workers' directories is raised when no task waits.
+        Returns None if no task came in time, the queue is paused, or close() was called in another
+        thread. With timeout=0, pop() also returns None if other workers won every claim.
+
+        Raises ValueError or TypeError if an argument is invalid. Raises the OSError of the system
+        call if there is trouble with the disk. If the trouble is with scheduled/, creating/ or the
+        directories of other workers, the error is raised only when no task waits.
+
+        If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
+        the id of the task. This happens if this user may not read or move the file, or if the
+        payload does not fit into memory. The next pop(), in this process or another, takes the next
+        task. A task that can't be read goes to the back of the queue. The attempts of the task
+        count this delivery, so that max_attempts ends the task in failed/. A task that can't be
+        moved stays in its place. If the same task makes trouble again, this object passes the task
+        over for a pause that grows from a second to an hour.
+
+        A wait ends when inotify(7) reports a task, or else at the next look, at most
+        poll_interval_s later. A wait also ends when a task comes due, when a lease ends, and within
+        half a second after a worker died.
+
+        On disk: when pop() returns, the file of the task is in inflight-<node>/. Its name begins
+        with the deadline. If several workers call rename(2) for the same file, one succeeds and the
+        others get ENOENT (POSIX). The rename is not synced: after power loss the task may wait in
+        its old place.
         """
         if timeout == 0 and lease_ms is None:
             return self._worker.take_oldest(self._length_ns)
@@ -3092,8 +3220,15 @@ class FemtoQueue:
     async def pop_async(
         self, timeout: float | None = None, *, lease_ms: float | None = None
     ) -> FemtoTask | None:
-        """Do as pop() does, without blocking the event loop; first come, first served. Cancelling
-        it leaves no task leased: one that it just got is back at its place, uncounted."""
+        """Do what pop() does, without blocking the event loop.
+
+        timeout, lease_ms:  as in pop(), but the default timeout is None: wait without a limit.
+
+        Coroutines that wait on the same queue object get tasks in the order of their calls.
+
+        Cancelling the call leaves no task leased. A task that was just taken returns to its place,
+        and the delivery is not counted.
+        """
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         return await self._worker.waits.wait_for_async(
             lambda: self._worker.take_oldest(length_ns, True), _end_s(timeout), ""
@@ -3107,14 +3242,22 @@ class FemtoQueue:
         id: str | None = None,
         lease_ms: float | None = None,
     ) -> FemtoTask | None:
-        """Lease one task out of turn: that of a key, or that of an id.
+        """Lease the task of a key, or the task with an id, out of turn, and return the task.
 
-        key: None is returned if its task is absent, in flight or not yet due. The cost does not
-        depend on how many tasks wait, but for pop()'s jobs, which it does too.
-        id: of a task in pending/, or in scheduled/, due or not; else None is returned. done() then
-        cancels it; if it comes back instead, it is due at once.
-        timeout and lease_ms: as in pop(). Raises as pop() does, ValueError for an invalid key or
-        id, TypeError unless one of the two is given.
+        key:  the key of the task. None is returned if the key has no task, or if the task is in
+            flight or not yet due, or if the queue is paused. The cost does not depend on the number
+            of waiting tasks (on file systems that other hosts write to, it does). But take() also
+            runs the housekeeping jobs of pop().
+        timeout:  the seconds to wait for the task, as in pop().
+        id:  the id of the task. The task may be in pending/ or in scheduled/, due or not; else None
+            is returned. done() then cancels the task. If the task comes back instead, it is due at
+            once.
+        lease_ms:  the length of the lease in milliseconds, as in pop().
+
+        Raises TypeError unless either `key` or `id` is given. Raises ValueError if the key or the
+        id is invalid, and any error that pop() raises.
+
+        On disk: as after pop().
         """
         look = self._finder_of(key, id, lease_ms, wait=True)
         return self._worker.waits.wait_for(look, _end_s(timeout))
@@ -3127,14 +3270,19 @@ class FemtoQueue:
         id: str | None = None,
         lease_ms: float | None = None,
     ) -> FemtoTask | None:
-        """Do as take() does, without blocking the event loop; see pop_async()."""
+        """Do what take() does, without blocking the event loop.
+
+        The parameters are as in take(), but the default timeout is None: wait without a limit. The
+        order of coroutines and the effect of cancelling are as in pop_async(). Only the coroutines
+        that wait for the same key or id stand in one line.
+        """
         look = self._finder_of(key, id, lease_ms, wait=False)
         return await self._worker.waits.wait_for_async(look, _end_s(timeout), repr((key, id)))
 
     def _finder_of(
         self, key: str | None, id: str | None, lease_ms: float | None, wait: bool
     ) -> _Look[FemtoTask]:
-        """Check the arguments of take(); return what looks once."""
+        """Check the arguments of take(), and return the function that looks for the task once."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
             raise TypeError("take needs a key or an id")
@@ -3143,12 +3291,23 @@ class FemtoQueue:
         return functools.partial(self._worker.take_named, name, ident, length_ns, wait)
 
     def drain(self, timeout: float | None = None) -> Iterator[FemtoTask]:
-        """Iterate over tasks, leased as by pop(), until none is pending, scheduled or in flight,
-        also elsewhere: end each task before asking for the next. timeout: seconds to wait for a
-        task; None: no limit."""
-        _end_s(timeout)  # an invalid one is an error now, not at the first task
+        """Iterate over tasks until no task is pending, scheduled or in flight.
 
-        def look() -> Any:  # False: nothing is left
+        Each task is leased as by pop(). Tasks of other workers count too: drain() waits for them to
+        end or to come back. End each task before asking for the next: a task that this worker holds
+        is in flight, too.
+
+        timeout:  the seconds to wait for each task; the iteration ends if no task came. None: no
+            limit.
+
+        Raises ValueError or TypeError at once if `timeout` is invalid. The iteration raises the
+        errors of pop(). close() in another thread ends the iteration.
+
+        On disk: as after pop(), for each task.
+        """
+        _end_s(timeout)  # raise for an invalid timeout now, not at the first task
+
+        def look() -> Any:  # returns False if no work is left, which ends the wait
             task = self._worker.take_oldest(self._length_ns, True)
             return task if task or self._files.has_work() else False
 
@@ -3158,8 +3317,15 @@ class FemtoQueue:
         return iter(wait, None)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait until no task is pending, scheduled or in flight anywhere: True. False: `timeout`
-        seconds are over (None: no limit), or close() in another thread ended the wait."""
+        """Wait until no task is pending, scheduled or in flight, and return True.
+
+        join() only looks: due tasks and the tasks of dead workers move when some worker calls
+        pop().
+
+        timeout:  the seconds to wait. None: no limit.
+
+        Returns False if the timeout has passed, or if close() in another thread ended the wait.
+        """
         ended = self._worker.waits.wait_for(
             lambda: not self._files.has_work() or None, _end_s(timeout), False
         )
@@ -3168,14 +3334,37 @@ class FemtoQueue:
     # Ending a delivery
 
     def done(self, task: FemtoTask) -> None:
-        """Finish the task: it moves to done/; with keep_done=False it is deleted. Raises LeaseLost
-        if it is not this delivery's any more."""
+        """Finish the task: it moves to done/, or is deleted with keep_done=False.
+
+        task:  the task that pop() or another method leased.
+
+        Raises LeaseLost if this delivery no longer holds the lease; then nothing is changed. Raises
+        TypeError if `task` is not a FemtoTask, and the OSError of the system call if there is
+        trouble with the disk. If only the sync failed, the task has moved all the same.
+
+        On disk: when done() returns, the file of the task is in done/, or is deleted. The rename(2)
+        or unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX),
+        and then LeaseLost is raised. The checkpoint of the task is removed. With sync_after_write,
+        fsync(2) of the file and of the directory follows. A task to be deleted is also synced
+        before: power loss must not bring it back to pending/. A payload that is buffered behind the
+        task becomes a task.
+        """
         self._worker.finish(task)
 
     def fail(self, task: FemtoTask, error: str | BaseException | None = None) -> None:
-        """Make the task a dead letter in failed/, where retry() finds it. error is the reason, kept
-        in failed/<id>.error: a text, or an exception with its traceback. Raises LeaseLost if the
-        task is not this delivery's any more."""
+        """Move the task to failed/ as a dead letter. retry() can put the task back.
+
+        task:  the task that pop() or another method leased.
+        error:  the reason: a text, or an exception, whose traceback is kept. None: no reason.
+
+        Raises LeaseLost, TypeError and OSError as done() does. Also raises TypeError if `error` is
+        of another type.
+
+        On disk: when fail() returns, the file of the task is in failed/, and the reason is in
+        failed/<id>.error. The rename(2) of the task comes first: a worker that lost its lease never
+        writes a reason for another delivery. If the process dies between the two, the task has no
+        reason. The rest is as in done().
+        """
         if not isinstance(error, (str, BaseException, type(None))):
             raise TypeError(f"error must be a text or an exception, not {error!r}")
         self._worker.end_failed(task, error)
@@ -3183,9 +3372,23 @@ class FemtoQueue:
     def release(
         self, task: FemtoTask, *, front: bool = False, delay_s: float = 0, counted: bool = True
     ) -> None:
-        """Give the task back: to the back of the queue, to its front (the place of its push), or
-        after delay_s seconds (wall clock) in scheduled/. counted: whether its attempts count this
-        delivery. Raises LeaseLost as done() does."""
+        """Give the task back, so that it is delivered again.
+
+        Without further arguments the task goes to the back of the queue.
+
+        task:  the task that pop() or another method leased.
+        front:  True: the task returns to the front of the queue, to the place of its push.
+        delay_s:  the seconds, by the wall clock, for which the task waits in scheduled/.
+        counted:  False: the attempts of the task do not count this delivery.
+
+        Raises ValueError if `delay_s` is negative, or if both `front` and `delay_s` are given.
+        Raises LeaseLost, TypeError and OSError as done() does.
+
+        On disk: when release() returns, the file of the task is in pending/ or scheduled/, moved by
+        rename(2). With sync_after_write, fsync(2) of the file and of the directory follows. The
+        checkpoint stays for the next delivery. If a newer payload of the key is buffered, the task
+        comes back with that payload and its due time, and as never attempted.
+        """
         path = _lease_of(task).path
         ident, attempts = _id_of(path), _attempts_of(path) - (not counted)
         if _finite("delay_s", delay_s) < 0 or (front and delay_s):
@@ -3200,20 +3403,44 @@ class FemtoQueue:
         self._worker.requeue(task, target)
 
     def extend(self, task: FemtoTask, ms: float | None = None) -> None:
-        """Renew the lease, which `task` carries: it ends `ms` milliseconds from now (None: as long
-        as it was taken for, which is the least in processing()). Raises LeaseLost as done()."""
+        """Renew the lease of the task.
+
+        task:  the task that pop() or another method leased. `task.path` gets the new name of the
+            lease.
+        ms:  the milliseconds from now until the lease ends. None: the length for which the lease
+            was taken. In a block of processing(), the lease is never renewed for less than that
+            length.
+
+        Raises ValueError if `ms` is not greater than 0. Raises LeaseLost, TypeError and OSError as
+        done() does.
+
+        On disk: when extend() returns, the file of the task has a new name, with the new deadline,
+        in the same directory. The rename(2) fails with ENOENT if the lease is gone (POSIX), and
+        then LeaseLost is raised. The rename is not synced.
+        """
         lease = _lease_of(task)
         self._worker.renew(task, _lease_length_ns("ms", ms, lease.length_ns))
 
     def attach(self, lease: str) -> FemtoTask:
-        """Return the task of a lease that another process took, to settle or extend it here. lease:
-        the path that task.path had there, its last part, or the task's id. The payload is not read:
-        data is b"", and size_bytes, key and checkpoint are None; a checkpoint is of the payload
-        that is there when it is saved. Raises LeaseLost if there is no such lease (any more). It
-        ends with the worker that took it, unless it is detached; then it is renewed by what is left
-        of it if this object's leases have no end."""
+        """Return the task of a lease that another process took, to end or extend the lease here.
+
+        lease:  `task.path` in the other process, the last part of that path, or the id of the task.
+
+        The payload is not read: `data` is b"". `size_bytes`, `key` and `checkpoint` are None. The
+        method checkpoint() reads the payload when it is called, and saves the checkpoint for that
+        payload.
+
+        Raises LeaseLost if there is no such lease, and TypeError if `lease` is not a str.
+
+        A lease that is not detached still ends with the worker that took the lease. Without another
+        length, extend() renews the lease for timeout_stale_ms of this object. If timeout_stale_ms
+        is None, extend() renews a detached lease for the time that is left now, and at least a
+        second.
+
+        On disk: nothing changes.
+        """
         directory, _, name = _check_str("lease", lease).rpartition("/")
-        is_path = _parse_node_dir(directory) and self._files.exists(lease)  # then it is not listed
+        is_path = _parse_node_dir(directory) and self._files.exists(lease)  # needs no listing
         entries = [_parse(directory, name)] if is_path else self._files.find("inflight")
         entry = next((it for it in entries if it and name in (it.name, it.id)), None)
         if entry is None:
@@ -3224,7 +3451,7 @@ class FemtoQueue:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
         held = _Lease()
         held.path, held.length_ns = entry.path, length_ns
-        held.has_checkpoint = True  # it may have one, which has to go with it
+        held.has_checkpoint = True  # not known: so done() and fail() remove one if it exists
         task = FemtoTask(entry.id, b"", entry.attempts, None, held, self._clock.anchor_ns)
         task.size_bytes = None
         return task
@@ -3232,24 +3459,46 @@ class FemtoQueue:
     # Working
 
     def processing(self, task: FemtoTask) -> _Processing:
-        """Return a context manager that holds the task's lease for its block, and then ends it.
+        """Return a context manager that keeps the lease in its block, and then ends the delivery.
 
-        One thread per queue object renews leases in the background. A block that ends well is
-        done(task). An exception propagates: the task waits in scheduled/ for another try (see
-        retry_delay_s) while task.attempts is below max_attempts, else fail(task, exception); after
-        KeyboardInterrupt, SystemExit or asyncio.CancelledError it is back at the front, and the
-        delivery is not counted. A task that the block itself ended, by done(), fail() or release(),
-        stays so. Raises LeaseLost, at either end of the block, if the lease was lost.
+        task:  the task that pop() or another method leased. The `as` clause of the `with` statement
+            gets the same object.
+
+        A thread in the background renews the lease; each queue object has at most one such thread.
+        When the block ends without an exception, the task is finished, as by done(). If the block
+        itself ended the delivery by done(), fail() or release(), nothing more is done.
+
+        An exception propagates, and the task waits in scheduled/ for another attempt (see
+        retry_delay_s). If task.attempts has reached max_attempts, the task moves to failed/
+        instead, as by fail(task, exception). KeyboardInterrupt, SystemExit, asyncio.CancelledError
+        and other exceptions that are not an Exception return the task to the front of the queue.
+        The delivery is not counted then.
+
+        Raises LeaseLost at the beginning or the end of the block if the lease is lost. Raises
+        OSError if the end can't be written to the disk; then the task is delivered again soon.
+
+        On disk: after the block, as after done(), release() or fail().
         """
         return _Processing(self, task, self._worker)
 
     def checkpoint(self, task: FemtoTask, data: _BytesLike) -> None:
-        """Save how far the work has come, and renew the lease: checkpoints/<id> holds data.
+        """Save how far the work on the task has come, and renew the lease.
 
-        The next delivery, after release(), a failed try or our death, has it (task.checkpoint), but
-        not with a newer payload of its key. done() and fail() remove it. It is replaced in one
-        step, and synced with sync_after_write. Raises LeaseLost, with nothing saved, if the task is
-        not this delivery's any more; else as push() does.
+        The next delivery gets the bytes as `task.checkpoint`. This holds after release(), after a
+        failed attempt, and after the death of this worker. A delivery with a newer payload of the
+        key gets no checkpoint. done() and fail() remove the checkpoint.
+
+        task:  the task that pop() or another method leased.
+        data:  the progress: bytes, bytearray or memoryview, of any meaning.
+
+        Raises LeaseLost, and saves nothing, if this delivery no longer holds the lease. Raises
+        TypeError if `data` is not bytes-like, and the OSError of the system call if the disk did
+        not take it.
+
+        On disk: when checkpoint() returns, checkpoints/<id> has the new bytes. One rename(2)
+        replaces the old file. After a crash, the old or the new file is there, and whole. With
+        sync_after_write, fsync(2) of the file comes before the rename, and of the directory after
+        it.
         """
         _save_checkpoint(self._worker, task, bytes(_as_bytes(data)))
 
@@ -3265,16 +3514,32 @@ class FemtoQueue:
     ) -> WorkCounts:
         """Call handler(task) for each task, within processing(), until told to stop.
 
-        concurrency: how many at a time, in threads if more than 1. drain: return when nothing is
-        pending, scheduled or in flight any more. idle_timeout_s: return when this worker was idle
-        for that long. time_limit_s: take nothing more after that time. stop: an Event; when it is
-        set, what runs is finished, and work() returns. In the main thread SIGTERM and SIGINT do the
-        same; a second one gives back what runs and returns at once; threads still at work then get
-        LeaseLost. A handler that fails is logged (logger "femtoqueue"), and the loop goes on; one
-        that raises SystemExit or the like ends it, and its task is given back, uncounted. An
-        OSError of pop() or of a task's end ends it, too, raised when what runs is finished. But the
-        trouble of one task (see pop()) is logged, and the others go on. work() ends with its error
-        only if nothing but such trouble came for 30 seconds.
+        handler:  the function that does the work. If the handler raises an exception, the exception
+            is logged (logger "femtoqueue"), and the next task follows.
+        concurrency:  the number of tasks handled at a time. More than 1: in threads.
+        drain:  True: return when no task is pending, scheduled or in flight.
+        stop:  a threading.Event. When the event is set, the running handlers finish, and work()
+            returns.
+        idle_timeout_s:  return when this worker has been idle for that many seconds. None: never.
+        time_limit_s:  take no more tasks when that many seconds have passed. None: no limit.
+
+        Returns the number of deliveries by outcome, as WorkCounts.
+
+        In the main thread, SIGTERM and SIGINT stop the loop as `stop` does. A second signal gives
+        back the tasks that are running, and work() returns at once. Handlers that still run in
+        other threads then get LeaseLost. Two signals within 0.3 seconds count as one. close() in
+        another thread stops the loop, too.
+
+        Raises TypeError or ValueError if an argument is invalid. SystemExit, KeyboardInterrupt and
+        the like, raised by a handler, end the loop and propagate. The handler's task is given back,
+        and the delivery is not counted. An OSError of pop() or of the end of a delivery also ends
+        the loop, and is raised when the running handlers have finished. If a signal came, too, the
+        OSError is only logged.
+
+        Trouble with a single task (see pop()) is logged, and the other tasks go on. An error of
+        this kind is raised only if nothing but such trouble came for 30 seconds.
+
+        On disk: each task is where done(), fail() or release() put it.
         """
         import inspect
 
@@ -3304,35 +3569,56 @@ class FemtoQueue:
         ).run()
 
     def pause(self) -> None:
-        """Hand nothing out, in any process, until resume(): make data_dir/PAUSED. Other workers see
-        it when they list pending/ next, within a second or so."""
+        """Stop handing out tasks, in all processes, until resume().
+
+        Tasks in flight are not affected, and push() still adds tasks. Other workers notice the
+        pause when they list pending/ again, within about a second.
+
+        On disk: when pause() returns, the file data_dir/PAUSED is there.
+        """
         open(f"{self._files.root}PAUSED", "ab").close()
         self._worker.house.look_again()
 
     def resume(self) -> None:
-        """Remove data_dir/PAUSED, by whomever it was made. Waiting calls look again."""
+        """Hand out tasks again, whoever paused the queue. Calls that wait look for tasks at once.
+
+        On disk: when resume() returns, the file data_dir/PAUSED is gone.
+        """
         _unlink_if_exists(f"{self._files.root}PAUSED")
 
     @property
     def paused(self) -> bool:
-        """Whether data_dir/PAUSED is there."""
+        """True if the queue is paused: the file data_dir/PAUSED exists."""
         is_paused = self._files.exists("PAUSED")
-        if is_paused:  # the next pop() is not to hand out what was said to be held back
+        if is_paused:  # from now on, pop() must not hand out tasks that were listed before
             self._worker.house.look_again()
         return is_paused
 
     # Dead letters and upkeep
 
     def retry(self, id: str) -> None:
-        """Put a failed task at the back of the queue, its attempts at 0. Raises TaskNotFound if it
-        is not in failed/, KeyInFlight if its key has another by now, ValueError for no valid id."""
+        """Put a failed task at the back of the queue, with its attempts at 0.
+
+        id:  the id of the task.
+
+        Raises TaskNotFound if the task is not in failed/. Raises KeyInFlight if its key has another
+        task now. Raises ValueError if `id` is not a valid id, and the OSError of the system call if
+        there is trouble with the disk.
+
+        On disk: when retry() returns, the file of the task is in pending/, and the reason in
+        failed/ is removed. The file is moved by rename(2). With sync_after_write, fsync(2) of the
+        file and of the directory follows.
+        """
         entry = self._files.find_id(_check_id(id), "failed")
         if entry is None or not self._worker.requeue_failed(entry.path):
             raise TaskNotFound(f"no task {id} in failed/")
 
     def retry_failed(self) -> int:
-        """Put every failed task at the back of the queue, oldest first, except those whose key has
-        another task by now; return how many."""
+        """Put every failed task at the back of the queue, oldest first, and return their number.
+
+        A task stays in failed/, uncounted, if its key has another task now. On disk: as after
+        retry(), for each task.
+        """
         count = 0
         for entry in self._files.find("failed"):
             with suppress(KeyInFlight):
@@ -3340,9 +3626,18 @@ class FemtoQueue:
         return count
 
     def purge(self, older_than_s: float, states: Iterable[str] = ("done",)) -> int:
-        """Delete tasks that were finished more than older_than_s seconds ago; return how many.
-        states: "done", "failed" or both. Age counts from the move there (st_ctime, which every
-        common file system sets on rename(); wall clock)."""
+        """Delete tasks that ended more than older_than_s seconds ago, and return their number.
+
+        older_than_s:  the least age in seconds, by the wall clock. The age counts from the move to
+            the directory: every common file system sets st_ctime on rename(2).
+        states:  "done", "failed" or both, as a text or an iterable. With "failed", a reason whose
+            task is gone is deleted, too.
+
+        Raises ValueError or TypeError if an argument is invalid, and OSError if there is trouble
+        with the disk.
+
+        On disk: when purge() returns, the files are gone. The deletion is not synced.
+        """
         _not_negative("older_than_s", older_than_s)
         given = {states} if isinstance(states, str) else set(states)
         if not given <= {*_ENDED}:
@@ -3358,24 +3653,39 @@ class FemtoQueue:
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
-        """Look for what is odd in data_dir, and with repair=True mend what is safe to mend.
+        """Return what is wrong in data_dir, as a list; with repair=True, also repair it.
 
-        Found: another file system, or one of the network; a queue clock ahead of the wall clock;
-        foreign names; records that are not whole, or can't be read; an id in two places; dead
-        workers, ended leases; keys without a task; leftovers in creating/ and checkpoints/, over an
-        hour old. Mended: corrupt tasks that wait go to failed/, what dead workers held to pending/;
-        keys and leftovers go. Reads every task; one that moves may be found odd.
+        Every task is read. A task that moves meanwhile may be reported wrongly.
+
+        repair:  True: repair what can be repaired safely while workers run. Corrupt tasks that wait
+            go to failed/. The tasks of dead workers and ended leases return to pending/. Payloads
+            that wait behind a task that is gone become tasks. Records of keys without a task, and
+            leftovers, are removed. False: change nothing.
+
+        The findings are:
+        - a network file system, or a directory on another file system than data_dir
+        - a queue clock ahead of the wall clock
+        - foreign names
+        - records that are not whole, and files or directories that can't be read
+        - an id in two places
+        - dead workers and ended leases
+        - keys without a task
+        - leftovers in creating/ and checkpoints/ that are more than an hour old
         """
         return [*_Inspector(self._worker, repair).findings()]
 
     # Looking
 
     def stats(self) -> Stats:
-        """Count the tasks in each state, by name. One that moves may be missed or counted twice."""
+        """Count the tasks in each state, and return the numbers as Stats.
+
+        Only names are read. A task that moves meanwhile may be missed or counted twice.
+        """
         files = self._files
         pending, scheduled = map(files.entries, _WAITING_DIRS)
         ages_ns = [max(0, self._clock.now_ns() - it.stamp_ns) for it in pending[:1]]
-        ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]  # negative: not due
+        # Negative if the task is not due.
+        ages_ns += [_wall_ns() - it.stamp_ns for it in scheduled[:1]]
         age_ns = max(ages_ns, default=-1)
         nodes = tuple(map(self._worker.house.node_stats, files.node_dirs()))
         return Stats(
@@ -3390,41 +3700,69 @@ class FemtoQueue:
         )
 
     def tasks(self, state: str, *, data: bool = True) -> Iterator[FemtoTask]:
-        """Iterate over the tasks of a state, one of STATES, in name order, without leasing them.
-        One that waits has the newest payload of its key. data=False reads headers only: data is
-        b"", and size_bytes None if the header is invalid. A task that moves on meanwhile is left
-        out; so is, and logged, one that is corrupt or may not be read: peek() says why."""
+        """Iterate over the tasks in a state, in the order of their names, without leasing them.
+
+        A task that waits is shown with the newest payload of its key.
+
+        state:  one of STATES.
+        data:  False: read only the headers. The attribute `data` is then b"". If the header is
+            invalid, `size_bytes` is None.
+
+        A task that moves meanwhile is left out. A corrupt task, or a task that this user may not
+        read, is left out and logged. peek() raises the error of such a task.
+
+        Raises ValueError if `state` is invalid.
+        """
         return self._read_all(self._files.find(_check_state(state)), data)
 
     def peek(self, id: str | None = None, *, key: str | None = None) -> FemtoTask | None:
-        """Return the task of that id, in any state, or the one of that key that waits or is in
-        flight, without leasing it. One that waits has the newest payload of its key. None if there
-        is none (or if it moved just then). Raises CorruptTask if its file is not a whole record,
-        ValueError for an invalid id or key, TypeError unless one of the two is given."""
+        """Return the task with an id, or the task of a key, without leasing it.
+
+        A task that waits is shown with the newest payload of its key.
+
+        id:  the id of the task, in any state. The id of a buffered payload is valid, too.
+        key:  the key of a task that waits or is in flight.
+
+        Returns None if there is no such task, or if it moved while peek() looked.
+
+        Raises CorruptTask if the file is not a whole record, and the OSError of the system call if
+        the file can't be read. Raises ValueError if the id or key is invalid, and TypeError unless
+        one of the two is given.
+        """
         if (id is None) == (key is None):
             raise TypeError("peek takes an id or a key")
         if id is None:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
         else:
-            # In the order in which it may move on.
+            # Search in the order in which tasks move: a task that moves on meanwhile is found.
             entry = self._files.find_id(_check_id(id), "keys", *_LIVE, *_ENDED)
         return entry and self._read_entry(entry)
 
     def contains(self, key: str) -> bool:
-        """Say whether a task of that key waits or is in flight."""
+        """Return True if a task of the key waits or is in flight.
+
+        key:  a text of 1 to 200 bytes in UTF-8, as in push(). Raises ValueError or TypeError if it
+            is not.
+        """
         return self._worker.keys.path_of(_encode_key(key)) != ""
 
     def keys(self, state: str) -> Iterator[str]:
-        """Iterate over the keys of a state's tasks: STATES, as for tasks()."""
+        """Iterate over the keys of the tasks in a state. Tasks without a key are left out.
+
+        state:  one of STATES, as in tasks(). Raises ValueError if `state` is invalid.
+        """
         entries = self._files.find(_check_state(state))
         keyed = (entry for entry in entries if _is_keyed(entry.id))
         return (task.key for task in self._read_all(keyed, True) if task.key is not None)
 
     def _read_entry(self, entry: _Entry, data: bool = True) -> FemtoTask | None:
-        """Return a task, with the newest payload if it waits; of that (data=False) its header."""
+        """Return the task of an entry, or None if its file has moved. A task that waits is read
+        with the newest payload of its key. data=False: read only the header of that payload."""
         newest, payload = self._worker.keys.newest_of(entry), b""
-        for record in dict.fromkeys((newest, entry.path)):  # RACE: it may be taken along just now
+        # RACE: another worker's claim takes the newer payload out of keys/ before this read. Then
+        # read the task's own record. If the task has moved as well, return None.
+        for record in dict.fromkeys((newest, entry.path)):
             with suppress(FileNotFoundError):
                 if data:
                     payload, key = self._files.read(record, entry.id)
@@ -3440,13 +3778,14 @@ class FemtoQueue:
         task = FemtoTask(entry.id, payload, attempts, key, lease, self._clock.anchor_ns)
         task.size_bytes = size_bytes
         if entry.directory == "failed":
-            # There is none, or it is another user's: no reason not to show the task.
+            # Show the task even if the reason is missing or may not be read (another user's).
             with suppress(FileNotFoundError, PermissionError):
                 task.error = self._files.text(f"failed/{entry.id}.error").removesuffix("\n")
         return task
 
     def _read_all(self, entries: Iterable[_Entry], data: bool) -> Iterator[FemtoTask]:
-        """Yield the tasks of entries; those that moved on, or can't be read, are left out."""
+        """Yield the tasks of the entries. Leave out tasks that moved, and log those that can't be
+        read."""
         for entry in entries:
             try:
                 task = self._read_entry(entry, data)
@@ -3459,15 +3798,20 @@ class FemtoQueue:
     # Closing
 
     def close(self) -> None:
-        """Give up this worker's lease directory; its tasks return to pending/ at once; but at the
-        deadline where there is no flock, and while another object lives under the same node_id.
+        """Give up the lease directory of this worker. Its tasks return to pending/ at once.
 
-        Other threads and coroutines that wait in a method of this object return at once: pop() and
-        take() None, drain() and work() as if stopped, join() False. The object may be used again.
-        Dropping it, or leaving its `with` block, does the same as close().
+        Some leases stay, and end at their deadlines. These are detached leases, all leases where
+        there is no flock(2), and all leases while another object lives under the same node_id.
+
+        Calls of this object that wait in other threads and coroutines return at once. pop() and
+        take() return None, join() returns False, and drain() and work() stop.
+
+        The object may be used again after close(). Dropping the last reference to the object, or
+        leaving its `with` block, does what close() does.
         """
         worker, lease_dir = self._worker, self._worker.lease_dir
-        # As the interpreter ends, a thread may have ended with the lock: the kernel closes, then.
+        # While the interpreter ends, do not wait for the lock: a thread that has ended may hold it.
+        # The kernel closes the files then.
         if not worker.lock.acquire(blocking=not sys.is_finalizing()):
             return
         try:
@@ -3486,10 +3830,11 @@ class FemtoQueue:
         self.close()
 
     def __del__(self) -> None:
-        # The constructor may have raised. _FileLock is None when the interpreter ends.
+        # `_worker` is missing if the constructor raised. While the interpreter ends, _FileLock may
+        # already be None.
         if "_worker" in self.__dict__ and _FileLock is not None:
             self.close()
-            # It is in a cycle with its parts; what they hold goes now.
+            # The worker and its parts refer to each other: free what they hold now.
             self._worker.__dict__.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -3499,7 +3844,7 @@ class FemtoQueue:
         return functools.partial(type(self), **settings), ()
 
 
-# Fixed when an object is made; a pickled one is made anew of them.
+# They are fixed when an object is made. An unpickled object is made anew from them.
 _SETTINGS = FemtoQueue.__init__.__annotations__.keys() - {"return"}
 
 

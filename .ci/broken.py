@@ -676,7 +676,7 @@ release() with a delay is not at the front | Lifecycle
 +:
 a dropped object gives up its directory | Liveness
 -            self.close()
-             # It is in a cycle with
+             # The worker and its parts
 the ticket of a dead member is passed over at once | Tickets hangs
 -is_dead = lock.try_exclusive()
 +is_dead = None
