@@ -1,18 +1,24 @@
-"""What femtoqueue promises, by test: `python test.py [-v] [Class[.test]]`.
+"""The tests of femtoqueue: `python test.py [-v] [Class[.test]]`.
 
-Classes run side by side, in a process for each processor; `python -m unittest test` runs them in
-one. The seed of what is random is printed; FEMTOQUEUE_SEED=that gives it again. Tests that
-promise nothing about the disk run in /dev/shm. If TMPDIR is set, all of them run in that
-directory: `TMPDIR=/var/tmp python test.py` proves everything on its file system.
+The classes run side by side, in one process for each processor. `python -m unittest test` runs all
+of them in one process. The seed of the random numbers is printed; set FEMTOQUEUE_SEED to that
+number to repeat a run. Tests that promise nothing about the disk use /dev/shm. If TMPDIR is set,
+all tests use that directory: `TMPDIR=/var/tmp python test.py` tests the file system of /var/tmp.
 
-Classes are promises, tests are outcomes. Proved here, with real processes: order, leases and
-their fencing, liveness, exactly one delivery while nobody dies, no loss when workers are killed,
-what is corrupt or foreign in the directories, every failing system call of an operation, editing
-by hand. Death before every system call of every operation: a copy of the directory as it is then
-is what is left, and at every fifth call a process is killed. Clocks are faked, never slept on.
+A class stands for a promise, a test for one outcome. These are tested, with real processes:
 
-Not proved here: power loss, full disks and file systems other than the one that holds the
-temporary directory (.ci/ has what needs root), and what needs fork() where there is none.
+- the order of tasks; leases, their fencing, and the liveness of workers;
+- exactly one delivery while no worker dies, and no lost task when workers are killed;
+- corrupt and foreign files in the directories, and editing by hand;
+- an error from each system call of each operation;
+- death before each system call of each operation. Two methods simulate the death: a copy of the
+  directory is made before the call, and a real process is killed at every fifth call.
+
+Tests do not sleep until a time has passed: they advance a fake clock.
+
+These are not tested: power loss, full disks, and file systems other than that of the temporary
+directory (the programs in .ci/ do this; some need root). Without fork(), the tests that need it are
+skipped.
 """
 
 from __future__ import annotations
@@ -74,8 +80,8 @@ with contextlib.suppress(ImportError):  # not on Windows
     import fcntl
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Hooks hear of every call by which femtoqueue leaves its process: all callables of os but these,
-# which touch neither a disk nor another process.
+# A hook is called for each call by which femtoqueue leaves its process: for all callables of os,
+# except the names that match this pattern. Those touch neither a disk nor another process.
 IN_PROCESS = re.compile(
     r"""_.*|W[A-Z]+|abort|confstr|cpu_count|ctermid|device_encoding|fdopen|fs(de|en)code|fspath
     |get(?!xattr).*|isatty|major|makedev|minor|nice|putenv|register_at_fork|sched_.*
@@ -83,8 +89,8 @@ IN_PROCESS = re.compile(
     |waitstatus_to_exitcode""",
     re.VERBOSE,
 )
-# The event by which they do, where that is not the function's name: which of several calls takes
-# a step is the library's affair.
+# The name of the event that a hook gets, by the name of the function. Other functions have an event
+# of their own name. Equivalent functions share an event: the library may use any of them.
 EVENTS = {
     **dict.fromkeys(("write", "writev", "pwrite", "pwritev"), "write"),
     **dict.fromkeys(("read", "readv", "pread", "preadv"), "read"),
@@ -98,19 +104,20 @@ EVENTS = {
     **dict.fromkeys(("flock", "lockf"), "lock"),
     **dict.fromkeys(("inotify_init1", "inotify_add_watch"), "inotify"),
 }
-# These ask the disk, and take each error for "no".
+# These functions ask the disk a question. They return False after any OSError.
 ASKING = ("access", "exists", "lexists", "isdir", "isfile", "islink", "ismount")
 EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546  # f_type of statfs(2)
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
-PATIENCE_S = 60  # until what a test waits for is taken to be lost
+PATIENCE_S = 60  # a test that has waited for so long gives up
 LOG = logging.getLogger("femtoqueue")
 SEED = int(os.environ.get("FEMTOQUEUE_SEED") or time.time_ns() // 1000 % 10**6)
-SUITE_S = 900  # until a class of tests is taken to hang: the longest one takes half a minute
-MEMORY_BYTES = 1 << 28  # that must be free in /dev/shm: twenty thousand tasks take a third
+SUITE_S = 900  # a class of tests that runs for so long hangs: the longest takes half a minute
+MEMORY_BYTES = 1 << 28  # free space needed in /dev/shm: 20,000 tasks take a third of this
 
 
 def memory_dir() -> str | None:
-    """Return where files stand in memory; None, the temporary directory, if TMPDIR is set."""
+    """Return a directory whose files are in memory: /dev/shm. Return None, which stands for the
+    temporary directory, if TMPDIR is set or /dev/shm can't be used."""
     if "TMPDIR" in os.environ or not os.access("/dev/shm", os.W_OK):
         return None
     space = os.statvfs("/dev/shm")
@@ -118,8 +125,9 @@ def memory_dir() -> str | None:
 
 
 class Clock:
-    """Stands in for the time module in femtoqueue: real time, shifted by hand; or only so, from two
-    times of the wall clock and the monotonic one, by which a seed does the same in every run."""
+    """Stands in for the time module in femtoqueue. It shows real time, shifted by the test. With
+    arguments (the times of the wall clock and of the monotonic clock), the clocks stand still and
+    only the test moves them, so that a run depends on its seed alone."""
 
     def __init__(self, *stands_at_s: float) -> None:
         self.wall_shift_s = self.monotonic_shift_s = 0.0
@@ -149,15 +157,15 @@ class Clock:
 
 
 def fake_os(*missing: str, **functions: Any) -> types.ModuleType:
-    """Return a stand-in for os: without some functions, and with others in their places."""
+    """Return a stand-in for os, without the functions `missing` and with `functions` replaced."""
     fake = types.ModuleType("os")
     fake.__dict__.update({name: it for name, it in vars(os).items() if name not in missing})
     fake.__dict__.update(functions)
     return fake
 
 
-# Seams: all that the tests replace inside femtoqueue. Each name of its inside stands here once, so
-# that a redesign that renames it edits this block.
+# Seams: the private names of femtoqueue that the tests replace. Each of these names is written only
+# here, so that a redesign of femtoqueue changes only this block.
 
 SEAMS = {
     "file system type": "_fs_type",
@@ -184,10 +192,12 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def seam(name: str, function: Callable[..., Any]) -> Any:
+    """Return a patch that replaces a function of SEAMS."""
     return mock.patch.object(femtoqueue, SEAMS[name], function)
 
 
 def through_seam(name: str) -> Callable[..., Any]:
+    """Return femtoqueue's own function behind a name of SEAMS."""
     function: Callable[..., Any] = getattr(femtoqueue, SEAMS[name])
     return function
 
@@ -202,23 +212,24 @@ def with_constant(name: str, value: float) -> Any:
 
 
 def on_file_system(fs_type: int) -> Any:
-    """Let femtoqueue take every directory to be on a file system of that f_type."""
+    """Return a patch: femtoqueue sees each directory on a file system of this f_type."""
     return seam("file system type", mock.Mock(return_value=fs_type))
 
 
 def without_exchange() -> Any:
-    """Let the kernel refuse to exchange two names."""
+    """Return a patch: the kernel refuses to exchange two names (renameat2)."""
     refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     return seam("exchange", mock.Mock(side_effect=refused))
 
 
 def without_libc() -> Any:
-    """Let there be no inotify, statfs, syncfs and renameat2."""
+    """Return a patch: inotify, statfs, syncfs and renameat2 do not exist."""
     return seam("C library", lambda: None)
 
 
 def on_boot(boot_id: str | None) -> Any:
-    """Let the kernel have been booted under that id; None: it has none, as on other systems."""
+    """Return a patch: the kernel has this boot id. None: it has no boot id, as on systems other
+    than Linux."""
 
     def opens(path: Any, *args: Any, **kwargs: Any) -> Any:
         if path != BOOT_ID:
@@ -235,34 +246,35 @@ def lease_dir(q: FemtoQueue) -> str:
 
 
 def descriptors_of(path: str) -> list[int]:
-    """Return this process's descriptors of a file or directory."""
+    """Return the descriptors that this process has of a file or directory."""
     wanted, found = os.stat(path), []
     for fd in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # listdir() used a descriptor that is now closed
             if os.path.samestat(os.fstat(fd), wanted):
                 found.append(fd)
     return found
 
 
 def dies(q: FemtoQueue) -> None:
-    """Let a worker die, as far as others can see: no descriptor leads to its lease directory any
-    more, so its lock is gone. The object is not to be used again."""
+    """Make a worker look dead to other workers: close all descriptors of its lease directory, which
+    drops its lock. The queue object must not be used afterwards."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     for fd in descriptors_of(lease_dir(q)):
-        os.dup2(nowhere, fd, inheritable=False)  # its number stays the object's
+        os.dup2(nowhere, fd, inheritable=False)  # keep the number: the object will close it
     os.close(nowhere)
 
 
 Hook = Callable[[str, tuple[Any, ...]], object]
 
 
-def with_hook(
+def hooked_call(
     hook: Hook, after: bool, event: str, call: Callable[..., Any], asks: bool = False
 ) -> Any:
-    """Return a call of which the hook hears before or after it. asks: an error is a "no"."""
+    """Return `call`, wrapped so that the hook is called before it, or after it. With `asks`, the
+    wrapped function returns False instead of raising OSError."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is str and args[0][:6] == "/proc/":  # no disk: which boot it is
+        if args and type(args[0]) is str and args[0][:6] == "/proc/":  # the boot id: not on a disk
             return call(*args, **kwargs)
         try:
             if not after:
@@ -280,7 +292,7 @@ def with_hook(
 
 
 class HookedModule(types.ModuleType):
-    """Stands in for os, os.path or fcntl, whose calls are heard of."""
+    """Stands in for os, os.path or fcntl, and wraps their functions for a hook."""
 
     def __init__(self, module: Any, hear: Callable[..., Any]) -> None:
         super().__init__(module.__name__)
@@ -291,12 +303,13 @@ class HookedModule(types.ModuleType):
         is_heard = not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
         if is_heard and callable(it) and not isinstance(it, type):
             it = self._hear(EVENTS.get(name, name), it, name in ASKING)
-        setattr(self, name, it)  # once
+        setattr(self, name, it)  # __getattr__() is not called for this name again
         return it
 
 
-class HeardLibrary:
-    """Stands in for the C library, whose functions return -1 and set errno."""
+class HookedLibrary:
+    """Stands in for the C library, and wraps its functions for a hook. An OSError that the hook
+    raises becomes a result of -1 and an errno."""
 
     def __init__(self, library: Any, hear: Callable[..., Any]) -> None:
         self._library, self._hear = library, hear
@@ -306,7 +319,7 @@ class HeardLibrary:
 
         function: Callable[..., Any] = getattr(self._library, name)
         if name == "renameat2":
-            return function  # hooks hear of it at its seam, where the paths are
+            return function  # hooked() wraps the function that calls it, which knows the paths
 
         def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
@@ -322,10 +335,10 @@ class HeardLibrary:
 
 @contextlib.contextmanager
 def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
-    """Call hook(event, arguments) before each call by which femtoqueue leaves its process, or after
-    each of them; see EVENTS. What other tests left in cycles of garbage stays there meanwhile: its
-    finalizers would be heard, too."""
-    hear = functools.partial(with_hook, hook, after)
+    """Call hook(event, arguments) before each call by which femtoqueue leaves its process; with
+    `after`, after each such call. EVENTS has the names of the events. The garbage collector is off
+    in the block: finalizers of objects from earlier tests would call the hook, too."""
+    hear = functools.partial(hooked_call, hook, after)
     library = through_seam("C library")()
     opens = hear("open", getattr(femtoqueue, "open", open))
     with contextlib.ExitStack() as stack:
@@ -337,7 +350,7 @@ def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.object(femtoqueue, "os", fake))
         stack.enter_context(mock.patch.object(femtoqueue, "open", opens, create=True))
         if library is not None:
-            stack.enter_context(seam("C library", lambda: HeardLibrary(library, hear)))
+            stack.enter_context(seam("C library", lambda: HookedLibrary(library, hear)))
         stack.enter_context(seam("exchange", hear("move", through_seam("exchange"))))
         if locks := sys.modules.get("fcntl"):
             stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, hear)))
@@ -353,21 +366,23 @@ def interrupt() -> NoReturn:
 def at_line(
     number: int, happen: Callable[[], object], within: tuple[str, ...] = ()
 ) -> Iterator[list[str]]:
-    """Let something happen before the n-th line of femtoqueue that the block runs, in any thread;
-    within: of the lines of these functions. Yields a list that is not empty once it did."""
+    """Call happen() before line `number` of those lines of femtoqueue that the block runs. Lines
+    count from 0, in any thread. With `within`, only the lines of these functions count. Yield a
+    list, which is empty until happen() is called."""
     came = list[str]()
     left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
-    last: dict[int, int] = {}  # line of a frame, by its id()
+    last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
 
     def trace(frame: types.FrameType, event: str, arg: object) -> Any:
         name, caller = frame.f_code.co_name, frame.f_back
         if frame.f_code.co_filename != femtoqueue.__file__ or (within and name not in within):
             return None
         if "__del__" in (name, caller.f_code.co_name if caller else ""):
-            return None  # what a finalizer raises is printed, and ends nothing
+            return None  # an exception in a finalizer is printed, and does not end the call
         line, before = frame.f_lineno, last.get(id(frame), 0)
         last[id(frame)] = 0 if event == "call" else line
-        # A block of `with` ends there; no signal comes before __exit__() is called.
+        # At the end of a `with` block the trace goes back to the line of the `with`. A real signal
+        # is not handled there, before __exit__() is called: the line does not count.
         is_end = event == "line" and line < before and source[line - 1].lstrip().startswith("with ")
         if event == "line" and not is_end and next(left) == 0:
             sys.settrace(None)
@@ -384,12 +399,14 @@ def at_line(
         threading.settrace(None)
 
 
-# What a name is, and what a record: told here by other code than femtoqueue's.
+# The forms of names and records. This code is independent of femtoqueue's, so that an error there
+# is not repeated here.
 
 NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # a nanosecond before the year 2255; random
 ID, KEYED_ID, STAMP = f"{NUMBER}-{TAG}", f"{NUMBER}-[89a-f][0-9a-f]{{7}}", f"{NUMBER}~[0-9]{{1,6}}~"
-TASKS = {  # the names of tasks, as the docstring has them
-    **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),  # moved by hand
+TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
+    # A lease's name, with a boot id, is valid here, too: a person may have moved its file.
+    **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),
     "scheduled": STAMP + ID,
     "inflight": f"{STAMP}{TAG}~{ID}",
     "keys": f"({STAMP})?{KEYED_ID}",
@@ -404,17 +421,18 @@ def is_id(text: str) -> bool:
 
 
 def is_task(state: str, name: str) -> bool:
-    """Whether that is the name of a task in that state."""
+    """Return whether a file of this name is a task, in the directory of this state."""
     return re.fullmatch(TASKS.get(state, "(?!)"), name) is not None
 
 
 def is_ours(state: str, name: str) -> bool:
-    """Whether the queue may do with that file what it likes: a task, or a companion of one."""
+    """Return whether a file of this name belongs to the queue, which may move or remove the file:
+    a task, or a companion of a task."""
     return is_task(state, name) or re.fullmatch(COMPANIONS.get(state, "(?!)"), name) is not None
 
 
 def read_record(content: bytes) -> Record | None:
-    """Return payload and key, None if that is no whole record."""
+    """Return the payload and the key of a record, or None if the record is invalid."""
     header, newline, payload = content.partition(b"\n")
     magic, _, rest = header.partition(b" ")
     fields = rest.split(b" ")
@@ -431,20 +449,22 @@ def read_record(content: bytes) -> Record | None:
 
 
 def record(payload: bytes, name: bytes = b"") -> bytes:
+    """Return a record of this payload. `name`: the key, as it is quoted in the header."""
     header = b"FQ1 %08x %d" % (binascii.crc32(name + payload), len(payload))
     return header + (b" " + name if name else b"") + b"\n" + payload
 
 
-FOREVER_NS = 4 * 10**18  # how long a lease without an end lasts
+FOREVER_NS = 4 * 10**18  # the length of a lease without an end
 
 
 def key_tag(key: str) -> str:
-    """Return the hash of a key, as the ids of its tasks end and keys/<hash> is named."""
+    """Return the hash of a key: the end of the ids of its tasks, and the name of keys/<hash>."""
     return f"{binascii.crc32(key.encode()) | 1 << 31:08x}"
 
 
 class Child:
-    """A forked process that runs work(child): it says lines to us, and waits for our go()."""
+    """A forked process that runs work(child). The process sends lines with say(), which the parent
+    reads with line(). The process waits in wait_for_go() for the parent's go()."""
 
     def __init__(self, work: Callable[[Child], object], number: int = 0) -> None:
         self.chance = random.Random(f"{SEED} {number}")
@@ -476,7 +496,7 @@ class Child:
 
     def wait_for_go(self) -> None:
         if not os.read(self._waits, 1):
-            os._exit(0)  # our parent is gone
+            os._exit(0)  # the parent has ended
 
     def line(self) -> str:
         return self._said.readline().rstrip("\n")
@@ -489,7 +509,7 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
 
     def finish(self) -> tuple[list[str], int]:
-        """Return what it said since, and its exit status, when it has ended."""
+        """Wait until the process ends. Return its unread lines and its exit status."""
         lines = [line.rstrip("\n") for line in self._said]
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -504,67 +524,75 @@ class Child:
 
 
 class QueueCase(unittest.TestCase):
-    """A test with a queue directory, whose invariants are checked when it ends."""
+    """A test with a queue directory, `path`, and helpers that check the queue's invariants."""
 
-    foreign: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()  # names of files that are not the queue's
     in_memory = True  # False: the tests promise something about the disk
     memory = memory_dir()
-    fs_type: int | None = None  # of which femtoqueue takes every directory to be; None: its own
+    fs_type: int | None = None  # the f_type that femtoqueue sees; None: the real one
     exchanges = True  # False: the kernel refuses to exchange two names
 
     def setUp(self) -> None:
         self.path = self.new_dir(self.memory if self.in_memory else None)
         self.chance, self.children = random.Random(SEED), itertools.count()
-        LOG.disabled = True  # corrupt tasks are logged, and are many here
+        LOG.disabled = True  # corrupt tasks are logged, and many tests make some
         if self.fs_type is not None:
             self.patched(on_file_system(self.fs_type))
         if not self.exchanges:
             self.patched(without_exchange())
 
     def patched(self, patch: Any) -> None:
-        """Apply a patch until the test ends."""
+        """Apply a patch, until the test ends."""
         patch.start()
         self.addCleanup(patch.stop)
 
     def new_dir(self, place: str | None = None) -> str:
-        """Make a directory in that one, or in the temporary directory; it goes with the test."""
+        """Make a directory in `place`, or in the temporary directory. It is removed after the
+        test."""
         path = tempfile.mkdtemp(prefix="femtoqueue-test-", dir=place)
         self.addCleanup(shutil.rmtree, path, ignore_errors=True)
         return path
 
     def queue(self, node_id: str | None = "n1", **settings: Any) -> FemtoQueue:
+        """Open the queue in `path`. It is closed after the test."""
         q = FemtoQueue(self.path, node_id, **settings)
         self.addCleanup(q.close)
         return q
 
     def anew(self, **settings: Any) -> FemtoQueue:
-        """Open a queue in a new directory."""
+        """Set `path` to a new directory, and open a queue there."""
         self.path = self.new_dir(self.memory if self.in_memory else None)
         return self.queue(**settings)
 
     def child(self, work: Callable[[Child], object]) -> Child:
+        """Start a forked process. It is killed after the test, if it still runs."""
         child = Child(work, next(self.children))
         self.addCleanup(child.end)
         return child
 
     def clock(self) -> Clock:
-        """Set the clock by hand. A job that took long, on a busy machine, then rests no longer."""
+        """Replace femtoqueue's clock by one that the test advances, and return that clock.
+
+        A housekeeping job that took long then makes no longer pause. On a busy machine such a pause
+        could outlast the seconds by which a test advances the clock."""
         clock = Clock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
         self.hasten("longest pause", 0)
         return clock
 
     def pop(self, q: FemtoQueue) -> FemtoTask:
+        """Pop a task, which must be there, and check the invariants."""
         task = q.pop()
         assert task is not None, "a task was there to be popped"
         self.check_invariants()
         return task
 
     def take(self, q: FemtoQueue, key: str | None = None, id: str | None = None) -> FemtoTask:
+        """Take a task by its key or id; the task must be there."""
         return q.take(key, id=id) or self.fail("a task was there to be taken")
 
     def drain(self, q: FemtoQueue) -> list[bytes]:
-        """Pop and finish everything; return the payloads in their order."""
+        """Pop and finish all tasks. Return their payloads, in the order of delivery."""
         payloads = []
         while task := q.pop():
             payloads.append(task.data)
@@ -573,11 +601,11 @@ class QueueCase(unittest.TestCase):
         return payloads
 
     def hasten(self, name: str, value: float) -> None:
-        """Let femtoqueue wait for that long, not for as long as its constant says."""
+        """Replace a constant of femtoqueue, mostly a duration, until the test ends."""
         self.patched(with_constant(name, value))
 
     def can_exchange(self) -> bool:
-        """Whether two names can be: here those of two empty directories."""
+        """Return whether two names can be exchanged here: try it with two empty directories."""
         try:
             through_seam("exchange")(self.file("done"), self.file("failed"))
         except OSError:
@@ -585,25 +613,30 @@ class QueueCase(unittest.TestCase):
         return True
 
     def boot(self) -> str:
-        """Return <boot>, by which leases of this kernel are known: there is one clock-<boot>."""
+        """Return <boot>, the part of a lease's name that stands for this boot of the kernel. Fail
+        unless there is exactly one file clock-<boot>."""
         names = [name for name in os.listdir(self.path) if name.startswith("clock-")]
         self.assertEqual(len(names), 1)
         return names[0][len("clock-") :]
 
     def check_one_clock(self, *queues: FemtoQueue) -> None:
-        """Fail if one of them is an hour before another: what they push now has one order."""
+        """Push a task with each queue object. Fail if the orders of the tasks differ by an hour:
+        then the queue objects have different queue clocks."""
         orders = [int(q.push(b"")[:20]) for q in queues]
         self.assertLess(max(orders) - min(orders), 3600 * 10**9)
 
     def names(self, directory: str) -> list[str]:
+        """Return the sorted names in a directory of the queue."""
         return sorted(os.listdir(os.path.join(self.path, directory)))
 
     def file(self, *parts: str) -> str:
+        """Return a path in the queue directory."""
         return os.path.join(self.path, *parts)
 
     def locked(self, key: str, wait: bool = True) -> io.FileIO:
-        """Hold the lock of a key until the file is closed, as a process does that is at work on
-        it. Raises BlockingIOError if it is not free and wait is False."""
+        """Take the lock of a key, as a process does that works on the key. Return the file that
+        holds the lock until it is closed. Raises BlockingIOError if another process holds the lock
+        and `wait` is False."""
         path = self.file("locks", key_tag(key)[-2:])
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT), "r+")
         try:
@@ -614,6 +647,7 @@ class QueueCase(unittest.TestCase):
         return file
 
     def is_free(self, key: str) -> bool:
+        """Return whether the lock of a key is free."""
         with contextlib.suppress(FileNotFoundError):
             try:
                 self.locked(key, wait=False).close()
@@ -622,7 +656,7 @@ class QueueCase(unittest.TestCase):
         return True
 
     def check_unlocked(self, path: str) -> None:
-        """Fail if somebody has the lock of a file or directory."""
+        """Fail if a file or directory is locked."""
         fd = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -630,13 +664,15 @@ class QueueCase(unittest.TestCase):
             os.close(fd)
 
     def put(self, name: str, content: bytes, directory: str = "pending") -> str:
+        """Write a file in a directory of the queue, and return its path."""
         path = self.file(directory, name)
         with open(path, "wb") as file:
             file.write(content)
         return path
 
     def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
-        """Every task stands in one state, under a name of its form; return id -> directory."""
+        """Fail unless each task is in exactly one directory and each name has a valid form; and,
+        without `leftovers`, unless creating/ is empty. Return the directory of each task, by id."""
         where: dict[str, str] = {}
         for directory in sorted(os.listdir(self.path)):
             state = "inflight" if directory.startswith("inflight-") else directory
@@ -654,6 +690,7 @@ class QueueCase(unittest.TestCase):
         return where
 
     def states(self) -> Counter[str]:
+        """Check the invariants. Return the number of tasks in each directory."""
         return Counter(self.check_invariants().values())
 
 
@@ -661,9 +698,10 @@ class QueueCase(unittest.TestCase):
 
 
 def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**9) -> Hook:
-    """Return a hook by which something happens before calls of a kind (or of several: "open move"),
-    or before the first ones: of all, or of those that have that argument, or a path of which that
-    is a part."""
+    """Return a hook that calls happen() before each call of an event, at most `times` times.
+
+    `event` may name several events: "open move". With `of`, only those calls count that have `of`
+    as an argument, or have a path that contains `of`."""
     left, events = itertools.count(times, -1), event.split()
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
@@ -675,6 +713,7 @@ def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**
 
 
 def fail_with(code: int) -> NoReturn:
+    """Raise the OSError of an errno."""
     raise OSError(code, os.strerror(code))
 
 
@@ -684,7 +723,7 @@ def raising(code: int) -> Callable[[], NoReturn]:
 
 
 def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Return the arguments of each call of a kind that a piece of work makes."""
+    """Run work(). Return the arguments of each call of this event that it makes."""
     calls: list[tuple[Any, ...]] = []
 
     def note(name: str, args: tuple[Any, ...]) -> None:
@@ -698,7 +737,7 @@ def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def beside(*works: Callable[[], object]) -> Iterator[None]:
-    """Let each of them run in a thread; they end with the block."""
+    """Run each function in a thread beside the block. At the end of the block, wait for them."""
     threads = [threading.Thread(target=it, daemon=True) for it in works]
     for thread in threads:
         thread.start()
@@ -708,25 +747,28 @@ def beside(*works: Callable[[], object]) -> Iterator[None]:
 
 
 def reason_of(q: FemtoQueue, ident: str) -> str:
-    """Return what stands beside a dead letter."""
+    """Return the reason that is stored beside a dead letter."""
     with open(os.path.join(q.data_dir, "failed", f"{ident}.error"), encoding="utf-8") as file:
         return file.read()
 
 
 def _taken(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
+    """Pop a task, which must be there, without a check of the invariants."""
     task = q.pop(timeout)
     assert task is not None
     return task
 
 
 def leased(q: FemtoQueue, data: bytes = b"x", key: str | None = None) -> FemtoTask:
-    """Push a task, and lease the oldest."""
+    """Push a task, and return a lease of the oldest task."""
     q.push(data, key=key)
     return _taken(q)
 
 
-# Wrong arguments: a call, of a queue that has leased a task; what it raises, and what that says;
-# and what is wrong. In what it says, {it} is what is wrong; for None, the task.
+# A call with a wrong argument must be refused. A Refusal has four parts: the call, which gets a
+# queue, a task that the queue has leased, and the argument; the type of the exception; a pattern
+# of its message; and the wrong arguments. In the pattern, {it} stands for the argument, or for the
+# task if the argument is None.
 Refusal = tuple[Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]]
 NAN, INFINITE = float("nan"), float("inf")
 NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
@@ -734,8 +776,9 @@ NO_TIMES = NAN, INFINITE, 9e15, 1e300, 1e308, 10**400
 NO_AGES = -1, NAN, INFINITE
 
 
-class Lazy:
-    """What nothing of runs when it is called as a handler."""
+class AsyncHandlers:
+    """Handlers that are async functions. A call only makes a coroutine or a generator: their code
+    would never run."""
 
     async def __call__(self, task: FemtoTask) -> None:
         raise AssertionError
@@ -744,7 +787,7 @@ class Lazy:
         yield task
 
 
-NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task), Lazy(), Lazy().each
+NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task), AsyncHandlers(), AsyncHandlers().each
 NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
 NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-00000000"}
