@@ -16,9 +16,9 @@ A class stands for a promise, a test for one outcome. These are tested, with rea
 
 Tests do not sleep until a time has passed: they advance a fake clock.
 
-These are not tested: power loss, full disks, and file systems other than that of the temporary
-directory (the programs in .ci/ do this; some need root). Without fork(), the tests that need it are
-skipped.
+These are not tested: power loss, full disks, and other file systems than the one of the temporary
+directory. The programs in .ci/ test these; some programs need root. Tests that need fork() are
+skipped where fork() is missing.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ with contextlib.suppress(ImportError):  # not on Windows
     import fcntl
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# A hook is called for each call by which femtoqueue leaves its process: for all callables of os,
-# except the names that match this pattern. Those touch neither a disk nor another process.
+# A hook is called for each call by which femtoqueue leaves its process. These are all callables of
+# os, except names that match this pattern: they touch neither a disk nor another process.
 IN_PROCESS = re.compile(
     r"""_.*|W[A-Z]+|abort|confstr|cpu_count|ctermid|device_encoding|fdopen|fs(de|en)code|fspath
     |get(?!xattr).*|isatty|major|makedev|minor|nice|putenv|register_at_fork|sched_.*
@@ -125,9 +125,10 @@ def memory_dir() -> str | None:
 
 
 class Clock:
-    """Stands in for the time module in femtoqueue. It shows real time, shifted by the test. With
-    arguments (the times of the wall clock and of the monotonic clock), the clocks stand still and
-    only the test moves them, so that a run depends on its seed alone."""
+    """Stands in for the time module in femtoqueue. It shows real time, shifted by the test.
+
+    The arguments are a time of the wall clock and one of the monotonic clock. With arguments, the
+    clocks stand still unless the test moves them: then a run depends on its seed alone."""
 
     def __init__(self, *stands_at_s: float) -> None:
         self.wall_shift_s = self.monotonic_shift_s = 0.0
@@ -256,8 +257,8 @@ def descriptors_of(path: str) -> list[int]:
 
 
 def dies(q: FemtoQueue) -> None:
-    """Make a worker look dead to other workers: close all descriptors of its lease directory, which
-    drops its lock. The queue object must not be used afterwards."""
+    """Make a worker look dead to other workers: close all descriptors of the lease directory. This
+    drops the lock. The queue object must not be used afterwards."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     for fd in descriptors_of(lease_dir(q)):
         os.dup2(nowhere, fd, inheritable=False)  # keep the number: the object will close it
@@ -319,7 +320,7 @@ class HookedLibrary:
 
         function: Callable[..., Any] = getattr(self._library, name)
         if name == "renameat2":
-            return function  # hooked() wraps the function that calls it, which knows the paths
+            return function  # hooked() wraps femtoqueue's caller of renameat2, for the paths
 
         def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
@@ -335,9 +336,11 @@ class HookedLibrary:
 
 @contextlib.contextmanager
 def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
-    """Call hook(event, arguments) before each call by which femtoqueue leaves its process; with
-    `after`, after each such call. EVENTS has the names of the events. The garbage collector is off
-    in the block: finalizers of objects from earlier tests would call the hook, too."""
+    """Call hook(event, arguments) before each call by which femtoqueue leaves its process. With
+    `after`, call the hook after each such call. EVENTS has the names of the events.
+
+    The garbage collector is off in the block: finalizers of objects from earlier tests would call
+    the hook, too."""
     hear = functools.partial(hooked_call, hook, after)
     library = through_seam("C library")()
     opens = hear("open", getattr(femtoqueue, "open", open))
@@ -405,7 +408,7 @@ def at_line(
 NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # a nanosecond before the year 2255; random
 ID, KEYED_ID, STAMP = f"{NUMBER}-{TAG}", f"{NUMBER}-[89a-f][0-9a-f]{{7}}", f"{NUMBER}~[0-9]{{1,6}}~"
 TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
-    # A lease's name, with a boot id, is valid here, too: a person may have moved its file.
+    # These three may hold a lease's name, with a boot id: a person may have moved the file.
     **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),
     "scheduled": STAMP + ID,
     "inflight": f"{STAMP}{TAG}~{ID}",
@@ -700,8 +703,8 @@ class QueueCase(unittest.TestCase):
 def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**9) -> Hook:
     """Return a hook that calls happen() before each call of an event, at most `times` times.
 
-    `event` may name several events: "open move". With `of`, only those calls count that have `of`
-    as an argument, or have a path that contains `of`."""
+    `event` may name several events: "open move". With `of`, a call counts only if an argument is
+    `of`, or is a path that contains `of`."""
     left, events = itertools.count(times, -1), event.split()
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
@@ -723,7 +726,7 @@ def raising(code: int) -> Callable[[], NoReturn]:
 
 
 def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Run work(). Return the arguments of each call of this event that it makes."""
+    """Run work(). Return the arguments of each call of this event."""
     calls: list[tuple[Any, ...]] = []
 
     def note(name: str, args: tuple[Any, ...]) -> None:
@@ -765,10 +768,11 @@ def leased(q: FemtoQueue, data: bytes = b"x", key: str | None = None) -> FemtoTa
     return _taken(q)
 
 
-# A call with a wrong argument must be refused. A Refusal has four parts: the call, which gets a
-# queue, a task that the queue has leased, and the argument; the type of the exception; a pattern
-# of its message; and the wrong arguments. In the pattern, {it} stands for the argument, or for the
-# task if the argument is None.
+# Calls with a wrong argument, which must be refused. A Refusal has four parts:
+# - the call; its arguments are a queue, a task that the queue has leased, and the wrong argument;
+# - the type of the exception;
+# - a pattern of the message, where {it} stands for the wrong argument (if it is None: the task);
+# - the wrong arguments.
 Refusal = tuple[Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]]
 NAN, INFINITE = float("nan"), float("inf")
 NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
@@ -869,9 +873,10 @@ REFUSALS: tuple[Refusal, ...] = (
 class Lifecycle(QueueCase):
     in_memory = False
 
-    def test_payloads_come_out_as_they_went_in(self) -> None:
-        """From nothing to 64 MB, and around the sizes at which reading changes its way; bytearray
-        and any contiguous memoryview, whatever the size of its items."""
+    def test_payload_is_delivered_unchanged(self) -> None:
+        """A payload is delivered as it was pushed. The sizes go from 0 to 64 MB; some are near 4096
+        bytes, where files are read in another way. A payload may be a bytearray or any contiguous
+        memoryview, with items of any size."""
         q, sizes = self.queue(), (0, 1, 100, 4079, 4080, 4081, 4082, 4096, 10**6, 64 * 10**6)
         payloads: list[Any] = [random.Random(size).randbytes(size) for size in sizes]
         payloads += [bytearray(b"ab"), memoryview(b"abcd")[1:3], memoryview(b"abcdefgh").cast("I")]
@@ -882,6 +887,7 @@ class Lifecycle(QueueCase):
             q.done(task)
 
     def test_wrong_arguments_are_refused_and_change_nothing(self) -> None:
+        """A call with a wrong argument raises an error that says why, and changes nothing."""
         q = self.queue()
         task, new = leased(q), self.file("new")
         for call, error, text, those in REFUSALS:
@@ -897,9 +903,9 @@ class Lifecycle(QueueCase):
         self.assertFalse(os.path.exists(self.file("keys")) or os.path.exists(new))
         q.done(task)
 
-    def test_an_enum_is_the_text_that_it_stands_for(self) -> None:
-        """As a key, a state, an id, a node, a directory or a reason: in names and in what is looked
-        for, though its format() is another text (Python 3.11)."""
+    def test_member_of_a_str_enum_counts_as_its_value(self) -> None:
+        """A member of a str enum works like its value, although format() of the member is another
+        text (Python 3.11). It may be a key, state, id, node_id, directory or reason."""
         ident = self.queue().push(b"x", key="k")
 
         class Word(str, enum.Enum):
@@ -921,9 +927,9 @@ class Lifecycle(QueueCase):
         q.fail(self.pop(q))
         self.assertEqual(q.purge(0, Word.FAILED), 1)
 
-    def test_a_task_is_a_value(self) -> None:
-        """What was leased equals what is looked at; but only the delivery ends it, and what is
-        assigned to it changes nothing in the queue."""
+    def test_task_objects_compare_by_value_but_only_a_lease_can_be_settled(self) -> None:
+        """A leased task equals the same task seen by peek(), but only the leased object can end the
+        delivery. A changed attribute of the object changes nothing in the queue."""
         q = self.queue()
         ident = q.push(b"x")
         task = self.pop(q)
@@ -941,7 +947,9 @@ class Lifecycle(QueueCase):
             q.done(task)
         self.assertEqual((caught.exception.id, caught.exception.expired), (ident, False))
 
-    def test_attach_says_whether_the_lease_is_over(self) -> None:
+    def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
+        """attach() of a lease that has ended raises LeaseLost; `expired` says whether the lease's
+        deadline has passed."""
         q, clock = self.queue(), self.clock()
         path, waiting = leased(q).path, f"pending/{q.push(b'waits')}"
         q.done(q.attach(path))
@@ -954,8 +962,8 @@ class Lifecycle(QueueCase):
         for no_lease in ("what~is~this", waiting):
             self.assertRaises(LeaseLost, q.attach, no_lease)
 
-    def test_a_tasks_other_id_is_in_no_name(self) -> None:
-        """A program may keep a number of its own there."""
+    def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
+        """A program may set `id` of a task to a number of its own; no file gets a name from it."""
         q = self.queue(keep_done=False, retry_delay_s=0)
         ident = q.push(b"x")
 
@@ -976,8 +984,9 @@ class Lifecycle(QueueCase):
         q.done(task)
         self.assertEqual(self.states(), {})
 
-    def test_what_comes_back_to_the_front_has_the_order_of_its_push(self) -> None:
-        """Also of several, which come back before and behind the first name that was listed."""
+    def test_tasks_released_to_the_front_are_delivered_in_the_order_of_push(self) -> None:
+        """Tasks released to the front are delivered in the order of their pushes. Some come back
+        before the first name that the worker has listed, some behind it."""
         q, payloads = self.queue(), [b"%d" % number for number in range(8)]
         q.push_many(payloads)
         for task in [self.pop(q) for _ in range(3)]:
@@ -985,7 +994,7 @@ class Lifecycle(QueueCase):
         self.assertEqual(self.drain(q), payloads)
 
     def test_fail_keeps_an_exception_with_its_traceback(self) -> None:
-        """Whatever characters are in it."""
+        """fail() stores the traceback of an exception, even if its text is not valid Unicode."""
         q = self.queue()
         ident = q.push(b"1")
         try:
@@ -994,8 +1003,10 @@ class Lifecycle(QueueCase):
             q.fail(self.pop(q), error)
         self.assertRegex(reason_of(q, ident), r"\ATraceback[^$]*in test_fail_keeps_an_exception")
 
-    def test_a_time_for_which_there_are_no_names_is_the_first_or_the_last_of_them(self) -> None:
-        """And a lease shorter than a nanosecond is one: who is not too late can still settle it."""
+    def test_times_that_names_can_not_hold_become_the_earliest_or_the_latest(self) -> None:
+        """A time outside the range of file names becomes the first or last time of the range.
+
+        A lease shorter than a nanosecond is still a lease: its holder can settle it in time."""
         q = self.queue(timeout_stale_ms=1e-7)
         for lease_ms in (None, 1e-7):
             q.push(b"x")
@@ -1007,7 +1018,8 @@ class Lifecycle(QueueCase):
         self.assertEqual((self.drain(q), len(self.names("scheduled"))), ([b"before 1970"], 2))
 
     def test_push_many_that_fails_half_way_says_how_many_were_pushed(self) -> None:
-        """The first ones are in, whole; the error is as it came."""
+        """If push_many() fails half way, the payloads before the error are pushed. The exception is
+        raised unchanged, with their ids in `pushed_ids` if the attribute can be set."""
         q = self.queue()
         with self.assertRaisesRegex(TypeError, "encode it") as caught:
             q.push_many([b"1", b"2", "3", b"4"])  # type: ignore[list-item]
@@ -1027,8 +1039,9 @@ class Lifecycle(QueueCase):
 
     # Scheduled
 
-    def test_very_many_that_are_due_do_not_keep_the_lock_until_all_have_been_moved(self) -> None:
-        """Else no lease of the worker were renewed meanwhile."""
+    def test_many_due_tasks_are_enqueued_in_several_rounds(self) -> None:
+        """If very many tasks are due, one pop() moves only some of them to pending/. It holds the
+        worker's lock meanwhile, and no lease of the worker can be renewed."""
         q, clock, wanted = self.queue(), self.clock(), [b"%d" % number for number in range(20)]
         for due_us, data in enumerate(wanted):
             q.schedule(data, due_us)
@@ -1038,8 +1051,9 @@ class Lifecycle(QueueCase):
             self.assertEqual([first.data, *self.drain(q)], wanted)
         q.done(first)
 
-    def test_what_another_schedules_is_seen_at_once_if_nothing_waits(self) -> None:
-        """Unless a person cancels it as it is taken."""
+    def test_due_task_scheduled_by_another_process_is_seen_at_once_if_none_waits(self) -> None:
+        """If no task waits, pop() sees at once a due task that another process has scheduled. If a
+        person removes the file of a due task while take() moves it, take() returns None."""
         self.clock().stand_still()  # no job comes due
         q, other = self.queue(), self.queue("n2")
         self.assertIsNone(q.pop())
@@ -1050,17 +1064,19 @@ class Lifecycle(QueueCase):
         with hooked(at_call("move", "/scheduled/", lambda: os.unlink(path))):
             self.assertIsNone(q.take("k"))
 
-    def test_a_task_taken_early_that_can_not_be_read_keeps_its_time(self) -> None:
+    def test_scheduled_task_whose_early_take_fails_keeps_its_due_time(self) -> None:
+        """If take() by id can't read a task that is not due, the task stays scheduled."""
         q = self.queue()
         ident = q.schedule(b"later", (time.time() + 1000) * 1e6)
         with hooked(at_call("read", None, raising(errno.EIO))):
             self.assertRaises(OSError, q.take, id=ident)
         self.assertEqual((q.pop(), self.states()), (None, {"scheduled": 1}))
 
-    # Ended, and operated
+    # Finished tasks, and operating a queue
 
-    def test_a_task_that_moves_against_each_look_is_work_that_is_left(self) -> None:
-        """As of a worker that releases it and takes it again, and is in step."""
+    def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
+        """join() sees that work is left even if a task moves before each listing of join(): another
+        worker releases the task and takes the task again, at just these moments."""
         q, other = self.queue(), self.queue("n2")
         lease = self.file(leased(q).path)
         waits = self.file("pending", lease[-29:])
@@ -1075,8 +1091,9 @@ class Lifecycle(QueueCase):
             self.assertFalse(other.join(0))
         self.drain(q)
 
-    def test_what_is_done_is_kept_for_as_many_seconds_as_wanted(self) -> None:
-        """pop() deletes it, in slices: no listing of done/ is taken in one piece."""
+    def test_finished_tasks_are_deleted_after_keep_done_seconds(self) -> None:
+        """pop() deletes finished tasks that are older than `keep_done` seconds. It does so in
+        slices, so that no single pop() lists all of done/."""
         q, clock = self.queue(keep_done=60), self.clock()
         with with_constant("purge slice", 0):
             for _ in range(10):
@@ -1096,8 +1113,9 @@ class Lifecycle(QueueCase):
         self.assertEqual(self.names("done"), ["notes.txt"])
         self.assertLessEqual(max(a - b for a, b in itertools.pairwise([12, *counts])), 4)
 
-    def test_while_there_is_what_is_to_go_the_slices_of_done_follow_each_other_soon(self) -> None:
-        """Else the directory of a fast worker grew for ever."""
+    def test_slices_of_done_follow_quickly_while_old_tasks_are_found(self) -> None:
+        """While pop() finds finished tasks to delete, the next slice of done/ follows soon.
+        Otherwise the done/ of a fast worker would grow for ever."""
         q, clock = self.queue(keep_done=1), self.clock()
         with with_constant("purge slice", 0):
             for _ in range(5):
@@ -1107,9 +1125,11 @@ class Lifecycle(QueueCase):
                 self.assertEqual((q.pop(), len(self.names("done"))), (None, left))
                 clock.advance(0.02)
 
-    def test_nothing_is_handed_out_while_the_queue_is_paused(self) -> None:
-        """From the call of pause() on in its object, where paused said so, and everywhere else a
-        second later, though the last listing took long; what was listed before is not either."""
+    def test_paused_queue_hands_out_no_task(self) -> None:
+        """No task is handed out while the queue is paused, even if it was listed before the pause.
+
+        The object that called pause() stops at once, as does an object whose `paused` was True.
+        Other objects stop within a second, even if their last listing took long."""
         clock, q, other = self.clock(), self.queue(), self.queue("n2")
         clock.stand_still()  # no job comes due
         ways: tuple[tuple[FemtoQueue, float, Callable[[], object]], ...] = (
@@ -1130,9 +1150,11 @@ class Lifecycle(QueueCase):
                 pauser.resume()
                 self.assertEqual(len(self.drain(q)), listed)
 
-    def test_a_task_that_is_done_and_waits_comes_to_its_end(self) -> None:
-        """One file, which a file system that healed after a cut shows in two states: rename() of
-        one name to the other does nothing, and says that it did."""
+    def test_task_with_a_second_name_in_an_end_state_can_be_finished(self) -> None:
+        """A task whose file has a name in pending/ and one in done/ or failed/ can be settled.
+
+        A file system that has healed after a network failure may show two names of one file. Then
+        rename() of one name to the other does nothing, and reports success."""
         q, clock = self.queue(), self.clock()
         for state, end in (("done", q.done), ("failed", q.fail)):
             ident = q.push(b"x")
@@ -1144,9 +1166,11 @@ class Lifecycle(QueueCase):
             self.assertEqual((self.states(), self.names(state)), ({state: 1}, [ident]))
             os.unlink(self.file(state, ident))
 
-    def test_looking_without_data_reads_headers_only(self) -> None:
-        """A file without a valid header is shown, not left out, as with data; peek() says what is
-        wrong with it. A payload is not read."""
+    def test_tasks_without_data_reads_headers_only(self) -> None:
+        """tasks(data=False) reads headers, and no payload.
+
+        A file without a valid header is shown; tasks() leaves such a file out. For such a file,
+        peek() raises CorruptTask, and the error says what is wrong."""
         q, tasks = self.queue(), list[FemtoTask]()
         q.push(b"x" * 100_000, key="k")
         self.put(f"{1:020d}-00000000", b"rubbish")
@@ -1168,9 +1192,11 @@ class Lifecycle(QueueCase):
 class Ordering(QueueCase):
     in_memory = False
 
-    def test_order_survives_restarts_whatever_the_clocks_do(self) -> None:
-        """A reboot sets the monotonic clock back, and a dead battery the wall clock. Without a boot
-        id, as on Windows and macOS, each process anchors itself."""
+    def test_order_survives_restarts_and_set_clocks(self) -> None:
+        """Tasks of several processes keep the order of their pushes when clocks change in between.
+
+        A reboot sets the monotonic clock back, and with a dead battery the wall clock, too. Without
+        a boot id, as on Windows and macOS, each process computes an anchor of its own."""
         year_s, one_s = 365 * 86400.0, 1.0 - time.monotonic()
         lives: dict[str, list[tuple[str | None, float, float]]] = {
             "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
@@ -1181,7 +1207,7 @@ class Ordering(QueueCase):
         for name, life in lives.items():
             self.path = self.new_dir()
             for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(life):
-                for directory in os.listdir(self.path):  # by the wall clock, which tells nothing
+                for directory in os.listdir(self.path):  # the real dates would give the order away
                     os.utime(self.file(directory), (0, 0))
                 with on_boot(boot):
                     q = self.queue()
@@ -1192,8 +1218,8 @@ class Ordering(QueueCase):
                 self.assertEqual(len(clocks), len({boot for boot, *_ in life if boot}))
 
     def test_unreadable_clock_file_is_made_again_after_the_newest_task(self) -> None:
-        """Rubbish, or a number no clock can have, in clock-<boot> does not move the order; nor do a
-        directory and a FIFO of that name, of which only the FIFO is replaced."""
+        """An invalid clock-<boot> does not change the order of tasks. The file may hold rubbish, or
+        a number that no clock can have. A FIFO of that name is replaced; a directory stays."""
         q = self.queue()
         q.push(b"0")
         clock = f"clock-{self.boot()}"
@@ -1207,8 +1233,9 @@ class Ordering(QueueCase):
             self.queue().push(b"%d" % number)
         self.assertEqual(self.drain(self.queue()), [b"%d" % n for n in range(len(rubbish) + 3)])
 
-    def test_an_anchor_that_another_set_meanwhile_is_not_overwritten(self) -> None:
-        """By another wall clock; nor later, when ours says something else again."""
+    def test_anchor_set_by_a_faster_process_is_not_overwritten(self) -> None:
+        """If two processes create clock-<boot> at once, both use the anchor of the faster one. A
+        different date in the slower process, or in a later one, does not change the anchor."""
         clock, others = self.clock(), list[FemtoQueue]()
 
         def be_quicker() -> None:
@@ -1220,18 +1247,20 @@ class Ordering(QueueCase):
         clock.wall_shift_s = 10_000.0
         self.check_one_clock(slow, *others, self.queue("later"))
         self.assertEqual(len(others), 1)
-        self.boot()  # there is one clock-<boot>
+        self.boot()  # fails unless there is exactly one clock-<boot>
 
-    def test_a_wall_clock_of_the_far_future_starts_no_clock(self) -> None:
-        """Once it is set right, another one would begin."""
+    def test_wall_clock_of_the_far_future_is_not_used_for_the_anchor(self) -> None:
+        """A date in the far future does not start the queue clock. Otherwise a second queue clock
+        would be started when the date is corrected."""
         clock = self.clock()
         clock.wall_shift_s = 80 * 365 * 86400.0
         q = self.queue()
         clock.wall_shift_s = 0.0
         self.check_one_clock(q, self.queue())
 
-    def test_a_huge_backlog_is_taken_in_order_though_only_part_of_it_is_kept(self) -> None:
-        """The cut that keeps a sixteenth in memory drops the youngest, and foreign names first."""
+    def test_huge_backlog_is_delivered_in_order_though_only_part_is_in_memory(self) -> None:
+        """A backlog that is too large for memory is delivered in order. A worker that lists it
+        drops foreign names and the names of the youngest tasks."""
         q = self.queue()
         ids = q.push_many([b""] * 300)
         self.foreign = tuple(f"00-{n:03d}.swp" for n in range(40))
@@ -1245,12 +1274,13 @@ class Ordering(QueueCase):
 
 
 class ReplacedClock(QueueCase):
-    """A program under test puts its own functions into the time module."""
+    """A queue follows the functions that a program under test puts into the time module."""
 
     def both_clocks(self, seconds: float) -> Any:
         return mock.patch.multiple(time, time=lambda: seconds, monotonic=lambda: seconds)
 
-    def test_lease_ends_by_the_clock_that_stands_in_time(self) -> None:
+    def test_lease_ends_by_the_replaced_clock(self) -> None:
+        """A lease ends when the replaced monotonic clock passes its deadline."""
         with self.both_clocks(0):
             holder = self.queue("n1", timeout_stale_ms=100)
             holder.push(b"x")
@@ -1259,7 +1289,9 @@ class ReplacedClock(QueueCase):
         with self.both_clocks(10):
             self.assertEqual(self.pop(other).data, b"x")
 
-    def test_scheduled_task_is_due_by_the_clock_that_stands_in_time(self) -> None:
+    def test_scheduled_task_is_due_by_the_replaced_clock(self) -> None:
+        """A scheduled task is due when the replaced clock shows its time, whether or not a pop()
+        looked for tasks before."""
         now_s = time.time()
         for has_looked in (False, True):
             with self.subTest(has_looked=has_looked), self.both_clocks(now_s):
@@ -1271,7 +1303,8 @@ class ReplacedClock(QueueCase):
                     self.assertEqual(self.pop(q).data, b"x")
 
     def test_task_is_due_when_the_clock_shows_the_float_of_its_due_time(self) -> None:
-        """The due time is in microseconds, as time.time() * 1e6; both products are rounded."""
+        """A task that is scheduled for time.time() * 1e6 is due when time.time() shows that float.
+        Both the due time and the time that it is compared with are rounded products of a float."""
         q = self.queue()
         for number in range(200):
             now_s = 1_800_000_000 + number * 0.01234567
@@ -1281,6 +1314,7 @@ class ReplacedClock(QueueCase):
                 q.done(self.pop(q))
 
     def test_due_task_is_found_at_once_when_the_date_alone_is_set_forward(self) -> None:
+        """If only the wall clock is set forward, the next pop() finds the tasks that are due."""
         now_s, q = time.time(), self.queue()
         q.schedule(b"x", (now_s + 60) * 1e6)
         self.assertIsNone(q.pop())
@@ -1288,6 +1322,7 @@ class ReplacedClock(QueueCase):
             self.assertEqual(self.pop(q).data, b"x")
 
     def test_due_task_is_found_after_the_clock_went_back(self) -> None:
+        """After both clocks went back by an hour, pop() still finds tasks when they are due."""
         now_s = time.time()
         with self.both_clocks(now_s + 3600):
             q = self.queue()
@@ -1303,13 +1338,15 @@ class ReplacedClock(QueueCase):
             self.assertEqual(self.pop(q).data, b"second")
 
     def test_order_holds_while_the_clock_stands_still(self) -> None:
+        """Tasks are delivered in the order of their pushes even if all have the same time."""
         with self.both_clocks(time.time()):
             q = self.queue()
             wanted = [q.push(b"%d" % number) for number in range(100)]
             self.assertEqual([self.pop(q).id for _ in wanted], wanted)
 
-    def test_monotonic_clock_that_began_anew_under_one_boot_id_keeps_the_order(self) -> None:
-        """A restored machine has the boot id of before, and a monotonic clock near zero."""
+    def test_order_survives_a_monotonic_clock_that_begins_anew_under_one_boot_id(self) -> None:
+        """A restored virtual machine delivers its tasks in order, and leases end. Such a machine
+        has the same boot id as before, and a monotonic clock near zero."""
         clock = self.clock()
         clock.monotonic_shift_s = 40 * 86400.0
         q = self.queue("n1", detached=True)
@@ -1326,9 +1363,12 @@ class ReplacedClock(QueueCase):
 
 @FORK
 class Liveness(QueueCase):
-    def test_an_empty_directory_of_unknown_boot_is_left_alone_for_a_minute(self) -> None:
-        """It may be an idle worker's on another host, whose lock is not seen here (FUSE). If it is
-        another user's, in a directory that is sticky, it stays."""
+    def test_empty_lease_directory_of_unknown_boot_is_kept_for_a_minute(self) -> None:
+        """An empty lease directory of unknown boot is removed only after a minute. The directory
+        may belong to an idle worker on another host; with FUSE, a lock is not seen on other hosts.
+
+        If rmdir() fails, pop() raises no error, and the directory stays. This happens with a lease
+        directory of another user, if data_dir is sticky."""
         q, clock = self.queue(), self.clock()
         os.mkdir(self.file("inflight-other"))
         sticky = hooked(at_call("rmdir", "-other", raising(errno.EPERM), times=1))
@@ -1338,15 +1378,19 @@ class Liveness(QueueCase):
                 self.assertIsNone(q.pop())
             self.assertEqual(os.path.exists(self.file("inflight-other")), there)
 
-    def test_the_end_of_a_lease_ends_a_wait(self) -> None:
-        """Between two rounds of housekeeping."""
+    def test_end_of_a_lease_wakes_a_waiting_pop(self) -> None:
+        """A pop() that waits gets a task whose lease ends, without waiting for the next round of
+        housekeeping."""
         self.hasten("base interval", 10)
         task, other = leased(self.queue(timeout_stale_ms=100)), self.queue("n2")
         self.assertEqual(_taken(other, 4).id, task.id)
 
-    def test_of_a_dead_worker_only_leases_of_this_boot_end_before_their_deadline(self) -> None:
-        """Its directory may be another host's too, by the same node_id; that one may live. When the
-        wall clock went back, st_ctime tells nothing."""
+    def test_dead_workers_leases_of_another_boot_end_at_their_deadlines(self) -> None:
+        """In the directory of a dead worker, only leases of this boot end before their deadlines.
+
+        A worker on another host may use the same node_id, and thus the same directory, and may
+        still live. The lease of that worker also ends at its deadline if the wall clock went back.
+        Then st_ctime is in the future, and does not show the age of the lease."""
         clock = self.clock()
         for back_s in (0, 1e8):
             q, dead = self.anew(), self.queue("dead")
@@ -1364,7 +1408,8 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(q).attempts, 2)
 
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
-        """A dead battery; and no task is as new as the lease. Its directory was changed then."""
+        """A lease ends in time after a reboot with a dead battery, which sets the date back. The
+        ids of all tasks are hours older than the lease; the date of the lease directory is not."""
         clock = self.clock()
         with on_boot("1"):
             q = self.queue("dead")
@@ -1379,9 +1424,10 @@ class Liveness(QueueCase):
             clock.advance(31)
             self.assertEqual(self.pop(q).attempts, 2)
 
-    def test_what_can_not_be_moved_keeps_no_other_waiting(self) -> None:
-        """A task that is due, or the lease of a dead worker; nor in the rounds after the one in
-        which it was met. Its error surfaces when nothing else waits."""
+    def test_task_that_can_not_be_moved_does_not_delay_other_tasks(self) -> None:
+        """If a due task can't be moved, or the lease of a dead worker, other tasks are delivered
+        all the same. This holds for this round of housekeeping and for later rounds. When no other
+        task waits, pop() raises the error."""
         q, clock = self.queue(), self.clock()
 
         def die(node_id: str) -> str:
@@ -1402,8 +1448,10 @@ class Liveness(QueueCase):
             clock.advance(1)
             self.assertEqual(self.pop(q).id, stuck)
 
-    def test_a_directory_that_another_removes_while_it_is_taken_is_made_again(self) -> None:
-        """Before it is opened, or between that and the lock: an observer saw nobody in it."""
+    def test_lease_directory_removed_by_an_observer_is_made_again(self) -> None:
+        """If an observer removes the lease directory of a starting worker, the worker makes a new
+        directory. The observer saw an empty directory without a lock. The removal comes before the
+        worker opens the directory, or between the opening and the lock."""
         place = self.file("inflight-n1")
 
         def is_there(name: str, args: tuple[Any, ...]) -> bool:
@@ -1416,8 +1464,10 @@ class Liveness(QueueCase):
                     q.done(self.pop(q))
                 self.assertEqual(self.names("inflight-n1"), [])
 
-    def test_a_starting_worker_leaves_the_lease_of_one_that_was_quicker(self) -> None:
-        """The directory is removed as it opens it; a namesake makes it anew, and claims there."""
+    def test_starting_worker_leaves_the_lease_of_a_quicker_worker_of_its_node_id(self) -> None:
+        """A starting worker does not take back the lease of a quicker worker with the same node_id.
+        The lease directory is removed while the first worker opens it; then the quicker worker
+        makes the directory again, and claims a task there."""
         starting, quicker, taken = self.queue("same"), self.queue("same"), list[FemtoTask]()
         self.queue("producer").push(b"x")
         os.mkdir(lease_dir(starting))
@@ -1431,8 +1481,10 @@ class Liveness(QueueCase):
         quicker.done(taken[0])
         self.assertEqual(self.states(), {"done": 1})
 
-    def test_ctrl_c_at_any_call_of_a_pop_costs_no_lease_of_the_dead(self) -> None:
-        """Neither what it left itself, nor what one leaves that dies later. The clock is a call."""
+    def test_ctrl_c_in_a_pop_loses_no_lease_of_a_dead_worker(self) -> None:
+        """After Ctrl-C at any call of a pop(), the leases of dead workers still come back. One
+        worker with the same node_id died before; another worker dies later. Ctrl-C also comes at
+        each reading of the monotonic clock."""
         clock = self.clock()
         monotonic = clock.monotonic
         for step in Step.each(interrupt, at_least=20):
@@ -1456,8 +1508,10 @@ class Liveness(QueueCase):
             self.assertEqual(sorted(self.drain(again)), [b"1", b"2", b"3"], step.at)
             again.close()
 
-    def test_a_restart_takes_back_even_while_an_observer_looks_at_its_directory(self) -> None:
-        """The observer's lock is waited out; a lease of an earlier boot is nobody else's to end."""
+    def test_restarted_worker_takes_its_leases_back_while_an_observer_has_the_lock(self) -> None:
+        """A restarted worker waits until an observer unlocks the worker's lease directory, and then
+        takes back its leases. No other worker would end a lease of an earlier boot before its
+        deadline."""
         q, again = self.queue(), self.queue()
         leased(q)
         dies(q)
@@ -1468,8 +1522,9 @@ class Liveness(QueueCase):
         with hooked(at_call("lock", fcntl.LOCK_SH, unlock)):
             self.assertEqual(self.pop(again).attempts, 2)
 
-    def test_dropping_a_queue_leaves_no_descriptor_no_warning_and_no_directory(self) -> None:
-        """At once, as a file is closed: no cycle keeps it for the garbage collector."""
+    def test_dropped_queue_object_leaves_no_descriptor_warning_or_directory(self) -> None:
+        """A queue object is closed at once when its last reference goes, like a file. No reference
+        cycle keeps the object until the garbage collector runs."""
         before = len(os.listdir("/dev/fd"))
         gc.disable()
         self.addCleanup(gc.enable)
@@ -1483,8 +1538,9 @@ class Liveness(QueueCase):
         self.assertEqual(len(os.listdir("/dev/fd")), before)
         self.assertEqual(self.states(), {"pending": 1})
 
-    def outlive(self, call: str) -> None:
-        """Let a worker fork at a call of its pop(), and die before its child does."""
+    def check_child_outlives_parent(self, call: str) -> None:
+        """Let a worker fork at a call of its pop(), and kill the worker before its child ends. Fail
+        unless the worker's task is delivered again."""
 
         def parent(child: Child) -> None:
             def fork() -> None:
@@ -1501,19 +1557,21 @@ class Liveness(QueueCase):
         q = self.queue("observer")
         q.push(b"x")
         child = self.child(parent)
-        self.addCleanup(child.go)  # the one that it forked
+        self.addCleanup(child.go)  # ends the process that `child` has forked
         self.assertEqual(child.line(), "forked")
         child.kill()
         q.done(_taken(q, 10))
 
-    def test_a_forked_child_that_outlives_its_parent_keeps_no_task_of_its_leased(self) -> None:
-        """Nor if another thread forked as the lock was taken."""
+    def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(self) -> None:
+        """The leases of a killed worker end although a forked child of the worker still lives. The
+        fork may even come, in another thread, while the worker locks its directory."""
         for call in ("read", "lock"):
             with self.subTest(call):
-                self.outlive(call)
+                self.check_child_outlives_parent(call)
 
-    def test_ctrl_c_as_a_fork_begins_leaves_the_child_none_of_its_parents_leases(self) -> None:
-        """Python goes on with such a fork."""
+    def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(self) -> None:
+        """Ctrl-C at the start of a fork does not give the parent's leases to the child. Python
+        completes such a fork."""
         q = self.queue()
         task = leased(q)
         lock = mock.Mock(acquire=interrupt)
@@ -1523,7 +1581,9 @@ class Liveness(QueueCase):
         self.assertEqual(child.finish(), ([], 0))
         q.done(task)
 
-    def test_a_forked_child_is_a_worker_of_its_own(self) -> None:
+    def test_forked_child_is_a_worker_of_its_own(self) -> None:
+        """In a forked child, a queue object gets its own node_id, lease directory and id tag. After
+        close() in the child, the parent still has its lease."""
         q = self.queue(None)
         ids = q.push_many([b"1", b"2"])
         mine = self.pop(q)
@@ -1544,18 +1604,24 @@ class Liveness(QueueCase):
 
 
 class PlaceLost(QueueCase):
-    """A worker whose own lease directory was removed while it lives."""
+    """A worker whose lease directory was removed while the worker lives."""
 
-    def settled(self, count: int) -> FemtoQueue:
-        """Return a worker that has its place, in a new queue, and has listed as many tasks."""
+    def worker_that_listed(self, count: int) -> FemtoQueue:
+        """Return a worker in a new queue. The worker has a lease directory, has listed `count`
+        tasks, and has finished the first of them."""
         q = self.anew()
         q.push_many([b"%d" % n for n in range(count)])
         q.done(self.pop(q))
         return q
 
-    def test_a_claim_goes_only_into_a_directory_that_is_locked(self) -> None:
-        """Not into another of its name, which an observer may take for a dead worker's, nor where a
-        directory was moved; whether the task was listed before or not."""
+    def test_claim_goes_only_into_a_locked_lease_directory(self) -> None:
+        """A worker claims only into a directory that the worker has locked and that has the right
+        path.
+
+        The worker does not claim into a new directory of the same name: without a lock, another
+        worker would take the leases for those of a dead worker. Nor does the worker claim into its
+        own directory after a move to another path. The claimed task was listed before the loss of
+        the directory, or was pushed after the loss."""
         self.clock().stand_still()  # no job comes due
         losses: dict[str, Callable[[str], object]] = {
             "removed": os.rmdir,
@@ -1564,7 +1630,7 @@ class PlaceLost(QueueCase):
         }
         for (name, lose), call in itertools.product(losses.items(), ("next", "pop", "take")):
             with self.subTest(name, call=call):
-                q, observer = self.settled(3 if call == "next" else 1), self.queue("n2")
+                q, observer = self.worker_that_listed(3 if call == "next" else 1), self.queue("n2")
                 lose(lease_dir(q))
                 if call != "next":
                     q.push(b"1", key="k")
@@ -1576,9 +1642,10 @@ class PlaceLost(QueueCase):
                 observer.done(theirs)
                 self.assertEqual(self.states(), {"done": 3})
 
-    def test_a_place_that_another_host_removed_is_made_again(self) -> None:
-        """There its descriptor does not lead to an empty directory, but gives ESTALE."""
-        q = self.settled(5)
+    def test_lease_directory_removed_by_another_host_is_made_again(self) -> None:
+        """A worker whose lease directory was removed by another host makes a new one. After that
+        removal, the descriptor of the directory gives ESTALE."""
+        q = self.worker_that_listed(5)
         place, [gone] = lease_dir(q), descriptors_of(lease_dir(q))
         os.rmdir(place)
 
@@ -1592,12 +1659,13 @@ class PlaceLost(QueueCase):
             self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
         self.assertNotIn(gone, descriptors_of(place))
 
-    def test_nothing_is_claimed_while_the_place_can_not_be_taken(self) -> None:
-        """Names that were listed before must not go to a directory that nobody has locked. One that
-        stays stale is an error, not a loop without end."""
+    def test_nothing_is_claimed_while_the_lease_directory_can_not_be_opened(self) -> None:
+        """pop() raises the error, and claims nothing, while it can't open a lease directory. Tasks
+        that were listed before must not go into an unlocked directory. An ESTALE that stays is an
+        error, and not an endless loop."""
         clock = self.clock()
         for code in (errno.EMFILE, errno.ESTALE):
-            q = self.settled(3)
+            q = self.worker_that_listed(3)
             os.rmdir(lease_dir(q))
             clock.advance(2)
             with hooked(at_call("open", lease_dir(q), raising(code))):
@@ -1607,17 +1675,19 @@ class PlaceLost(QueueCase):
             tasks = self.pop(q), self.pop(self.queue("n2"))
             self.assertEqual([task.data for task in tasks], [b"1", b"2"])
 
-    def test_a_long_batch_is_not_tried_without_a_lease_directory(self) -> None:
-        """On NFS each would ask the server; the next listing makes the directory again."""
+    def test_worker_without_a_lease_directory_does_not_try_a_whole_batch(self) -> None:
+        """A worker whose lease directory is gone makes it again after a few failed claims. It does
+        not try each task of a long batch: on NFS, each claim would ask the server."""
         for fs_type, most in ((EXT4, 99), (NFS, 2)):
             with on_file_system(fs_type):
-                q = self.settled(300)
+                q = self.worker_that_listed(300)
                 shutil.rmtree(lease_dir(q))
                 claims = calls_of("move", functools.partial(_taken, q))
             self.assertEqual([task.data for task in q.tasks("inflight")], [b"1"])
             self.assertLessEqual(len([it for it in claims if "/pending/" in it[0]]), most)
 
-    def test_a_lease_whose_directory_is_gone_is_lost(self) -> None:
+    def test_lease_whose_directory_is_gone_is_lost(self) -> None:
+        """After its lease directory is gone, a lease can't be renewed or settled: LeaseLost."""
         q = self.queue(sync_after_write=True, keep_done=False)
         for call in (q.extend, q.done, q.release, q.fail):
             for lose in (functools.partial(shutil.rmtree, lease_dir(q)), q.close):
@@ -1627,16 +1697,17 @@ class PlaceLost(QueueCase):
 
 
 class Row(NamedTuple):
-    """Every call of a step, and, of a queue with sync, its moves and what it syncs."""
+    """The system calls of a step, in `calls`. `synced`: its moves and syncs in a queue with
+    sync_after_write; a sync is written as the kind of what is synced."""
 
     calls: str
     synced: str
     settings: dict[str, Any] = {}  # noqa: RUF012
 
 
-# What each step asks of the system: nothing beside what its promise needs. By words of Life: what
-# comes before the bar makes it ready, in an empty queue. An intended change of the library's edits
-# these tables.
+# The system calls of each step: no more than its promise needs. The steps are in words of Life: the
+# words before the bar prepare the step, in an empty queue. After an intended change of the calls,
+# edit these tables.
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
@@ -1708,10 +1779,11 @@ KEY_STEPS = {
 
 
 class StepCase(QueueCase):
-    """A test that counts the calls of steps. A sync is noted by what is synced."""
+    """A test that checks the system calls of steps."""
 
     def calls(self, work: Callable[[], object]) -> list[str]:
-        """Return the calls that a piece of work makes, in their order."""
+        """Run work(), and return its system calls in order. A sync is written as "file" or
+        "directory", by what is synced; lstat as "stat"."""
         calls: list[str] = []
 
         def note(name: str, args: tuple[Any, ...]) -> None:
@@ -1725,13 +1797,14 @@ class StepCase(QueueCase):
         return calls
 
     def moves_and_syncs(self, work: Callable[[], object]) -> list[str]:
+        """Do as calls(), but return only moves, unlinks and syncs."""
         shown = "move", "unlink", "file", "directory"
         return [name for name in self.calls(work) if name in shown]
 
     def ready(
         self, words: str, row: Row, key: str | None = None, **settings: Any
     ) -> Callable[[], object]:
-        """Make a step ready, in a queue of its own."""
+        """Prepare a step in a new queue. Return a function that does the step."""
         q = self.anew(**row.settings, **settings)
         self.assertIsNone(q.pop())
         life, (*before, step) = Life(q, lambda _: None, key), words.split(" | ")
@@ -1739,8 +1812,8 @@ class StepCase(QueueCase):
             life.live(part)
         return functools.partial(life.live, step)
 
-    def check_each(self, found: Callable[[Any], list[str]], column: str, **settings: Any) -> None:
-        """Fail where a step does not do what stands in that column."""
+    def check_steps(self, found: Callable[[Any], list[str]], column: str, **settings: Any) -> None:
+        """Fail if found(step) differs from this column of the table, for any step."""
         for key, steps in ((None, STEPS), ("k", KEY_STEPS)):
             for words, row in steps.items():
                 step = self.ready(words, row, key, **settings)
@@ -1749,17 +1822,19 @@ class StepCase(QueueCase):
 
 
 class Cost(StepCase):
-    """What a step asks of the system. How long that takes is the benchmark's to show."""
+    """The system calls that each step makes. The benchmark measures their time."""
 
     def setUp(self) -> None:
         super().setUp()
         self.clock().stand_still()  # no job comes due
 
-    def test_a_step_makes_these_calls_and_no_others(self) -> None:
-        self.check_each(self.calls, "calls")
+    def test_step_makes_the_calls_of_its_row_and_no_others(self) -> None:
+        """Each step makes the system calls of its row in the table, and no others."""
+        self.check_steps(self.calls, "calls")
 
-    def test_tasks_without_a_key_pay_no_more_on_a_shared_file_system(self) -> None:
-        """But for stat(), which its client answers, mostly."""
+    def test_unkeyed_tasks_need_no_more_calls_on_a_shared_file_system(self) -> None:
+        """On NFS, a step of a task without a key makes the same calls as on a local file system.
+        Calls of stat() are not counted: the NFS client answers most of them itself."""
         self.patched(on_file_system(NFS))
         for words in ("push x", "push x, push y, take | take", "push x, take | done"):
             calls = self.calls(self.ready(words, STEPS[words]))
@@ -2799,7 +2874,7 @@ class Durability(StepCase):
         older place is all that the disk knows of it. A reason comes before its task, and the state
         of a new key: or after power loss no later push knew of it."""
         self.clock().stand_still()
-        self.check_each(self.moves_and_syncs, "synced", sync_after_write=True)
+        self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
 
     def test_what_is_synced_where_a_file_system_can_do_less(self) -> None:
         """What can't be exchanged goes behind its task after the state says so. What another host
