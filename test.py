@@ -1842,15 +1842,17 @@ class Cost(StepCase):
 
 
 class LostReply(QueueCase):
-    """A server of NFS that reboots after a rename, and before it has answered, is asked again, and
-    answers that there is no such file. The step was taken: it must not look as if it were not."""
+    """A rename that an NFS server has carried out counts, even if the client gets an error.
+
+    The server reboots after the rename, before it answers. The client then sends the request again,
+    and the server answers that the file does not exist (ENOENT)."""
 
     fs_type = NFS
-    exchanges = False  # as there
+    exchanges = False  # as on NFS
 
     @contextlib.contextmanager
-    def lost(self, then: Callable[[], object] = int) -> Iterator[None]:
-        """The reply to the first rename of the block is lost, while something happens."""
+    def lost_reply(self, then: Callable[[], object] = int) -> Iterator[None]:
+        """Lose the reply to the first rename of the block: call then(), and raise ENOENT."""
         lost = list[str]()
 
         def lose() -> None:
@@ -1863,19 +1865,23 @@ class LostReply(QueueCase):
         self.assertEqual(lost, ["reply"])
         self.check_invariants()
 
-    def test_a_server_that_is_away_for_longer_than_the_lease_makes_no_difference(self) -> None:
+    def test_task_is_settled_though_the_server_was_away_for_longer_than_the_lease(self) -> None:
+        """done() and fail() succeed even if the lease expires while the server is away."""
         q, clock = self.queue(), self.clock()
         for end in (q.done, lambda it: q.fail(it, "why")):
             task = leased(q)
-            with self.lost(then=lambda: clock.advance(90)):
+            with self.lost_reply(then=lambda: clock.advance(90)):
                 end(task)
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
-    def test_what_others_took_on_before_the_server_answered_was_pushed(self) -> None:
-        """Before we ask again, the task is delivered elsewhere; or, as we have lost the key's lock
-        with the server, the payload behind a lease that ended."""
+    def test_push_succeeds_though_another_worker_has_moved_the_task_on(self) -> None:
+        """push() succeeds even if its file is gone from the target of the lost rename.
+
+        Another worker has finished the task before the request is sent again. Or the payload was
+        buffered behind a lease, the lease ended, and the payload was promoted: the reboot of the
+        server has also dropped this client's lock of the key."""
         q, other = self.queue(), self.queue("n2")
-        with self.lost(then=lambda: other.done(self.pop(other))):
+        with self.lost_reply(then=lambda: other.done(self.pop(other))):
             q.push(b"1")
         task = leased(other, b"2", "k")
 
@@ -1884,12 +1890,13 @@ class LostReply(QueueCase):
             [name] = self.names("keys")
             os.rename(self.file("keys", name), self.file("pending", name))
 
-        with self.lost(then=promote):
+        with self.lost_reply(then=promote):
             q.push(b"3", key="k")
         self.assertEqual(self.pop(q).data, b"3")
 
-    def test_a_lease_that_was_over_is_lost_though_its_name_is_still_seen(self) -> None:
-        """As its host saw it half a minute ago; and another delivery made done/<id>."""
+    def test_expired_lease_is_lost_though_a_stale_cache_still_shows_it(self) -> None:
+        """done() raises LeaseLost if the lease expired and another delivery made done/<id>. The
+        client's cache still shows the lease, as it was half a minute ago."""
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
         late, seen = leased(q), list[str]()
         clock.advance(3)
@@ -1906,8 +1913,10 @@ class LostReply(QueueCase):
                 self.assertRaises(LeaseLost, q.done, late)
         self.assertEqual(len(seen), 1)
 
-    def test_a_delivery_that_was_given_up_or_ended_is_lost(self) -> None:
-        """Its lease has not run out, and the task is where done() would have brought it."""
+    def test_delivery_that_was_given_up_or_settled_is_lost(self) -> None:
+        """A lease that was given up, or that was settled before, is lost. The task is already where
+        done() or fail() would move it, and the deadline has not passed; but an earlier call moved
+        the task."""
         q, other = self.queue(), self.queue("n2")
         task = leased(q)
         q.close()
@@ -1918,9 +1927,10 @@ class LostReply(QueueCase):
         q.done(task)
         self.assertRaises(LeaseLost, q.done, task)
 
-    def test_a_payload_that_was_swept_away_is_not_taken_for_the_old_one(self) -> None:
-        """A file of that name is there, and ours is gone; but it is another. Its host was suspended
-        meanwhile: its monotonic clock stood still, but not time."""
+    def test_older_payload_at_the_target_is_not_taken_for_a_removed_new_one(self) -> None:
+        """A write fails if another host removed its file from creating/ before the rename. The
+        target exists, but has the older payload. The host of the writer was suspended for an hour:
+        its wall clock went on, its monotonic clock stood still."""
         q, clock = self.queue(), self.clock()
         task = leased(q, b"old", "k")
 
@@ -1935,8 +1945,10 @@ class LostReply(QueueCase):
         q.release(task)
         self.assertEqual(self.pop(q).checkpoint, b"half")
 
-    def test_a_host_whose_queue_clock_is_ahead_does_not_sweep_what_is_written(self) -> None:
-        """Its writer's host was suspended once: its clock is behind. Wall clocks agree."""
+    def test_host_whose_queue_clock_is_ahead_leaves_files_that_are_being_written(self) -> None:
+        """A file in creating/ is not removed by a host whose queue clock is two hours ahead. The
+        queue clock of the writer is behind because its host was suspended. The wall clocks agree,
+        and only these count."""
         for fs_type in (EXT4, NFS):
             self.patched(on_file_system(fs_type))
             q, looks = self.anew(), list[list[str]]()
@@ -1956,25 +1968,26 @@ class LostReply(QueueCase):
             self.assertEqual(self.pop(other).data, b"1")
             self.assertNotIn("leftover", looks[0])
 
-    def test_on_glusterfs_a_file_that_is_gone_is_gone(self) -> None:
-        """It never asks twice: after a network was cut, one of its replicas may show as carried out
-        what another host was faster at."""
+    def test_missing_file_is_an_error_on_glusterfs(self) -> None:
+        """On GlusterFS, a rename that reports a missing file has failed. GlusterFS never sends a
+        request twice. After a network failure, a replica may show the rename as carried out,
+        although another host was faster."""
         self.patched(on_file_system(FUSE))
         q = self.queue()
-        with self.lost(), self.assertRaises(FileNotFoundError):
+        with self.lost_reply(), self.assertRaises(FileNotFoundError):
             q.push(b"1")
         ident = q.push(b"2")
-        with self.lost():
+        with self.lost_reply():
             self.assertIsNone(q.pop())
         lease = self.file("inflight-n1", *self.names("inflight-n1"))
         os.rename(lease, self.file("pending", ident))
         task = self.pop(q)
-        with self.lost(), self.assertRaises(LeaseLost):
+        with self.lost_reply(), self.assertRaises(LeaseLost):
             q.done(task)
 
 
 def wait_until_it_stands(thread: threading.Thread) -> None:
-    """Wait until a thread waits for a lock: it is where it was a moment ago."""
+    """Wait until a thread has stopped at one place in its code: it waits for a lock."""
     end_s, before = time.monotonic() + PATIENCE_S, None
     while time.monotonic() < end_s:
         frame = sys._current_frames().get(thread.ident or 0)
@@ -1986,8 +1999,11 @@ def wait_until_it_stands(thread: threading.Thread) -> None:
 
 
 class Sharing(QueueCase):
-    def test_a_thread_that_lost_a_race_leaves_the_batch_to_the_others(self) -> None:
-        """It looks at names without the interpreter's lock; others may use up the batch then."""
+    """Threads share a queue object, and processes share a lease."""
+
+    def test_thread_copes_with_a_batch_that_another_thread_uses_up(self) -> None:
+        """A thread that lost its claims copes with a batch of names that another thread uses up. A
+        look at a file releases the interpreter's lock, and then the other thread can run."""
         q, thief = self.queue(), self.queue("n2")
         q.push_many([b"0", b"1", b"2"])
         self.pop(q)
@@ -1996,15 +2012,16 @@ class Sharing(QueueCase):
 
         def empty() -> None:
             thread.start()
-            thread.join(0.1)  # it ends, or it waits for us
+            thread.join(0.1)  # the thread ends, or waits for a lock that this thread holds
 
         with hooked(at_call("access", None, empty, times=1)):
             q.pop()
         thread.join()
         self.assertEqual((self.names("pending"), q._worker.lease_dir.unread), ([], {}))
 
-    def test_a_lease_begins_when_it_is_taken_however_long_that_waited(self) -> None:
-        """Another thread of the object may be in a system call for longer than a short lease."""
+    def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(self) -> None:
+        """The deadline of a lease counts from the claim. Before the claim, pop() may wait for
+        another thread of the object, whose system call takes longer than the lease."""
         q, clock = self.queue(), self.clock()
         q.push_many([b"1", b"2"])
         mine, theirs = self.pop(q), list[FemtoTask]()
@@ -2022,8 +2039,9 @@ class Sharing(QueueCase):
         assert until is not None
         self.assertGreater(until.timestamp(), clock.time())
 
-    def test_progress_is_kept_when_another_process_saves_it(self) -> None:
-        """The payload that it belongs to is read, which attach() did not."""
+    def test_checkpoint_saved_by_another_process_is_kept(self) -> None:
+        """A checkpoint that another process saves with attach() is in the next delivery. A
+        checkpoint belongs to a payload, which attach() does not read: checkpoint() reads it."""
         q, other = self.queue(), self.queue("n2")
         q.checkpoint(leased(q), b"1")
         attached = other.attach(self.names("inflight-n1")[0])
@@ -2036,8 +2054,9 @@ class Sharing(QueueCase):
         self.assertRaises(LeaseLost, other.checkpoint, attached, b"3")
 
     def test_detached_leases_end_by_their_deadline_only(self) -> None:
-        """Neither a death, nor a restart or another end of the node ends it; so it has one, though
-        a queue renews it whose own leases have none."""
+        """A detached lease ends at its deadline only: not when its worker closes or dies, and not
+        when a worker with the same node_id starts or closes. The lease still has a deadline after
+        a renewal by a queue object whose own leases have no deadline."""
         q, clock = self.queue(detached=True), self.clock()
         endless = self.queue("n2", timeout_stale_ms=None)
         endless.extend(endless.attach(leased(q).id))
@@ -2049,6 +2068,7 @@ class Sharing(QueueCase):
         self.pop(self.queue("other"))
 
     def test_errors_survive_pickling(self) -> None:
+        """A pickled error keeps its message and its attributes."""
         for error in (LeaseLost("i", True, "why"), CorruptTask("i", "why"), TaskNotFound("why")):
             copy = pickle.loads(pickle.dumps(error))
             self.assertEqual((str(copy), vars(copy)), (str(error), vars(error)))
@@ -2056,27 +2076,29 @@ class Sharing(QueueCase):
 
 
 class LeftBehind(QueueCase):
-    """What is given up while it is held, or read, is as if it had not been taken."""
+    """A task whose delivery is interrupted waits again, as if it had not been taken."""
 
     DELIVERS = (
         *("pop", "take_oldest", "claim", "_deliver"),
         *("_look", "_look_for_all", "_answer", "wait_for_async", "accept"),
     )
 
-    def test_a_queue_object_in_a_cycle_of_garbage_leaves_in_silence(self) -> None:
-        """Also if the finalizer of its lock ran first: its place is gone, its task back."""
+    def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
+        """A queue object that the garbage collector frees gives back its task, removes its lease
+        directory, and prints nothing. This also holds if the finalizer of its lock runs first."""
         for lock_first in (False, True):
             with (
                 self.subTest(lock_first=lock_first),
                 mock.patch.object(sys, "unraisablehook") as complaint,
             ):
-                self.drop(lock_first)
+                self.drop_in_cycle(lock_first)
                 complaint.assert_not_called()
             self.assertFalse(os.path.exists(self.file("inflight-n1")))
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
-    def test_the_interpreter_ends_whatever_its_threads_have_locked(self) -> None:
-        """It ends them wherever they are. What nobody has locked meanwhile is given back."""
+    def test_interpreter_exits_while_ended_threads_hold_locks(self) -> None:
+        """The interpreter exits without an error even if threads that have ended hold all locks of
+        a queue object. If the worker's lock is free, the worker's task is given back at exit."""
         code = """if True:
             import sys, threading
             import femtoqueue
@@ -2106,11 +2128,11 @@ class LeftBehind(QueueCase):
                 self.assertFalse(os.path.exists(self.file("inflight-gone")))
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
-    def drop(self, lock_first: bool) -> None:
-        """Drop a queue object that has a lease, in a cycle."""
+    def drop_in_cycle(self, lock_first: bool) -> None:
+        """Make a queue object that holds a lease and a reference to itself; let it be collected."""
         q: Any = FemtoQueue(self.path, "n1")
         leased(q, b"x")
-        if lock_first:  # the finalizers of a cycle run in the order in which they were made
+        if lock_first:  # finalizers run in the order in which the objects were made
             younger = FemtoQueue.__new__(FemtoQueue)
             younger.__dict__.update(q.__dict__)
             q.__dict__.clear()
@@ -2120,9 +2142,12 @@ class LeftBehind(QueueCase):
         del q
         gc.collect()
 
-    def test_close_at_any_line_of_a_delivery_takes_it_or_leaves_it(self) -> None:
-        """Either its caller has it, and it is counted, or nobody has, and it is not: with
-        max_attempts=1 that would be a dead letter that nobody ever got."""
+    def test_close_at_any_line_of_a_delivery_counts_it_only_if_the_caller_got_the_task(
+        self,
+    ) -> None:
+        """If close() comes at any line of a delivery, the caller gets the task and the delivery is
+        counted, or neither. Otherwise, with max_attempts=1, the task would be a dead letter that
+        was never delivered."""
         ways: dict[str, Callable[[FemtoQueue], FemtoTask | None]] = {
             "pop": FemtoQueue.pop,
             "wait": lambda q: q.pop(PATIENCE_S),
@@ -2135,15 +2160,17 @@ class LeftBehind(QueueCase):
                 self.assertGreater(lines, 25)
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
-        """The task is at its place, and the delivery was not counted; also one that comes back with
-        a newer payload behind it, whose first delivery it is."""
+        """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
+        counted. This also holds for a task with a newer payload buffered behind it: its next
+        delivery is the first one of that payload."""
         for key in (None, "k"):
             numbers = itertools.count()
             lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
             self.assertGreater(lines, 50)
 
     def interrupt_at_line(self, number: int, key: str | None) -> bool:
-        """Return whether there is such a line."""
+        """Raise KeyboardInterrupt at a line of pop(), and check what is left. Return False if pop()
+        has fewer lines."""
         q = self.anew()
         task = leased(q, b"x", key)
         if key:
@@ -2159,7 +2186,8 @@ class LeftBehind(QueueCase):
         return bool(came)
 
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
-        """Return whether there is such a line."""
+        """Call close() in another thread at a line of a delivery, and check what is left. Return
+        False if the delivery has fewer lines."""
         q = self.anew(max_attempts=1)
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
@@ -2167,7 +2195,7 @@ class LeftBehind(QueueCase):
 
         def close() -> None:
             closer.start()
-            closer.join(0.01)  # it waits for us if we are at a claim
+            closer.join(0.01)  # close() waits for this thread if a claim is under way
 
         with at_line(number, close, self.DELIVERS) as came:
             task = deliver(q)
@@ -2175,10 +2203,12 @@ class LeftBehind(QueueCase):
             return False
         until(lambda: closer.ident is not None)
         closer.join()
-        while task is None:  # a thread that looks for coroutines may have it yet
+        while task is None:  # the thread that looks for coroutines may still hold the task
             self.assertEqual(q.stats().failed, 0)
             task = q.pop()
-        # Else it was taken back, and is a dead letter, unless the pop() went on and took it again.
+        # If the lease is gone, close() has reclaimed the task after its only attempt: the next
+        # pop() makes it a dead letter. If the file is there, the caller has a valid lease; the
+        # interrupted pop() may also have gone on, and taken the reclaimed task again.
         is_lost = not os.path.exists(self.file(task.path))
         self.assertEqual((q.pop(), q.stats().failed, task.attempts), (None, is_lost, 1))
         q.close()
@@ -2189,7 +2219,7 @@ class LeftBehind(QueueCase):
 
 
 class Keyed(QueueCase):
-    """At most one task of a key waits or is in flight, and what was pushed last is not missed."""
+    """At most one task of a key waits or is in flight, and the last payload is delivered."""
 
     STATES = "waits", "is back", "is scheduled", "is due", "is leased", "is leased with one behind"
     in_memory = False
@@ -2201,30 +2231,33 @@ class Keyed(QueueCase):
         self.addCleanup(self.check_keys)
 
     def check_keys(self) -> None:
+        """Fail if a key has two tasks, or a task that contains() does not see."""
         if os.path.isdir(self.path):
             q = FemtoQueue(self.path, "checker")
             found = [*q.keys("pending"), *q.keys("scheduled"), *q.keys("inflight")]
             self.assertEqual(len(found), len({*found}), "two tasks of one key")
             self.assertTrue(all(map(q.contains, found)))
 
-    def test_a_queue_that_is_gone_is_disk_trouble_for_who_looks_for_a_key_or_work(self) -> None:
+    def test_looking_for_a_key_or_work_in_a_missing_queue_raises(self) -> None:
+        """contains(), peek() and join() raise FileNotFoundError if the queue's directories are
+        gone: they do not report an empty queue."""
         q = self.queue()
         shutil.rmtree(self.path)
-        os.mkdir(self.path)  # as where nothing is mounted
+        os.mkdir(self.path)  # the mount point of a file system that is not mounted
         self.assertRaises(FileNotFoundError, q.contains, "k")
         self.assertRaises(FileNotFoundError, q.peek, key="k")
         self.assertRaises(FileNotFoundError, q.join, 0)
 
-    def one_behind(self, q: FemtoQueue) -> FemtoTask:
-        """Lease a task, and push a newer payload behind it."""
+    def leased_with_buffered(self, q: FemtoQueue) -> FemtoTask:
+        """Lease a task of a key, and push a newer payload, which is buffered behind the task."""
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
         return task
 
-    # What is a key, and what a push of one does
+    # Which texts are keys, and what push() does with a key
 
     def test_any_text_is_a_key_and_can_be_read_back(self) -> None:
-        """Up to 200 bytes. By task and header."""
+        """Any text of 1 to 200 bytes is a key; it can be read from the task and from its file."""
         q = self.queue()
         keys = ["k" * 200, "a b", "\n", "%41", "A", "-", "größe", "\U0001f40d" * 50, "\0", "../x"]
         ids = [q.push(key.encode(), key=key) for key in keys]
@@ -2233,14 +2266,15 @@ class Keyed(QueueCase):
             self.assertEqual((task.key, task.data), (key, key.encode()))
             q.done(task)
         self.assertEqual(self.names("keys"), [])
-        # A lock outlives its key: who waits for one may, on a network, be shown its old path.
+        # The files of locks are never removed. A host that waits for a lock on a network file
+        # system may still be shown the removed file.
         self.assertEqual(self.names("locks"), sorted({it[-2:] for it in ids}))
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
 
-    def test_a_task_waits_in_sight_while_its_payload_is_replaced(self) -> None:
-        """At each system call of the push a pop() gets the old payload, or the new one, which is
-        not charged with old deliveries."""
+    def test_waiting_task_can_be_taken_while_its_payload_is_replaced(self) -> None:
+        """A pop() at any system call of the push gets the task, with the old payload or the new
+        one. The attempts of the new payload do not include deliveries of the old one."""
         q, other = self.queue(max_attempts=3), self.queue("n2", max_attempts=3)
         if not self.can_exchange():
             self.skipTest("names can't be exchanged here")
@@ -2260,8 +2294,9 @@ class Keyed(QueueCase):
         seen = {(task.data, task.attempts) for task in taken}
         self.assertEqual(seen, {(b"old", 3), (b"old", 1), (b"new", 1)})
 
-    def test_a_new_payload_keeps_its_place_for_workers_that_listed_it_before(self) -> None:
-        """Though its name changes, for its attempts begin anew."""
+    def test_replaced_payload_keeps_its_place_for_workers_that_have_listed_the_task(self) -> None:
+        """A task whose payload is replaced keeps its place, also for workers that have listed its
+        old name. The name changes, because the attempts begin anew."""
         q = self.queue(max_attempts=3)
         for attempts in (1, 3):
             q.push_many([b"first"] * 3)
@@ -2271,7 +2306,7 @@ class Keyed(QueueCase):
             q.push_many([b"y", b"z"])
             workers = [self.queue(f"w{n}", max_attempts=3) for n in range(3)]
             for worker in workers:
-                worker.done(self.pop(worker))  # and lists what waits
+                worker.done(self.pop(worker))  # the pop() also lists the waiting tasks
             q.push(b"new", key="k")
             payloads = []
             for worker in workers:
@@ -2281,8 +2316,8 @@ class Keyed(QueueCase):
                 worker.done(task)
             self.assertEqual(payloads, [b"new", b"y", b"z"])
 
-    def bring(self, q: FemtoQueue, state: str, now_s: float) -> None:
-        """Push the first payload of a key, and bring it into a state."""
+    def bring_to_state(self, q: FemtoQueue, state: str, now_s: float) -> None:
+        """Push the first payload of a key, and bring its task into one of STATES."""
         if state in ("is scheduled", "is due"):
             due_s = now_s + (50 if state == "is scheduled" else -1)
             q.schedule(b"0", due_s * 1e6, key="k")
@@ -2295,14 +2330,15 @@ class Keyed(QueueCase):
         if state == "is leased with one behind":
             q.push(b"1", key="k")
 
-    def seen(self, q: FemtoQueue) -> list[object]:
-        """Return the task of the key, its place, and what is behind it."""
+    def task_and_buffered(self, q: FemtoQueue) -> list[object]:
+        """Return the task of the key, its path, and the names and tasks buffered behind it."""
         task = q.peek(key="k")
         behind = [name for name in self.names("keys") if len(name) > 8]
         return [task, task and task.path, *behind, *(q.peek(name[-29:]) for name in behind)]
 
-    def test_a_push_that_raises_leaves_all_as_it_was(self) -> None:
-        """Whichever call fails; a sync, too, but for what was renamed over the old record."""
+    def test_keyed_push_that_raises_changes_nothing(self) -> None:
+        """If any system call of a keyed push fails, nothing has changed. This includes a failed
+        sync, except after a rename over the old record, which can't be undone."""
         self.in_memory = True  # there are many syncs
         clock, _ = self.clock(), self.queue()
         can_exchange = self.can_exchange()
@@ -2314,8 +2350,8 @@ class Keyed(QueueCase):
             is_synced = can_exchange or way in behind.get(state, "").split()
             for step in Step.each(raising(errno.EIO)):
                 with self.anew(sync_after_write=is_synced) as q:
-                    self.bring(q, state, clock.time())
-                    before = self.seen(q)
+                    self.bring_to_state(q, state, clock.time())
+                    before = self.task_and_buffered(q)
                     push = functools.partial(q.push, b"new", key="k", if_in_flight=way)
                     if way == "schedule":
                         due_us = (clock.time() + 50) * 1e6
@@ -2325,23 +2361,25 @@ class Keyed(QueueCase):
                             with hooked(step):
                                 push()
                         except OSError:
-                            self.assertEqual(self.seen(q), before, step.at)
+                            self.assertEqual(self.task_and_buffered(q), before, step.at)
 
-    # What is behind a task
+    # Buffered payloads
 
-    def test_a_claim_that_is_undone_does_not_deliver_an_outdated_payload_later(self) -> None:
-        """A newer payload came behind the lease before its task was read, and the claim was undone:
-        its file was not there (which is looked for again where other hosts write), no descriptor
-        was left, Ctrl-C."""
+    def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(self) -> None:
+        """If a claim is undone after a newer payload was buffered, the newer payload is delivered.
+
+        The payload was buffered after the claim, before the task was read. The claim is undone
+        because the file is missing (on a shared file system, the worker looks for it again),
+        because no descriptor is left, because of a read error, or by Ctrl-C."""
         gone, interrupted = FileNotFoundError(errno.ENOENT, "gone"), KeyboardInterrupt()
         for error in (gone, OSError(errno.EMFILE, "too many"), OSError(errno.EIO, ""), interrupted):
             q, other, key, newer = self.queue(), self.queue("n2"), repr(error), list[str]()
-            self.assertEqual((q.pop(), other.pop()), (None, None))  # their repair of keys is over
+            self.assertEqual((q.pop(), other.pop()), (None, None))  # they repair keys only now
             ident, task = q.push(b"old", key=key), None
 
             def undo(key: str = key, newer: list[str] = newer, error: Any = error) -> None:
                 if not newer:
-                    newer.append("")  # that is not yet pushed
+                    newer.append("")  # while the newer payload is being pushed
                     newer[0] = self.queue("n2").push(b"new", key=key)
                 if newer[0]:
                     raise error
@@ -2356,11 +2394,12 @@ class Keyed(QueueCase):
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
-    def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
-        """Unless another was pushed since: that has replaced it."""
+    def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
+        """A buffered payload becomes a task even if the state file of its key was lost. If a newer
+        payload was pushed since, only the newer one is delivered."""
         q, clock = self.queue(), self.clock()
         for newest in (b"2", b"3"):
-            task = self.one_behind(q)
+            task = self.leased_with_buffered(q)
             if self.has_states:
                 os.unlink(self.file("keys", key_tag("k")))
             q.done(task)
@@ -2370,11 +2409,13 @@ class Keyed(QueueCase):
             self.assertEqual(self.drain(q), [newest])
             self.assertEqual(self.names("keys"), [])
 
-    def test_a_payload_behind_one_whose_worker_died_at_its_end_comes_at_once(self) -> None:
-        """Not at the next round of housekeeping: a dead worker is a reason to look."""
+    def test_payload_buffered_behind_a_dead_workers_finished_task_comes_at_once(self) -> None:
+        """If a worker dies after it has finished a task, and before it has promoted the payload
+        behind the task, the payload is promoted at once. Other workers do not wait for the next
+        repair of keys: a dead worker starts a repair."""
         q, victim, clock = self.queue(), self.queue("victim"), self.clock()
         self.assertIsNone(q.pop())
-        task = self.one_behind(victim)
+        task = self.leased_with_buffered(victim)
         dead = hooked(at_call("move", "/keys/", raising(errno.EIO)))
         with dead, self.assertRaises(OSError):
             victim.done(task)
@@ -2382,8 +2423,10 @@ class Keyed(QueueCase):
         clock.advance(1)
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_a_newer_payload_that_is_corrupt_is_set_aside(self) -> None:
-        """Removed just then, keys/ with an empty name is not renamed over an empty pending/."""
+    def test_corrupt_buffered_payload_is_quarantined(self) -> None:
+        """A corrupt payload in keys/ ends in failed/. If a person removes the file while pop()
+        looks at it, nothing is renamed. In particular, the directory keys/ itself is not renamed
+        over an empty pending/ because of an empty file name."""
         q, name = self.queue(), f"{1:020d}-80000000"
         os.mkdir(self.file("keys"))
         path = self.put(name, b"rubbish", "keys")
@@ -2395,19 +2438,21 @@ class Keyed(QueueCase):
         self.assertIsNone(self.queue("n2").pop())
         self.assertEqual(self.states(), {"failed": 1})
 
-    # Dead letters, and what people move
+    # Dead letters, and files that people move
 
-    def put_back(self, ident: str) -> None:
-        """`mv failed/ID pending/`, as a person does it, who knows nothing of keys."""
+    def move_back_by_hand(self, ident: str) -> None:
+        """Do `mv failed/ID pending/`, like a person who knows nothing of keys."""
         os.rename(self.file("failed", ident), self.file("pending", ident))
 
-    def test_a_dead_letter_does_not_come_back_beside_a_newer_task(self) -> None:
-        """Nor over it, though what keys/ said before may still be in the file. Alone, it comes."""
+    def test_dead_letter_moved_back_does_not_join_or_replace_a_newer_task(self) -> None:
+        """A dead letter that a person moves to pending/ is not delivered while its key has a newer
+        task, and does not replace that task. The state file may still name the dead letter. If the
+        key has no other task, the dead letter is delivered."""
         q = self.queue("a-node-with-a-name-that-is-longer-than-pending")
-        old = self.one_behind(q)
+        old = self.leased_with_buffered(q)
         q.fail(old, "why")
         newer = self.pop(q)
-        self.put_back(old.id)
+        self.move_back_by_hand(old.id)
         self.assertIsNone(q.pop())
         self.assertEqual(newer.data, b"2")
         self.assertEqual(self.names("failed"), [old.id, f"{old.id}.error"])
@@ -2415,17 +2460,19 @@ class Keyed(QueueCase):
         q.retry(old.id)
         self.assertEqual((q.push(b"3", key="k"), q.contains("k")), (old.id, True))
         q.fail(self.pop(q))
-        self.put_back(old.id)
-        q.push(b"4", key="k")  # beside it where keys/ tells of tasks; else it gets that
+        self.move_back_by_hand(old.id)
+        # With state files, this makes a second task. Without them, push() finds the dead letter in
+        # pending/ by a listing, and replaces its payload.
+        q.push(b"4", key="k")
         self.assertEqual(self.drain(q), [b"4"])
         self.assertEqual(self.names("failed") != [], self.has_states)
         if self.has_states:
-            self.put_back(old.id)
+            self.move_back_by_hand(old.id)
             self.assertEqual(self.drain(q), [b"3"])
         self.assertEqual(self.names("keys"), [])
 
-    def unnoted(self) -> Any:
-        """Let a state that is not in keys/ yet find no room there."""
+    def no_room_for_states(self) -> Any:
+        """Return a context in which no new file can be created in keys/: ENOSPC."""
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and "/keys/" in str(args[0]) and args[1] & os.O_CREAT:
@@ -2433,30 +2480,36 @@ class Keyed(QueueCase):
 
         return hooked(refuse)
 
-    def test_a_task_that_came_back_and_can_not_be_noted_is_not_delivered(self) -> None:
-        """A push would know nothing of it, and make another."""
+    def test_task_moved_back_by_hand_is_not_delivered_while_its_state_can_not_be_saved(
+        self,
+    ) -> None:
+        """A keyed task that a person moved to pending/ is not delivered while the state file of its
+        key can't be written. Otherwise a push would not know of the task, and would make a second
+        task of the key."""
         q, other = self.queue(), self.queue("n2")
         task = leased(q, b"1", "k")
         q.fail(task)
-        self.put_back(task.id)
-        with self.unnoted(), contextlib.suppress(OSError):
+        self.move_back_by_hand(task.id)
+        with self.no_room_for_states(), contextlib.suppress(OSError):
             q.pop()
         other.push(b"2", key="k")
         other.pop()
         q.pop()
         self.assertEqual(q.stats().inflight, 1)
 
-    def test_a_payload_that_came_up_counts_though_that_was_not_noted(self) -> None:
-        """More than the older one, which a person put back."""
+    def test_promoted_payload_wins_though_its_state_was_not_saved(self) -> None:
+        """A promoted payload is delivered, and not an older one that a person moved back, even if
+        the promotion was not saved in the state file."""
         q = self.queue()
-        old = self.one_behind(q)
-        with self.unnoted():
+        old = self.leased_with_buffered(q)
+        with self.no_room_for_states():
             q.fail(old)
-        self.put_back(old.id)
+        self.move_back_by_hand(old.id)
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_a_hint_that_is_wrong_or_rubbish_does_no_harm(self) -> None:
-        """Nobody's push() wrote it, nor that another task is the key's."""
+    def test_wrong_or_invalid_state_file_does_no_harm(self) -> None:
+        """A key works although its state file is invalid, or names a task of no key. No push() has
+        written such a file."""
         q = self.queue()
         os.mkdir(self.file("keys"))
         self.put(key_tag("k"), b"k ../../etc/passwd -\nrub bish\n\xff\n\n", "keys")
@@ -2469,8 +2522,9 @@ class Keyed(QueueCase):
 
     # Locks
 
-    def test_to_wait_for_a_key_does_not_hold_up_the_other_threads(self) -> None:
-        """Nor their renewals: a process that is stopped may have that key's lock."""
+    def test_thread_that_waits_for_a_key_does_not_block_other_threads(self) -> None:
+        """While threads wait for the lock of a key, other threads of the object deliver tasks and
+        renew leases. The lock may be held by a process that is stopped."""
         q, waits = self.queue(), threading.Semaphore(0)
         task = leased(q, b"1", "k")
         q.push(b"2")
@@ -2491,8 +2545,9 @@ class Keyed(QueueCase):
             waiter.join()
         self.assertEqual(self.drain(q), [b"3"])
 
-    def test_what_a_busy_key_keeps_from_being_put_back_is_put_back_later(self) -> None:
-        """A stopped process that holds a key's lock stalls that key, not the queue."""
+    def test_task_of_a_locked_key_is_reclaimed_or_enqueued_later(self) -> None:
+        """While another process holds the lock of a key, an ended lease or a due task of the key
+        stays where it is, and other tasks are delivered. After the unlock, the task comes back."""
         q, clock, other = self.queue(), self.clock(), self.queue("n2")
         leased(other, b"1", "k")
         q.push(b"2")
@@ -2503,8 +2558,9 @@ class Keyed(QueueCase):
         clock.advance(1)
         self.assertEqual(sorted(self.drain(q)), [b"1", b"3"])
 
-    def test_a_delivery_that_could_not_be_ended_ends_when_its_key_is_free(self) -> None:
-        """Its lease has no deadline that would."""
+    def test_task_that_processing_could_not_give_back_comes_back_when_its_key_is_free(self) -> None:
+        """A task that processing() could not give back, because of an I/O error, is delivered again
+        as soon as the lock of its key is free. The deadline of the lease is too far off to help."""
         q = self.queue(timeout_stale_ms=10**15)
         task = leased(q, key="k")
         with (
@@ -2517,15 +2573,18 @@ class Keyed(QueueCase):
             self.assertIsNone(q.pop())
         self.assertEqual(q.pop(10), FemtoTask(task.id, b"x", 2, "k"))
 
-    def test_what_was_scheduled_behind_a_task_is_taken_by_the_id_of_that(self) -> None:
+    def test_payload_scheduled_behind_a_task_can_be_taken_by_the_tasks_id(self) -> None:
+        """A payload that was scheduled behind a leased task can be taken early, by the id of the
+        task, after the task was released."""
         q = self.queue()
         task = leased(q, b"1", "k")
         q.schedule(b"2", (time.time() + 9000) * 1e6, key="k")
         q.release(task)
         self.assertEqual(q.take(id=task.id), FemtoTask(task.id, b"2", 1, "k"))
 
-    def test_a_newer_payload_begins_anew_though_its_bytes_are_the_same(self) -> None:
-        """What was saved was not its progress."""
+    def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(self) -> None:
+        """A newer payload starts with attempt 1 and without a checkpoint, even if its bytes equal
+        those of the older payload: the saved checkpoint was that of the older payload."""
         q = self.queue()
         task = leased(q, b"", "k")
         q.checkpoint(task, b"half")
@@ -2539,12 +2598,15 @@ class Keyed(QueueCase):
 
 
 class KeyedByRename(Keyed):
-    """The same where names can't be exchanged: NFS, FUSE, not Linux."""
+    """The tests of Keyed where names can't be exchanged: on NFS, FUSE, and systems without
+    renameat2."""
 
     in_memory, exchanges = True, False
 
-    def test_a_payload_for_later_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
-        """It is in the place of the old one, or of one behind a task, and can't be taken back."""
+    def test_scheduled_payload_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
+        """If the sync of a replacing schedule() fails, the new payload is still delivered at its
+        time, not before. It has replaced the old payload, or the buffered one, by a rename, and
+        that can't be undone."""
         clock, moves = self.clock(), list[str]()
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
