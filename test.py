@@ -1878,8 +1878,8 @@ class LostReply(QueueCase):
         """push() succeeds even if its file is gone from the target of the lost rename.
 
         Another worker has finished the task before the request is sent again. Or the payload was
-        buffered behind a lease, the lease ended, and the payload was promoted: the reboot of the
-        server has also dropped this client's lock of the key."""
+        buffered behind a lease; the lease ended, and another worker promoted the payload. The other
+        worker could lock the key, because the reboot of the server dropped this client's lock."""
         q, other = self.queue(), self.queue("n2")
         with self.lost_reply(then=lambda: other.done(self.pop(other))):
             q.push(b"1")
@@ -2584,7 +2584,7 @@ class Keyed(QueueCase):
 
     def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(self) -> None:
         """A newer payload starts with attempt 1 and without a checkpoint, even if its bytes equal
-        those of the older payload: the saved checkpoint was that of the older payload."""
+        those of the older payload. The saved checkpoint belongs to the older payload."""
         q = self.queue()
         task = leased(q, b"", "k")
         q.checkpoint(task, b"half")
@@ -2604,9 +2604,8 @@ class KeyedByRename(Keyed):
     in_memory, exchanges = True, False
 
     def test_scheduled_payload_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
-        """If the sync of a replacing schedule() fails, the new payload is still delivered at its
-        time, not before. It has replaced the old payload, or the buffered one, by a rename, and
-        that can't be undone."""
+        """If the sync of a replacing schedule() fails, the new payload is delivered at its time,
+        not before. A rename over the old payload, or over the buffered one, can't be undone."""
         clock, moves = self.clock(), list[str]()
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
@@ -2629,12 +2628,14 @@ class KeyedByRename(Keyed):
 
 
 class Healed(QueueCase):
-    """GlusterFS, after a network was cut, brings renamed names back, as second links."""
+    """Old names of renamed files come back. GlusterFS shows them again, as second links, when it
+    has healed after a network failure."""
 
     fs_type = FUSE
 
-    def test_a_finished_task_that_is_brought_back_is_not_delivered_again(self) -> None:
-        """Under any name that it had; nor is it in its key's way, or a dead letter at its end."""
+    def test_finished_task_whose_old_name_comes_back_is_not_delivered_again(self) -> None:
+        """A finished task is not delivered again if one of its old names comes back. The task does
+        not count as the task of its key, and does not become a dead letter."""
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
             q, clock = self.anew(max_attempts=1), self.clock()
@@ -2652,7 +2653,9 @@ class Healed(QueueCase):
                 self.assertIsNone(q.pop())
                 self.assertEqual(self.states(), {"done": 2})
 
-    def test_a_name_that_can_not_be_removed_then_is_in_flight_for_nobody_for_long(self) -> None:
+    def test_old_name_that_can_not_be_removed_at_its_claim_is_removed_later(self) -> None:
+        """If a worker claims an old name of a finished task, and can't remove it, the name stays in
+        flight only until the next housekeeping."""
         q, clock = self.queue(timeout_stale_ms=None), self.clock()
         task = leased(q)
         q.done(task)
@@ -2664,9 +2667,12 @@ class Healed(QueueCase):
         self.assertEqual((q.pop(), q.pop()), (None, None))
         self.assertEqual(self.states(), {"done": 1})
 
-    def test_a_replaced_record_that_is_brought_back_does_not_stand_for_its_key(self) -> None:
-        """Its task ended with a newer payload, which is another file: nothing shows that it has
-        ended. A younger task of the key keeps what is pushed behind it, and is delivered."""
+    def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(self) -> None:
+        """If a replaced record comes back, the key's younger task is delivered, and so are payloads
+        buffered behind that task; the old record ends in failed/.
+
+        The task of the old record was finished with a newer payload, in another file. So no link in
+        done/ shows that the old record is outdated."""
         for name in ("pending/{id}", "{path}"):
             q, other, clock = self.anew(), self.queue("n2"), self.clock()
             ended = leased(other, b"1", "k")
@@ -2684,8 +2690,8 @@ class Healed(QueueCase):
                 self.assertEqual([it.data for it in iter(q.pop, None)], [b"4"])
                 self.assertEqual(self.names("failed"), [ended.id, f"{ended.id}.error"])
 
-    def test_a_replaced_payload_that_is_brought_back_is_behind_no_younger_task(self) -> None:
-        """It would be renamed over that."""
+    def test_buffered_payload_that_comes_back_does_not_replace_a_younger_task(self) -> None:
+        """An old buffered payload that comes back in keys/ is not renamed over a younger task."""
         q = self.queue()
         first = leased(q, b"1", "k")
         ident = q.push(b"2", key="k")
@@ -2701,8 +2707,10 @@ class Healed(QueueCase):
             self.assertEqual(self.names("keys"), [behind])
             os.unlink(ghost)
 
-    def test_a_lease_that_is_brought_back_does_not_end_over_its_task(self) -> None:
-        """With as many attempts it gets the name that the task has; both are delivered."""
+    def test_old_lease_that_comes_back_is_not_reclaimed_over_its_waiting_task(self) -> None:
+        """If an old lease of a waiting task comes back, its reclaim does not overwrite the task.
+        Both have the same number of attempts, so that the reclaim would use the name of the task.
+        Both records are delivered."""
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         old = leased(other, b"1", "k")
         q.push(b"2", key="k")
@@ -2715,8 +2723,9 @@ class Healed(QueueCase):
         taken = [task.data for task in (q.pop(), q.pop()) if task]
         self.assertEqual(sorted(taken), [b"1", b"2"])
 
-    def test_a_retried_task_whose_dead_letter_is_brought_back_is_delivered(self) -> None:
-        """Of its two names nothing tells which is the older one."""
+    def test_retried_task_whose_dead_letter_comes_back_is_delivered(self) -> None:
+        """A retried task is delivered even if its old name in failed/ comes back. Nothing shows
+        which of the two names is the older one."""
         q = self.queue()
         for key in (None, "k"):
             dead = leased(q, b"1", key)
@@ -2728,10 +2737,12 @@ class Healed(QueueCase):
             self.assertEqual(_taken(q).id, dead.id)
             os.unlink(self.file("failed", dead.id))
 
-    def test_a_failed_statfs_is_an_error_and_no_local_file_system(self) -> None:
-        """The lock of another host's would not be seen. A wait that it ends leaves nothing."""
+    def test_failed_statfs_is_raised_and_does_not_mean_a_local_file_system(self) -> None:
+        """If statfs() fails, a waiting pop() and register() raise the error. A file system that is
+        wrongly taken for a local one would hide the locks of other hosts. The interrupted wait
+        leaves no descriptor and no ticket."""
         q, line = self.queue(), self.new_dir()
-        self.assertIsNone(q.pop())  # its directory is open from now on
+        self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         opened = len(os.listdir("/dev/fd"))
         cut = seam("file system type", lambda _: fail_with(errno.ENOTCONN))
         with cut, mock.patch("sys.unraisablehook") as complaint:
@@ -2745,8 +2756,11 @@ class Healed(QueueCase):
         self.assertEqual({*os.listdir(line)} - {"last"}, set())
 
     @contextlib.contextmanager
-    def phantom(self, directory: str, name: str, listing_s: float = 0) -> Iterator[list[float]]:
-        """List a name that leads to nothing, within listing_s; yield what femtoqueue sleeps."""
+    def listed_phantom(
+        self, directory: str, name: str, listing_s: float = 0
+    ) -> Iterator[list[float]]:
+        """Show a name without a file in each listing of a directory. A listing takes `listing_s`.
+        Yield a list of the seconds that femtoqueue sleeps."""
         clock = self.clock()
         slept: list[float] = []
 
@@ -2762,19 +2776,22 @@ class Healed(QueueCase):
         with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
             yield slept
 
-    def test_a_phantom_is_told_in_time_where_listings_are_slow(self) -> None:
+    def test_phantom_is_recognised_after_few_looks_where_listings_are_slow(self) -> None:
+        """push() recognises a phantom (a listed name without a file) after a limited number of
+        looks, even if each listing takes seconds."""
         q = self.queue()
         ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-8:]}", constant("stale")
-        with self.phantom("pending", ident, listing_s=seconds) as slept:
+        with self.listed_phantom("pending", ident, listing_s=seconds) as slept:
             q.push(b"2", key="k")
         self.assertLess(len(slept), 40)
 
-    def test_a_phantom_that_comes_to_life_is_found(self) -> None:
-        """And a mount that hangs makes none."""
+    def test_phantom_whose_file_comes_back_is_found(self) -> None:
+        """A phantom whose file comes back counts again as the task of its key. A worker whose mount
+        hangs for a while does not take a task for a phantom."""
         q = self.queue()
         ident = q.push(b"1", key="k")
         os.rename(self.file("pending", ident), self.file("aside"))
-        with self.phantom("pending", ident):
+        with self.listed_phantom("pending", ident):
             self.assertFalse(q.contains("k"))
             self.assertIsNone(q.take(id=ident))
         os.rename(self.file("aside"), self.file("pending", ident))
@@ -2789,8 +2806,9 @@ class Healed(QueueCase):
             with hooked(at_call("open", ident, miss, times=8)):
                 self.assertEqual(worker.push(b"2", key="k"), ident)
 
-    def test_a_lease_of_another_host_that_was_just_renewed_is_left_alone(self) -> None:
-        """Its deadline has passed by this host's clock only."""
+    def test_lease_of_another_host_that_was_just_renewed_is_not_reclaimed(self) -> None:
+        """A worker leaves a lease of another host alone if the lease was renewed just now. The
+        deadline has passed only by this host's clock."""
         with on_boot("another host's"):
             q = self.queue(timeout_stale_ms=1000)
             task = leased(q)
@@ -2801,8 +2819,9 @@ class Healed(QueueCase):
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
 
-    def test_what_another_host_took_just_then_is_no_error(self) -> None:
-        """done() with sync has ended the task; and there is nothing left to purge."""
+    def test_finished_task_that_another_host_removes_is_no_error(self) -> None:
+        """If another host removes a finished task at once, done() with sync and purge() raise no
+        error: the task was finished, and there is nothing left to purge."""
         q = self.queue(sync_after_write=True)
         task = leased(q)
         with hooked(at_call("open", f"done/{task.id}", raising(errno.ESTALE))):
@@ -2811,8 +2830,9 @@ class Healed(QueueCase):
             with hooked(at_call(event, f"done/{task.id}", raising(errno.ESTALE))):
                 self.assertEqual(q.purge(0), 0)
 
-    def test_a_failed_task_that_can_not_be_read_is_not_retried(self) -> None:
-        """Its key may have another task."""
+    def test_dead_letter_that_can_not_be_read_is_not_retried(self) -> None:
+        """retry() raises TaskNotFound, and moves nothing, if the file of a keyed dead letter can't
+        be found. Without the file the key is unknown, and may have another task."""
         q = self.queue()
         ident = q.push(b"1", key="k")
         q.fail(self.pop(q))
@@ -2823,14 +2843,18 @@ class Healed(QueueCase):
         self.assertEqual(self.names("failed"), [ident])
         q.retry(ident)
 
-    def test_pending_is_not_replaced_where_others_may_look_into_the_old_one(self) -> None:
+    def test_large_empty_pending_is_not_replaced_on_a_shared_file_system(self) -> None:
+        """On a shared file system, pop() does not replace a pending/ that has grown: other hosts
+        may look into the old directory for a long time."""
         q = self.queue()
         before = os.stat(self.file("pending")).st_ino
         with with_constant("shrink", -1):
             self.assertIsNone(q.pop())
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
-    def test_a_checkpoint_is_looked_up_anew(self) -> None:
+    def test_checkpoints_are_listed_before_one_is_read(self) -> None:
+        """On a shared file system, pop() lists checkpoints/ before it reads a checkpoint: another
+        host may have replaced the file."""
         q, seen = self.queue(), list[str]()
         task = leased(q)
         q.checkpoint(task, b"half")
@@ -2840,8 +2864,11 @@ class Healed(QueueCase):
         self.assertEqual(task.checkpoint, b"half")
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
-    def test_a_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
-        """As it is carried out, or its file is looked at: of no worker, the lease does not last."""
+    def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
+        """A claim that the worker can neither use nor undo is given back later, uncounted.
+
+        Either the claim is carried out, but reported as failed; or the file of the lease can't be
+        looked at. In both cases no caller has the lease, and it does not last for ever."""
         renames: list[str] = []
 
         def rename(*args: Any, **where: Any) -> None:
@@ -2867,14 +2894,16 @@ class Healed(QueueCase):
 
 
 class KeyedOnSharedFileSystem(KeyedByRename):
-    """The same where other hosts may write: only listings and renames tell the truth, keys/<hash>
-    is not used, and names can't be exchanged."""
+    """The tests of KeyedByRename where other hosts may write. Only listings and renames are
+    reliable there. State files, keys/<hash>, are not used, and names can't be exchanged."""
 
     has_states = False
     fs_type = NFS
 
-    def test_of_two_tasks_of_a_key_that_are_claimed_at_once_one_is_delivered(self) -> None:
-        """Each host listed the other's, and set its own aside."""
+    def test_two_tasks_of_a_key_claimed_at_once_lead_to_one_delivery(self) -> None:
+        """If two hosts claim two tasks of one key at once, the newer task is delivered, and the
+        older one ends in failed/. Each host lists the lease of the other, but not both may give
+        way."""
         q, other, ident = self.queue(), self.queue("n2"), f"{1:020d}-{key_tag('k')}"
         newer = q.push(b"2", key="k")
         self.put(ident, record(b"1", b"k"))
@@ -2892,14 +2921,18 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertEqual([task.id for task in taken if task], [newer])
         self.assertIn(ident, self.names("failed"))
 
-    def test_what_is_pushed_behind_a_task_of_a_host_whose_clock_is_fast_is_younger(self) -> None:
+    def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(self) -> None:
+        """A pushed payload replaces that of a waiting task, even if the clock of the task's host is
+        fast, so that the task has the newer date."""
         q = self.queue()
         self.put(f"{time.time_ns() + 10**9:020d}-{key_tag('k')}", record(b"1", b"k"))
         q.push(b"2", key="k")
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_of_two_payloads_behind_a_task_the_older_one_is_never_delivered(self) -> None:
-        """A host that was cut off lost the lock of the key, and does not know it: each put one."""
+    def test_older_of_two_buffered_payloads_is_never_delivered(self) -> None:
+        """If two payloads are buffered behind a task, only the newer one is delivered. This happens
+        if a host was cut off, lost the lock of the key without knowing, and pushed a payload at the
+        same time as another host."""
         q = self.queue()
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
@@ -2909,8 +2942,9 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertEqual(self.drain(q), [b"3"])
         self.assertEqual((self.names("keys"), self.names("failed")), ([], []))
 
-    def test_a_younger_task_of_a_key_put_there_by_hand_waits_while_the_older_one_runs(self) -> None:
-        """Then it is delivered; that was no attempt."""
+    def test_younger_task_of_a_key_moved_to_pending_by_hand_waits_for_the_older_one(self) -> None:
+        """If a person moves a second task of a key to pending/, the task waits while the older task
+        of the key is leased. Then it is delivered; the delay does not count as an attempt."""
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         for data in (b"1", b"2"):
             q.fail(leased(q, data, "k"))
@@ -2927,21 +2961,26 @@ class KeyedOnSharedFileSystem(KeyedByRename):
 
 
 class Durability(StepCase):
-    """What is synced, and when; that it survives power loss is for .ci/ to show."""
+    """What is synced, and when. The programs in .ci/ show that it survives power loss."""
 
     in_memory = False
 
-    def test_a_step_is_on_disk_when_it_returns(self) -> None:
-        """The record where it is now, then its directory; before an unlink, where it was: or its
-        older place is all that the disk knows of it. A reason comes before its task, and the state
-        of a new key: or after power loss no later push knew of it."""
+    def test_step_is_on_disk_when_it_returns(self) -> None:
+        """When a step returns, its record and the record's new directory have been synced.
+
+        Before an unlink, the record is synced where it was; otherwise, after power loss, the disk
+        may show an older place of the record. The reason of a failure is synced before the task
+        is. The state of a new key is synced before the task is moved; otherwise, after power loss,
+        no later push would know of the task."""
         self.clock().stand_still()
         self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
 
-    def test_what_is_synced_where_a_file_system_can_do_less(self) -> None:
-        """What can't be exchanged goes behind its task after the state says so. What another host
-        sees is on the server, or it reads a torn record, and makes a dead letter of what is then
-        acknowledged."""
+    def test_step_is_on_disk_when_it_returns_on_other_file_systems(self) -> None:
+        """A step is also on disk where names can't be exchanged, and on NFS.
+
+        Where names can't be exchanged, a new payload is buffered in keys/, after its name was
+        written to the state file. On NFS, a record is synced before the rename. Otherwise another
+        host could read a torn record and quarantine the task, whose push is then acknowledged."""
         for system, words, key, synced in (
             (without_exchange(), "push x | push y", "k", "file move file directory move directory"),
             (on_file_system(NFS), "push x", None, "file move directory"),
@@ -2952,7 +2991,8 @@ class Durability(StepCase):
                 self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
 
     def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
-        """Under its new name the file would not be synced."""
+        """No other thread can renew a lease between the sync and the removal of its file in done().
+        The new name of the file would not have been synced."""
         q = self.queue(sync_after_write=True, keep_done=False)
         task = leased(q)
         lease = task.path
@@ -2971,8 +3011,8 @@ class Durability(StepCase):
             q.done(task)
         self.assertEqual(self.states(), {})
 
-    def test_links_to_directories_can_be_synced(self) -> None:
-        """data_dir, the directory above it, and one inside it."""
+    def test_queue_with_symbolic_links_to_directories_can_be_synced(self) -> None:
+        """Syncs work if data_dir, its parent, or a directory in data_dir is a symbolic link."""
         os.mkdir(self.file("real"))
         os.symlink("real", self.file("link"))
         for path in ("link", "link/jobs"):
@@ -2983,8 +3023,9 @@ class Durability(StepCase):
                 q.done(_taken(q))
                 self.assertEqual(q.stats().done, 1)
 
-    def test_each_directory_is_synced_into_its_parent_whoever_made_it(self) -> None:
-        """What was made; and a data_dir that another made without sync."""
+    def test_entry_of_each_directory_is_synced_whoever_made_it(self) -> None:
+        """A queue object with sync syncs the parents of all directories that it has made. It also
+        syncs the entries of a queue that another object has made without sync."""
         synced = set[int]()
 
         def note(name: str, args: tuple[Any, ...]) -> None:
@@ -3000,7 +3041,8 @@ class Durability(StepCase):
         self.assertEqual(calls, ["directory"] * 2)
 
     def test_push_many_syncs_the_batch_once(self) -> None:
-        """With syncfs no fsync; without, one a file and one of pending/. Without sync, neither."""
+        """push_many() with sync calls syncfs once. Without syncfs, it syncs each file, and pending/
+        once. Without sync_after_write, nothing is synced."""
         q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[int]()
         with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
@@ -3013,6 +3055,7 @@ class Durability(StepCase):
         self.assertEqual(self.drain(q), [b"1", b"2", b"3", *[b"4", b"5"] * 2])
 
     def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
+        """If the sync of a batch fails, push_many() removes its tasks and raises the error."""
         q = self.queue(sync_after_write=True)
         batch = functools.partial(fail_with, errno.EIO), False
         sync = seam("sync of a batch", lambda _: batch)
@@ -3022,13 +3065,13 @@ class Durability(StepCase):
 
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
-        """The real one, on the file system of the temporary directory if it is a known one."""
+        """The real syncfs() is called, if it is reliable on the file system of the test."""
         sync, syncs_each = through_seam("sync of a batch")(self.path)
         if syncs_each:
             self.skipTest(f"not known whether the file system of {self.path} obeys syncfs")
         sync()
         with self.assertRaisesRegex(OSError, rf"\[Errno {errno.EBADF}\]"):
-            sync()  # it has closed the directory
+            sync()  # the first call has closed the directory
 
 
 # After these a directory is as it was before: a process that dies then leaves the same.
