@@ -3074,7 +3074,8 @@ class Durability(StepCase):
             sync()  # the first call has closed the directory
 
 
-# After these a directory is as it was before: a process that dies then leaves the same.
+# Calls that change no directory. A process leaves the same files if it dies before such a call or
+# after it.
 UNCHANGING = (
     *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
     *("lseek", "lstat", "read", "readlink", "stat", "statfs", "statvfs", "syncfs"),
@@ -3082,7 +3083,7 @@ UNCHANGING = (
 
 
 def may_change(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a directory may be another one after that call."""
+    """Return whether a call may change the contents of a directory or of a file."""
     if name != "open":
         return name not in UNCHANGING
     how = args[1] if len(args) > 1 else "r"
@@ -3090,12 +3091,12 @@ def may_change(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def takes_effect(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a directory, a lock or a descriptor may be another one after that call."""
+    """Return whether a call may change a directory, a file, a lock or a descriptor."""
     return name in ("open", "close", "lock") or may_change(name, args)
 
 
-def errors_of(name: str, args: tuple[Any, ...]) -> list[int]:
-    """Return which errors a system may have for such a call."""
+def possible_errors(name: str, args: tuple[Any, ...]) -> list[int]:
+    """Return the errors that a system may report for a call."""
     frees_space = name in ("unlink", "rmdir", "chmod", "fchmod", "fchown")
     takes_space = name in ("fsync", "syncfs") or (may_change(name, args) and not frees_space)
     has = {
@@ -3108,7 +3109,10 @@ def errors_of(name: str, args: tuple[Any, ...]) -> list[int]:
 
 
 class Step:
-    """Does something before (for close: after) the n-th of the system calls that count."""
+    """A hook that calls happen() before system call `number`. Calls count from 0; with `counts`,
+    only those for which counts() returns True.
+
+    happen() is supposed to raise: then the system call is not made. Only close() is made first."""
 
     def __init__(
         self,
@@ -3117,7 +3121,7 @@ class Step:
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
     ) -> None:
         self.number, self.left, self.happen, self.counts = number, number, happen, counts
-        self.at = ""  # the call before which it happened
+        self.at = ""  # the event of the call before which happen() was called
         self.args: tuple[Any, ...] = ()
 
     @classmethod
@@ -3127,7 +3131,8 @@ class Step:
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
         at_least: int = 8,
     ) -> Iterator[Step]:
-        """Yield a step for each system call of what is then done, and one that is not reached."""
+        """Yield steps, numbered from 0. The caller does its work with each of them as the hook. The
+        last step is the first one that the work does not reach."""
         for number in itertools.count():
             step = cls(number, happen, counts)
             yield step
@@ -3145,7 +3150,7 @@ class Step:
 
     def begin(self) -> None:
         if self.at == "close":
-            os.close(self.args[0])  # a close() that fails has closed all the same
+            os.close(self.args[0])  # close() closes the descriptor even if it fails
         self.happen()
 
     @property
@@ -3154,14 +3159,16 @@ class Step:
 
 
 class Meanwhile(Step):
-    """Something else happens before the n-th system call, which then goes on; or after it."""
+    """A step at which another process does something, and the system call goes on. A Scenario does
+    this after the call."""
 
     def begin(self) -> None:
         self.happen()
 
 
-class Astray(Step):
-    """The n-th look at a task's file, and the next two, lead to one that another host replaced."""
+class StaleLook(Step):
+    """A step at which a look at a task's file fails three times, because another host has replaced
+    the file: twice with ESTALE, then with ENOENT."""
 
     misses = 3
 
@@ -3178,13 +3185,14 @@ class Astray(Step):
         raise OSError(errno.ESTALE if self.misses else errno.ENOENT, "replaced", self.args[0])
 
 
-def meets_names(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call sees or changes names. Between two others, who moves a task makes no odds."""
+def sees_or_changes_names(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a call sees or changes names. Between two other calls, it makes no difference
+    when another process moves a task."""
     return name in ("open", "list", "lstat", "stat", "move", "unlink", "mkdir", "rmdir")
 
 
-def is_look(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call looks at a task's file, or at the reason beside it."""
+def is_look_at_task(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a call looks at a task's file, or at the reason beside a dead letter."""
     if name not in ("open", "lstat", "close") or may_change(name, args):
         return False
     path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "close" else args[0]
@@ -3192,22 +3200,25 @@ def is_look(name: str, args: tuple[Any, ...]) -> bool:
 
 
 Say = Callable[[str], None]
-# Runs a scenario on a queue of its own in self.path, whose system calls the hook gets.
+# A function that runs a scenario in a new queue in self.path, with a hook for its system calls.
 Living = Callable[[Hook, Say], object]
-# When a life ended, who goes on with its queue, and what it had said.
+# How a life ended (text), a queue object that goes on with the queue, and the lines of the life.
 Ending = tuple[str, FemtoQueue, list[str]]
 
 
 class Life:
-    """Does what a scenario's words say. What is tried is said, and what has returned."""
+    """Carries out the words of a scenario. Each word is a method, which does one operation.
+
+    The life says a line "try OPERATION" before an operation, and "OPERATION" after its return."""
 
     def __init__(self, q: FemtoQueue, say: Say, key: str | None) -> None:
         self.q, self.say, self.key = q, say, key
-        self.beside: FemtoQueue | None = None
-        self.held: list[FemtoTask] = []  # the one to be ended first
-        self.failed: FemtoTask | None = None
+        self.beside: FemtoQueue | None = None  # the other worker, after turn()
+        self.held: list[FemtoTask] = []  # leased tasks; the first one is settled first
+        self.failed: FemtoTask | None = None  # the task that failed last
 
     def live(self, words: str) -> None:
+        """Do the operations, which are separated by commas."""
         try:
             for operation in words.split(", "):
                 word, *arguments = operation.split()
@@ -3218,6 +3229,7 @@ class Life:
             raise
 
     def said(self, what: str, call: Callable[..., object], *args: Any) -> None:
+        """Make a call, and say so before it and after it."""
         self.say(f"try {what}")
         call(*args)
         self.say(what)
@@ -3242,7 +3254,7 @@ class Life:
         assert self.q.pop(0.001) is None
 
     def take(self, what: str = "0") -> None:
-        """Of the key, or within so many seconds."""
+        """Take the task of the key, or any task within this many seconds."""
         task = self.q.take(what) if what == self.key else self.q.pop(float(what))
         assert task is not None
         self.say(f"got {task.id}")
@@ -3270,7 +3282,7 @@ class Life:
         self.q.release(self.held.pop(0), front=to == "front", delay_s=delay_s)
 
     def extend(self) -> None:
-        """By Ctrl-C meanwhile, the lease is not lost."""
+        """Renew the lease. Ctrl-C in the renewal does not lose the lease: done() must succeed."""
         try:
             self.q.extend(self.held[0])
         except KeyboardInterrupt:
@@ -3292,6 +3304,7 @@ class Life:
         self.q.close()
 
     def look(self) -> None:
+        """Call everything that only looks, and check() and purge(), which find nothing to do."""
         self.q.stats()
         for state in femtoqueue.STATES:
             list(self.q.tasks(state))
@@ -3300,45 +3313,50 @@ class Life:
         self.q.check(repair=True)
         self.q.purge(1e9)
 
-    # Others
+    # Other workers, and persons
 
     def litter(self) -> None:
+        """Put a torn task into pending/."""
         with open(os.path.join(self.q.data_dir, "pending", f"{1:020d}-00000000"), "wb") as file:
             file.write(b"FQ1 00000000 9\ntorn")
 
     def mv(self) -> None:
-        """A person puts a task back that was delivered."""
+        """Move a leased task back to pending/, as a person may do."""
         task = self.held.pop(0)
         source, name = os.path.join(self.q.data_dir, task.path), f"{task.id[:20]}~1~{task.id}"
         os.rename(source, os.path.join(self.q.data_dir, "pending", name))
 
     def turn(self) -> None:
-        """What follows is of the other worker."""
+        """Let the other worker do the next operations."""
         other = self.beside or FemtoQueue(self.q.data_dir, "beside")
         self.q, self.beside = other, self.q
 
     def leave(self) -> None:
+        """Close the other worker."""
         assert self.beside is not None
         self.beside.close()
         self.held.clear()
 
     def die(self) -> None:
+        """Make the other worker look dead."""
         assert self.beside is not None
         dies(self.beside)
-        self.q.__dict__["dead"] = self.beside  # it is dropped with q, where no hook hears of it
+        self.q.__dict__["dead"] = self.beside  # freed together with q, outside of all hooks
         self.beside = None
         self.held.clear()
 
 
 class Scenario:
-    """A life, in words of Life. What comes before the bar is of another life, too: that one is
-    interrupted there; and so is what would come after the last word."""
+    """A sequence of operations, in words of Life.
+
+    The words before a bar prepare the queue: only the words after the bar are interrupted, at each
+    of their system calls in turn. Without a bar, all words are interrupted."""
 
     def __init__(self, words: str, key: str | None = None) -> None:
         self.__name__, self.key = words, key
 
     def __call__(self, q: FemtoQueue, say: Say, hook: Hook | None = None) -> None:
-        """Live it; the hook hears of what comes after the bar."""
+        """Do the operations. The hook is called for the operations after the bar."""
         life, (*before, words) = Life(q, say, self.key), self.__name__.split(" | ")
         for part in before:
             life.live(part)
@@ -3386,7 +3404,7 @@ KEY_SCENARIOS = tuple(
 
 
 def copy_tree(source: str, target: str) -> None:
-    """Copy a directory, as shutil does, but in a third of the time: no modes, no dates."""
+    """Copy a directory without modes and dates, in a third of the time that shutil needs."""
     os.mkdir(target)
     for entry in os.scandir(source):
         path = os.path.join(target, entry.name)
@@ -3400,18 +3418,18 @@ def copy_tree(source: str, target: str) -> None:
 
 
 def those(word: str, said: list[str]) -> list[str]:
-    """Return what was said in lines that begin so, without that."""
+    """Return the rest of each line that begins with this word."""
     return [line.removeprefix(f"{word} ") for line in said if line.startswith(f"{word} ")]
 
 
 class Interrupted(QueueCase):
-    """Each life, ended at each of its system calls in turn, by death, an error or Ctrl-C; then it
-    is checked what is left, and that it goes on."""
+    """Each scenario is interrupted at each of its system calls in turn: by death, an error, Ctrl-C
+    or another worker. Then a queue object goes on, and check() looks at what is left."""
 
-    KILL_EVERY = 5  # calls that change something
-    ERRORS = 4  # that a call gives in turn, of those that it may
-    PUSHES: tuple[bool, ...] = (False,)  # whether the first thing then is a push
-    lives: tuple[tuple[Scenario, dict[str, Any]], ...]
+    KILL_EVERY = 5  # a process is killed at every fifth call that changes something
+    ERRORS = 4  # how many of its possible errors each call reports, in turn
+    PUSHES: tuple[bool, ...] = (False,)  # whether a push comes first after the interruption
+    lives: tuple[tuple[Scenario, dict[str, Any]], ...]  # scenarios, and settings of the queue
     counts: Callable[[str, tuple[Any, ...]], bool] | None = None  # which calls; None: all
 
     def setUp(self) -> None:
@@ -3421,24 +3439,26 @@ class Interrupted(QueueCase):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", ResourceWarning)  # Ctrl-C as a listing just began
+        # Ctrl-C at the start of a listing leaves the iterator of scandir() open.
+        warnings.simplefilter("ignore", ResourceWarning)
 
     def new_path(self, number: int) -> None:
-        """Go on in a directory of its own."""
+        """Set `path` to that of a new queue."""
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
 
-    def born(self, number: int, settings: dict[str, Any]) -> tuple[FemtoQueue, list[str]]:
-        """Begin a life; return its queue, and what is yet to be said."""
+    def new_life(self, number: int, settings: dict[str, Any]) -> tuple[FemtoQueue, list[str]]:
+        """Open a new queue. Return it, with an empty list for the lines that a life will say."""
         self.new_path(number)
         return FemtoQueue(self.path, "n1", **settings), []
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """Fail unless what is left is what was said."""
+        """Fail unless the tasks in the queue agree with the lines that the life has said."""
         raise NotImplementedError
 
     def check_all(
         self, end: Callable[[Scenario, dict[str, Any]], Iterator[Ending]], **settings: Any
     ) -> None:
+        """Run each scenario with each ending that `end` yields, and check what is left."""
         self.now = self.clock()
         for scenario, own in self.lives:
             for when, q, said in end(scenario, {**own, **settings}):
@@ -3447,15 +3467,18 @@ class Interrupted(QueueCase):
                 shutil.rmtree(self.path)
 
     def deaths(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """A copy of the directory, made before a call, is what a process leaves that dies there:
-        its locks are gone, and nothing of it runs any more. Before calls between which the
-        directory stays as it is, that is one copy. SIGKILL ends a real process at every fifth call
-        that changes something, in each life from another one on. (.ci/faults.py kills at every
-        call.)"""
+        """Yield the endings by death, before each system call.
+
+        First, a real process is killed by SIGKILL at every fifth call that changes something; the
+        first of these calls differs from scenario to scenario. (The program .ci/faults.py kills a
+        process at each call.) Then, the directory is copied before each call. The copy has the
+        files that a process leaves if it dies there, and no locks. Successive calls that change
+        nothing share a copy."""
 
         def live(hook: Hook, say: Say) -> None:
             is_whole = "|" not in scenario.__name__
-            with hooked(hook) if is_whole else contextlib.nullcontext():  # from birth
+            # Without a bar, the calls of the constructor are interrupted, too.
+            with hooked(hook) if is_whole else contextlib.nullcontext():
                 q = FemtoQueue(self.path, "victim", **settings)
             scenario(q, say, hook)
 
@@ -3471,7 +3494,8 @@ class Interrupted(QueueCase):
                 yield f"{death}, pushes: {pushes}", q, said
 
     def kills(self, live: Living) -> Iterator[tuple[str, list[str]]]:
-        """Kill processes at every fifth change; the last one lives to its end."""
+        """Kill a process at every fifth change, until a process reaches its end. Yield the ending
+        and the lines of each process."""
         for number in itertools.count(next(self.first_kill), self.KILL_EVERY):
             self.new_path(number)
             step = Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change)
@@ -3487,7 +3511,8 @@ class Interrupted(QueueCase):
             self.assertEqual(status, -signal.SIGKILL)
 
     def copies(self, live: Living) -> Iterator[tuple[str, list[str]]]:
-        """Copy the directory before each call, and at the end, if it or what was said changed."""
+        """Copy the directory before each call, and at the end, unless neither the directory nor the
+        lines have changed. Then yield the ending and the lines for each copy."""
         self.new_path(0)
         original, said = self.path, list[str]()
         said_before: list[list[str]] = []
@@ -3508,31 +3533,37 @@ class Interrupted(QueueCase):
             yield f"copied before change {number}", lines
 
     def failing_steps(self, turn: int) -> Iterator[Step]:
-        """Yield hooks that let each call have its n-th error, or one for each of PUSHES."""
+        """Yield steps at which each call fails in turn, with error number `turn` of its possible
+        errors. A call with fewer errors still fails once for each of PUSHES."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             is_counted = self.counts is None or self.counts(name, args)
-            return is_counted and (turn < len(self.PUSHES) or turn < len(errors_of(name, args)))
+            return is_counted and (
+                turn < len(self.PUSHES) or turn < len(possible_errors(name, args))
+            )
 
         for step in Step.each(counts=counts, at_least=1 - bool(turn)):
-            step.happen = lambda step=step: fail_with(self.code_of(step, turn))  # type: ignore[misc]
+            step.happen = lambda step=step: fail_with(self.errno_of(step, turn))  # type: ignore[misc]
             yield step
 
-    def code_of(self, step: Step, turn: int) -> int:
-        codes = errors_of(step.at, step.args)
+    def errno_of(self, step: Step, turn: int) -> int:
+        """Return the errno with which the call of a step fails in this turn."""
+        codes = possible_errors(step.at, step.args)
         return codes[turn % len(codes)]
 
     def errors(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """The object works on. What raised is taken back, and leaves nothing in creating/."""
+        """Yield the endings by an error of each call. The same queue object goes on afterwards. An
+        operation that raised is undone, and leaves no file in creating/."""
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
-                q, said = self.born(step.number, settings)
+                q, said = self.new_life(step.number, settings)
                 try:
                     scenario(q, said.append, step)
-                    is_chore = scenario.key is not None  # raised when there is nothing else to do
+                    # An error of a repair of keys is raised later, when no other task waits.
+                    is_chore = scenario.key is not None
                     self.assertTrue(is_chore or step.at not in ("fsync", "syncfs"), step.args)
                 except OSError as error:
-                    self.assertEqual(error.errno, self.code_of(step, turn))
+                    self.assertEqual(error.errno, self.errno_of(step, turn))
                     said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
                 self.assertTrue(step.at == "unlink" or not self.names("creating"), step.args)
                 pushes = self.PUSHES[(step.number + turn) % len(self.PUSHES)]
@@ -3544,10 +3575,11 @@ class Interrupted(QueueCase):
     def unnoticed(
         self, steps: Callable[[], Iterator[Step]], scenario: Scenario, settings: dict[str, Any]
     ) -> Iterator[Ending]:
-        """With each of these steps, a life goes on as without one."""
+        """Run a scenario with each of the steps. Fail unless its tasks and lines are the same as
+        without a step. Yield the endings."""
         wanted: list[Any] = []
         for step in itertools.chain([Step(-1)], steps()):
-            q, said = self.born(step.number, settings)
+            q, said = self.new_life(step.number, settings)
             scenario(q, said.append, step)
             tasks = itertools.chain(*map(q.tasks, femtoqueue.STATES))
             found: list[Any] = [(it.state, it.data, it.attempts, it.key, it.error) for it in tasks]
@@ -3558,19 +3590,21 @@ class Interrupted(QueueCase):
             yield f"call {step.number} {step.at}", q, said
 
     def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """After each call another worker takes what is next, and finishes it: in turn soon, and so
-        late that the leases are over. Not while a key is locked: here it would wait for ever."""
+        """Yield the endings where another worker takes and finishes the next task, after each call.
+        In turn, this happens half a second later, and so late that the leases have ended. While the
+        key is locked, it does not happen: the worker runs in this thread, and would wait for ever.
+        """
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
-            return meets_names(name, args) and self.is_free("k")
+            return sees_or_changes_names(name, args) and self.is_free("k")
 
         for step in Meanwhile.each(counts=counts, at_least=1):
-            q, said = self.born(step.number, settings)
+            q, said = self.new_life(step.number, settings)
             other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
             self.assertIsNone(other.pop())
             late_s = (0.5, 31)[step.number % 2]
             step.happen = functools.partial(self.finish_one, other, said, finished, late_s)
-            with contextlib.suppress(AssertionError, LeaseLost):  # there was no other task
+            with contextlib.suppress(AssertionError, LeaseLost):  # its task was taken away
                 scenario(q, said.append, step)
             other.close()
             self.now.advance(60)
@@ -3579,22 +3613,27 @@ class Interrupted(QueueCase):
     def finish_one(
         self, q: FemtoQueue, said: list[str], finished: list[str], late_s: float
     ) -> None:
-        self.now.advance(late_s)  # it moves what is due, and reclaims what a dead one had
+        """Let another worker take and finish a task, and say so."""
+        self.now.advance(late_s)  # then pop() enqueues due tasks and reclaims ended leases
         if (task := q.pop()) is not None:
             said.append(f"took {task.data.decode()}")
             q.done(task)
             finished.append(f"done {task.data.decode()}")
 
     def moved_by_hand(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """After each call a person gives back what is in flight, by `mv inflight-X/* pending/`, or
-        gives all the names of their pushes, by `mv */*ID pending/ID`. Nothing can be done about one
-        who comes between the last look at a lease and the rename over it."""
+        """Yield the endings where a person moves files to pending/, after each call.
+
+        In turn, the person keeps the names of leases (`mv inflight-X/* pending/`), or gives each
+        task its first name (`mv */*ID pending/ID`). There is no defence against a person who comes
+        between the last look at a lease and the rename over the lease, so that case is left out."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
-            return meets_names(name, args) and (name != "lstat" or "/inflight-" not in args[0])
+            return sees_or_changes_names(name, args) and (
+                name != "lstat" or "/inflight-" not in args[0]
+            )
 
         for step in Meanwhile.each(counts=counts, at_least=1):
-            q, said = self.born(step.number, settings)
+            q, said = self.new_life(step.number, settings)
             step.happen = functools.partial(self.move_by_hand, is_bare=step.number % 2 == 1)
             with contextlib.suppress(LeaseLost, AssertionError):
                 scenario(q, said.append, step)
@@ -3603,18 +3642,21 @@ class Interrupted(QueueCase):
             yield f"moved after {step.number} {step.at}", q, said
 
     def move_by_hand(self, is_bare: bool) -> None:
+        """Move all tasks in flight or in pending/ to pending/; with `is_bare`, under their ids."""
         for directory in os.listdir(self.path):
             for name in self.names(directory) if directory[:3] in ("inf", "pen") else ():
                 target = self.file("pending", name[-29:] if is_bare else name)
                 os.rename(self.file(directory, name), target)
 
     def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """Before each call, and after each that took effect. What pop() did not return is no lease
-        then, and was no delivery; and no lock is held: that of the lease directory not even while
-        the exception is kept, with all the frames that it came through."""
+        """Yield the endings by Ctrl-C before each call, and after each call that took effect.
+
+        A task that pop() did not return is not leased then, and its delivery was not counted. No
+        lock of a key is held after the frames of the exception are gone. The lock of the lease
+        directory is not held even while these frames exist."""
         for kind, counts in ((Step, self.counts), (Meanwhile, self.counts or takes_effect)):
             for step in kind.each(interrupt, counts, at_least=1):
-                q, said = self.born(step.number, {"timeout_stale_ms": None, **settings})
+                q, said = self.new_life(step.number, {"timeout_stale_ms": None, **settings})
                 kept: BaseException | None = None
                 try:
                     scenario(q, said.append, step)
@@ -3626,13 +3668,15 @@ class Interrupted(QueueCase):
                 if os.path.exists(lease_dir(q)):
                     self.check_unlocked(lease_dir(q))
                 del kept
-                gc.collect(1)  # its frames
+                gc.collect(1)  # frees the frames of the exception
                 self.assertTrue(self.is_free("k"), step.at)
                 self.now.advance(1)
                 yield f"Ctrl-C at {kind.__name__} {step.number} {step.at}", q, said
 
 
 class PlainLives(Interrupted):
+    """Scenarios of tasks without a key."""
+
     lives = (
         *((scenario, {}) for scenario in SCENARIOS),
         (Scenario("push a, push b, take | done, take, done"), {"keep_done": False}),
@@ -3640,11 +3684,12 @@ class PlainLives(Interrupted):
     )
 
     def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
+        """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """What is acknowledged is as it was acknowledged; the rest is whole or not there. What is
-        not finished is delivered, once, and nothing that is finished is."""
+        """Each acknowledged operation has its effect; every other operation has its whole effect or
+        none. Each task that is not finished is delivered once; no finished task is delivered."""
         self.check_invariants(leftovers=True)
         last = {name: word for word, _, name in (line.rpartition(" ") for line in said)}
         waiting = self.payloads(q, "pending", "scheduled", "inflight")
@@ -3666,11 +3711,13 @@ class PlainLives(Interrupted):
 
 class Crash(PlainLives):
     @FORK
-    def test_a_kill_at_any_system_call_loses_and_doubles_nothing(self) -> None:
+    def test_sigkill_at_any_system_call_loses_and_duplicates_no_task(self) -> None:
+        """A process that is killed at any system call loses no task, and duplicates none."""
         self.check_all(self.deaths)
 
     def test_leftovers_of_a_killed_push_are_removed_after_an_hour(self) -> None:
-        """And not before: the push may be under way. What is not ours stays."""
+        """A file that a killed push has left in creating/ is removed after an hour. A younger file
+        stays, because its push may be under way. Foreign files stay."""
         q, clock = self.queue(), self.clock()
         old = f"{time.time_ns():020d}-0000aaaa"
         self.foreign = ("notes.txt", f"{1:020d}-0000bbbb")
@@ -3686,8 +3733,9 @@ class Crash(PlainLives):
 
 
 class Faults(PlainLives):
-    def test_the_file_system_is_that_of_the_place_where_the_queue_is_made(self) -> None:
-        """Not of the one that the kernel finds by a ".." behind a symbolic link."""
+    def test_dot_dot_after_a_symbolic_link_is_resolved_by_its_text(self) -> None:
+        """The queue "link/../q" is made beside the link, and the command finds the queue there. The
+        kernel would follow the link before the "..", and use another file system."""
         os.makedirs(self.file("far", "away"))
         os.symlink(self.file("far", "away"), self.file("link"))
         FemtoQueue(self.file("link", "..", "q"))
@@ -3696,17 +3744,21 @@ class Faults(PlainLives):
         with environment, contextlib.redirect_stdout(io.StringIO()):
             self.assertEqual(femtoqueue.main(["ls"]), 0)
 
-    def test_an_error_of_any_system_call_surfaces_and_loses_nothing(self) -> None:
+    def test_error_of_any_system_call_is_raised_and_loses_no_task(self) -> None:
+        """If any system call fails, the error is raised, and no task is lost or duplicated."""
         self.check_all(self.errors)
 
-    def test_ctrl_c_at_any_system_call_loses_and_doubles_nothing(self) -> None:
+    def test_ctrl_c_at_any_system_call_loses_and_duplicates_no_task(self) -> None:
+        """Ctrl-C at any system call loses no task, and duplicates none."""
         self.check_all(self.ctrl_c)
 
-    def test_another_worker_after_any_system_call_makes_no_task_lost_or_done_twice(self) -> None:
+    def test_another_worker_after_any_system_call_loses_and_duplicates_no_task(self) -> None:
+        """If another worker takes a task after any system call, no task is lost or done twice."""
         self.check_all(self.intruders)
 
-    def test_an_error_of_any_system_call_of_a_constructor_is_none_of_the_next(self) -> None:
-        """A file system that can't be told is not taken for a local one."""
+    def test_constructor_works_after_another_one_failed_at_any_system_call(self) -> None:
+        """After a constructor has failed at any system call, the next one succeeds. A constructor
+        whose statfs() fails raises an error: it does not assume a local file system."""
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
                 self.new_path(step.number)
@@ -3717,8 +3769,9 @@ class Faults(PlainLives):
                 self.assertEqual(_taken(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
 
-    def test_a_worker_starts_on_a_full_disk(self) -> None:
-        """In the directory that was spared for it; the next one, when that is made again."""
+    def test_worker_starts_on_a_full_disk(self) -> None:
+        """On a full disk, one worker can start: spare/ becomes its lease directory. The next worker
+        can start when spare/ is there again. A spare/ with a foreign file is not used."""
         q = self.queue()
         q.push_many([b"1", b"2"])
 
@@ -3737,9 +3790,13 @@ class Faults(PlainLives):
             self.assertRaises(OSError, self.queue("n4").pop)
         self.assertEqual(self.names("spare"), ["notes.txt"])
 
-    def test_a_task_that_can_not_be_read_waits_again_at_once(self) -> None:
-        """After a shortage of this process the task is the next again, uncounted. A task that makes
-        trouble itself is at the back, counted, and its error surfaces when nothing else waits."""
+    def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
+        """If a task can't be read, pop() raises, and the task waits again.
+
+        After a shortage in this process, or an exception of a signal handler, the task is the next
+        one again, and the delivery is not counted. If the task itself is the reason, it goes to the
+        back of the queue, and the delivery is counted. Other tasks come first; when no other task
+        waits, pop() raises the error again."""
         for event, error, is_next, attempts in (
             ("open", OSError(errno.EMFILE, "no descriptors"), True, 1),
             ("open", OSError(errno.EACCES, "not ours"), False, 3),
@@ -3763,9 +3820,9 @@ class Faults(PlainLives):
             task = self.pop(other)
             self.assertEqual((task.id, task.attempts), (ident, attempts))
 
-    def test_what_a_signal_handler_raises_in_a_job_is_not_taken_for_disk_trouble(self) -> None:
-        """TimeoutError is an OSError; one that the system raises has an errno. It is raised at
-        once, though the job has met disk trouble before."""
+    def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(self) -> None:
+        """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
+        disk trouble before. TimeoutError is an OSError, but an error of the system has an errno."""
         ident, rung = self.queue().push(b"x"), set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
@@ -3785,10 +3842,11 @@ class Faults(PlainLives):
             self.assertEqual((task.id, task.attempts), (ident, 1))
             q.release(task, counted=False)
 
-    def test_a_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
-        """Uncounted. No descriptor is left: a key's lock takes one, too; and pending/ is full."""
+    def test_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
+        """If a claimed task can be neither read nor put back, it is put back later, uncounted. Here
+        no descriptor is left, for the task or for the lock of its key, and the disk is full."""
         q, clock = self.queue(timeout_stale_ms=None, max_attempts=1), self.clock()
-        self.assertIsNone(q.pop())  # its directory is open from now on
+        self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         q.push(b"x", key="k")
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
@@ -3804,10 +3862,11 @@ class Faults(PlainLives):
             self.assertEqual(self.states(), {"inflight-n1": 1})
         self.assertEqual(self.pop(q).attempts, 1)
 
-    def test_a_chore_that_hung_once_is_not_put_off_for_long(self) -> None:
-        """Twenty times what it cost, but not of an hour."""
+    def test_housekeeping_job_that_hung_once_runs_again_soon(self) -> None:
+        """A housekeeping job that hung for an hour runs again after 20 seconds. The pause is 20
+        times the duration of the job, but at most 20 seconds."""
         longest_s, q, clock = constant("longest pause"), self.queue(), self.clock()
-        self.hasten("longest pause", longest_s)  # as it is
+        self.hasten("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
         self.queue("n2").schedule(b"x", 1)
@@ -3816,8 +3875,10 @@ class Faults(PlainLives):
         clock.advance(2)
         self.assertEqual(self.pop(q).data, b"x")
 
-    def test_dead_letters_that_find_no_room_are_no_obstacle(self) -> None:
-        """Without its reason; and if failed/ takes nothing at all, from the back of the queue."""
+    def test_dead_letters_on_a_full_disk_do_not_block_other_tasks(self) -> None:
+        """If there is no room for the reason of a dead letter, the task goes to failed/ without it.
+        If failed/ accepts no file at all, the task goes to the back of the queue. Other tasks are
+        delivered in both cases."""
         for refused in ("creating/", "failed/"):
             q = self.anew()
             self.put(q.push(b"corrupt"), b"rubbish")
@@ -3833,10 +3894,11 @@ class Faults(PlainLives):
                 worker.close()
             self.assertIn(b"good", [task and task.data for task in got])
 
-    def test_a_task_that_is_taken_while_it_can_not_be_set_aside_is_no_error_of_its_own(
+    def test_corrupt_task_that_a_person_takes_away_during_quarantine_is_no_error(
         self,
     ) -> None:
-        """What surfaces is the full disk; and if there is room, nothing."""
+        """If a person moves a corrupt task away while pop() moves it to failed/, pop() raises no
+        error for the missing task. On a full disk, pop() raises the ENOSPC."""
         q, aside = self.queue(), self.file("aside")
         for code, ends in (
             (errno.ENOSPC, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC))),
@@ -3853,9 +3915,10 @@ class Faults(PlainLives):
                 self.assertIsNone(q.pop())
             self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
-    def test_after_a_reboot_a_worker_starts_with_what_it_can_read_and_write(self) -> None:
-        """On a full disk, or one that may only be read, it looks, and purges. Of a directory that
-        is another user's, say, its clock knows nothing."""
+    def test_worker_starts_after_a_reboot_though_it_can_not_use_all_files(self) -> None:
+        """After a reboot, a queue object can look at tasks and purge them even if the disk is full
+        or read-only, so that no clock file can be written. The anchor of a new queue clock does not
+        need lease directories that can't be read, such as those of another user."""
         q = self.queue()
         q.done(leased(q))
         ident = q.push(b"x")
@@ -3868,7 +3931,8 @@ class Faults(PlainLives):
             with hooked(at_call("list", "others", raising(errno.EACCES))):
                 self.assertGreater(self.queue("n3").push(b"y"), ident)
 
-    def test_a_new_queue_is_its_users_alone_but_its_clock_whatever_the_umask(self) -> None:
+    def test_new_queue_is_private_except_its_clock_file(self) -> None:
+        """A new data_dir has mode 0700, and its clock file has mode 0644, with any umask."""
         for umask in (0o022, 0o077):
             self.addCleanup(os.umask, os.umask(umask))
             self.path = os.path.join(self.base, f"{umask}")
@@ -3877,9 +3941,10 @@ class Faults(PlainLives):
             modes = [stat.S_IMODE(os.stat(self.file(it)).st_mode) for it in paths]
             self.assertEqual(modes, [0o700, 0o644])
 
-    def test_a_directory_that_is_gone_is_disk_trouble(self) -> None:
-        """Told by its name, however often; it is not made again in secret, nor is a lease lost by
-        it. Old objects use it when it is back."""
+    def test_missing_directory_raises_until_it_is_back(self) -> None:
+        """If data_dir or one of its directories is missing, each call raises FileNotFoundError with
+        the path. The directory is not made again, and no lease is lost. When the directory is back,
+        the same queue object and its lease work again."""
         q, clock = self.queue(), self.clock()
         task = leased(q, b"1")
         q.push(b"2", key="waits")
@@ -3906,8 +3971,9 @@ class Faults(PlainLives):
         q.done(task)
         self.assertEqual((self.drain(q), self.names("creating")), ([b"2"], []))
 
-    def test_a_constructor_that_meets_a_file_or_a_dangling_link_makes_nothing(self) -> None:
-        """It says so. (Durability has links to directories.)"""
+    def test_constructor_raises_if_data_dir_is_a_file_or_a_dangling_link(self) -> None:
+        """If data_dir is a file, is below a file, or is a dangling link, the constructor raises an
+        error and makes nothing. (Durability tests links to directories.)"""
         occupied, dangling = self.put("occupied", b"", ""), self.file("none")
         os.symlink("nowhere", dangling)
         for error, path in (
@@ -3919,15 +3985,16 @@ class Faults(PlainLives):
 
 
 class KeyedInterrupted(Interrupted):
-    """There is the old payload or the new one, never both; what was pushed last comes last."""
+    """Scenarios of a task with a key. The old payload or the new one is delivered, never both, and
+    the payload that was pushed last is delivered last."""
 
     ERRORS = 2
-    PUSHES = (False, True)  # what the dead one noted down is all that a push has
+    PUSHES = (False, True)  # a push has to rely on the state file that the dead process has left
     lives = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """By its end: q pops all there is, what was behind a task, too, and not only at
-        the next round of housekeeping; and what it may be follows from what was said."""
+        """The queue object `q` can pop all tasks, and the buffered payload, without waiting for the
+        repair of keys. The last payload delivered is one that the lines allow."""
         self.check_invariants(leftovers=True)
         states = ("pending", "scheduled", "inflight")
         self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
@@ -3958,53 +4025,67 @@ class KeyedInterrupted(Interrupted):
             q.done(_taken(q))
         self.assertIn(delivered[-1] if delivered else "nothing", allowed, said)
         if os.path.exists(self.file("keys")):
-            self.now.advance(601)  # until what an error left there is looked for
+            self.now.advance(601)  # until the repair of keys removes files that an error has left
             self.assertIsNone(q.pop())
             self.assertEqual(self.names("keys"), [])
 
     @FORK
-    def test_a_kill_at_any_system_call(self) -> None:
+    def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
+        """After SIGKILL at any system call, the key has one task; its last payload comes last."""
         self.check_all(self.deaths, sync_after_write=True)
 
-    def test_an_error_of_any_system_call(self) -> None:
+    def test_error_of_any_system_call_leaves_a_sound_queue(self) -> None:
+        """After an error of any system call, the key has one task; its last payload comes last."""
         self.check_all(self.errors, sync_after_write=True)
 
-    def test_ctrl_c_at_any_system_call(self) -> None:
+    def test_ctrl_c_at_any_system_call_leaves_a_sound_queue(self) -> None:
+        """After Ctrl-C at any system call, the key has one task; its last payload comes last."""
         self.check_all(self.ctrl_c)
 
-    def test_another_worker_after_any_system_call(self) -> None:
+    def test_another_worker_after_any_system_call_leaves_a_sound_queue(self) -> None:
+        """If another worker takes the task after any system call, the key has no second task."""
         self.check_all(self.intruders)
 
-    def test_a_person_who_moves_what_is_in_flight_makes_no_second_task(self) -> None:
+    def test_person_who_moves_files_after_any_system_call_makes_no_second_task(self) -> None:
+        """If a person moves leased tasks to pending/ after any system call, the key has no second
+        task."""
         self.check_all(self.moved_by_hand)
 
 
 class KeyedInterruptedByRename(KeyedInterrupted):
-    """The same where names can't be exchanged, at each call that changes something."""
+    """The tests of KeyedInterrupted where names can't be exchanged. Only calls that change
+    something are interrupted."""
 
     counts = staticmethod(may_change)
     exchanges = False
 
 
 class InterruptedOnSharedFileSystem(PlainLives):
+    """Scenarios on a shared file system. Only calls that change something are interrupted."""
+
     counts = staticmethod(may_change)
     fs_type = NFS
 
     @FORK
-    def test_a_kill_at_any_system_call(self) -> None:
+    def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
+        """A process that is killed at any system call loses no task, and duplicates none."""
         self.check_all(self.deaths)
 
-    def test_an_error_of_any_system_call(self) -> None:
+    def test_error_of_any_system_call_leaves_a_sound_queue(self) -> None:
+        """If any system call fails, the error is raised, and no task is lost or duplicated."""
         self.check_all(self.errors)
 
-    def test_what_another_host_has_replaced_is_looked_for_again(self) -> None:
+    def test_file_that_another_host_has_replaced_is_looked_for_again(self) -> None:
+        """A failed look at a file that another host has replaced is repeated. The result of the
+        operation is the same as without the failure."""
         self.patched(on_file_system(FUSE))
-        steps = functools.partial(Astray.each, counts=is_look, at_least=0)
+        steps = functools.partial(StaleLook.each, counts=is_look_at_task, at_least=0)
         self.check_all(functools.partial(self.unnoticed, steps), sync_after_write=False)
 
-    def test_what_a_server_has_done_and_denies_has_been_done(self) -> None:
-        """A rename, or an unlink."""
-        self.patched(without_exchange())  # as there
+    def test_rename_or_unlink_that_the_server_did_but_denies_counts(self) -> None:
+        """A rename or unlink that the server has carried out, but reports as failed (ENOENT), has
+        the same result as one without an error."""
+        self.patched(without_exchange())  # as on NFS
         steps = functools.partial(
             Meanwhile.each, raising(errno.ENOENT), lambda name, _: name in ("move", "unlink"), 1
         )
@@ -4013,13 +4094,14 @@ class InterruptedOnSharedFileSystem(PlainLives):
 
 
 class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted, InterruptedOnSharedFileSystem):
-    """The same where other hosts may write."""
+    """The tests of KeyedInterrupted and InterruptedOnSharedFileSystem, for tasks with a key."""
 
 
 # Random lives against a model in memory
 
 
 def demand(holds: object, why: str) -> None:
+    """Raise AssertionError with the reason, unless a condition holds."""
     if not holds:
         raise AssertionError(why)
 
