@@ -405,7 +405,7 @@ def at_line(
 # The forms of names and records. This code is independent of femtoqueue's, so that an error there
 # is not repeated here.
 
-NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # a nanosecond before the year 2255; random
+NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # nanoseconds, up to the year 2255; random digits
 ID, KEYED_ID, STAMP = f"{NUMBER}-{TAG}", f"{NUMBER}-[89a-f][0-9a-f]{{7}}", f"{NUMBER}~[0-9]{{1,6}}~"
 TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
     # These three may hold a lease's name, with a boot id: a person may have moved the file.
@@ -871,6 +871,8 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 class Lifecycle(QueueCase):
+    """A task's way from push() to its end, and the calls that look at tasks or operate a queue."""
+
     in_memory = False
 
     def test_payload_is_delivered_unchanged(self) -> None:
@@ -963,7 +965,7 @@ class Lifecycle(QueueCase):
             self.assertRaises(LeaseLost, q.attach, no_lease)
 
     def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
-        """A program may set `id` of a task to a number of its own; no file gets a name from it."""
+        """A program may set `id` of a task to a text of its own: file names do not change."""
         q = self.queue(keep_done=False, retry_delay_s=0)
         ident = q.push(b"x")
 
@@ -1037,7 +1039,7 @@ class Lifecycle(QueueCase):
         self.assertRaises(Frozen, q.push_many, payloads())
         self.assertEqual(self.drain(q), [b"1", b"2", b"3"])
 
-    # Scheduled
+    # Scheduled tasks
 
     def test_many_due_tasks_are_enqueued_in_several_rounds(self) -> None:
         """If very many tasks are due, one pop() moves only some of them to pending/. It holds the
@@ -1075,8 +1077,8 @@ class Lifecycle(QueueCase):
     # Finished tasks, and operating a queue
 
     def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
-        """join() sees that work is left even if a task moves before each listing of join(): another
-        worker releases the task and takes the task again, at just these moments."""
+        """join() sees that work is left even if a task moves before each listing of a directory.
+        Another worker releases the task and takes the task again, at just these moments."""
         q, other = self.queue(), self.queue("n2")
         lease = self.file(leased(q).path)
         waits = self.file("pending", lease[-29:])
@@ -1190,6 +1192,8 @@ class Lifecycle(QueueCase):
 
 
 class Ordering(QueueCase):
+    """Tasks are delivered in the order of their pushes."""
+
     in_memory = False
 
     def test_order_survives_restarts_and_set_clocks(self) -> None:
@@ -1207,7 +1211,7 @@ class Ordering(QueueCase):
         for name, life in lives.items():
             self.path = self.new_dir()
             for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(life):
-                for directory in os.listdir(self.path):  # the real dates would give the order away
+                for directory in os.listdir(self.path):  # their dates are not by the fake clock
                     os.utime(self.file(directory), (0, 0))
                 with on_boot(boot):
                     q = self.queue()
@@ -1259,8 +1263,9 @@ class Ordering(QueueCase):
         self.check_one_clock(q, self.queue())
 
     def test_huge_backlog_is_delivered_in_order_though_only_part_is_in_memory(self) -> None:
-        """A backlog that is too large for memory is delivered in order. A worker that lists it
-        drops foreign names and the names of the youngest tasks."""
+        """A huge backlog is delivered in order, although a worker that lists it keeps only a
+        sixteenth of the names in memory. Foreign names are dropped, and the names of the youngest
+        tasks."""
         q = self.queue()
         ids = q.push_many([b""] * 300)
         self.foreign = tuple(f"00-{n:03d}.swp" for n in range(40))
@@ -1363,6 +1368,8 @@ class ReplacedClock(QueueCase):
 
 @FORK
 class Liveness(QueueCase):
+    """Leases of dead workers end at once, and those of living workers at their deadlines."""
+
     def test_empty_lease_directory_of_unknown_boot_is_kept_for_a_minute(self) -> None:
         """An empty lease directory of unknown boot is removed only after a minute. The directory
         may belong to an idle worker on another host; with FUSE, a lock is not seen on other hosts.
@@ -1987,7 +1994,7 @@ class LostReply(QueueCase):
 
 
 def wait_until_it_stands(thread: threading.Thread) -> None:
-    """Wait until a thread has stopped at one place in its code: it waits for a lock."""
+    """Wait until a thread stays at one place in its code, because the thread waits for a lock."""
     end_s, before = time.monotonic() + PATIENCE_S, None
     while time.monotonic() < end_s:
         frame = sys._current_frames().get(thread.ident or 0)
@@ -2084,8 +2091,8 @@ class LeftBehind(QueueCase):
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
-        """A queue object that the garbage collector frees gives back its task, removes its lease
-        directory, and prints nothing. This also holds if the finalizer of its lock runs first."""
+        """A queue object that is freed by the garbage collector gives back its task, removes its
+        lease directory, and prints nothing. The finalizer of its lock may even run first."""
         for lock_first in (False, True):
             with (
                 self.subTest(lock_first=lock_first),
@@ -2142,9 +2149,7 @@ class LeftBehind(QueueCase):
         del q
         gc.collect()
 
-    def test_close_at_any_line_of_a_delivery_counts_it_only_if_the_caller_got_the_task(
-        self,
-    ) -> None:
+    def test_close_at_any_line_of_a_delivery_counts_only_a_delivered_task(self) -> None:
         """If close() comes at any line of a delivery, the caller gets the task and the delivery is
         counted, or neither. Otherwise, with max_attempts=1, the task would be a dead letter that
         was never delivered."""
@@ -2161,8 +2166,8 @@ class LeftBehind(QueueCase):
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
         """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
-        counted. This also holds for a task with a newer payload buffered behind it: its next
-        delivery is the first one of that payload."""
+        counted. A task may also have a newer payload buffered behind it; then the next delivery has
+        the newer payload, and is attempt 1."""
         for key in (None, "k"):
             numbers = itertools.count()
             lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
@@ -2224,7 +2229,7 @@ class Keyed(QueueCase):
     STATES = "waits", "is back", "is scheduled", "is due", "is leased", "is leased with one behind"
     in_memory = False
 
-    has_states = True  # keys/<hash> says where the task of a key is
+    has_states = True  # there are state files: keys/<hash> says where the task of a key is
 
     def setUp(self) -> None:
         super().setUp()
@@ -2339,7 +2344,7 @@ class Keyed(QueueCase):
     def test_keyed_push_that_raises_changes_nothing(self) -> None:
         """If any system call of a keyed push fails, nothing has changed. This includes a failed
         sync, except after a rename over the old record, which can't be undone."""
-        self.in_memory = True  # there are many syncs
+        self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
         can_exchange = self.can_exchange()
         behind = {
@@ -2368,9 +2373,9 @@ class Keyed(QueueCase):
     def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(self) -> None:
         """If a claim is undone after a newer payload was buffered, the newer payload is delivered.
 
-        The payload was buffered after the claim, before the task was read. The claim is undone
-        because the file is missing (on a shared file system, the worker looks for it again),
-        because no descriptor is left, because of a read error, or by Ctrl-C."""
+        The payload was buffered after the claim, before the task was read. The claim is undone for
+        one of four reasons: the file is missing, no descriptor is left, the read fails, or Ctrl-C.
+        On a shared file system, the worker looks for a missing file several times."""
         gone, interrupted = FileNotFoundError(errno.ENOENT, "gone"), KeyboardInterrupt()
         for error in (gone, OSError(errno.EMFILE, "too many"), OSError(errno.EIO, ""), interrupted):
             q, other, key, newer = self.queue(), self.queue("n2"), repr(error), list[str]()
@@ -2445,9 +2450,9 @@ class Keyed(QueueCase):
         os.rename(self.file("failed", ident), self.file("pending", ident))
 
     def test_dead_letter_moved_back_does_not_join_or_replace_a_newer_task(self) -> None:
-        """A dead letter that a person moves to pending/ is not delivered while its key has a newer
-        task, and does not replace that task. The state file may still name the dead letter. If the
-        key has no other task, the dead letter is delivered."""
+        """A person moves a dead letter to pending/. While its key has a newer task, the dead letter
+        is not delivered, and does not replace the newer task. The state file may still name the
+        dead letter. If the key has no other task, the dead letter is delivered."""
         q = self.queue("a-node-with-a-name-that-is-longer-than-pending")
         old = self.leased_with_buffered(q)
         q.fail(old, "why")
@@ -2480,9 +2485,7 @@ class Keyed(QueueCase):
 
         return hooked(refuse)
 
-    def test_task_moved_back_by_hand_is_not_delivered_while_its_state_can_not_be_saved(
-        self,
-    ) -> None:
+    def test_task_moved_back_by_hand_is_not_delivered_before_its_state_is_saved(self) -> None:
         """A keyed task that a person moved to pending/ is not delivered while the state file of its
         key can't be written. Otherwise a push would not know of the task, and would make a second
         task of the key."""
@@ -2592,9 +2595,6 @@ class Keyed(QueueCase):
         q.release(task)
         task = self.pop(q)
         self.assertEqual((task.attempts, task.checkpoint), (1, None))
-
-
-# Durability, crashes, faults
 
 
 class KeyedByRename(Keyed):
@@ -2960,8 +2960,12 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertEqual(task.attempts, 1)
 
 
+# Durability, crashes, faults
+
+
 class Durability(StepCase):
-    """What is synced, and when. The programs in .ci/ show that it survives power loss."""
+    """Each step syncs the right files in the right order. The programs in .ci/ show that synced
+    steps survive power loss."""
 
     in_memory = False
 
@@ -3710,6 +3714,8 @@ class PlainLives(Interrupted):
 
 
 class Crash(PlainLives):
+    """The death of a process at any system call loses and duplicates no task."""
+
     @FORK
     def test_sigkill_at_any_system_call_loses_and_duplicates_no_task(self) -> None:
         """A process that is killed at any system call loses no task, and duplicates none."""
@@ -3733,6 +3739,8 @@ class Crash(PlainLives):
 
 
 class Faults(PlainLives):
+    """Errors of system calls, and Ctrl-C, lose and duplicate no task."""
+
     def test_dot_dot_after_a_symbolic_link_is_resolved_by_its_text(self) -> None:
         """The queue "link/../q" is made beside the link, and the command finds the queue there. The
         kernel would follow the link before the "..", and use another file system."""
@@ -3894,9 +3902,7 @@ class Faults(PlainLives):
                 worker.close()
             self.assertIn(b"good", [task and task.data for task in got])
 
-    def test_corrupt_task_that_a_person_takes_away_during_quarantine_is_no_error(
-        self,
-    ) -> None:
+    def test_corrupt_task_taken_away_during_its_quarantine_is_no_error(self) -> None:
         """If a person moves a corrupt task away while pop() moves it to failed/, pop() raises no
         error for the missing task. On a full disk, pop() raises the ENOSPC."""
         q, aside = self.queue(), self.file("aside")
@@ -3916,9 +3922,9 @@ class Faults(PlainLives):
             self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
     def test_worker_starts_after_a_reboot_though_it_can_not_use_all_files(self) -> None:
-        """After a reboot, a queue object can look at tasks and purge them even if the disk is full
-        or read-only, so that no clock file can be written. The anchor of a new queue clock does not
-        need lease directories that can't be read, such as those of another user."""
+        """After a reboot, a queue object can look at tasks and purge them on a full or read-only
+        disk, where no clock file can be written. A new queue clock can also start if a lease
+        directory can't be read, such as that of another user."""
         q = self.queue()
         q.done(leased(q))
         ident = q.push(b"x")
