@@ -1,18 +1,24 @@
-"""What femtoqueue promises, by test: `python test.py [-v] [Class[.test]]`.
+"""The tests of femtoqueue: `python test.py [-v] [Class[.test]]`.
 
-Classes run side by side, in a process for each processor; `python -m unittest test` runs them in
-one. The seed of what is random is printed; FEMTOQUEUE_SEED=that gives it again. Tests that
-promise nothing about the disk run in /dev/shm. If TMPDIR is set, all of them run in that
-directory: `TMPDIR=/var/tmp python test.py` proves everything on its file system.
+The classes run side by side, in one process for each processor. `python -m unittest test` runs all
+of them in one process. The seed of the random numbers is printed; set FEMTOQUEUE_SEED to that
+number to repeat a run. Tests that promise nothing about the disk use /dev/shm. If TMPDIR is set,
+all tests use that directory: `TMPDIR=/var/tmp python test.py` tests the file system of /var/tmp.
 
-Classes are promises, tests are outcomes. Proved here, with real processes: order, leases and
-their fencing, liveness, exactly one delivery while nobody dies, no loss when workers are killed,
-what is corrupt or foreign in the directories, every failing system call of an operation, editing
-by hand. Death before every system call of every operation: a copy of the directory as it is then
-is what is left, and at every fifth call a process is killed. Clocks are faked, never slept on.
+A class stands for a promise, a test for one outcome. These are tested, with real processes:
 
-Not proved here: power loss, full disks and file systems other than the one that holds the
-temporary directory (.ci/ has what needs root), and what needs fork() where there is none.
+- the order of tasks; leases, their fencing, and the liveness of workers;
+- exactly one delivery while no worker dies, and no lost task when workers are killed;
+- corrupt and foreign files in the directories, and editing by hand;
+- an error from each system call of each operation;
+- death before each system call of each operation. Two methods simulate the death: a copy of the
+  directory is made before the call, and a real process is killed at every fifth call.
+
+Tests do not sleep until a time has passed: they advance a fake clock.
+
+These are not tested: power loss, full disks, and other file systems than the one of the temporary
+directory. The programs in .ci/ test these; some programs need root. Tests that need fork() are
+skipped where fork() is missing.
 """
 
 from __future__ import annotations
@@ -74,8 +80,8 @@ with contextlib.suppress(ImportError):  # not on Windows
     import fcntl
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# Hooks hear of every call by which femtoqueue leaves its process: all callables of os but these,
-# which touch neither a disk nor another process.
+# A hook is called for each call by which femtoqueue leaves its process. These are all callables of
+# os, except names that match this pattern: they touch neither a disk nor another process.
 IN_PROCESS = re.compile(
     r"""_.*|W[A-Z]+|abort|confstr|cpu_count|ctermid|device_encoding|fdopen|fs(de|en)code|fspath
     |get(?!xattr).*|isatty|major|makedev|minor|nice|putenv|register_at_fork|sched_.*
@@ -83,8 +89,8 @@ IN_PROCESS = re.compile(
     |waitstatus_to_exitcode""",
     re.VERBOSE,
 )
-# The event by which they do, where that is not the function's name: which of several calls takes
-# a step is the library's affair.
+# The name of the event that a hook gets, by the name of the function. Other functions have an event
+# of their own name. Equivalent functions share an event: the library may use any of them.
 EVENTS = {
     **dict.fromkeys(("write", "writev", "pwrite", "pwritev"), "write"),
     **dict.fromkeys(("read", "readv", "pread", "preadv"), "read"),
@@ -98,19 +104,20 @@ EVENTS = {
     **dict.fromkeys(("flock", "lockf"), "lock"),
     **dict.fromkeys(("inotify_init1", "inotify_add_watch"), "inotify"),
 }
-# These ask the disk, and take each error for "no".
+# These functions ask the disk a question. They return False after any OSError.
 ASKING = ("access", "exists", "lexists", "isdir", "isfile", "islink", "ismount")
 EXT4, NFS, FUSE = 0xEF53, 0x6969, 0x65735546  # f_type of statfs(2)
 FORK = unittest.skipUnless(hasattr(os, "fork"), "needs fork()")
-PATIENCE_S = 60  # until what a test waits for is taken to be lost
+PATIENCE_S = 60  # a test that has waited for so long gives up
 LOG = logging.getLogger("femtoqueue")
 SEED = int(os.environ.get("FEMTOQUEUE_SEED") or time.time_ns() // 1000 % 10**6)
-SUITE_S = 900  # until a class of tests is taken to hang: the longest one takes half a minute
-MEMORY_BYTES = 1 << 28  # that must be free in /dev/shm: twenty thousand tasks take a third
+SUITE_S = 900  # a class of tests that runs for so long hangs: the longest takes half a minute
+MEMORY_BYTES = 1 << 28  # free space needed in /dev/shm: 20,000 tasks take a third of this
 
 
 def memory_dir() -> str | None:
-    """Return where files stand in memory; None, the temporary directory, if TMPDIR is set."""
+    """Return a directory whose files are in memory: /dev/shm. Return None, which stands for the
+    temporary directory, if TMPDIR is set or /dev/shm can't be used."""
     if "TMPDIR" in os.environ or not os.access("/dev/shm", os.W_OK):
         return None
     space = os.statvfs("/dev/shm")
@@ -118,8 +125,10 @@ def memory_dir() -> str | None:
 
 
 class Clock:
-    """Stands in for the time module in femtoqueue: real time, shifted by hand; or only so, from two
-    times of the wall clock and the monotonic one, by which a seed does the same in every run."""
+    """Stands in for the time module in femtoqueue. It shows real time, shifted by the test.
+
+    The arguments are a time of the wall clock and one of the monotonic clock. With arguments, the
+    clocks stand still unless the test moves them: then a run depends on its seed alone."""
 
     def __init__(self, *stands_at_s: float) -> None:
         self.wall_shift_s = self.monotonic_shift_s = 0.0
@@ -149,15 +158,15 @@ class Clock:
 
 
 def fake_os(*missing: str, **functions: Any) -> types.ModuleType:
-    """Return a stand-in for os: without some functions, and with others in their places."""
+    """Return a stand-in for os, without the functions `missing` and with `functions` replaced."""
     fake = types.ModuleType("os")
     fake.__dict__.update({name: it for name, it in vars(os).items() if name not in missing})
     fake.__dict__.update(functions)
     return fake
 
 
-# Seams: all that the tests replace inside femtoqueue. Each name of its inside stands here once, so
-# that a redesign that renames it edits this block.
+# Seams: the private names of femtoqueue that the tests replace. Each of these names is written only
+# here, so that a redesign of femtoqueue changes only this block.
 
 SEAMS = {
     "file system type": "_fs_type",
@@ -184,10 +193,12 @@ BOOT_ID = "/proc/sys/kernel/random/boot_id"
 
 
 def seam(name: str, function: Callable[..., Any]) -> Any:
+    """Return a patch that replaces a function of SEAMS."""
     return mock.patch.object(femtoqueue, SEAMS[name], function)
 
 
 def through_seam(name: str) -> Callable[..., Any]:
+    """Return femtoqueue's own function behind a name of SEAMS."""
     function: Callable[..., Any] = getattr(femtoqueue, SEAMS[name])
     return function
 
@@ -202,23 +213,24 @@ def with_constant(name: str, value: float) -> Any:
 
 
 def on_file_system(fs_type: int) -> Any:
-    """Let femtoqueue take every directory to be on a file system of that f_type."""
+    """Return a patch: femtoqueue sees each directory on a file system of this f_type."""
     return seam("file system type", mock.Mock(return_value=fs_type))
 
 
 def without_exchange() -> Any:
-    """Let the kernel refuse to exchange two names."""
+    """Return a patch: the kernel refuses to exchange two names (renameat2)."""
     refused = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     return seam("exchange", mock.Mock(side_effect=refused))
 
 
 def without_libc() -> Any:
-    """Let there be no inotify, statfs, syncfs and renameat2."""
+    """Return a patch: inotify, statfs, syncfs and renameat2 do not exist."""
     return seam("C library", lambda: None)
 
 
 def on_boot(boot_id: str | None) -> Any:
-    """Let the kernel have been booted under that id; None: it has none, as on other systems."""
+    """Return a patch: the kernel has this boot id. None: it has no boot id, as on systems other
+    than Linux."""
 
     def opens(path: Any, *args: Any, **kwargs: Any) -> Any:
         if path != BOOT_ID:
@@ -235,34 +247,35 @@ def lease_dir(q: FemtoQueue) -> str:
 
 
 def descriptors_of(path: str) -> list[int]:
-    """Return this process's descriptors of a file or directory."""
+    """Return the descriptors that this process has of a file or directory."""
     wanted, found = os.stat(path), []
     for fd in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # the listing's own
+        with contextlib.suppress(OSError):  # listdir() used a descriptor that is now closed
             if os.path.samestat(os.fstat(fd), wanted):
                 found.append(fd)
     return found
 
 
 def dies(q: FemtoQueue) -> None:
-    """Let a worker die, as far as others can see: no descriptor leads to its lease directory any
-    more, so its lock is gone. The object is not to be used again."""
+    """Make a worker look dead to other workers: close all descriptors of the lease directory. This
+    drops the lock. The queue object must not be used afterwards."""
     nowhere = os.open(os.devnull, os.O_RDONLY)
     for fd in descriptors_of(lease_dir(q)):
-        os.dup2(nowhere, fd, inheritable=False)  # its number stays the object's
+        os.dup2(nowhere, fd, inheritable=False)  # keep the number: the object will close it
     os.close(nowhere)
 
 
 Hook = Callable[[str, tuple[Any, ...]], object]
 
 
-def with_hook(
+def hooked_call(
     hook: Hook, after: bool, event: str, call: Callable[..., Any], asks: bool = False
 ) -> Any:
-    """Return a call of which the hook hears before or after it. asks: an error is a "no"."""
+    """Return `call`, wrapped so that the hook is called before it, or after it. With `asks`, the
+    wrapped function returns False instead of raising OSError."""
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        if args and type(args[0]) is str and args[0][:6] == "/proc/":  # no disk: which boot it is
+        if args and type(args[0]) is str and args[0][:6] == "/proc/":  # the boot id: not on a disk
             return call(*args, **kwargs)
         try:
             if not after:
@@ -280,7 +293,7 @@ def with_hook(
 
 
 class HookedModule(types.ModuleType):
-    """Stands in for os, os.path or fcntl, whose calls are heard of."""
+    """Stands in for os, os.path or fcntl, and wraps their functions for a hook."""
 
     def __init__(self, module: Any, hear: Callable[..., Any]) -> None:
         super().__init__(module.__name__)
@@ -291,12 +304,13 @@ class HookedModule(types.ModuleType):
         is_heard = not IN_PROCESS.fullmatch(name) if self._module is os else name in EVENTS
         if is_heard and callable(it) and not isinstance(it, type):
             it = self._hear(EVENTS.get(name, name), it, name in ASKING)
-        setattr(self, name, it)  # once
+        setattr(self, name, it)  # __getattr__() is not called for this name again
         return it
 
 
-class HeardLibrary:
-    """Stands in for the C library, whose functions return -1 and set errno."""
+class HookedLibrary:
+    """Stands in for the C library, and wraps its functions for a hook. An OSError that the hook
+    raises becomes a result of -1 and an errno."""
 
     def __init__(self, library: Any, hear: Callable[..., Any]) -> None:
         self._library, self._hear = library, hear
@@ -306,7 +320,7 @@ class HeardLibrary:
 
         function: Callable[..., Any] = getattr(self._library, name)
         if name == "renameat2":
-            return function  # hooks hear of it at its seam, where the paths are
+            return function  # hooked() wraps femtoqueue's caller of renameat2, for the paths
 
         def call(*args: Any) -> Any:
             paths = [os.fsdecode(arg) for arg in args if isinstance(arg, bytes)]
@@ -322,10 +336,12 @@ class HeardLibrary:
 
 @contextlib.contextmanager
 def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
-    """Call hook(event, arguments) before each call by which femtoqueue leaves its process, or after
-    each of them; see EVENTS. What other tests left in cycles of garbage stays there meanwhile: its
-    finalizers would be heard, too."""
-    hear = functools.partial(with_hook, hook, after)
+    """Call hook(event, arguments) before each call by which femtoqueue leaves its process. With
+    `after`, call the hook after each such call. EVENTS has the names of the events.
+
+    The garbage collector is off in the block: finalizers of objects from earlier tests would call
+    the hook, too."""
+    hear = functools.partial(hooked_call, hook, after)
     library = through_seam("C library")()
     opens = hear("open", getattr(femtoqueue, "open", open))
     with contextlib.ExitStack() as stack:
@@ -337,7 +353,7 @@ def hooked(hook: Hook, *, after: bool = False) -> Iterator[None]:
         stack.enter_context(mock.patch.object(femtoqueue, "os", fake))
         stack.enter_context(mock.patch.object(femtoqueue, "open", opens, create=True))
         if library is not None:
-            stack.enter_context(seam("C library", lambda: HeardLibrary(library, hear)))
+            stack.enter_context(seam("C library", lambda: HookedLibrary(library, hear)))
         stack.enter_context(seam("exchange", hear("move", through_seam("exchange"))))
         if locks := sys.modules.get("fcntl"):
             stack.enter_context(mock.patch.object(femtoqueue, "fcntl", HookedModule(locks, hear)))
@@ -353,21 +369,23 @@ def interrupt() -> NoReturn:
 def at_line(
     number: int, happen: Callable[[], object], within: tuple[str, ...] = ()
 ) -> Iterator[list[str]]:
-    """Let something happen before the n-th line of femtoqueue that the block runs, in any thread;
-    within: of the lines of these functions. Yields a list that is not empty once it did."""
+    """Call happen() before line `number` of those lines of femtoqueue that the block runs. Lines
+    count from 0, in any thread. With `within`, only the lines of these functions count. Yield a
+    list, which is empty until happen() is called."""
     came = list[str]()
     left, source = itertools.count(number, -1), linecache.getlines(femtoqueue.__file__)
-    last: dict[int, int] = {}  # line of a frame, by its id()
+    last: dict[int, int] = {}  # the last line of each frame, by the id() of the frame
 
     def trace(frame: types.FrameType, event: str, arg: object) -> Any:
         name, caller = frame.f_code.co_name, frame.f_back
         if frame.f_code.co_filename != femtoqueue.__file__ or (within and name not in within):
             return None
         if "__del__" in (name, caller.f_code.co_name if caller else ""):
-            return None  # what a finalizer raises is printed, and ends nothing
+            return None  # an exception in a finalizer is printed, and does not end the call
         line, before = frame.f_lineno, last.get(id(frame), 0)
         last[id(frame)] = 0 if event == "call" else line
-        # A block of `with` ends there; no signal comes before __exit__() is called.
+        # At the end of a `with` block the trace goes back to the line of the `with`. A real signal
+        # is not handled there, before __exit__() is called: the line does not count.
         is_end = event == "line" and line < before and source[line - 1].lstrip().startswith("with ")
         if event == "line" and not is_end and next(left) == 0:
             sys.settrace(None)
@@ -384,12 +402,14 @@ def at_line(
         threading.settrace(None)
 
 
-# What a name is, and what a record: told here by other code than femtoqueue's.
+# The forms of names and records. This code is independent of femtoqueue's, so that an error there
+# is not repeated here.
 
-NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # a nanosecond before the year 2255; random
+NUMBER, TAG = "0[0-8][0-9]{18}", "[0-9a-f]{8}"  # nanoseconds, up to the year 2255; random digits
 ID, KEYED_ID, STAMP = f"{NUMBER}-{TAG}", f"{NUMBER}-[89a-f][0-9a-f]{{7}}", f"{NUMBER}~[0-9]{{1,6}}~"
-TASKS = {  # the names of tasks, as the docstring has them
-    **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),  # moved by hand
+TASKS = {  # the names of tasks in each state, as in femtoqueue's docstring
+    # These three may hold a lease's name, with a boot id: a person may have moved the file.
+    **dict.fromkeys(("pending", "done", "failed"), f"({STAMP}({TAG}~)?)?{ID}"),
     "scheduled": STAMP + ID,
     "inflight": f"{STAMP}{TAG}~{ID}",
     "keys": f"({STAMP})?{KEYED_ID}",
@@ -404,17 +424,18 @@ def is_id(text: str) -> bool:
 
 
 def is_task(state: str, name: str) -> bool:
-    """Whether that is the name of a task in that state."""
+    """Return whether a file of this name is a task, in the directory of this state."""
     return re.fullmatch(TASKS.get(state, "(?!)"), name) is not None
 
 
 def is_ours(state: str, name: str) -> bool:
-    """Whether the queue may do with that file what it likes: a task, or a companion of one."""
+    """Return whether a file of this name belongs to the queue, which may move or remove the file:
+    a task, or a companion of a task."""
     return is_task(state, name) or re.fullmatch(COMPANIONS.get(state, "(?!)"), name) is not None
 
 
 def read_record(content: bytes) -> Record | None:
-    """Return payload and key, None if that is no whole record."""
+    """Return the payload and the key of a record, or None if the record is invalid."""
     header, newline, payload = content.partition(b"\n")
     magic, _, rest = header.partition(b" ")
     fields = rest.split(b" ")
@@ -431,20 +452,22 @@ def read_record(content: bytes) -> Record | None:
 
 
 def record(payload: bytes, name: bytes = b"") -> bytes:
+    """Return a record of this payload. `name`: the key, as it is quoted in the header."""
     header = b"FQ1 %08x %d" % (binascii.crc32(name + payload), len(payload))
     return header + (b" " + name if name else b"") + b"\n" + payload
 
 
-FOREVER_NS = 4 * 10**18  # how long a lease without an end lasts
+FOREVER_NS = 4 * 10**18  # the length of a lease without an end
 
 
 def key_tag(key: str) -> str:
-    """Return the hash of a key, as the ids of its tasks end and keys/<hash> is named."""
+    """Return the hash of a key: the end of the ids of its tasks, and the name of keys/<hash>."""
     return f"{binascii.crc32(key.encode()) | 1 << 31:08x}"
 
 
 class Child:
-    """A forked process that runs work(child): it says lines to us, and waits for our go()."""
+    """A forked process that runs work(child). The process sends lines with say(), which the parent
+    reads with line(). The process waits in wait_for_go() for the parent's go()."""
 
     def __init__(self, work: Callable[[Child], object], number: int = 0) -> None:
         self.chance = random.Random(f"{SEED} {number}")
@@ -476,7 +499,7 @@ class Child:
 
     def wait_for_go(self) -> None:
         if not os.read(self._waits, 1):
-            os._exit(0)  # our parent is gone
+            os._exit(0)  # the parent has ended
 
     def line(self) -> str:
         return self._said.readline().rstrip("\n")
@@ -489,7 +512,7 @@ class Child:
             os.kill(self.pid, signal.SIGKILL)
 
     def finish(self) -> tuple[list[str], int]:
-        """Return what it said since, and its exit status, when it has ended."""
+        """Wait until the process ends. Return its unread lines and its exit status."""
         lines = [line.rstrip("\n") for line in self._said]
         if self._status is None:
             self._status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -504,67 +527,75 @@ class Child:
 
 
 class QueueCase(unittest.TestCase):
-    """A test with a queue directory, whose invariants are checked when it ends."""
+    """A test with a queue directory, `path`, and helpers that check the queue's invariants."""
 
-    foreign: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()  # names of files that are not the queue's
     in_memory = True  # False: the tests promise something about the disk
     memory = memory_dir()
-    fs_type: int | None = None  # of which femtoqueue takes every directory to be; None: its own
+    fs_type: int | None = None  # the f_type that femtoqueue sees; None: the real one
     exchanges = True  # False: the kernel refuses to exchange two names
 
     def setUp(self) -> None:
         self.path = self.new_dir(self.memory if self.in_memory else None)
         self.chance, self.children = random.Random(SEED), itertools.count()
-        LOG.disabled = True  # corrupt tasks are logged, and are many here
+        LOG.disabled = True  # corrupt tasks are logged, and many tests make some
         if self.fs_type is not None:
             self.patched(on_file_system(self.fs_type))
         if not self.exchanges:
             self.patched(without_exchange())
 
     def patched(self, patch: Any) -> None:
-        """Apply a patch until the test ends."""
+        """Apply a patch, until the test ends."""
         patch.start()
         self.addCleanup(patch.stop)
 
     def new_dir(self, place: str | None = None) -> str:
-        """Make a directory in that one, or in the temporary directory; it goes with the test."""
+        """Make a directory in `place`, or in the temporary directory. It is removed after the
+        test."""
         path = tempfile.mkdtemp(prefix="femtoqueue-test-", dir=place)
         self.addCleanup(shutil.rmtree, path, ignore_errors=True)
         return path
 
     def queue(self, node_id: str | None = "n1", **settings: Any) -> FemtoQueue:
+        """Open the queue in `path`. It is closed after the test."""
         q = FemtoQueue(self.path, node_id, **settings)
         self.addCleanup(q.close)
         return q
 
     def anew(self, **settings: Any) -> FemtoQueue:
-        """Open a queue in a new directory."""
+        """Set `path` to a new directory, and open a queue there."""
         self.path = self.new_dir(self.memory if self.in_memory else None)
         return self.queue(**settings)
 
     def child(self, work: Callable[[Child], object]) -> Child:
+        """Start a forked process. It is killed after the test, if it still runs."""
         child = Child(work, next(self.children))
         self.addCleanup(child.end)
         return child
 
     def clock(self) -> Clock:
-        """Set the clock by hand. A job that took long, on a busy machine, then rests no longer."""
+        """Replace femtoqueue's clock by one that the test advances, and return that clock.
+
+        A housekeeping job that took long then makes no longer pause. On a busy machine such a pause
+        could outlast the seconds by which a test advances the clock."""
         clock = Clock()
         self.patched(mock.patch.object(femtoqueue, "time", clock))
         self.hasten("longest pause", 0)
         return clock
 
     def pop(self, q: FemtoQueue) -> FemtoTask:
+        """Pop a task, which must be there, and check the invariants."""
         task = q.pop()
         assert task is not None, "a task was there to be popped"
         self.check_invariants()
         return task
 
     def take(self, q: FemtoQueue, key: str | None = None, id: str | None = None) -> FemtoTask:
+        """Take a task by its key or id; the task must be there."""
         return q.take(key, id=id) or self.fail("a task was there to be taken")
 
     def drain(self, q: FemtoQueue) -> list[bytes]:
-        """Pop and finish everything; return the payloads in their order."""
+        """Pop and finish all tasks. Return their payloads, in the order of delivery."""
         payloads = []
         while task := q.pop():
             payloads.append(task.data)
@@ -573,11 +604,11 @@ class QueueCase(unittest.TestCase):
         return payloads
 
     def hasten(self, name: str, value: float) -> None:
-        """Let femtoqueue wait for that long, not for as long as its constant says."""
+        """Replace a constant of femtoqueue, mostly a duration, until the test ends."""
         self.patched(with_constant(name, value))
 
     def can_exchange(self) -> bool:
-        """Whether two names can be: here those of two empty directories."""
+        """Return whether two names can be exchanged here: try it with two empty directories."""
         try:
             through_seam("exchange")(self.file("done"), self.file("failed"))
         except OSError:
@@ -585,25 +616,30 @@ class QueueCase(unittest.TestCase):
         return True
 
     def boot(self) -> str:
-        """Return <boot>, by which leases of this kernel are known: there is one clock-<boot>."""
+        """Return <boot>, the part of a lease's name that stands for this boot of the kernel. Fail
+        unless there is exactly one file clock-<boot>."""
         names = [name for name in os.listdir(self.path) if name.startswith("clock-")]
         self.assertEqual(len(names), 1)
         return names[0][len("clock-") :]
 
     def check_one_clock(self, *queues: FemtoQueue) -> None:
-        """Fail if one of them is an hour before another: what they push now has one order."""
+        """Push a task with each queue object. Fail if the orders of the tasks differ by an hour:
+        then the queue objects have different queue clocks."""
         orders = [int(q.push(b"")[:20]) for q in queues]
         self.assertLess(max(orders) - min(orders), 3600 * 10**9)
 
     def names(self, directory: str) -> list[str]:
+        """Return the sorted names in a directory of the queue."""
         return sorted(os.listdir(os.path.join(self.path, directory)))
 
     def file(self, *parts: str) -> str:
+        """Return a path in the queue directory."""
         return os.path.join(self.path, *parts)
 
     def locked(self, key: str, wait: bool = True) -> io.FileIO:
-        """Hold the lock of a key until the file is closed, as a process does that is at work on
-        it. Raises BlockingIOError if it is not free and wait is False."""
+        """Take the lock of a key, as a process does that works on the key. Return the file that
+        holds the lock until it is closed. Raises BlockingIOError if another process holds the lock
+        and `wait` is False."""
         path = self.file("locks", key_tag(key)[-2:])
         file = io.FileIO(os.open(path, os.O_RDWR | os.O_CREAT), "r+")
         try:
@@ -614,6 +650,7 @@ class QueueCase(unittest.TestCase):
         return file
 
     def is_free(self, key: str) -> bool:
+        """Return whether the lock of a key is free."""
         with contextlib.suppress(FileNotFoundError):
             try:
                 self.locked(key, wait=False).close()
@@ -622,7 +659,7 @@ class QueueCase(unittest.TestCase):
         return True
 
     def check_unlocked(self, path: str) -> None:
-        """Fail if somebody has the lock of a file or directory."""
+        """Fail if a file or directory is locked."""
         fd = os.open(path, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -630,13 +667,15 @@ class QueueCase(unittest.TestCase):
             os.close(fd)
 
     def put(self, name: str, content: bytes, directory: str = "pending") -> str:
+        """Write a file in a directory of the queue, and return its path."""
         path = self.file(directory, name)
         with open(path, "wb") as file:
             file.write(content)
         return path
 
     def check_invariants(self, *, leftovers: bool = False) -> dict[str, str]:
-        """Every task stands in one state, under a name of its form; return id -> directory."""
+        """Fail unless each task is in exactly one directory and each name has a valid form; and,
+        without `leftovers`, unless creating/ is empty. Return the directory of each task, by id."""
         where: dict[str, str] = {}
         for directory in sorted(os.listdir(self.path)):
             state = "inflight" if directory.startswith("inflight-") else directory
@@ -654,6 +693,7 @@ class QueueCase(unittest.TestCase):
         return where
 
     def states(self) -> Counter[str]:
+        """Check the invariants. Return the number of tasks in each directory."""
         return Counter(self.check_invariants().values())
 
 
@@ -661,9 +701,10 @@ class QueueCase(unittest.TestCase):
 
 
 def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**9) -> Hook:
-    """Return a hook by which something happens before calls of a kind (or of several: "open move"),
-    or before the first ones: of all, or of those that have that argument, or a path of which that
-    is a part."""
+    """Return a hook that calls happen() before each call of an event, at most `times` times.
+
+    `event` may name several events: "open move". With `of`, a call counts only if an argument is
+    `of`, or is a path that contains `of`."""
     left, events = itertools.count(times, -1), event.split()
 
     def hook(name: str, args: tuple[Any, ...]) -> None:
@@ -675,6 +716,7 @@ def at_call(event: str, of: Any, happen: Callable[[], object], times: int = 10**
 
 
 def fail_with(code: int) -> NoReturn:
+    """Raise the OSError of an errno."""
     raise OSError(code, os.strerror(code))
 
 
@@ -684,7 +726,7 @@ def raising(code: int) -> Callable[[], NoReturn]:
 
 
 def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
-    """Return the arguments of each call of a kind that a piece of work makes."""
+    """Run work(). Return the arguments of each call of this event."""
     calls: list[tuple[Any, ...]] = []
 
     def note(name: str, args: tuple[Any, ...]) -> None:
@@ -698,7 +740,7 @@ def calls_of(event: str, work: Callable[[], object]) -> list[tuple[Any, ...]]:
 
 @contextlib.contextmanager
 def beside(*works: Callable[[], object]) -> Iterator[None]:
-    """Let each of them run in a thread; they end with the block."""
+    """Run each function in a thread beside the block. At the end of the block, wait for them."""
     threads = [threading.Thread(target=it, daemon=True) for it in works]
     for thread in threads:
         thread.start()
@@ -708,25 +750,29 @@ def beside(*works: Callable[[], object]) -> Iterator[None]:
 
 
 def reason_of(q: FemtoQueue, ident: str) -> str:
-    """Return what stands beside a dead letter."""
+    """Return the reason that is stored beside a dead letter."""
     with open(os.path.join(q.data_dir, "failed", f"{ident}.error"), encoding="utf-8") as file:
         return file.read()
 
 
 def _taken(q: FemtoQueue, timeout: float = 0) -> FemtoTask:
+    """Pop a task, which must be there, without a check of the invariants."""
     task = q.pop(timeout)
     assert task is not None
     return task
 
 
 def leased(q: FemtoQueue, data: bytes = b"x", key: str | None = None) -> FemtoTask:
-    """Push a task, and lease the oldest."""
+    """Push a task, and return a lease of the oldest task."""
     q.push(data, key=key)
     return _taken(q)
 
 
-# Wrong arguments: a call, of a queue that has leased a task; what it raises, and what that says;
-# and what is wrong. In what it says, {it} is what is wrong; for None, the task.
+# Calls with a wrong argument, which must be refused. A Refusal has four parts:
+# - the call; its arguments are a queue, a task that the queue has leased, and the wrong argument;
+# - the type of the exception;
+# - a pattern of the message, where {it} stands for the wrong argument (if it is None: the task);
+# - the wrong arguments.
 Refusal = tuple[Callable[[Any, Any, Any], object], type[Exception], str, tuple[Any, ...]]
 NAN, INFINITE = float("nan"), float("inf")
 NO_BYTES = 7, None, memoryview(b"abcd")[::2], ["x"]
@@ -734,8 +780,9 @@ NO_TIMES = NAN, INFINITE, 9e15, 1e300, 1e308, 10**400
 NO_AGES = -1, NAN, INFINITE
 
 
-class Lazy:
-    """What nothing of runs when it is called as a handler."""
+class AsyncHandlers:
+    """Handlers that are async functions. A call only makes a coroutine or a generator: their code
+    would never run."""
 
     async def __call__(self, task: FemtoTask) -> None:
         raise AssertionError
@@ -744,7 +791,7 @@ class Lazy:
         yield task
 
 
-NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task), Lazy(), Lazy().each
+NO_HANDLERS = 7, asyncio.sleep, lambda task: (yield task), AsyncHandlers(), AsyncHandlers().each
 NO_KEYS = "", "k" * 201, "\u00e9" * 101, "\udc80"
 NO_TEXTS = 7, b"k", ("k",)
 NO_TASK: tuple[dict[str, str], ...] = {}, {"key": "k", "id": f"{0:020d}-00000000"}
@@ -824,11 +871,14 @@ REFUSALS: tuple[Refusal, ...] = (
 
 
 class Lifecycle(QueueCase):
+    """A task's way from push() to its end, and the calls that look at tasks or operate a queue."""
+
     in_memory = False
 
-    def test_payloads_come_out_as_they_went_in(self) -> None:
-        """From nothing to 64 MB, and around the sizes at which reading changes its way; bytearray
-        and any contiguous memoryview, whatever the size of its items."""
+    def test_payload_is_delivered_unchanged(self) -> None:
+        """A payload is delivered as it was pushed. The sizes go from 0 to 64 MB; some are near 4096
+        bytes, where files are read in another way. A payload may be a bytearray or any contiguous
+        memoryview, with items of any size."""
         q, sizes = self.queue(), (0, 1, 100, 4079, 4080, 4081, 4082, 4096, 10**6, 64 * 10**6)
         payloads: list[Any] = [random.Random(size).randbytes(size) for size in sizes]
         payloads += [bytearray(b"ab"), memoryview(b"abcd")[1:3], memoryview(b"abcdefgh").cast("I")]
@@ -839,6 +889,7 @@ class Lifecycle(QueueCase):
             q.done(task)
 
     def test_wrong_arguments_are_refused_and_change_nothing(self) -> None:
+        """A call with a wrong argument raises an error that says why, and changes nothing."""
         q = self.queue()
         task, new = leased(q), self.file("new")
         for call, error, text, those in REFUSALS:
@@ -854,9 +905,9 @@ class Lifecycle(QueueCase):
         self.assertFalse(os.path.exists(self.file("keys")) or os.path.exists(new))
         q.done(task)
 
-    def test_an_enum_is_the_text_that_it_stands_for(self) -> None:
-        """As a key, a state, an id, a node, a directory or a reason: in names and in what is looked
-        for, though its format() is another text (Python 3.11)."""
+    def test_member_of_a_str_enum_counts_as_its_value(self) -> None:
+        """A member of a str enum works like its value, although format() of the member is another
+        text (Python 3.11). It may be a key, state, id, node_id, directory or reason."""
         ident = self.queue().push(b"x", key="k")
 
         class Word(str, enum.Enum):
@@ -878,9 +929,9 @@ class Lifecycle(QueueCase):
         q.fail(self.pop(q))
         self.assertEqual(q.purge(0, Word.FAILED), 1)
 
-    def test_a_task_is_a_value(self) -> None:
-        """What was leased equals what is looked at; but only the delivery ends it, and what is
-        assigned to it changes nothing in the queue."""
+    def test_task_objects_compare_by_value_but_only_a_lease_can_be_settled(self) -> None:
+        """A leased task equals the same task seen by peek(), but only the leased object can end the
+        delivery. A changed attribute of the object changes nothing in the queue."""
         q = self.queue()
         ident = q.push(b"x")
         task = self.pop(q)
@@ -898,7 +949,9 @@ class Lifecycle(QueueCase):
             q.done(task)
         self.assertEqual((caught.exception.id, caught.exception.expired), (ident, False))
 
-    def test_attach_says_whether_the_lease_is_over(self) -> None:
+    def test_attach_to_an_ended_lease_says_whether_it_expired(self) -> None:
+        """attach() of a lease that has ended raises LeaseLost; `expired` says whether the lease's
+        deadline has passed."""
         q, clock = self.queue(), self.clock()
         path, waiting = leased(q).path, f"pending/{q.push(b'waits')}"
         q.done(q.attach(path))
@@ -911,8 +964,8 @@ class Lifecycle(QueueCase):
         for no_lease in ("what~is~this", waiting):
             self.assertRaises(LeaseLost, q.attach, no_lease)
 
-    def test_a_tasks_other_id_is_in_no_name(self) -> None:
-        """A program may keep a number of its own there."""
+    def test_changed_id_of_a_task_object_is_not_used_in_file_names(self) -> None:
+        """A program may set `id` of a task to a text of its own: file names do not change."""
         q = self.queue(keep_done=False, retry_delay_s=0)
         ident = q.push(b"x")
 
@@ -933,8 +986,9 @@ class Lifecycle(QueueCase):
         q.done(task)
         self.assertEqual(self.states(), {})
 
-    def test_what_comes_back_to_the_front_has_the_order_of_its_push(self) -> None:
-        """Also of several, which come back before and behind the first name that was listed."""
+    def test_tasks_released_to_the_front_are_delivered_in_the_order_of_push(self) -> None:
+        """Tasks released to the front are delivered in the order of their pushes. Some come back
+        before the first name that the worker has listed, some behind it."""
         q, payloads = self.queue(), [b"%d" % number for number in range(8)]
         q.push_many(payloads)
         for task in [self.pop(q) for _ in range(3)]:
@@ -942,7 +996,7 @@ class Lifecycle(QueueCase):
         self.assertEqual(self.drain(q), payloads)
 
     def test_fail_keeps_an_exception_with_its_traceback(self) -> None:
-        """Whatever characters are in it."""
+        """fail() stores the traceback of an exception, even if its text is not valid Unicode."""
         q = self.queue()
         ident = q.push(b"1")
         try:
@@ -951,8 +1005,10 @@ class Lifecycle(QueueCase):
             q.fail(self.pop(q), error)
         self.assertRegex(reason_of(q, ident), r"\ATraceback[^$]*in test_fail_keeps_an_exception")
 
-    def test_a_time_for_which_there_are_no_names_is_the_first_or_the_last_of_them(self) -> None:
-        """And a lease shorter than a nanosecond is one: who is not too late can still settle it."""
+    def test_times_that_names_can_not_hold_become_the_earliest_or_the_latest(self) -> None:
+        """A time outside the range of file names becomes the first or last time of the range.
+
+        A lease shorter than a nanosecond is still a lease: its holder can settle it in time."""
         q = self.queue(timeout_stale_ms=1e-7)
         for lease_ms in (None, 1e-7):
             q.push(b"x")
@@ -964,7 +1020,8 @@ class Lifecycle(QueueCase):
         self.assertEqual((self.drain(q), len(self.names("scheduled"))), ([b"before 1970"], 2))
 
     def test_push_many_that_fails_half_way_says_how_many_were_pushed(self) -> None:
-        """The first ones are in, whole; the error is as it came."""
+        """If push_many() fails half way, the payloads before the error are pushed. The exception is
+        raised unchanged, with their ids in `pushed_ids` if the attribute can be set."""
         q = self.queue()
         with self.assertRaisesRegex(TypeError, "encode it") as caught:
             q.push_many([b"1", b"2", "3", b"4"])  # type: ignore[list-item]
@@ -982,10 +1039,11 @@ class Lifecycle(QueueCase):
         self.assertRaises(Frozen, q.push_many, payloads())
         self.assertEqual(self.drain(q), [b"1", b"2", b"3"])
 
-    # Scheduled
+    # Scheduled tasks
 
-    def test_very_many_that_are_due_do_not_keep_the_lock_until_all_have_been_moved(self) -> None:
-        """Else no lease of the worker were renewed meanwhile."""
+    def test_many_due_tasks_are_enqueued_in_several_rounds(self) -> None:
+        """If very many tasks are due, one pop() moves only some of them to pending/. It holds the
+        worker's lock meanwhile, and no lease of the worker can be renewed."""
         q, clock, wanted = self.queue(), self.clock(), [b"%d" % number for number in range(20)]
         for due_us, data in enumerate(wanted):
             q.schedule(data, due_us)
@@ -995,8 +1053,9 @@ class Lifecycle(QueueCase):
             self.assertEqual([first.data, *self.drain(q)], wanted)
         q.done(first)
 
-    def test_what_another_schedules_is_seen_at_once_if_nothing_waits(self) -> None:
-        """Unless a person cancels it as it is taken."""
+    def test_due_task_scheduled_by_another_process_is_seen_at_once_if_none_waits(self) -> None:
+        """If no task waits, pop() sees at once a due task that another process has scheduled. If a
+        person removes the file of a due task while take() moves it, take() returns None."""
         self.clock().stand_still()  # no job comes due
         q, other = self.queue(), self.queue("n2")
         self.assertIsNone(q.pop())
@@ -1007,17 +1066,19 @@ class Lifecycle(QueueCase):
         with hooked(at_call("move", "/scheduled/", lambda: os.unlink(path))):
             self.assertIsNone(q.take("k"))
 
-    def test_a_task_taken_early_that_can_not_be_read_keeps_its_time(self) -> None:
+    def test_scheduled_task_whose_early_take_fails_keeps_its_due_time(self) -> None:
+        """If take() by id can't read a task that is not due, the task stays scheduled."""
         q = self.queue()
         ident = q.schedule(b"later", (time.time() + 1000) * 1e6)
         with hooked(at_call("read", None, raising(errno.EIO))):
             self.assertRaises(OSError, q.take, id=ident)
         self.assertEqual((q.pop(), self.states()), (None, {"scheduled": 1}))
 
-    # Ended, and operated
+    # Finished tasks, and operating a queue
 
-    def test_a_task_that_moves_against_each_look_is_work_that_is_left(self) -> None:
-        """As of a worker that releases it and takes it again, and is in step."""
+    def test_join_does_not_miss_a_task_that_moves_while_it_looks(self) -> None:
+        """join() sees that work is left even if a task moves before each listing of a directory.
+        Another worker releases the task and takes the task again, at just these moments."""
         q, other = self.queue(), self.queue("n2")
         lease = self.file(leased(q).path)
         waits = self.file("pending", lease[-29:])
@@ -1032,8 +1093,9 @@ class Lifecycle(QueueCase):
             self.assertFalse(other.join(0))
         self.drain(q)
 
-    def test_what_is_done_is_kept_for_as_many_seconds_as_wanted(self) -> None:
-        """pop() deletes it, in slices: no listing of done/ is taken in one piece."""
+    def test_finished_tasks_are_deleted_after_keep_done_seconds(self) -> None:
+        """pop() deletes finished tasks that are older than `keep_done` seconds. It does so in
+        slices, so that no single pop() lists all of done/."""
         q, clock = self.queue(keep_done=60), self.clock()
         with with_constant("purge slice", 0):
             for _ in range(10):
@@ -1053,8 +1115,9 @@ class Lifecycle(QueueCase):
         self.assertEqual(self.names("done"), ["notes.txt"])
         self.assertLessEqual(max(a - b for a, b in itertools.pairwise([12, *counts])), 4)
 
-    def test_while_there_is_what_is_to_go_the_slices_of_done_follow_each_other_soon(self) -> None:
-        """Else the directory of a fast worker grew for ever."""
+    def test_slices_of_done_follow_quickly_while_old_tasks_are_found(self) -> None:
+        """While pop() finds finished tasks to delete, the next slice of done/ follows soon.
+        Otherwise the done/ of a fast worker would grow for ever."""
         q, clock = self.queue(keep_done=1), self.clock()
         with with_constant("purge slice", 0):
             for _ in range(5):
@@ -1064,9 +1127,11 @@ class Lifecycle(QueueCase):
                 self.assertEqual((q.pop(), len(self.names("done"))), (None, left))
                 clock.advance(0.02)
 
-    def test_nothing_is_handed_out_while_the_queue_is_paused(self) -> None:
-        """From the call of pause() on in its object, where paused said so, and everywhere else a
-        second later, though the last listing took long; what was listed before is not either."""
+    def test_paused_queue_hands_out_no_task(self) -> None:
+        """No task is handed out while the queue is paused, even if it was listed before the pause.
+
+        The object that called pause() stops at once, as does an object whose `paused` was True.
+        Other objects stop within a second, even if their last listing took long."""
         clock, q, other = self.clock(), self.queue(), self.queue("n2")
         clock.stand_still()  # no job comes due
         ways: tuple[tuple[FemtoQueue, float, Callable[[], object]], ...] = (
@@ -1087,9 +1152,11 @@ class Lifecycle(QueueCase):
                 pauser.resume()
                 self.assertEqual(len(self.drain(q)), listed)
 
-    def test_a_task_that_is_done_and_waits_comes_to_its_end(self) -> None:
-        """One file, which a file system that healed after a cut shows in two states: rename() of
-        one name to the other does nothing, and says that it did."""
+    def test_task_with_a_second_name_in_an_end_state_can_be_finished(self) -> None:
+        """A task whose file has a name in pending/ and one in done/ or failed/ can be settled.
+
+        A file system that has healed after a network failure may show two names of one file. Then
+        rename() of one name to the other does nothing, and reports success."""
         q, clock = self.queue(), self.clock()
         for state, end in (("done", q.done), ("failed", q.fail)):
             ident = q.push(b"x")
@@ -1101,9 +1168,11 @@ class Lifecycle(QueueCase):
             self.assertEqual((self.states(), self.names(state)), ({state: 1}, [ident]))
             os.unlink(self.file(state, ident))
 
-    def test_looking_without_data_reads_headers_only(self) -> None:
-        """A file without a valid header is shown, not left out, as with data; peek() says what is
-        wrong with it. A payload is not read."""
+    def test_tasks_without_data_reads_headers_only(self) -> None:
+        """tasks(data=False) reads headers, and no payload.
+
+        A file without a valid header is shown; tasks() leaves such a file out. For such a file,
+        peek() raises CorruptTask, and the error says what is wrong."""
         q, tasks = self.queue(), list[FemtoTask]()
         q.push(b"x" * 100_000, key="k")
         self.put(f"{1:020d}-00000000", b"rubbish")
@@ -1123,11 +1192,15 @@ class Lifecycle(QueueCase):
 
 
 class Ordering(QueueCase):
+    """Tasks are delivered in the order of their pushes."""
+
     in_memory = False
 
-    def test_order_survives_restarts_whatever_the_clocks_do(self) -> None:
-        """A reboot sets the monotonic clock back, and a dead battery the wall clock. Without a boot
-        id, as on Windows and macOS, each process anchors itself."""
+    def test_order_survives_restarts_and_set_clocks(self) -> None:
+        """Tasks of several processes keep the order of their pushes when clocks change in between.
+
+        A reboot sets the monotonic clock back, and with a dead battery the wall clock, too. Without
+        a boot id, as on Windows and macOS, each process computes an anchor of its own."""
         year_s, one_s = 365 * 86400.0, 1.0 - time.monotonic()
         lives: dict[str, list[tuple[str | None, float, float]]] = {
             "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
@@ -1138,7 +1211,7 @@ class Ordering(QueueCase):
         for name, life in lives.items():
             self.path = self.new_dir()
             for number, (boot, clock.wall_shift_s, clock.monotonic_shift_s) in enumerate(life):
-                for directory in os.listdir(self.path):  # by the wall clock, which tells nothing
+                for directory in os.listdir(self.path):  # their dates are not by the fake clock
                     os.utime(self.file(directory), (0, 0))
                 with on_boot(boot):
                     q = self.queue()
@@ -1149,8 +1222,8 @@ class Ordering(QueueCase):
                 self.assertEqual(len(clocks), len({boot for boot, *_ in life if boot}))
 
     def test_unreadable_clock_file_is_made_again_after_the_newest_task(self) -> None:
-        """Rubbish, or a number no clock can have, in clock-<boot> does not move the order; nor do a
-        directory and a FIFO of that name, of which only the FIFO is replaced."""
+        """An invalid clock-<boot> does not change the order of tasks. The file may hold rubbish, or
+        a number that no clock can have. A FIFO of that name is replaced; a directory stays."""
         q = self.queue()
         q.push(b"0")
         clock = f"clock-{self.boot()}"
@@ -1164,8 +1237,9 @@ class Ordering(QueueCase):
             self.queue().push(b"%d" % number)
         self.assertEqual(self.drain(self.queue()), [b"%d" % n for n in range(len(rubbish) + 3)])
 
-    def test_an_anchor_that_another_set_meanwhile_is_not_overwritten(self) -> None:
-        """By another wall clock; nor later, when ours says something else again."""
+    def test_anchor_set_by_a_faster_process_is_not_overwritten(self) -> None:
+        """If two processes create clock-<boot> at once, both use the anchor of the faster one. A
+        different date in the slower process, or in a later one, does not change the anchor."""
         clock, others = self.clock(), list[FemtoQueue]()
 
         def be_quicker() -> None:
@@ -1177,18 +1251,21 @@ class Ordering(QueueCase):
         clock.wall_shift_s = 10_000.0
         self.check_one_clock(slow, *others, self.queue("later"))
         self.assertEqual(len(others), 1)
-        self.boot()  # there is one clock-<boot>
+        self.boot()  # fails unless there is exactly one clock-<boot>
 
-    def test_a_wall_clock_of_the_far_future_starts_no_clock(self) -> None:
-        """Once it is set right, another one would begin."""
+    def test_wall_clock_of_the_far_future_is_not_used_for_the_anchor(self) -> None:
+        """A date in the far future does not start the queue clock. Otherwise a second queue clock
+        would be started when the date is corrected."""
         clock = self.clock()
         clock.wall_shift_s = 80 * 365 * 86400.0
         q = self.queue()
         clock.wall_shift_s = 0.0
         self.check_one_clock(q, self.queue())
 
-    def test_a_huge_backlog_is_taken_in_order_though_only_part_of_it_is_kept(self) -> None:
-        """The cut that keeps a sixteenth in memory drops the youngest, and foreign names first."""
+    def test_huge_backlog_is_delivered_in_order_though_only_part_is_in_memory(self) -> None:
+        """A huge backlog is delivered in order, although a worker that lists it keeps only a
+        sixteenth of the names in memory. Foreign names are dropped, and the names of the youngest
+        tasks."""
         q = self.queue()
         ids = q.push_many([b""] * 300)
         self.foreign = tuple(f"00-{n:03d}.swp" for n in range(40))
@@ -1202,12 +1279,13 @@ class Ordering(QueueCase):
 
 
 class ReplacedClock(QueueCase):
-    """A program under test puts its own functions into the time module."""
+    """A queue follows the functions that a program under test puts into the time module."""
 
     def both_clocks(self, seconds: float) -> Any:
         return mock.patch.multiple(time, time=lambda: seconds, monotonic=lambda: seconds)
 
-    def test_lease_ends_by_the_clock_that_stands_in_time(self) -> None:
+    def test_lease_ends_by_the_replaced_clock(self) -> None:
+        """A lease ends when the replaced monotonic clock passes its deadline."""
         with self.both_clocks(0):
             holder = self.queue("n1", timeout_stale_ms=100)
             holder.push(b"x")
@@ -1216,7 +1294,9 @@ class ReplacedClock(QueueCase):
         with self.both_clocks(10):
             self.assertEqual(self.pop(other).data, b"x")
 
-    def test_scheduled_task_is_due_by_the_clock_that_stands_in_time(self) -> None:
+    def test_scheduled_task_is_due_by_the_replaced_clock(self) -> None:
+        """A scheduled task is due when the replaced clock shows its time, whether or not a pop()
+        looked for tasks before."""
         now_s = time.time()
         for has_looked in (False, True):
             with self.subTest(has_looked=has_looked), self.both_clocks(now_s):
@@ -1228,7 +1308,8 @@ class ReplacedClock(QueueCase):
                     self.assertEqual(self.pop(q).data, b"x")
 
     def test_task_is_due_when_the_clock_shows_the_float_of_its_due_time(self) -> None:
-        """The due time is in microseconds, as time.time() * 1e6; both products are rounded."""
+        """A task that is scheduled for time.time() * 1e6 is due when time.time() shows that float.
+        Both the due time and the time that it is compared with are rounded products of a float."""
         q = self.queue()
         for number in range(200):
             now_s = 1_800_000_000 + number * 0.01234567
@@ -1238,6 +1319,7 @@ class ReplacedClock(QueueCase):
                 q.done(self.pop(q))
 
     def test_due_task_is_found_at_once_when_the_date_alone_is_set_forward(self) -> None:
+        """If only the wall clock is set forward, the next pop() finds the tasks that are due."""
         now_s, q = time.time(), self.queue()
         q.schedule(b"x", (now_s + 60) * 1e6)
         self.assertIsNone(q.pop())
@@ -1245,6 +1327,7 @@ class ReplacedClock(QueueCase):
             self.assertEqual(self.pop(q).data, b"x")
 
     def test_due_task_is_found_after_the_clock_went_back(self) -> None:
+        """After both clocks went back by an hour, pop() still finds tasks when they are due."""
         now_s = time.time()
         with self.both_clocks(now_s + 3600):
             q = self.queue()
@@ -1260,13 +1343,15 @@ class ReplacedClock(QueueCase):
             self.assertEqual(self.pop(q).data, b"second")
 
     def test_order_holds_while_the_clock_stands_still(self) -> None:
+        """Tasks are delivered in the order of their pushes even if all have the same time."""
         with self.both_clocks(time.time()):
             q = self.queue()
             wanted = [q.push(b"%d" % number) for number in range(100)]
             self.assertEqual([self.pop(q).id for _ in wanted], wanted)
 
-    def test_monotonic_clock_that_began_anew_under_one_boot_id_keeps_the_order(self) -> None:
-        """A restored machine has the boot id of before, and a monotonic clock near zero."""
+    def test_order_survives_a_monotonic_clock_that_begins_anew_under_one_boot_id(self) -> None:
+        """A restored virtual machine delivers its tasks in order, and leases end. Such a machine
+        has the same boot id as before, and a monotonic clock near zero."""
         clock = self.clock()
         clock.monotonic_shift_s = 40 * 86400.0
         q = self.queue("n1", detached=True)
@@ -1283,9 +1368,14 @@ class ReplacedClock(QueueCase):
 
 @FORK
 class Liveness(QueueCase):
-    def test_an_empty_directory_of_unknown_boot_is_left_alone_for_a_minute(self) -> None:
-        """It may be an idle worker's on another host, whose lock is not seen here (FUSE). If it is
-        another user's, in a directory that is sticky, it stays."""
+    """Leases of dead workers end at once, and those of living workers at their deadlines."""
+
+    def test_empty_lease_directory_of_unknown_boot_is_kept_for_a_minute(self) -> None:
+        """An empty lease directory of unknown boot is removed only after a minute. The directory
+        may belong to an idle worker on another host; with FUSE, a lock is not seen on other hosts.
+
+        If rmdir() fails, pop() raises no error, and the directory stays. This happens with a lease
+        directory of another user, if data_dir is sticky."""
         q, clock = self.queue(), self.clock()
         os.mkdir(self.file("inflight-other"))
         sticky = hooked(at_call("rmdir", "-other", raising(errno.EPERM), times=1))
@@ -1295,15 +1385,19 @@ class Liveness(QueueCase):
                 self.assertIsNone(q.pop())
             self.assertEqual(os.path.exists(self.file("inflight-other")), there)
 
-    def test_the_end_of_a_lease_ends_a_wait(self) -> None:
-        """Between two rounds of housekeeping."""
+    def test_end_of_a_lease_wakes_a_waiting_pop(self) -> None:
+        """A pop() that waits gets a task whose lease ends, without waiting for the next round of
+        housekeeping."""
         self.hasten("base interval", 10)
         task, other = leased(self.queue(timeout_stale_ms=100)), self.queue("n2")
         self.assertEqual(_taken(other, 4).id, task.id)
 
-    def test_of_a_dead_worker_only_leases_of_this_boot_end_before_their_deadline(self) -> None:
-        """Its directory may be another host's too, by the same node_id; that one may live. When the
-        wall clock went back, st_ctime tells nothing."""
+    def test_dead_workers_leases_of_another_boot_end_at_their_deadlines(self) -> None:
+        """In the directory of a dead worker, only leases of this boot end before their deadlines.
+
+        A worker on another host may use the same node_id, and thus the same directory, and may
+        still live. The lease of that worker also ends at its deadline if the wall clock went back.
+        Then st_ctime is in the future, and does not show the age of the lease."""
         clock = self.clock()
         for back_s in (0, 1e8):
             q, dead = self.anew(), self.queue("dead")
@@ -1321,7 +1415,8 @@ class Liveness(QueueCase):
             self.assertEqual(self.pop(q).attempts, 2)
 
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
-        """A dead battery; and no task is as new as the lease. Its directory was changed then."""
+        """A lease ends in time after a reboot with a dead battery, which sets the date back. The
+        ids of all tasks are hours older than the lease; the date of the lease directory is not."""
         clock = self.clock()
         with on_boot("1"):
             q = self.queue("dead")
@@ -1336,9 +1431,10 @@ class Liveness(QueueCase):
             clock.advance(31)
             self.assertEqual(self.pop(q).attempts, 2)
 
-    def test_what_can_not_be_moved_keeps_no_other_waiting(self) -> None:
-        """A task that is due, or the lease of a dead worker; nor in the rounds after the one in
-        which it was met. Its error surfaces when nothing else waits."""
+    def test_task_that_can_not_be_moved_does_not_delay_other_tasks(self) -> None:
+        """If a due task can't be moved, or the lease of a dead worker, other tasks are delivered
+        all the same. This holds for this round of housekeeping and for later rounds. When no other
+        task waits, pop() raises the error."""
         q, clock = self.queue(), self.clock()
 
         def die(node_id: str) -> str:
@@ -1359,8 +1455,10 @@ class Liveness(QueueCase):
             clock.advance(1)
             self.assertEqual(self.pop(q).id, stuck)
 
-    def test_a_directory_that_another_removes_while_it_is_taken_is_made_again(self) -> None:
-        """Before it is opened, or between that and the lock: an observer saw nobody in it."""
+    def test_lease_directory_removed_by_an_observer_is_made_again(self) -> None:
+        """If an observer removes the lease directory of a starting worker, the worker makes a new
+        directory. The observer saw an empty directory without a lock. The removal comes before the
+        worker opens the directory, or between the opening and the lock."""
         place = self.file("inflight-n1")
 
         def is_there(name: str, args: tuple[Any, ...]) -> bool:
@@ -1373,8 +1471,10 @@ class Liveness(QueueCase):
                     q.done(self.pop(q))
                 self.assertEqual(self.names("inflight-n1"), [])
 
-    def test_a_starting_worker_leaves_the_lease_of_one_that_was_quicker(self) -> None:
-        """The directory is removed as it opens it; a namesake makes it anew, and claims there."""
+    def test_starting_worker_leaves_the_lease_of_a_quicker_worker_of_its_node_id(self) -> None:
+        """A starting worker does not take back the lease of a quicker worker with the same node_id.
+        The lease directory is removed while the first worker opens it; then the quicker worker
+        makes the directory again, and claims a task there."""
         starting, quicker, taken = self.queue("same"), self.queue("same"), list[FemtoTask]()
         self.queue("producer").push(b"x")
         os.mkdir(lease_dir(starting))
@@ -1388,8 +1488,10 @@ class Liveness(QueueCase):
         quicker.done(taken[0])
         self.assertEqual(self.states(), {"done": 1})
 
-    def test_ctrl_c_at_any_call_of_a_pop_costs_no_lease_of_the_dead(self) -> None:
-        """Neither what it left itself, nor what one leaves that dies later. The clock is a call."""
+    def test_ctrl_c_in_a_pop_loses_no_lease_of_a_dead_worker(self) -> None:
+        """After Ctrl-C at any call of a pop(), the leases of dead workers still come back. One
+        worker with the same node_id died before; another worker dies later. Ctrl-C also comes at
+        each reading of the monotonic clock."""
         clock = self.clock()
         monotonic = clock.monotonic
         for step in Step.each(interrupt, at_least=20):
@@ -1413,8 +1515,10 @@ class Liveness(QueueCase):
             self.assertEqual(sorted(self.drain(again)), [b"1", b"2", b"3"], step.at)
             again.close()
 
-    def test_a_restart_takes_back_even_while_an_observer_looks_at_its_directory(self) -> None:
-        """The observer's lock is waited out; a lease of an earlier boot is nobody else's to end."""
+    def test_restarted_worker_takes_its_leases_back_while_an_observer_has_the_lock(self) -> None:
+        """A restarted worker waits until an observer unlocks the worker's lease directory, and then
+        takes back its leases. No other worker would end a lease of an earlier boot before its
+        deadline."""
         q, again = self.queue(), self.queue()
         leased(q)
         dies(q)
@@ -1425,8 +1529,9 @@ class Liveness(QueueCase):
         with hooked(at_call("lock", fcntl.LOCK_SH, unlock)):
             self.assertEqual(self.pop(again).attempts, 2)
 
-    def test_dropping_a_queue_leaves_no_descriptor_no_warning_and_no_directory(self) -> None:
-        """At once, as a file is closed: no cycle keeps it for the garbage collector."""
+    def test_dropped_queue_object_leaves_no_descriptor_warning_or_directory(self) -> None:
+        """A queue object is closed at once when its last reference goes, like a file. No reference
+        cycle keeps the object until the garbage collector runs."""
         before = len(os.listdir("/dev/fd"))
         gc.disable()
         self.addCleanup(gc.enable)
@@ -1440,8 +1545,9 @@ class Liveness(QueueCase):
         self.assertEqual(len(os.listdir("/dev/fd")), before)
         self.assertEqual(self.states(), {"pending": 1})
 
-    def outlive(self, call: str) -> None:
-        """Let a worker fork at a call of its pop(), and die before its child does."""
+    def check_child_outlives_parent(self, call: str) -> None:
+        """Let a worker fork at a call of its pop(), and kill the worker before its child ends. Fail
+        unless the worker's task is delivered again."""
 
         def parent(child: Child) -> None:
             def fork() -> None:
@@ -1458,19 +1564,21 @@ class Liveness(QueueCase):
         q = self.queue("observer")
         q.push(b"x")
         child = self.child(parent)
-        self.addCleanup(child.go)  # the one that it forked
+        self.addCleanup(child.go)  # ends the process that `child` has forked
         self.assertEqual(child.line(), "forked")
         child.kill()
         q.done(_taken(q, 10))
 
-    def test_a_forked_child_that_outlives_its_parent_keeps_no_task_of_its_leased(self) -> None:
-        """Nor if another thread forked as the lock was taken."""
+    def test_forked_child_that_outlives_its_parent_keeps_none_of_its_leases(self) -> None:
+        """The leases of a killed worker end although a forked child of the worker still lives. The
+        fork may even come, in another thread, while the worker locks its directory."""
         for call in ("read", "lock"):
             with self.subTest(call):
-                self.outlive(call)
+                self.check_child_outlives_parent(call)
 
-    def test_ctrl_c_as_a_fork_begins_leaves_the_child_none_of_its_parents_leases(self) -> None:
-        """Python goes on with such a fork."""
+    def test_forked_child_has_no_leases_of_its_parent_after_ctrl_c_in_the_fork(self) -> None:
+        """Ctrl-C at the start of a fork does not give the parent's leases to the child. Python
+        completes such a fork."""
         q = self.queue()
         task = leased(q)
         lock = mock.Mock(acquire=interrupt)
@@ -1480,7 +1588,9 @@ class Liveness(QueueCase):
         self.assertEqual(child.finish(), ([], 0))
         q.done(task)
 
-    def test_a_forked_child_is_a_worker_of_its_own(self) -> None:
+    def test_forked_child_is_a_worker_of_its_own(self) -> None:
+        """In a forked child, a queue object gets its own node_id, lease directory and id tag. After
+        close() in the child, the parent still has its lease."""
         q = self.queue(None)
         ids = q.push_many([b"1", b"2"])
         mine = self.pop(q)
@@ -1501,18 +1611,24 @@ class Liveness(QueueCase):
 
 
 class PlaceLost(QueueCase):
-    """A worker whose own lease directory was removed while it lives."""
+    """A worker whose lease directory was removed while the worker lives."""
 
-    def settled(self, count: int) -> FemtoQueue:
-        """Return a worker that has its place, in a new queue, and has listed as many tasks."""
+    def worker_that_listed(self, count: int) -> FemtoQueue:
+        """Return a worker in a new queue. The worker has a lease directory, has listed `count`
+        tasks, and has finished the first of them."""
         q = self.anew()
         q.push_many([b"%d" % n for n in range(count)])
         q.done(self.pop(q))
         return q
 
-    def test_a_claim_goes_only_into_a_directory_that_is_locked(self) -> None:
-        """Not into another of its name, which an observer may take for a dead worker's, nor where a
-        directory was moved; whether the task was listed before or not."""
+    def test_claim_goes_only_into_a_locked_lease_directory(self) -> None:
+        """A worker claims only into a directory that the worker has locked and that has the right
+        path.
+
+        The worker does not claim into a new directory of the same name: without a lock, another
+        worker would take the leases for those of a dead worker. Nor does the worker claim into its
+        own directory after a move to another path. The claimed task was listed before the loss of
+        the directory, or was pushed after the loss."""
         self.clock().stand_still()  # no job comes due
         losses: dict[str, Callable[[str], object]] = {
             "removed": os.rmdir,
@@ -1521,7 +1637,7 @@ class PlaceLost(QueueCase):
         }
         for (name, lose), call in itertools.product(losses.items(), ("next", "pop", "take")):
             with self.subTest(name, call=call):
-                q, observer = self.settled(3 if call == "next" else 1), self.queue("n2")
+                q, observer = self.worker_that_listed(3 if call == "next" else 1), self.queue("n2")
                 lose(lease_dir(q))
                 if call != "next":
                     q.push(b"1", key="k")
@@ -1533,9 +1649,10 @@ class PlaceLost(QueueCase):
                 observer.done(theirs)
                 self.assertEqual(self.states(), {"done": 3})
 
-    def test_a_place_that_another_host_removed_is_made_again(self) -> None:
-        """There its descriptor does not lead to an empty directory, but gives ESTALE."""
-        q = self.settled(5)
+    def test_lease_directory_removed_by_another_host_is_made_again(self) -> None:
+        """A worker whose lease directory was removed by another host makes a new one. After that
+        removal, the descriptor of the directory gives ESTALE."""
+        q = self.worker_that_listed(5)
         place, [gone] = lease_dir(q), descriptors_of(lease_dir(q))
         os.rmdir(place)
 
@@ -1549,12 +1666,13 @@ class PlaceLost(QueueCase):
             self.assertEqual(self.drain(q), [b"1", b"2", b"3", b"4"])
         self.assertNotIn(gone, descriptors_of(place))
 
-    def test_nothing_is_claimed_while_the_place_can_not_be_taken(self) -> None:
-        """Names that were listed before must not go to a directory that nobody has locked. One that
-        stays stale is an error, not a loop without end."""
+    def test_nothing_is_claimed_while_the_lease_directory_can_not_be_opened(self) -> None:
+        """pop() raises the error, and claims nothing, while it can't open a lease directory. Tasks
+        that were listed before must not go into an unlocked directory. An ESTALE that stays is an
+        error, and not an endless loop."""
         clock = self.clock()
         for code in (errno.EMFILE, errno.ESTALE):
-            q = self.settled(3)
+            q = self.worker_that_listed(3)
             os.rmdir(lease_dir(q))
             clock.advance(2)
             with hooked(at_call("open", lease_dir(q), raising(code))):
@@ -1564,17 +1682,19 @@ class PlaceLost(QueueCase):
             tasks = self.pop(q), self.pop(self.queue("n2"))
             self.assertEqual([task.data for task in tasks], [b"1", b"2"])
 
-    def test_a_long_batch_is_not_tried_without_a_lease_directory(self) -> None:
-        """On NFS each would ask the server; the next listing makes the directory again."""
+    def test_worker_without_a_lease_directory_does_not_try_a_whole_batch(self) -> None:
+        """A worker whose lease directory is gone makes it again after a few failed claims. It does
+        not try each task of a long batch: on NFS, each claim would ask the server."""
         for fs_type, most in ((EXT4, 99), (NFS, 2)):
             with on_file_system(fs_type):
-                q = self.settled(300)
+                q = self.worker_that_listed(300)
                 shutil.rmtree(lease_dir(q))
                 claims = calls_of("move", functools.partial(_taken, q))
             self.assertEqual([task.data for task in q.tasks("inflight")], [b"1"])
             self.assertLessEqual(len([it for it in claims if "/pending/" in it[0]]), most)
 
-    def test_a_lease_whose_directory_is_gone_is_lost(self) -> None:
+    def test_lease_whose_directory_is_gone_is_lost(self) -> None:
+        """After its lease directory is gone, a lease can't be renewed or settled: LeaseLost."""
         q = self.queue(sync_after_write=True, keep_done=False)
         for call in (q.extend, q.done, q.release, q.fail):
             for lose in (functools.partial(shutil.rmtree, lease_dir(q)), q.close):
@@ -1584,16 +1704,17 @@ class PlaceLost(QueueCase):
 
 
 class Row(NamedTuple):
-    """Every call of a step, and, of a queue with sync, its moves and what it syncs."""
+    """The system calls of a step, in `calls`. `synced`: its moves and syncs in a queue with
+    sync_after_write; a sync is written as the kind of what is synced."""
 
     calls: str
     synced: str
     settings: dict[str, Any] = {}  # noqa: RUF012
 
 
-# What each step asks of the system: nothing beside what its promise needs. By words of Life: what
-# comes before the bar makes it ready, in an empty queue. An intended change of the library's edits
-# these tables.
+# The system calls of each step: no more than its promise needs. The steps are in words of Life: the
+# words before the bar prepare the step, in an empty queue. After an intended change of the calls,
+# edit these tables.
 STEPS = {
     "push x": Row("open write close move", "move file directory"),
     "schedule x 4e15": Row("open write close move", "move file directory"),
@@ -1665,10 +1786,11 @@ KEY_STEPS = {
 
 
 class StepCase(QueueCase):
-    """A test that counts the calls of steps. A sync is noted by what is synced."""
+    """A test that checks the system calls of steps."""
 
     def calls(self, work: Callable[[], object]) -> list[str]:
-        """Return the calls that a piece of work makes, in their order."""
+        """Run work(), and return its system calls in order. A sync is written as "file" or
+        "directory", by what is synced; lstat as "stat"."""
         calls: list[str] = []
 
         def note(name: str, args: tuple[Any, ...]) -> None:
@@ -1682,13 +1804,14 @@ class StepCase(QueueCase):
         return calls
 
     def moves_and_syncs(self, work: Callable[[], object]) -> list[str]:
+        """Do as calls(), but return only moves, unlinks and syncs."""
         shown = "move", "unlink", "file", "directory"
         return [name for name in self.calls(work) if name in shown]
 
     def ready(
         self, words: str, row: Row, key: str | None = None, **settings: Any
     ) -> Callable[[], object]:
-        """Make a step ready, in a queue of its own."""
+        """Prepare a step in a new queue. Return a function that does the step."""
         q = self.anew(**row.settings, **settings)
         self.assertIsNone(q.pop())
         life, (*before, step) = Life(q, lambda _: None, key), words.split(" | ")
@@ -1696,8 +1819,8 @@ class StepCase(QueueCase):
             life.live(part)
         return functools.partial(life.live, step)
 
-    def check_each(self, found: Callable[[Any], list[str]], column: str, **settings: Any) -> None:
-        """Fail where a step does not do what stands in that column."""
+    def check_steps(self, found: Callable[[Any], list[str]], column: str, **settings: Any) -> None:
+        """Fail if found(step) differs from this column of the table, for any step."""
         for key, steps in ((None, STEPS), ("k", KEY_STEPS)):
             for words, row in steps.items():
                 step = self.ready(words, row, key, **settings)
@@ -1706,17 +1829,19 @@ class StepCase(QueueCase):
 
 
 class Cost(StepCase):
-    """What a step asks of the system. How long that takes is the benchmark's to show."""
+    """The system calls that each step makes. The benchmark measures their time."""
 
     def setUp(self) -> None:
         super().setUp()
         self.clock().stand_still()  # no job comes due
 
-    def test_a_step_makes_these_calls_and_no_others(self) -> None:
-        self.check_each(self.calls, "calls")
+    def test_step_makes_the_calls_of_its_row_and_no_others(self) -> None:
+        """Each step makes the system calls of its row in the table, and no others."""
+        self.check_steps(self.calls, "calls")
 
-    def test_tasks_without_a_key_pay_no_more_on_a_shared_file_system(self) -> None:
-        """But for stat(), which its client answers, mostly."""
+    def test_unkeyed_tasks_need_no_more_calls_on_a_shared_file_system(self) -> None:
+        """On NFS, a step of a task without a key makes the same calls as on a local file system.
+        Calls of stat() are not counted: the NFS client answers most of them itself."""
         self.patched(on_file_system(NFS))
         for words in ("push x", "push x, push y, take | take", "push x, take | done"):
             calls = self.calls(self.ready(words, STEPS[words]))
@@ -1724,15 +1849,17 @@ class Cost(StepCase):
 
 
 class LostReply(QueueCase):
-    """A server of NFS that reboots after a rename, and before it has answered, is asked again, and
-    answers that there is no such file. The step was taken: it must not look as if it were not."""
+    """A rename that an NFS server has carried out counts, even if the client gets an error.
+
+    The server reboots after the rename, before it answers. The client then sends the request again,
+    and the server answers that the file does not exist (ENOENT)."""
 
     fs_type = NFS
-    exchanges = False  # as there
+    exchanges = False  # as on NFS
 
     @contextlib.contextmanager
-    def lost(self, then: Callable[[], object] = int) -> Iterator[None]:
-        """The reply to the first rename of the block is lost, while something happens."""
+    def lost_reply(self, then: Callable[[], object] = int) -> Iterator[None]:
+        """Lose the reply to the first rename of the block: call then(), and raise ENOENT."""
         lost = list[str]()
 
         def lose() -> None:
@@ -1745,19 +1872,23 @@ class LostReply(QueueCase):
         self.assertEqual(lost, ["reply"])
         self.check_invariants()
 
-    def test_a_server_that_is_away_for_longer_than_the_lease_makes_no_difference(self) -> None:
+    def test_task_is_settled_though_the_server_was_away_for_longer_than_the_lease(self) -> None:
+        """done() and fail() succeed even if the lease expires while the server is away."""
         q, clock = self.queue(), self.clock()
         for end in (q.done, lambda it: q.fail(it, "why")):
             task = leased(q)
-            with self.lost(then=lambda: clock.advance(90)):
+            with self.lost_reply(then=lambda: clock.advance(90)):
                 end(task)
         self.assertEqual(self.states(), {"done": 1, "failed": 1})
 
-    def test_what_others_took_on_before_the_server_answered_was_pushed(self) -> None:
-        """Before we ask again, the task is delivered elsewhere; or, as we have lost the key's lock
-        with the server, the payload behind a lease that ended."""
+    def test_push_succeeds_though_another_worker_has_moved_the_task_on(self) -> None:
+        """push() succeeds even if its file is gone from the target of the lost rename.
+
+        Another worker has finished the task before the request is sent again. Or the payload was
+        buffered behind a lease; the lease ended, and another worker promoted the payload. The other
+        worker could lock the key, because the reboot of the server dropped this client's lock."""
         q, other = self.queue(), self.queue("n2")
-        with self.lost(then=lambda: other.done(self.pop(other))):
+        with self.lost_reply(then=lambda: other.done(self.pop(other))):
             q.push(b"1")
         task = leased(other, b"2", "k")
 
@@ -1766,12 +1897,13 @@ class LostReply(QueueCase):
             [name] = self.names("keys")
             os.rename(self.file("keys", name), self.file("pending", name))
 
-        with self.lost(then=promote):
+        with self.lost_reply(then=promote):
             q.push(b"3", key="k")
         self.assertEqual(self.pop(q).data, b"3")
 
-    def test_a_lease_that_was_over_is_lost_though_its_name_is_still_seen(self) -> None:
-        """As its host saw it half a minute ago; and another delivery made done/<id>."""
+    def test_expired_lease_is_lost_though_a_stale_cache_still_shows_it(self) -> None:
+        """done() raises LeaseLost if the lease expired and another delivery made done/<id>. The
+        client's cache still shows the lease, as it was half a minute ago."""
         q, other, clock = self.queue(timeout_stale_ms=1000), self.queue("n2"), self.clock()
         late, seen = leased(q), list[str]()
         clock.advance(3)
@@ -1788,8 +1920,10 @@ class LostReply(QueueCase):
                 self.assertRaises(LeaseLost, q.done, late)
         self.assertEqual(len(seen), 1)
 
-    def test_a_delivery_that_was_given_up_or_ended_is_lost(self) -> None:
-        """Its lease has not run out, and the task is where done() would have brought it."""
+    def test_delivery_that_was_given_up_or_settled_is_lost(self) -> None:
+        """A lease that was given up, or that was settled before, is lost. The task is already where
+        done() or fail() would move it, and the deadline has not passed; but an earlier call moved
+        the task."""
         q, other = self.queue(), self.queue("n2")
         task = leased(q)
         q.close()
@@ -1800,9 +1934,10 @@ class LostReply(QueueCase):
         q.done(task)
         self.assertRaises(LeaseLost, q.done, task)
 
-    def test_a_payload_that_was_swept_away_is_not_taken_for_the_old_one(self) -> None:
-        """A file of that name is there, and ours is gone; but it is another. Its host was suspended
-        meanwhile: its monotonic clock stood still, but not time."""
+    def test_older_payload_at_the_target_is_not_taken_for_a_removed_new_one(self) -> None:
+        """A write fails if another host removed its file from creating/ before the rename. The
+        target exists, but has the older payload. The host of the writer was suspended for an hour:
+        its wall clock went on, its monotonic clock stood still."""
         q, clock = self.queue(), self.clock()
         task = leased(q, b"old", "k")
 
@@ -1817,8 +1952,10 @@ class LostReply(QueueCase):
         q.release(task)
         self.assertEqual(self.pop(q).checkpoint, b"half")
 
-    def test_a_host_whose_queue_clock_is_ahead_does_not_sweep_what_is_written(self) -> None:
-        """Its writer's host was suspended once: its clock is behind. Wall clocks agree."""
+    def test_host_whose_queue_clock_is_ahead_leaves_files_that_are_being_written(self) -> None:
+        """A file in creating/ is not removed by a host whose queue clock is two hours ahead. The
+        queue clock of the writer is behind because its host was suspended. The wall clocks agree,
+        and only these count."""
         for fs_type in (EXT4, NFS):
             self.patched(on_file_system(fs_type))
             q, looks = self.anew(), list[list[str]]()
@@ -1838,25 +1975,26 @@ class LostReply(QueueCase):
             self.assertEqual(self.pop(other).data, b"1")
             self.assertNotIn("leftover", looks[0])
 
-    def test_on_glusterfs_a_file_that_is_gone_is_gone(self) -> None:
-        """It never asks twice: after a network was cut, one of its replicas may show as carried out
-        what another host was faster at."""
+    def test_missing_file_is_an_error_on_glusterfs(self) -> None:
+        """On GlusterFS, a rename that reports a missing file has failed. GlusterFS never sends a
+        request twice. After a network failure, a replica may show the rename as carried out,
+        although another host was faster."""
         self.patched(on_file_system(FUSE))
         q = self.queue()
-        with self.lost(), self.assertRaises(FileNotFoundError):
+        with self.lost_reply(), self.assertRaises(FileNotFoundError):
             q.push(b"1")
         ident = q.push(b"2")
-        with self.lost():
+        with self.lost_reply():
             self.assertIsNone(q.pop())
         lease = self.file("inflight-n1", *self.names("inflight-n1"))
         os.rename(lease, self.file("pending", ident))
         task = self.pop(q)
-        with self.lost(), self.assertRaises(LeaseLost):
+        with self.lost_reply(), self.assertRaises(LeaseLost):
             q.done(task)
 
 
 def wait_until_it_stands(thread: threading.Thread) -> None:
-    """Wait until a thread waits for a lock: it is where it was a moment ago."""
+    """Wait until a thread stays at one place in its code, because the thread waits for a lock."""
     end_s, before = time.monotonic() + PATIENCE_S, None
     while time.monotonic() < end_s:
         frame = sys._current_frames().get(thread.ident or 0)
@@ -1868,8 +2006,11 @@ def wait_until_it_stands(thread: threading.Thread) -> None:
 
 
 class Sharing(QueueCase):
-    def test_a_thread_that_lost_a_race_leaves_the_batch_to_the_others(self) -> None:
-        """It looks at names without the interpreter's lock; others may use up the batch then."""
+    """Threads share a queue object, and processes share a lease."""
+
+    def test_thread_copes_with_a_batch_that_another_thread_uses_up(self) -> None:
+        """A thread that lost its claims copes with a batch of names that another thread uses up. A
+        look at a file releases the interpreter's lock, and then the other thread can run."""
         q, thief = self.queue(), self.queue("n2")
         q.push_many([b"0", b"1", b"2"])
         self.pop(q)
@@ -1878,15 +2019,16 @@ class Sharing(QueueCase):
 
         def empty() -> None:
             thread.start()
-            thread.join(0.1)  # it ends, or it waits for us
+            thread.join(0.1)  # the thread ends, or waits for a lock that this thread holds
 
         with hooked(at_call("access", None, empty, times=1)):
             q.pop()
         thread.join()
         self.assertEqual((self.names("pending"), q._worker.lease_dir.unread), ([], {}))
 
-    def test_a_lease_begins_when_it_is_taken_however_long_that_waited(self) -> None:
-        """Another thread of the object may be in a system call for longer than a short lease."""
+    def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(self) -> None:
+        """The deadline of a lease counts from the claim. Before the claim, pop() may wait for
+        another thread of the object, whose system call takes longer than the lease."""
         q, clock = self.queue(), self.clock()
         q.push_many([b"1", b"2"])
         mine, theirs = self.pop(q), list[FemtoTask]()
@@ -1904,8 +2046,9 @@ class Sharing(QueueCase):
         assert until is not None
         self.assertGreater(until.timestamp(), clock.time())
 
-    def test_progress_is_kept_when_another_process_saves_it(self) -> None:
-        """The payload that it belongs to is read, which attach() did not."""
+    def test_checkpoint_saved_by_another_process_is_kept(self) -> None:
+        """A checkpoint that another process saves with attach() is in the next delivery. A
+        checkpoint belongs to a payload, which attach() does not read: checkpoint() reads it."""
         q, other = self.queue(), self.queue("n2")
         q.checkpoint(leased(q), b"1")
         attached = other.attach(self.names("inflight-n1")[0])
@@ -1918,8 +2061,9 @@ class Sharing(QueueCase):
         self.assertRaises(LeaseLost, other.checkpoint, attached, b"3")
 
     def test_detached_leases_end_by_their_deadline_only(self) -> None:
-        """Neither a death, nor a restart or another end of the node ends it; so it has one, though
-        a queue renews it whose own leases have none."""
+        """A detached lease ends at its deadline only: not when its worker closes or dies, and not
+        when a worker with the same node_id starts or closes. The lease still has a deadline after
+        a renewal by a queue object whose own leases have no deadline."""
         q, clock = self.queue(detached=True), self.clock()
         endless = self.queue("n2", timeout_stale_ms=None)
         endless.extend(endless.attach(leased(q).id))
@@ -1931,6 +2075,7 @@ class Sharing(QueueCase):
         self.pop(self.queue("other"))
 
     def test_errors_survive_pickling(self) -> None:
+        """A pickled error keeps its message and its attributes."""
         for error in (LeaseLost("i", True, "why"), CorruptTask("i", "why"), TaskNotFound("why")):
             copy = pickle.loads(pickle.dumps(error))
             self.assertEqual((str(copy), vars(copy)), (str(error), vars(error)))
@@ -1938,27 +2083,29 @@ class Sharing(QueueCase):
 
 
 class LeftBehind(QueueCase):
-    """What is given up while it is held, or read, is as if it had not been taken."""
+    """A task whose delivery is interrupted waits again, as if it had not been taken."""
 
     DELIVERS = (
         *("pop", "take_oldest", "claim", "_deliver"),
         *("_look", "_look_for_all", "_answer", "wait_for_async", "accept"),
     )
 
-    def test_a_queue_object_in_a_cycle_of_garbage_leaves_in_silence(self) -> None:
-        """Also if the finalizer of its lock ran first: its place is gone, its task back."""
+    def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
+        """A queue object that is freed by the garbage collector gives back its task, removes its
+        lease directory, and prints nothing. The finalizer of its lock may even run first."""
         for lock_first in (False, True):
             with (
                 self.subTest(lock_first=lock_first),
                 mock.patch.object(sys, "unraisablehook") as complaint,
             ):
-                self.drop(lock_first)
+                self.drop_in_cycle(lock_first)
                 complaint.assert_not_called()
             self.assertFalse(os.path.exists(self.file("inflight-n1")))
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
-    def test_the_interpreter_ends_whatever_its_threads_have_locked(self) -> None:
-        """It ends them wherever they are. What nobody has locked meanwhile is given back."""
+    def test_interpreter_exits_while_ended_threads_hold_locks(self) -> None:
+        """The interpreter exits without an error even if threads that have ended hold all locks of
+        a queue object. If the worker's lock is free, the worker's task is given back at exit."""
         code = """if True:
             import sys, threading
             import femtoqueue
@@ -1988,11 +2135,11 @@ class LeftBehind(QueueCase):
                 self.assertFalse(os.path.exists(self.file("inflight-gone")))
             self.assertEqual(self.drain(self.queue("n2")), [b"x"])
 
-    def drop(self, lock_first: bool) -> None:
-        """Drop a queue object that has a lease, in a cycle."""
+    def drop_in_cycle(self, lock_first: bool) -> None:
+        """Make a queue object that holds a lease and a reference to itself; let it be collected."""
         q: Any = FemtoQueue(self.path, "n1")
         leased(q, b"x")
-        if lock_first:  # the finalizers of a cycle run in the order in which they were made
+        if lock_first:  # finalizers run in the order in which the objects were made
             younger = FemtoQueue.__new__(FemtoQueue)
             younger.__dict__.update(q.__dict__)
             q.__dict__.clear()
@@ -2002,9 +2149,10 @@ class LeftBehind(QueueCase):
         del q
         gc.collect()
 
-    def test_close_at_any_line_of_a_delivery_takes_it_or_leaves_it(self) -> None:
-        """Either its caller has it, and it is counted, or nobody has, and it is not: with
-        max_attempts=1 that would be a dead letter that nobody ever got."""
+    def test_close_at_any_line_of_a_delivery_counts_only_a_delivered_task(self) -> None:
+        """If close() comes at any line of a delivery, the caller gets the task and the delivery is
+        counted, or neither. Otherwise, with max_attempts=1, the task would be a dead letter that
+        was never delivered."""
         ways: dict[str, Callable[[FemtoQueue], FemtoTask | None]] = {
             "pop": FemtoQueue.pop,
             "wait": lambda q: q.pop(PATIENCE_S),
@@ -2017,15 +2165,17 @@ class LeftBehind(QueueCase):
                 self.assertGreater(lines, 25)
 
     def test_ctrl_c_at_any_line_of_a_pop_leaves_no_lease(self) -> None:
-        """The task is at its place, and the delivery was not counted; also one that comes back with
-        a newer payload behind it, whose first delivery it is."""
+        """After Ctrl-C at any line of pop(), the task waits at its place, and the delivery was not
+        counted. A task may also have a newer payload buffered behind it; then the next delivery has
+        the newer payload, and is attempt 1."""
         for key in (None, "k"):
             numbers = itertools.count()
             lines = next(it for it in numbers if not self.interrupt_at_line(it, key))
             self.assertGreater(lines, 50)
 
     def interrupt_at_line(self, number: int, key: str | None) -> bool:
-        """Return whether there is such a line."""
+        """Raise KeyboardInterrupt at a line of pop(), and check what is left. Return False if pop()
+        has fewer lines."""
         q = self.anew()
         task = leased(q, b"x", key)
         if key:
@@ -2041,7 +2191,8 @@ class LeftBehind(QueueCase):
         return bool(came)
 
     def close_at_line(self, number: int, deliver: Callable[[FemtoQueue], FemtoTask | None]) -> bool:
-        """Return whether there is such a line."""
+        """Call close() in another thread at a line of a delivery, and check what is left. Return
+        False if the delivery has fewer lines."""
         q = self.anew(max_attempts=1)
         q.push(b"x")
         self.assertIsNone(q.take(key="none"))
@@ -2049,7 +2200,7 @@ class LeftBehind(QueueCase):
 
         def close() -> None:
             closer.start()
-            closer.join(0.01)  # it waits for us if we are at a claim
+            closer.join(0.01)  # close() waits for this thread if a claim is under way
 
         with at_line(number, close, self.DELIVERS) as came:
             task = deliver(q)
@@ -2057,10 +2208,12 @@ class LeftBehind(QueueCase):
             return False
         until(lambda: closer.ident is not None)
         closer.join()
-        while task is None:  # a thread that looks for coroutines may have it yet
+        while task is None:  # the thread that looks for coroutines may still hold the task
             self.assertEqual(q.stats().failed, 0)
             task = q.pop()
-        # Else it was taken back, and is a dead letter, unless the pop() went on and took it again.
+        # If the lease is gone, close() has reclaimed the task after its only attempt: the next
+        # pop() makes it a dead letter. If the file is there, the caller has a valid lease; the
+        # interrupted pop() may also have gone on, and taken the reclaimed task again.
         is_lost = not os.path.exists(self.file(task.path))
         self.assertEqual((q.pop(), q.stats().failed, task.attempts), (None, is_lost, 1))
         q.close()
@@ -2071,42 +2224,45 @@ class LeftBehind(QueueCase):
 
 
 class Keyed(QueueCase):
-    """At most one task of a key waits or is in flight, and what was pushed last is not missed."""
+    """At most one task of a key waits or is in flight, and the last payload is delivered."""
 
     STATES = "waits", "is back", "is scheduled", "is due", "is leased", "is leased with one behind"
     in_memory = False
 
-    has_states = True  # keys/<hash> says where the task of a key is
+    has_states = True  # there are state files: keys/<hash> says where the task of a key is
 
     def setUp(self) -> None:
         super().setUp()
         self.addCleanup(self.check_keys)
 
     def check_keys(self) -> None:
+        """Fail if a key has two tasks, or a task that contains() does not see."""
         if os.path.isdir(self.path):
             q = FemtoQueue(self.path, "checker")
             found = [*q.keys("pending"), *q.keys("scheduled"), *q.keys("inflight")]
             self.assertEqual(len(found), len({*found}), "two tasks of one key")
             self.assertTrue(all(map(q.contains, found)))
 
-    def test_a_queue_that_is_gone_is_disk_trouble_for_who_looks_for_a_key_or_work(self) -> None:
+    def test_looking_for_a_key_or_work_in_a_missing_queue_raises(self) -> None:
+        """contains(), peek() and join() raise FileNotFoundError if the queue's directories are
+        gone: they do not report an empty queue."""
         q = self.queue()
         shutil.rmtree(self.path)
-        os.mkdir(self.path)  # as where nothing is mounted
+        os.mkdir(self.path)  # the mount point of a file system that is not mounted
         self.assertRaises(FileNotFoundError, q.contains, "k")
         self.assertRaises(FileNotFoundError, q.peek, key="k")
         self.assertRaises(FileNotFoundError, q.join, 0)
 
-    def one_behind(self, q: FemtoQueue) -> FemtoTask:
-        """Lease a task, and push a newer payload behind it."""
+    def leased_with_buffered(self, q: FemtoQueue) -> FemtoTask:
+        """Lease a task of a key, and push a newer payload, which is buffered behind the task."""
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
         return task
 
-    # What is a key, and what a push of one does
+    # Which texts are keys, and what push() does with a key
 
     def test_any_text_is_a_key_and_can_be_read_back(self) -> None:
-        """Up to 200 bytes. By task and header."""
+        """Any text of 1 to 200 bytes is a key; it can be read from the task and from its file."""
         q = self.queue()
         keys = ["k" * 200, "a b", "\n", "%41", "A", "-", "größe", "\U0001f40d" * 50, "\0", "../x"]
         ids = [q.push(key.encode(), key=key) for key in keys]
@@ -2115,14 +2271,15 @@ class Keyed(QueueCase):
             self.assertEqual((task.key, task.data), (key, key.encode()))
             q.done(task)
         self.assertEqual(self.names("keys"), [])
-        # A lock outlives its key: who waits for one may, on a network, be shown its old path.
+        # The files of locks are never removed. A host that waits for a lock on a network file
+        # system may still be shown the removed file.
         self.assertEqual(self.names("locks"), sorted({it[-2:] for it in ids}))
         with open(self.file("pending", q.push(b"x", key="user:42 ü")), "rb") as file:
             self.assertTrue(file.read().endswith(b" 1 user:42%20%C3%BC\nx"))
 
-    def test_a_task_waits_in_sight_while_its_payload_is_replaced(self) -> None:
-        """At each system call of the push a pop() gets the old payload, or the new one, which is
-        not charged with old deliveries."""
+    def test_waiting_task_can_be_taken_while_its_payload_is_replaced(self) -> None:
+        """A pop() at any system call of the push gets the task, with the old payload or the new
+        one. The attempts of the new payload do not include deliveries of the old one."""
         q, other = self.queue(max_attempts=3), self.queue("n2", max_attempts=3)
         if not self.can_exchange():
             self.skipTest("names can't be exchanged here")
@@ -2142,8 +2299,9 @@ class Keyed(QueueCase):
         seen = {(task.data, task.attempts) for task in taken}
         self.assertEqual(seen, {(b"old", 3), (b"old", 1), (b"new", 1)})
 
-    def test_a_new_payload_keeps_its_place_for_workers_that_listed_it_before(self) -> None:
-        """Though its name changes, for its attempts begin anew."""
+    def test_replaced_payload_keeps_its_place_for_workers_that_have_listed_the_task(self) -> None:
+        """A task whose payload is replaced keeps its place, also for workers that have listed its
+        old name. The name changes, because the attempts begin anew."""
         q = self.queue(max_attempts=3)
         for attempts in (1, 3):
             q.push_many([b"first"] * 3)
@@ -2153,7 +2311,7 @@ class Keyed(QueueCase):
             q.push_many([b"y", b"z"])
             workers = [self.queue(f"w{n}", max_attempts=3) for n in range(3)]
             for worker in workers:
-                worker.done(self.pop(worker))  # and lists what waits
+                worker.done(self.pop(worker))  # the pop() also lists the waiting tasks
             q.push(b"new", key="k")
             payloads = []
             for worker in workers:
@@ -2163,8 +2321,8 @@ class Keyed(QueueCase):
                 worker.done(task)
             self.assertEqual(payloads, [b"new", b"y", b"z"])
 
-    def bring(self, q: FemtoQueue, state: str, now_s: float) -> None:
-        """Push the first payload of a key, and bring it into a state."""
+    def bring_to_state(self, q: FemtoQueue, state: str, now_s: float) -> None:
+        """Push the first payload of a key, and bring its task into one of STATES."""
         if state in ("is scheduled", "is due"):
             due_s = now_s + (50 if state == "is scheduled" else -1)
             q.schedule(b"0", due_s * 1e6, key="k")
@@ -2177,15 +2335,16 @@ class Keyed(QueueCase):
         if state == "is leased with one behind":
             q.push(b"1", key="k")
 
-    def seen(self, q: FemtoQueue) -> list[object]:
-        """Return the task of the key, its place, and what is behind it."""
+    def task_and_buffered(self, q: FemtoQueue) -> list[object]:
+        """Return the task of the key, its path, and the names and tasks buffered behind it."""
         task = q.peek(key="k")
         behind = [name for name in self.names("keys") if len(name) > 8]
         return [task, task and task.path, *behind, *(q.peek(name[-29:]) for name in behind)]
 
-    def test_a_push_that_raises_leaves_all_as_it_was(self) -> None:
-        """Whichever call fails; a sync, too, but for what was renamed over the old record."""
-        self.in_memory = True  # there are many syncs
+    def test_keyed_push_that_raises_changes_nothing(self) -> None:
+        """If any system call of a keyed push fails, nothing has changed. This includes a failed
+        sync, except after a rename over the old record, which can't be undone."""
+        self.in_memory = True  # syncs to a disk would take too long
         clock, _ = self.clock(), self.queue()
         can_exchange = self.can_exchange()
         behind = {
@@ -2196,8 +2355,8 @@ class Keyed(QueueCase):
             is_synced = can_exchange or way in behind.get(state, "").split()
             for step in Step.each(raising(errno.EIO)):
                 with self.anew(sync_after_write=is_synced) as q:
-                    self.bring(q, state, clock.time())
-                    before = self.seen(q)
+                    self.bring_to_state(q, state, clock.time())
+                    before = self.task_and_buffered(q)
                     push = functools.partial(q.push, b"new", key="k", if_in_flight=way)
                     if way == "schedule":
                         due_us = (clock.time() + 50) * 1e6
@@ -2207,23 +2366,25 @@ class Keyed(QueueCase):
                             with hooked(step):
                                 push()
                         except OSError:
-                            self.assertEqual(self.seen(q), before, step.at)
+                            self.assertEqual(self.task_and_buffered(q), before, step.at)
 
-    # What is behind a task
+    # Buffered payloads
 
-    def test_a_claim_that_is_undone_does_not_deliver_an_outdated_payload_later(self) -> None:
-        """A newer payload came behind the lease before its task was read, and the claim was undone:
-        its file was not there (which is looked for again where other hosts write), no descriptor
-        was left, Ctrl-C."""
+    def test_undone_claim_does_not_lead_to_the_delivery_of_an_outdated_payload(self) -> None:
+        """If a claim is undone after a newer payload was buffered, the newer payload is delivered.
+
+        The payload was buffered after the claim, before the task was read. The claim is undone for
+        one of four reasons: the file is missing, no descriptor is left, the read fails, or Ctrl-C.
+        On a shared file system, the worker looks for a missing file several times."""
         gone, interrupted = FileNotFoundError(errno.ENOENT, "gone"), KeyboardInterrupt()
         for error in (gone, OSError(errno.EMFILE, "too many"), OSError(errno.EIO, ""), interrupted):
             q, other, key, newer = self.queue(), self.queue("n2"), repr(error), list[str]()
-            self.assertEqual((q.pop(), other.pop()), (None, None))  # their repair of keys is over
+            self.assertEqual((q.pop(), other.pop()), (None, None))  # they repair keys only now
             ident, task = q.push(b"old", key=key), None
 
             def undo(key: str = key, newer: list[str] = newer, error: Any = error) -> None:
                 if not newer:
-                    newer.append("")  # that is not yet pushed
+                    newer.append("")  # while the newer payload is being pushed
                     newer[0] = self.queue("n2").push(b"new", key=key)
                 if newer[0]:
                     raise error
@@ -2238,11 +2399,12 @@ class Keyed(QueueCase):
                 (q if task.node == "n1" else other).done(task)
                 self.assertEqual((self.drain(q), q.stats().buffered), ([], 0))
 
-    def test_a_newer_payload_whose_hint_was_lost_is_let_in(self) -> None:
-        """Unless another was pushed since: that has replaced it."""
+    def test_buffered_payload_whose_state_file_was_lost_is_promoted(self) -> None:
+        """A buffered payload becomes a task even if the state file of its key was lost. If a newer
+        payload was pushed since, only the newer one is delivered."""
         q, clock = self.queue(), self.clock()
         for newest in (b"2", b"3"):
-            task = self.one_behind(q)
+            task = self.leased_with_buffered(q)
             if self.has_states:
                 os.unlink(self.file("keys", key_tag("k")))
             q.done(task)
@@ -2252,11 +2414,13 @@ class Keyed(QueueCase):
             self.assertEqual(self.drain(q), [newest])
             self.assertEqual(self.names("keys"), [])
 
-    def test_a_payload_behind_one_whose_worker_died_at_its_end_comes_at_once(self) -> None:
-        """Not at the next round of housekeeping: a dead worker is a reason to look."""
+    def test_payload_buffered_behind_a_dead_workers_finished_task_comes_at_once(self) -> None:
+        """If a worker dies after it has finished a task, and before it has promoted the payload
+        behind the task, the payload is promoted at once. Other workers do not wait for the next
+        repair of keys: a dead worker starts a repair."""
         q, victim, clock = self.queue(), self.queue("victim"), self.clock()
         self.assertIsNone(q.pop())
-        task = self.one_behind(victim)
+        task = self.leased_with_buffered(victim)
         dead = hooked(at_call("move", "/keys/", raising(errno.EIO)))
         with dead, self.assertRaises(OSError):
             victim.done(task)
@@ -2264,8 +2428,10 @@ class Keyed(QueueCase):
         clock.advance(1)
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_a_newer_payload_that_is_corrupt_is_set_aside(self) -> None:
-        """Removed just then, keys/ with an empty name is not renamed over an empty pending/."""
+    def test_corrupt_buffered_payload_is_quarantined(self) -> None:
+        """A corrupt payload in keys/ ends in failed/. If a person removes the file while pop()
+        looks at it, nothing is renamed. In particular, the directory keys/ itself is not renamed
+        over an empty pending/ because of an empty file name."""
         q, name = self.queue(), f"{1:020d}-80000000"
         os.mkdir(self.file("keys"))
         path = self.put(name, b"rubbish", "keys")
@@ -2277,19 +2443,21 @@ class Keyed(QueueCase):
         self.assertIsNone(self.queue("n2").pop())
         self.assertEqual(self.states(), {"failed": 1})
 
-    # Dead letters, and what people move
+    # Dead letters, and files that people move
 
-    def put_back(self, ident: str) -> None:
-        """`mv failed/ID pending/`, as a person does it, who knows nothing of keys."""
+    def move_back_by_hand(self, ident: str) -> None:
+        """Do `mv failed/ID pending/`, like a person who knows nothing of keys."""
         os.rename(self.file("failed", ident), self.file("pending", ident))
 
-    def test_a_dead_letter_does_not_come_back_beside_a_newer_task(self) -> None:
-        """Nor over it, though what keys/ said before may still be in the file. Alone, it comes."""
+    def test_dead_letter_moved_back_does_not_join_or_replace_a_newer_task(self) -> None:
+        """A person moves a dead letter to pending/. While its key has a newer task, the dead letter
+        is not delivered, and does not replace the newer task. The state file may still name the
+        dead letter. If the key has no other task, the dead letter is delivered."""
         q = self.queue("a-node-with-a-name-that-is-longer-than-pending")
-        old = self.one_behind(q)
+        old = self.leased_with_buffered(q)
         q.fail(old, "why")
         newer = self.pop(q)
-        self.put_back(old.id)
+        self.move_back_by_hand(old.id)
         self.assertIsNone(q.pop())
         self.assertEqual(newer.data, b"2")
         self.assertEqual(self.names("failed"), [old.id, f"{old.id}.error"])
@@ -2297,17 +2465,19 @@ class Keyed(QueueCase):
         q.retry(old.id)
         self.assertEqual((q.push(b"3", key="k"), q.contains("k")), (old.id, True))
         q.fail(self.pop(q))
-        self.put_back(old.id)
-        q.push(b"4", key="k")  # beside it where keys/ tells of tasks; else it gets that
+        self.move_back_by_hand(old.id)
+        # With state files, this makes a second task. Without them, push() finds the dead letter in
+        # pending/ by a listing, and replaces its payload.
+        q.push(b"4", key="k")
         self.assertEqual(self.drain(q), [b"4"])
         self.assertEqual(self.names("failed") != [], self.has_states)
         if self.has_states:
-            self.put_back(old.id)
+            self.move_back_by_hand(old.id)
             self.assertEqual(self.drain(q), [b"3"])
         self.assertEqual(self.names("keys"), [])
 
-    def unnoted(self) -> Any:
-        """Let a state that is not in keys/ yet find no room there."""
+    def no_room_for_states(self) -> Any:
+        """Return a context in which no new file can be created in keys/: ENOSPC."""
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and "/keys/" in str(args[0]) and args[1] & os.O_CREAT:
@@ -2315,30 +2485,34 @@ class Keyed(QueueCase):
 
         return hooked(refuse)
 
-    def test_a_task_that_came_back_and_can_not_be_noted_is_not_delivered(self) -> None:
-        """A push would know nothing of it, and make another."""
+    def test_task_moved_back_by_hand_is_not_delivered_before_its_state_is_saved(self) -> None:
+        """A keyed task that a person moved to pending/ is not delivered while the state file of its
+        key can't be written. Otherwise a push would not know of the task, and would make a second
+        task of the key."""
         q, other = self.queue(), self.queue("n2")
         task = leased(q, b"1", "k")
         q.fail(task)
-        self.put_back(task.id)
-        with self.unnoted(), contextlib.suppress(OSError):
+        self.move_back_by_hand(task.id)
+        with self.no_room_for_states(), contextlib.suppress(OSError):
             q.pop()
         other.push(b"2", key="k")
         other.pop()
         q.pop()
         self.assertEqual(q.stats().inflight, 1)
 
-    def test_a_payload_that_came_up_counts_though_that_was_not_noted(self) -> None:
-        """More than the older one, which a person put back."""
+    def test_promoted_payload_wins_though_its_state_was_not_saved(self) -> None:
+        """A promoted payload is delivered, and not an older one that a person moved back, even if
+        the promotion was not saved in the state file."""
         q = self.queue()
-        old = self.one_behind(q)
-        with self.unnoted():
+        old = self.leased_with_buffered(q)
+        with self.no_room_for_states():
             q.fail(old)
-        self.put_back(old.id)
+        self.move_back_by_hand(old.id)
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_a_hint_that_is_wrong_or_rubbish_does_no_harm(self) -> None:
-        """Nobody's push() wrote it, nor that another task is the key's."""
+    def test_wrong_or_invalid_state_file_does_no_harm(self) -> None:
+        """A key works although its state file is invalid, or names a task of no key. No push() has
+        written such a file."""
         q = self.queue()
         os.mkdir(self.file("keys"))
         self.put(key_tag("k"), b"k ../../etc/passwd -\nrub bish\n\xff\n\n", "keys")
@@ -2351,8 +2525,9 @@ class Keyed(QueueCase):
 
     # Locks
 
-    def test_to_wait_for_a_key_does_not_hold_up_the_other_threads(self) -> None:
-        """Nor their renewals: a process that is stopped may have that key's lock."""
+    def test_thread_that_waits_for_a_key_does_not_block_other_threads(self) -> None:
+        """While threads wait for the lock of a key, other threads of the object deliver tasks and
+        renew leases. The lock may be held by a process that is stopped."""
         q, waits = self.queue(), threading.Semaphore(0)
         task = leased(q, b"1", "k")
         q.push(b"2")
@@ -2373,8 +2548,9 @@ class Keyed(QueueCase):
             waiter.join()
         self.assertEqual(self.drain(q), [b"3"])
 
-    def test_what_a_busy_key_keeps_from_being_put_back_is_put_back_later(self) -> None:
-        """A stopped process that holds a key's lock stalls that key, not the queue."""
+    def test_task_of_a_locked_key_is_reclaimed_or_enqueued_later(self) -> None:
+        """While another process holds the lock of a key, an ended lease or a due task of the key
+        stays where it is, and other tasks are delivered. After the unlock, the task comes back."""
         q, clock, other = self.queue(), self.clock(), self.queue("n2")
         leased(other, b"1", "k")
         q.push(b"2")
@@ -2385,8 +2561,9 @@ class Keyed(QueueCase):
         clock.advance(1)
         self.assertEqual(sorted(self.drain(q)), [b"1", b"3"])
 
-    def test_a_delivery_that_could_not_be_ended_ends_when_its_key_is_free(self) -> None:
-        """Its lease has no deadline that would."""
+    def test_task_that_processing_could_not_give_back_comes_back_when_its_key_is_free(self) -> None:
+        """A task that processing() could not give back, because of an I/O error, is delivered again
+        as soon as the lock of its key is free. The deadline of the lease is too far off to help."""
         q = self.queue(timeout_stale_ms=10**15)
         task = leased(q, key="k")
         with (
@@ -2399,15 +2576,18 @@ class Keyed(QueueCase):
             self.assertIsNone(q.pop())
         self.assertEqual(q.pop(10), FemtoTask(task.id, b"x", 2, "k"))
 
-    def test_what_was_scheduled_behind_a_task_is_taken_by_the_id_of_that(self) -> None:
+    def test_payload_scheduled_behind_a_task_can_be_taken_by_the_tasks_id(self) -> None:
+        """A payload that was scheduled behind a leased task can be taken early, by the id of the
+        task, after the task was released."""
         q = self.queue()
         task = leased(q, b"1", "k")
         q.schedule(b"2", (time.time() + 9000) * 1e6, key="k")
         q.release(task)
         self.assertEqual(q.take(id=task.id), FemtoTask(task.id, b"2", 1, "k"))
 
-    def test_a_newer_payload_begins_anew_though_its_bytes_are_the_same(self) -> None:
-        """What was saved was not its progress."""
+    def test_newer_payload_with_equal_bytes_begins_without_attempts_and_checkpoint(self) -> None:
+        """A newer payload starts with attempt 1 and without a checkpoint, even if its bytes equal
+        those of the older payload. The saved checkpoint belongs to the older payload."""
         q = self.queue()
         task = leased(q, b"", "k")
         q.checkpoint(task, b"half")
@@ -2417,16 +2597,15 @@ class Keyed(QueueCase):
         self.assertEqual((task.attempts, task.checkpoint), (1, None))
 
 
-# Durability, crashes, faults
-
-
 class KeyedByRename(Keyed):
-    """The same where names can't be exchanged: NFS, FUSE, not Linux."""
+    """The tests of Keyed where names can't be exchanged: on NFS, FUSE, and systems without
+    renameat2."""
 
     in_memory, exchanges = True, False
 
-    def test_a_payload_for_later_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
-        """It is in the place of the old one, or of one behind a task, and can't be taken back."""
+    def test_scheduled_payload_whose_sync_failed_is_not_delivered_before_its_time(self) -> None:
+        """If the sync of a replacing schedule() fails, the new payload is delivered at its time,
+        not before. A rename over the old payload, or over the buffered one, can't be undone."""
         clock, moves = self.clock(), list[str]()
 
         def fail(name: str, args: tuple[Any, ...]) -> None:
@@ -2449,12 +2628,14 @@ class KeyedByRename(Keyed):
 
 
 class Healed(QueueCase):
-    """GlusterFS, after a network was cut, brings renamed names back, as second links."""
+    """Old names of renamed files come back. GlusterFS shows them again, as second links, when it
+    has healed after a network failure."""
 
     fs_type = FUSE
 
-    def test_a_finished_task_that_is_brought_back_is_not_delivered_again(self) -> None:
-        """Under any name that it had; nor is it in its key's way, or a dead letter at its end."""
+    def test_finished_task_whose_old_name_comes_back_is_not_delivered_again(self) -> None:
+        """A finished task is not delivered again if one of its old names comes back. The task does
+        not count as the task of its key, and does not become a dead letter."""
         front = "pending/{id:.20}~1~{id}"
         for key, name in itertools.product((None, "k"), ("pending/{id}", front, "{path}")):
             q, clock = self.anew(max_attempts=1), self.clock()
@@ -2472,7 +2653,9 @@ class Healed(QueueCase):
                 self.assertIsNone(q.pop())
                 self.assertEqual(self.states(), {"done": 2})
 
-    def test_a_name_that_can_not_be_removed_then_is_in_flight_for_nobody_for_long(self) -> None:
+    def test_old_name_that_can_not_be_removed_at_its_claim_is_removed_later(self) -> None:
+        """If a worker claims an old name of a finished task, and can't remove it, the name stays in
+        flight only until the next housekeeping."""
         q, clock = self.queue(timeout_stale_ms=None), self.clock()
         task = leased(q)
         q.done(task)
@@ -2484,9 +2667,12 @@ class Healed(QueueCase):
         self.assertEqual((q.pop(), q.pop()), (None, None))
         self.assertEqual(self.states(), {"done": 1})
 
-    def test_a_replaced_record_that_is_brought_back_does_not_stand_for_its_key(self) -> None:
-        """Its task ended with a newer payload, which is another file: nothing shows that it has
-        ended. A younger task of the key keeps what is pushed behind it, and is delivered."""
+    def test_replaced_record_that_comes_back_does_not_become_the_task_of_its_key(self) -> None:
+        """If a replaced record comes back, the key's younger task is delivered, and so are payloads
+        buffered behind that task; the old record ends in failed/.
+
+        The task of the old record was finished with a newer payload, in another file. So no link in
+        done/ shows that the old record is outdated."""
         for name in ("pending/{id}", "{path}"):
             q, other, clock = self.anew(), self.queue("n2"), self.clock()
             ended = leased(other, b"1", "k")
@@ -2504,8 +2690,8 @@ class Healed(QueueCase):
                 self.assertEqual([it.data for it in iter(q.pop, None)], [b"4"])
                 self.assertEqual(self.names("failed"), [ended.id, f"{ended.id}.error"])
 
-    def test_a_replaced_payload_that_is_brought_back_is_behind_no_younger_task(self) -> None:
-        """It would be renamed over that."""
+    def test_buffered_payload_that_comes_back_does_not_replace_a_younger_task(self) -> None:
+        """An old buffered payload that comes back in keys/ is not renamed over a younger task."""
         q = self.queue()
         first = leased(q, b"1", "k")
         ident = q.push(b"2", key="k")
@@ -2521,8 +2707,10 @@ class Healed(QueueCase):
             self.assertEqual(self.names("keys"), [behind])
             os.unlink(ghost)
 
-    def test_a_lease_that_is_brought_back_does_not_end_over_its_task(self) -> None:
-        """With as many attempts it gets the name that the task has; both are delivered."""
+    def test_old_lease_that_comes_back_is_not_reclaimed_over_its_waiting_task(self) -> None:
+        """If an old lease of a waiting task comes back, its reclaim does not overwrite the task.
+        Both have the same number of attempts, so that the reclaim would use the name of the task.
+        Both records are delivered."""
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         old = leased(other, b"1", "k")
         q.push(b"2", key="k")
@@ -2535,8 +2723,9 @@ class Healed(QueueCase):
         taken = [task.data for task in (q.pop(), q.pop()) if task]
         self.assertEqual(sorted(taken), [b"1", b"2"])
 
-    def test_a_retried_task_whose_dead_letter_is_brought_back_is_delivered(self) -> None:
-        """Of its two names nothing tells which is the older one."""
+    def test_retried_task_whose_dead_letter_comes_back_is_delivered(self) -> None:
+        """A retried task is delivered even if its old name in failed/ comes back. Nothing shows
+        which of the two names is the older one."""
         q = self.queue()
         for key in (None, "k"):
             dead = leased(q, b"1", key)
@@ -2548,10 +2737,12 @@ class Healed(QueueCase):
             self.assertEqual(_taken(q).id, dead.id)
             os.unlink(self.file("failed", dead.id))
 
-    def test_a_failed_statfs_is_an_error_and_no_local_file_system(self) -> None:
-        """The lock of another host's would not be seen. A wait that it ends leaves nothing."""
+    def test_failed_statfs_is_raised_and_does_not_mean_a_local_file_system(self) -> None:
+        """If statfs() fails, a waiting pop() and register() raise the error. A file system that is
+        wrongly taken for a local one would hide the locks of other hosts. The interrupted wait
+        leaves no descriptor and no ticket."""
         q, line = self.queue(), self.new_dir()
-        self.assertIsNone(q.pop())  # its directory is open from now on
+        self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         opened = len(os.listdir("/dev/fd"))
         cut = seam("file system type", lambda _: fail_with(errno.ENOTCONN))
         with cut, mock.patch("sys.unraisablehook") as complaint:
@@ -2565,8 +2756,11 @@ class Healed(QueueCase):
         self.assertEqual({*os.listdir(line)} - {"last"}, set())
 
     @contextlib.contextmanager
-    def phantom(self, directory: str, name: str, listing_s: float = 0) -> Iterator[list[float]]:
-        """List a name that leads to nothing, within listing_s; yield what femtoqueue sleeps."""
+    def listed_phantom(
+        self, directory: str, name: str, listing_s: float = 0
+    ) -> Iterator[list[float]]:
+        """Show a name without a file in each listing of a directory. A listing takes `listing_s`.
+        Yield a list of the seconds that femtoqueue sleeps."""
         clock = self.clock()
         slept: list[float] = []
 
@@ -2582,19 +2776,22 @@ class Healed(QueueCase):
         with mock.patch.object(femtoqueue, "os", fake_os(listdir=listdir)):
             yield slept
 
-    def test_a_phantom_is_told_in_time_where_listings_are_slow(self) -> None:
+    def test_phantom_is_recognised_after_few_looks_where_listings_are_slow(self) -> None:
+        """push() recognises a phantom (a listed name without a file) after a limited number of
+        looks, even if each listing takes seconds."""
         q = self.queue()
         ident, seconds = f"{1:020d}-{q.push(b'1', key='k')[-8:]}", constant("stale")
-        with self.phantom("pending", ident, listing_s=seconds) as slept:
+        with self.listed_phantom("pending", ident, listing_s=seconds) as slept:
             q.push(b"2", key="k")
         self.assertLess(len(slept), 40)
 
-    def test_a_phantom_that_comes_to_life_is_found(self) -> None:
-        """And a mount that hangs makes none."""
+    def test_phantom_whose_file_comes_back_is_found(self) -> None:
+        """A phantom whose file comes back counts again as the task of its key. A worker whose mount
+        hangs for a while does not take a task for a phantom."""
         q = self.queue()
         ident = q.push(b"1", key="k")
         os.rename(self.file("pending", ident), self.file("aside"))
-        with self.phantom("pending", ident):
+        with self.listed_phantom("pending", ident):
             self.assertFalse(q.contains("k"))
             self.assertIsNone(q.take(id=ident))
         os.rename(self.file("aside"), self.file("pending", ident))
@@ -2609,8 +2806,9 @@ class Healed(QueueCase):
             with hooked(at_call("open", ident, miss, times=8)):
                 self.assertEqual(worker.push(b"2", key="k"), ident)
 
-    def test_a_lease_of_another_host_that_was_just_renewed_is_left_alone(self) -> None:
-        """Its deadline has passed by this host's clock only."""
+    def test_lease_of_another_host_that_was_just_renewed_is_not_reclaimed(self) -> None:
+        """A worker leaves a lease of another host alone if the lease was renewed just now. The
+        deadline has passed only by this host's clock."""
         with on_boot("another host's"):
             q = self.queue(timeout_stale_ms=1000)
             task = leased(q)
@@ -2621,8 +2819,9 @@ class Healed(QueueCase):
         q.done(task)
         self.assertEqual(self.states(), {"done": 1})
 
-    def test_what_another_host_took_just_then_is_no_error(self) -> None:
-        """done() with sync has ended the task; and there is nothing left to purge."""
+    def test_finished_task_that_another_host_removes_is_no_error(self) -> None:
+        """If another host removes a finished task at once, done() with sync and purge() raise no
+        error: the task was finished, and there is nothing left to purge."""
         q = self.queue(sync_after_write=True)
         task = leased(q)
         with hooked(at_call("open", f"done/{task.id}", raising(errno.ESTALE))):
@@ -2631,8 +2830,9 @@ class Healed(QueueCase):
             with hooked(at_call(event, f"done/{task.id}", raising(errno.ESTALE))):
                 self.assertEqual(q.purge(0), 0)
 
-    def test_a_failed_task_that_can_not_be_read_is_not_retried(self) -> None:
-        """Its key may have another task."""
+    def test_dead_letter_that_can_not_be_read_is_not_retried(self) -> None:
+        """retry() raises TaskNotFound, and moves nothing, if the file of a keyed dead letter can't
+        be found. Without the file the key is unknown, and may have another task."""
         q = self.queue()
         ident = q.push(b"1", key="k")
         q.fail(self.pop(q))
@@ -2643,14 +2843,18 @@ class Healed(QueueCase):
         self.assertEqual(self.names("failed"), [ident])
         q.retry(ident)
 
-    def test_pending_is_not_replaced_where_others_may_look_into_the_old_one(self) -> None:
+    def test_large_empty_pending_is_not_replaced_on_a_shared_file_system(self) -> None:
+        """On a shared file system, pop() does not replace a pending/ that has grown: other hosts
+        may look into the old directory for a long time."""
         q = self.queue()
         before = os.stat(self.file("pending")).st_ino
         with with_constant("shrink", -1):
             self.assertIsNone(q.pop())
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
-    def test_a_checkpoint_is_looked_up_anew(self) -> None:
+    def test_checkpoints_are_listed_before_one_is_read(self) -> None:
+        """On a shared file system, pop() lists checkpoints/ before it reads a checkpoint: another
+        host may have replaced the file."""
         q, seen = self.queue(), list[str]()
         task = leased(q)
         q.checkpoint(task, b"half")
@@ -2660,8 +2864,11 @@ class Healed(QueueCase):
         self.assertEqual(task.checkpoint, b"half")
         self.assertLess(seen.index("list checkpoints"), seen.index(f"open {task.id}"))
 
-    def test_a_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
-        """As it is carried out, or its file is looked at: of no worker, the lease does not last."""
+    def test_claim_that_can_be_neither_used_nor_undone_is_given_back_later(self) -> None:
+        """A claim that the worker can neither use nor undo is given back later, uncounted.
+
+        Either the claim is carried out, but reported as failed; or the file of the lease can't be
+        looked at. In both cases no caller has the lease, and it does not last for ever."""
         renames: list[str] = []
 
         def rename(*args: Any, **where: Any) -> None:
@@ -2687,14 +2894,16 @@ class Healed(QueueCase):
 
 
 class KeyedOnSharedFileSystem(KeyedByRename):
-    """The same where other hosts may write: only listings and renames tell the truth, keys/<hash>
-    is not used, and names can't be exchanged."""
+    """The tests of KeyedByRename where other hosts may write. Only listings and renames are
+    reliable there. State files, keys/<hash>, are not used, and names can't be exchanged."""
 
     has_states = False
     fs_type = NFS
 
-    def test_of_two_tasks_of_a_key_that_are_claimed_at_once_one_is_delivered(self) -> None:
-        """Each host listed the other's, and set its own aside."""
+    def test_two_tasks_of_a_key_claimed_at_once_lead_to_one_delivery(self) -> None:
+        """If two hosts claim two tasks of one key at once, the newer task is delivered, and the
+        older one ends in failed/. Each host lists the lease of the other, but not both may give
+        way."""
         q, other, ident = self.queue(), self.queue("n2"), f"{1:020d}-{key_tag('k')}"
         newer = q.push(b"2", key="k")
         self.put(ident, record(b"1", b"k"))
@@ -2712,14 +2921,18 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertEqual([task.id for task in taken if task], [newer])
         self.assertIn(ident, self.names("failed"))
 
-    def test_what_is_pushed_behind_a_task_of_a_host_whose_clock_is_fast_is_younger(self) -> None:
+    def test_push_replaces_the_payload_of_a_task_from_a_host_whose_clock_is_fast(self) -> None:
+        """A pushed payload replaces that of a waiting task, even if the clock of the task's host is
+        fast, so that the task has the newer date."""
         q = self.queue()
         self.put(f"{time.time_ns() + 10**9:020d}-{key_tag('k')}", record(b"1", b"k"))
         q.push(b"2", key="k")
         self.assertEqual(self.drain(q), [b"2"])
 
-    def test_of_two_payloads_behind_a_task_the_older_one_is_never_delivered(self) -> None:
-        """A host that was cut off lost the lock of the key, and does not know it: each put one."""
+    def test_older_of_two_buffered_payloads_is_never_delivered(self) -> None:
+        """If two payloads are buffered behind a task, only the newer one is delivered. This happens
+        if a host was cut off, lost the lock of the key without knowing, and pushed a payload at the
+        same time as another host."""
         q = self.queue()
         task = leased(q, b"1", "k")
         q.push(b"2", key="k")
@@ -2729,8 +2942,9 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertEqual(self.drain(q), [b"3"])
         self.assertEqual((self.names("keys"), self.names("failed")), ([], []))
 
-    def test_a_younger_task_of_a_key_put_there_by_hand_waits_while_the_older_one_runs(self) -> None:
-        """Then it is delivered; that was no attempt."""
+    def test_younger_task_of_a_key_moved_to_pending_by_hand_waits_for_the_older_one(self) -> None:
+        """If a person moves a second task of a key to pending/, the task waits while the older task
+        of the key is leased. Then it is delivered; the delay does not count as an attempt."""
         q, other, clock = self.queue(), self.queue("n2"), self.clock()
         for data in (b"1", b"2"):
             q.fail(leased(q, data, "k"))
@@ -2746,22 +2960,31 @@ class KeyedOnSharedFileSystem(KeyedByRename):
         self.assertEqual(task.attempts, 1)
 
 
+# Durability, crashes, faults
+
+
 class Durability(StepCase):
-    """What is synced, and when; that it survives power loss is for .ci/ to show."""
+    """Each step syncs the right files in the right order. The programs in .ci/ show that synced
+    steps survive power loss."""
 
     in_memory = False
 
-    def test_a_step_is_on_disk_when_it_returns(self) -> None:
-        """The record where it is now, then its directory; before an unlink, where it was: or its
-        older place is all that the disk knows of it. A reason comes before its task, and the state
-        of a new key: or after power loss no later push knew of it."""
-        self.clock().stand_still()
-        self.check_each(self.moves_and_syncs, "synced", sync_after_write=True)
+    def test_step_is_on_disk_when_it_returns(self) -> None:
+        """When a step returns, its record and the record's new directory have been synced.
 
-    def test_what_is_synced_where_a_file_system_can_do_less(self) -> None:
-        """What can't be exchanged goes behind its task after the state says so. What another host
-        sees is on the server, or it reads a torn record, and makes a dead letter of what is then
-        acknowledged."""
+        Before an unlink, the record is synced where it was; otherwise, after power loss, the disk
+        may show an older place of the record. The reason of a failure is synced before the task
+        is. The state of a new key is synced before the task is moved; otherwise, after power loss,
+        no later push would know of the task."""
+        self.clock().stand_still()
+        self.check_steps(self.moves_and_syncs, "synced", sync_after_write=True)
+
+    def test_step_is_on_disk_when_it_returns_on_other_file_systems(self) -> None:
+        """A step is also on disk where names can't be exchanged, and on NFS.
+
+        Where names can't be exchanged, a new payload is buffered in keys/, after its name was
+        written to the state file. On NFS, a record is synced before the rename. Otherwise another
+        host could read a torn record and quarantine the task, whose push is then acknowledged."""
         for system, words, key, synced in (
             (without_exchange(), "push x | push y", "k", "file move file directory move directory"),
             (on_file_system(NFS), "push x", None, "file move directory"),
@@ -2772,7 +2995,8 @@ class Durability(StepCase):
                 self.assertEqual(" ".join(self.moves_and_syncs(step)), synced)
 
     def test_no_renewal_comes_between_the_sync_of_a_lease_and_its_removal(self) -> None:
-        """Under its new name the file would not be synced."""
+        """No other thread can renew a lease between the sync and the removal of its file in done().
+        The new name of the file would not have been synced."""
         q = self.queue(sync_after_write=True, keep_done=False)
         task = leased(q)
         lease = task.path
@@ -2791,8 +3015,8 @@ class Durability(StepCase):
             q.done(task)
         self.assertEqual(self.states(), {})
 
-    def test_links_to_directories_can_be_synced(self) -> None:
-        """data_dir, the directory above it, and one inside it."""
+    def test_queue_with_symbolic_links_to_directories_can_be_synced(self) -> None:
+        """Syncs work if data_dir, its parent, or a directory in data_dir is a symbolic link."""
         os.mkdir(self.file("real"))
         os.symlink("real", self.file("link"))
         for path in ("link", "link/jobs"):
@@ -2803,8 +3027,9 @@ class Durability(StepCase):
                 q.done(_taken(q))
                 self.assertEqual(q.stats().done, 1)
 
-    def test_each_directory_is_synced_into_its_parent_whoever_made_it(self) -> None:
-        """What was made; and a data_dir that another made without sync."""
+    def test_entry_of_each_directory_is_synced_whoever_made_it(self) -> None:
+        """A queue object with sync syncs the parents of all directories that it has made. It also
+        syncs the entries of a queue that another object has made without sync."""
         synced = set[int]()
 
         def note(name: str, args: tuple[Any, ...]) -> None:
@@ -2820,7 +3045,8 @@ class Durability(StepCase):
         self.assertEqual(calls, ["directory"] * 2)
 
     def test_push_many_syncs_the_batch_once(self) -> None:
-        """With syncfs no fsync; without, one a file and one of pending/. Without sync, neither."""
+        """push_many() with sync calls syncfs once. Without syncfs, it syncs each file, and pending/
+        once. Without sync_after_write, nothing is synced."""
         q, other, synced = self.queue(sync_after_write=True), self.queue("n2"), list[int]()
         with on_file_system(0):
             calls = self.moves_and_syncs(lambda: q.push_many([b"1", b"2", b"3"]))
@@ -2833,6 +3059,7 @@ class Durability(StepCase):
         self.assertEqual(self.drain(q), [b"1", b"2", b"3", *[b"4", b"5"] * 2])
 
     def test_push_many_whose_sync_fails_takes_the_batch_back(self) -> None:
+        """If the sync of a batch fails, push_many() removes its tasks and raises the error."""
         q = self.queue(sync_after_write=True)
         batch = functools.partial(fail_with, errno.EIO), False
         sync = seam("sync of a batch", lambda _: batch)
@@ -2842,16 +3069,17 @@ class Durability(StepCase):
 
     @unittest.skipUnless(sys.platform == "linux", "syncfs is Linux's")
     def test_syncfs_is_found_and_called(self) -> None:
-        """The real one, on the file system of the temporary directory if it is a known one."""
+        """The real syncfs() is called, if it is reliable on the file system of the test."""
         sync, syncs_each = through_seam("sync of a batch")(self.path)
         if syncs_each:
             self.skipTest(f"not known whether the file system of {self.path} obeys syncfs")
         sync()
         with self.assertRaisesRegex(OSError, rf"\[Errno {errno.EBADF}\]"):
-            sync()  # it has closed the directory
+            sync()  # the first call has closed the directory
 
 
-# After these a directory is as it was before: a process that dies then leaves the same.
+# Calls that change no directory. A process leaves the same files if it dies before such a call or
+# after it.
 UNCHANGING = (
     *("access", "close", "fstat", "fsync", "getxattr", "inotify", "list", "listxattr", "lock"),
     *("lseek", "lstat", "read", "readlink", "stat", "statfs", "statvfs", "syncfs"),
@@ -2859,7 +3087,7 @@ UNCHANGING = (
 
 
 def may_change(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a directory may be another one after that call."""
+    """Return whether a call may change the contents of a directory or of a file."""
     if name != "open":
         return name not in UNCHANGING
     how = args[1] if len(args) > 1 else "r"
@@ -2867,12 +3095,12 @@ def may_change(name: str, args: tuple[Any, ...]) -> bool:
 
 
 def takes_effect(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a directory, a lock or a descriptor may be another one after that call."""
+    """Return whether a call may change a directory, a file, a lock or a descriptor."""
     return name in ("open", "close", "lock") or may_change(name, args)
 
 
-def errors_of(name: str, args: tuple[Any, ...]) -> list[int]:
-    """Return which errors a system may have for such a call."""
+def possible_errors(name: str, args: tuple[Any, ...]) -> list[int]:
+    """Return the errors that a system may report for a call."""
     frees_space = name in ("unlink", "rmdir", "chmod", "fchmod", "fchown")
     takes_space = name in ("fsync", "syncfs") or (may_change(name, args) and not frees_space)
     has = {
@@ -2885,7 +3113,10 @@ def errors_of(name: str, args: tuple[Any, ...]) -> list[int]:
 
 
 class Step:
-    """Does something before (for close: after) the n-th of the system calls that count."""
+    """A hook that calls happen() before system call `number`. Calls count from 0; with `counts`,
+    only those for which counts() returns True.
+
+    happen() is supposed to raise: then the system call is not made. Only close() is made first."""
 
     def __init__(
         self,
@@ -2894,7 +3125,7 @@ class Step:
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
     ) -> None:
         self.number, self.left, self.happen, self.counts = number, number, happen, counts
-        self.at = ""  # the call before which it happened
+        self.at = ""  # the event of the call before which happen() was called
         self.args: tuple[Any, ...] = ()
 
     @classmethod
@@ -2904,7 +3135,8 @@ class Step:
         counts: Callable[[str, tuple[Any, ...]], bool] | None = None,
         at_least: int = 8,
     ) -> Iterator[Step]:
-        """Yield a step for each system call of what is then done, and one that is not reached."""
+        """Yield steps, numbered from 0. The caller does its work with each of them as the hook. The
+        last step is the first one that the work does not reach."""
         for number in itertools.count():
             step = cls(number, happen, counts)
             yield step
@@ -2922,7 +3154,7 @@ class Step:
 
     def begin(self) -> None:
         if self.at == "close":
-            os.close(self.args[0])  # a close() that fails has closed all the same
+            os.close(self.args[0])  # close() closes the descriptor even if it fails
         self.happen()
 
     @property
@@ -2931,14 +3163,16 @@ class Step:
 
 
 class Meanwhile(Step):
-    """Something else happens before the n-th system call, which then goes on; or after it."""
+    """A step at which another process does something, and the system call goes on. A Scenario does
+    this after the call."""
 
     def begin(self) -> None:
         self.happen()
 
 
-class Astray(Step):
-    """The n-th look at a task's file, and the next two, lead to one that another host replaced."""
+class StaleLook(Step):
+    """A step at which a look at a task's file fails three times, because another host has replaced
+    the file: twice with ESTALE, then with ENOENT."""
 
     misses = 3
 
@@ -2955,13 +3189,14 @@ class Astray(Step):
         raise OSError(errno.ESTALE if self.misses else errno.ENOENT, "replaced", self.args[0])
 
 
-def meets_names(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call sees or changes names. Between two others, who moves a task makes no odds."""
+def sees_or_changes_names(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a call sees or changes names. Between two other calls, it makes no difference
+    when another process moves a task."""
     return name in ("open", "list", "lstat", "stat", "move", "unlink", "mkdir", "rmdir")
 
 
-def is_look(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether a call looks at a task's file, or at the reason beside it."""
+def is_look_at_task(name: str, args: tuple[Any, ...]) -> bool:
+    """Return whether a call looks at a task's file, or at the reason beside a dead letter."""
     if name not in ("open", "lstat", "close") or may_change(name, args):
         return False
     path = os.readlink(f"/proc/self/fd/{args[0]}") if name == "close" else args[0]
@@ -2969,22 +3204,25 @@ def is_look(name: str, args: tuple[Any, ...]) -> bool:
 
 
 Say = Callable[[str], None]
-# Runs a scenario on a queue of its own in self.path, whose system calls the hook gets.
+# A function that runs a scenario in a new queue in self.path, with a hook for its system calls.
 Living = Callable[[Hook, Say], object]
-# When a life ended, who goes on with its queue, and what it had said.
+# How a life ended (text), a queue object that goes on with the queue, and the lines of the life.
 Ending = tuple[str, FemtoQueue, list[str]]
 
 
 class Life:
-    """Does what a scenario's words say. What is tried is said, and what has returned."""
+    """Carries out the words of a scenario. Each word is a method, which does one operation.
+
+    The life says a line "try OPERATION" before an operation, and "OPERATION" after its return."""
 
     def __init__(self, q: FemtoQueue, say: Say, key: str | None) -> None:
         self.q, self.say, self.key = q, say, key
-        self.beside: FemtoQueue | None = None
-        self.held: list[FemtoTask] = []  # the one to be ended first
-        self.failed: FemtoTask | None = None
+        self.beside: FemtoQueue | None = None  # the other worker, after turn()
+        self.held: list[FemtoTask] = []  # leased tasks; the first one is settled first
+        self.failed: FemtoTask | None = None  # the task that failed last
 
     def live(self, words: str) -> None:
+        """Do the operations, which are separated by commas."""
         try:
             for operation in words.split(", "):
                 word, *arguments = operation.split()
@@ -2995,6 +3233,7 @@ class Life:
             raise
 
     def said(self, what: str, call: Callable[..., object], *args: Any) -> None:
+        """Make a call, and say so before it and after it."""
         self.say(f"try {what}")
         call(*args)
         self.say(what)
@@ -3019,7 +3258,7 @@ class Life:
         assert self.q.pop(0.001) is None
 
     def take(self, what: str = "0") -> None:
-        """Of the key, or within so many seconds."""
+        """Take the task of the key, or any task within this many seconds."""
         task = self.q.take(what) if what == self.key else self.q.pop(float(what))
         assert task is not None
         self.say(f"got {task.id}")
@@ -3047,7 +3286,7 @@ class Life:
         self.q.release(self.held.pop(0), front=to == "front", delay_s=delay_s)
 
     def extend(self) -> None:
-        """By Ctrl-C meanwhile, the lease is not lost."""
+        """Renew the lease. Ctrl-C in the renewal does not lose the lease: done() must succeed."""
         try:
             self.q.extend(self.held[0])
         except KeyboardInterrupt:
@@ -3069,6 +3308,7 @@ class Life:
         self.q.close()
 
     def look(self) -> None:
+        """Call everything that only looks, and check() and purge(), which find nothing to do."""
         self.q.stats()
         for state in femtoqueue.STATES:
             list(self.q.tasks(state))
@@ -3077,45 +3317,50 @@ class Life:
         self.q.check(repair=True)
         self.q.purge(1e9)
 
-    # Others
+    # Other workers, and persons
 
     def litter(self) -> None:
+        """Put a torn task into pending/."""
         with open(os.path.join(self.q.data_dir, "pending", f"{1:020d}-00000000"), "wb") as file:
             file.write(b"FQ1 00000000 9\ntorn")
 
     def mv(self) -> None:
-        """A person puts a task back that was delivered."""
+        """Move a leased task back to pending/, as a person may do."""
         task = self.held.pop(0)
         source, name = os.path.join(self.q.data_dir, task.path), f"{task.id[:20]}~1~{task.id}"
         os.rename(source, os.path.join(self.q.data_dir, "pending", name))
 
     def turn(self) -> None:
-        """What follows is of the other worker."""
+        """Let the other worker do the next operations."""
         other = self.beside or FemtoQueue(self.q.data_dir, "beside")
         self.q, self.beside = other, self.q
 
     def leave(self) -> None:
+        """Close the other worker."""
         assert self.beside is not None
         self.beside.close()
         self.held.clear()
 
     def die(self) -> None:
+        """Make the other worker look dead."""
         assert self.beside is not None
         dies(self.beside)
-        self.q.__dict__["dead"] = self.beside  # it is dropped with q, where no hook hears of it
+        self.q.__dict__["dead"] = self.beside  # freed together with q, outside of all hooks
         self.beside = None
         self.held.clear()
 
 
 class Scenario:
-    """A life, in words of Life. What comes before the bar is of another life, too: that one is
-    interrupted there; and so is what would come after the last word."""
+    """A sequence of operations, in words of Life.
+
+    The words before a bar prepare the queue: only the words after the bar are interrupted, at each
+    of their system calls in turn. Without a bar, all words are interrupted."""
 
     def __init__(self, words: str, key: str | None = None) -> None:
         self.__name__, self.key = words, key
 
     def __call__(self, q: FemtoQueue, say: Say, hook: Hook | None = None) -> None:
-        """Live it; the hook hears of what comes after the bar."""
+        """Do the operations. The hook is called for the operations after the bar."""
         life, (*before, words) = Life(q, say, self.key), self.__name__.split(" | ")
         for part in before:
             life.live(part)
@@ -3163,7 +3408,7 @@ KEY_SCENARIOS = tuple(
 
 
 def copy_tree(source: str, target: str) -> None:
-    """Copy a directory, as shutil does, but in a third of the time: no modes, no dates."""
+    """Copy a directory without modes and dates, in a third of the time that shutil needs."""
     os.mkdir(target)
     for entry in os.scandir(source):
         path = os.path.join(target, entry.name)
@@ -3177,18 +3422,18 @@ def copy_tree(source: str, target: str) -> None:
 
 
 def those(word: str, said: list[str]) -> list[str]:
-    """Return what was said in lines that begin so, without that."""
+    """Return the rest of each line that begins with this word."""
     return [line.removeprefix(f"{word} ") for line in said if line.startswith(f"{word} ")]
 
 
 class Interrupted(QueueCase):
-    """Each life, ended at each of its system calls in turn, by death, an error or Ctrl-C; then it
-    is checked what is left, and that it goes on."""
+    """Each scenario is interrupted at each of its system calls in turn: by death, an error, Ctrl-C
+    or another worker. Then a queue object goes on, and check() looks at what is left."""
 
-    KILL_EVERY = 5  # calls that change something
-    ERRORS = 4  # that a call gives in turn, of those that it may
-    PUSHES: tuple[bool, ...] = (False,)  # whether the first thing then is a push
-    lives: tuple[tuple[Scenario, dict[str, Any]], ...]
+    KILL_EVERY = 5  # a process is killed at every fifth call that changes something
+    ERRORS = 4  # how many of its possible errors each call reports, in turn
+    PUSHES: tuple[bool, ...] = (False,)  # whether a push comes first after the interruption
+    lives: tuple[tuple[Scenario, dict[str, Any]], ...]  # scenarios, and settings of the queue
     counts: Callable[[str, tuple[Any, ...]], bool] | None = None  # which calls; None: all
 
     def setUp(self) -> None:
@@ -3198,24 +3443,26 @@ class Interrupted(QueueCase):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         stack.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore", ResourceWarning)  # Ctrl-C as a listing just began
+        # Ctrl-C at the start of a listing leaves the iterator of scandir() open.
+        warnings.simplefilter("ignore", ResourceWarning)
 
     def new_path(self, number: int) -> None:
-        """Go on in a directory of its own."""
+        """Set `path` to that of a new queue."""
         self.path = os.path.join(self.base, f"{next(self.serial)}-{number}")
 
-    def born(self, number: int, settings: dict[str, Any]) -> tuple[FemtoQueue, list[str]]:
-        """Begin a life; return its queue, and what is yet to be said."""
+    def new_life(self, number: int, settings: dict[str, Any]) -> tuple[FemtoQueue, list[str]]:
+        """Open a new queue. Return it, with an empty list for the lines that a life will say."""
         self.new_path(number)
         return FemtoQueue(self.path, "n1", **settings), []
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """Fail unless what is left is what was said."""
+        """Fail unless the tasks in the queue agree with the lines that the life has said."""
         raise NotImplementedError
 
     def check_all(
         self, end: Callable[[Scenario, dict[str, Any]], Iterator[Ending]], **settings: Any
     ) -> None:
+        """Run each scenario with each ending that `end` yields, and check what is left."""
         self.now = self.clock()
         for scenario, own in self.lives:
             for when, q, said in end(scenario, {**own, **settings}):
@@ -3224,15 +3471,18 @@ class Interrupted(QueueCase):
                 shutil.rmtree(self.path)
 
     def deaths(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """A copy of the directory, made before a call, is what a process leaves that dies there:
-        its locks are gone, and nothing of it runs any more. Before calls between which the
-        directory stays as it is, that is one copy. SIGKILL ends a real process at every fifth call
-        that changes something, in each life from another one on. (.ci/faults.py kills at every
-        call.)"""
+        """Yield the endings by death, before each system call.
+
+        First, a real process is killed by SIGKILL at every fifth call that changes something; the
+        first of these calls differs from scenario to scenario. (The program .ci/faults.py kills a
+        process at each call.) Then, the directory is copied before each call. The copy has the
+        files that a process leaves if it dies there, and no locks. Successive calls that change
+        nothing share a copy."""
 
         def live(hook: Hook, say: Say) -> None:
             is_whole = "|" not in scenario.__name__
-            with hooked(hook) if is_whole else contextlib.nullcontext():  # from birth
+            # Without a bar, the calls of the constructor are interrupted, too.
+            with hooked(hook) if is_whole else contextlib.nullcontext():
                 q = FemtoQueue(self.path, "victim", **settings)
             scenario(q, say, hook)
 
@@ -3248,7 +3498,8 @@ class Interrupted(QueueCase):
                 yield f"{death}, pushes: {pushes}", q, said
 
     def kills(self, live: Living) -> Iterator[tuple[str, list[str]]]:
-        """Kill processes at every fifth change; the last one lives to its end."""
+        """Kill a process at every fifth change, until a process reaches its end. Yield the ending
+        and the lines of each process."""
         for number in itertools.count(next(self.first_kill), self.KILL_EVERY):
             self.new_path(number)
             step = Step(number, lambda: os.kill(os.getpid(), signal.SIGKILL), may_change)
@@ -3264,7 +3515,8 @@ class Interrupted(QueueCase):
             self.assertEqual(status, -signal.SIGKILL)
 
     def copies(self, live: Living) -> Iterator[tuple[str, list[str]]]:
-        """Copy the directory before each call, and at the end, if it or what was said changed."""
+        """Copy the directory before each call, and at the end, unless neither the directory nor the
+        lines have changed. Then yield the ending and the lines for each copy."""
         self.new_path(0)
         original, said = self.path, list[str]()
         said_before: list[list[str]] = []
@@ -3285,31 +3537,37 @@ class Interrupted(QueueCase):
             yield f"copied before change {number}", lines
 
     def failing_steps(self, turn: int) -> Iterator[Step]:
-        """Yield hooks that let each call have its n-th error, or one for each of PUSHES."""
+        """Yield steps at which each call fails in turn, with error number `turn` of its possible
+        errors. A call with fewer errors still fails once for each of PUSHES."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
             is_counted = self.counts is None or self.counts(name, args)
-            return is_counted and (turn < len(self.PUSHES) or turn < len(errors_of(name, args)))
+            return is_counted and (
+                turn < len(self.PUSHES) or turn < len(possible_errors(name, args))
+            )
 
         for step in Step.each(counts=counts, at_least=1 - bool(turn)):
-            step.happen = lambda step=step: fail_with(self.code_of(step, turn))  # type: ignore[misc]
+            step.happen = lambda step=step: fail_with(self.errno_of(step, turn))  # type: ignore[misc]
             yield step
 
-    def code_of(self, step: Step, turn: int) -> int:
-        codes = errors_of(step.at, step.args)
+    def errno_of(self, step: Step, turn: int) -> int:
+        """Return the errno with which the call of a step fails in this turn."""
+        codes = possible_errors(step.at, step.args)
         return codes[turn % len(codes)]
 
     def errors(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """The object works on. What raised is taken back, and leaves nothing in creating/."""
+        """Yield the endings by an error of each call. The same queue object goes on afterwards. An
+        operation that raised is undone, and leaves no file in creating/."""
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
-                q, said = self.born(step.number, settings)
+                q, said = self.new_life(step.number, settings)
                 try:
                     scenario(q, said.append, step)
-                    is_chore = scenario.key is not None  # raised when there is nothing else to do
+                    # An error of a repair of keys is raised later, when no other task waits.
+                    is_chore = scenario.key is not None
                     self.assertTrue(is_chore or step.at not in ("fsync", "syncfs"), step.args)
                 except OSError as error:
-                    self.assertEqual(error.errno, self.code_of(step, turn))
+                    self.assertEqual(error.errno, self.errno_of(step, turn))
                     said[-1:] = [it.replace("try push", "raised push") for it in said[-1:]]
                 self.assertTrue(step.at == "unlink" or not self.names("creating"), step.args)
                 pushes = self.PUSHES[(step.number + turn) % len(self.PUSHES)]
@@ -3321,10 +3579,11 @@ class Interrupted(QueueCase):
     def unnoticed(
         self, steps: Callable[[], Iterator[Step]], scenario: Scenario, settings: dict[str, Any]
     ) -> Iterator[Ending]:
-        """With each of these steps, a life goes on as without one."""
+        """Run a scenario with each of the steps. Fail unless its tasks and lines are the same as
+        without a step. Yield the endings."""
         wanted: list[Any] = []
         for step in itertools.chain([Step(-1)], steps()):
-            q, said = self.born(step.number, settings)
+            q, said = self.new_life(step.number, settings)
             scenario(q, said.append, step)
             tasks = itertools.chain(*map(q.tasks, femtoqueue.STATES))
             found: list[Any] = [(it.state, it.data, it.attempts, it.key, it.error) for it in tasks]
@@ -3335,19 +3594,21 @@ class Interrupted(QueueCase):
             yield f"call {step.number} {step.at}", q, said
 
     def intruders(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """After each call another worker takes what is next, and finishes it: in turn soon, and so
-        late that the leases are over. Not while a key is locked: here it would wait for ever."""
+        """Yield the endings where another worker takes and finishes the next task, after each call.
+        In turn, this happens half a second later, and so late that the leases have ended. While the
+        key is locked, it does not happen: the worker runs in this thread, and would wait for ever.
+        """
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
-            return meets_names(name, args) and self.is_free("k")
+            return sees_or_changes_names(name, args) and self.is_free("k")
 
         for step in Meanwhile.each(counts=counts, at_least=1):
-            q, said = self.born(step.number, settings)
+            q, said = self.new_life(step.number, settings)
             other, finished = FemtoQueue(self.path, "intruder", **settings), list[str]()
             self.assertIsNone(other.pop())
             late_s = (0.5, 31)[step.number % 2]
             step.happen = functools.partial(self.finish_one, other, said, finished, late_s)
-            with contextlib.suppress(AssertionError, LeaseLost):  # there was no other task
+            with contextlib.suppress(AssertionError, LeaseLost):  # its task was taken away
                 scenario(q, said.append, step)
             other.close()
             self.now.advance(60)
@@ -3356,22 +3617,27 @@ class Interrupted(QueueCase):
     def finish_one(
         self, q: FemtoQueue, said: list[str], finished: list[str], late_s: float
     ) -> None:
-        self.now.advance(late_s)  # it moves what is due, and reclaims what a dead one had
+        """Let another worker take and finish a task, and say so."""
+        self.now.advance(late_s)  # then pop() enqueues due tasks and reclaims ended leases
         if (task := q.pop()) is not None:
             said.append(f"took {task.data.decode()}")
             q.done(task)
             finished.append(f"done {task.data.decode()}")
 
     def moved_by_hand(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """After each call a person gives back what is in flight, by `mv inflight-X/* pending/`, or
-        gives all the names of their pushes, by `mv */*ID pending/ID`. Nothing can be done about one
-        who comes between the last look at a lease and the rename over it."""
+        """Yield the endings where a person moves files to pending/, after each call.
+
+        In turn, the person keeps the names of leases (`mv inflight-X/* pending/`), or gives each
+        task its first name (`mv */*ID pending/ID`). There is no defence against a person who comes
+        between the last look at a lease and the rename over the lease, so that case is left out."""
 
         def counts(name: str, args: tuple[Any, ...]) -> bool:
-            return meets_names(name, args) and (name != "lstat" or "/inflight-" not in args[0])
+            return sees_or_changes_names(name, args) and (
+                name != "lstat" or "/inflight-" not in args[0]
+            )
 
         for step in Meanwhile.each(counts=counts, at_least=1):
-            q, said = self.born(step.number, settings)
+            q, said = self.new_life(step.number, settings)
             step.happen = functools.partial(self.move_by_hand, is_bare=step.number % 2 == 1)
             with contextlib.suppress(LeaseLost, AssertionError):
                 scenario(q, said.append, step)
@@ -3380,18 +3646,21 @@ class Interrupted(QueueCase):
             yield f"moved after {step.number} {step.at}", q, said
 
     def move_by_hand(self, is_bare: bool) -> None:
+        """Move all tasks in flight or in pending/ to pending/; with `is_bare`, under their ids."""
         for directory in os.listdir(self.path):
             for name in self.names(directory) if directory[:3] in ("inf", "pen") else ():
                 target = self.file("pending", name[-29:] if is_bare else name)
                 os.rename(self.file(directory, name), target)
 
     def ctrl_c(self, scenario: Scenario, settings: dict[str, Any]) -> Iterator[Ending]:
-        """Before each call, and after each that took effect. What pop() did not return is no lease
-        then, and was no delivery; and no lock is held: that of the lease directory not even while
-        the exception is kept, with all the frames that it came through."""
+        """Yield the endings by Ctrl-C before each call, and after each call that took effect.
+
+        A task that pop() did not return is not leased then, and its delivery was not counted. No
+        lock of a key is held after the frames of the exception are gone. The lock of the lease
+        directory is not held even while these frames exist."""
         for kind, counts in ((Step, self.counts), (Meanwhile, self.counts or takes_effect)):
             for step in kind.each(interrupt, counts, at_least=1):
-                q, said = self.born(step.number, {"timeout_stale_ms": None, **settings})
+                q, said = self.new_life(step.number, {"timeout_stale_ms": None, **settings})
                 kept: BaseException | None = None
                 try:
                     scenario(q, said.append, step)
@@ -3403,13 +3672,15 @@ class Interrupted(QueueCase):
                 if os.path.exists(lease_dir(q)):
                     self.check_unlocked(lease_dir(q))
                 del kept
-                gc.collect(1)  # its frames
+                gc.collect(1)  # frees the frames of the exception
                 self.assertTrue(self.is_free("k"), step.at)
                 self.now.advance(1)
                 yield f"Ctrl-C at {kind.__name__} {step.number} {step.at}", q, said
 
 
 class PlainLives(Interrupted):
+    """Scenarios of tasks without a key."""
+
     lives = (
         *((scenario, {}) for scenario in SCENARIOS),
         (Scenario("push a, push b, take | done, take, done"), {"keep_done": False}),
@@ -3417,11 +3688,12 @@ class PlainLives(Interrupted):
     )
 
     def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
+        """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """What is acknowledged is as it was acknowledged; the rest is whole or not there. What is
-        not finished is delivered, once, and nothing that is finished is."""
+        """Each acknowledged operation has its effect; every other operation has its whole effect or
+        none. Each task that is not finished is delivered once; no finished task is delivered."""
         self.check_invariants(leftovers=True)
         last = {name: word for word, _, name in (line.rpartition(" ") for line in said)}
         waiting = self.payloads(q, "pending", "scheduled", "inflight")
@@ -3442,12 +3714,16 @@ class PlainLives(Interrupted):
 
 
 class Crash(PlainLives):
+    """The death of a process at any system call loses and duplicates no task."""
+
     @FORK
-    def test_a_kill_at_any_system_call_loses_and_doubles_nothing(self) -> None:
+    def test_sigkill_at_any_system_call_loses_and_duplicates_no_task(self) -> None:
+        """A process that is killed at any system call loses no task, and duplicates none."""
         self.check_all(self.deaths)
 
     def test_leftovers_of_a_killed_push_are_removed_after_an_hour(self) -> None:
-        """And not before: the push may be under way. What is not ours stays."""
+        """A file that a killed push has left in creating/ is removed after an hour. A younger file
+        stays, because its push may be under way. Foreign files stay."""
         q, clock = self.queue(), self.clock()
         old = f"{time.time_ns():020d}-0000aaaa"
         self.foreign = ("notes.txt", f"{1:020d}-0000bbbb")
@@ -3463,8 +3739,11 @@ class Crash(PlainLives):
 
 
 class Faults(PlainLives):
-    def test_the_file_system_is_that_of_the_place_where_the_queue_is_made(self) -> None:
-        """Not of the one that the kernel finds by a ".." behind a symbolic link."""
+    """Errors of system calls, and Ctrl-C, lose and duplicate no task."""
+
+    def test_dot_dot_after_a_symbolic_link_is_resolved_by_its_text(self) -> None:
+        """The queue "link/../q" is made beside the link, and the command finds the queue there. The
+        kernel would follow the link before the "..", and use another file system."""
         os.makedirs(self.file("far", "away"))
         os.symlink(self.file("far", "away"), self.file("link"))
         FemtoQueue(self.file("link", "..", "q"))
@@ -3473,17 +3752,21 @@ class Faults(PlainLives):
         with environment, contextlib.redirect_stdout(io.StringIO()):
             self.assertEqual(femtoqueue.main(["ls"]), 0)
 
-    def test_an_error_of_any_system_call_surfaces_and_loses_nothing(self) -> None:
+    def test_error_of_any_system_call_is_raised_and_loses_no_task(self) -> None:
+        """If any system call fails, the error is raised, and no task is lost or duplicated."""
         self.check_all(self.errors)
 
-    def test_ctrl_c_at_any_system_call_loses_and_doubles_nothing(self) -> None:
+    def test_ctrl_c_at_any_system_call_loses_and_duplicates_no_task(self) -> None:
+        """Ctrl-C at any system call loses no task, and duplicates none."""
         self.check_all(self.ctrl_c)
 
-    def test_another_worker_after_any_system_call_makes_no_task_lost_or_done_twice(self) -> None:
+    def test_another_worker_after_any_system_call_loses_and_duplicates_no_task(self) -> None:
+        """If another worker takes a task after any system call, no task is lost or done twice."""
         self.check_all(self.intruders)
 
-    def test_an_error_of_any_system_call_of_a_constructor_is_none_of_the_next(self) -> None:
-        """A file system that can't be told is not taken for a local one."""
+    def test_constructor_works_after_another_one_failed_at_any_system_call(self) -> None:
+        """After a constructor has failed at any system call, the next one succeeds. A constructor
+        whose statfs() fails raises an error: it does not assume a local file system."""
         for turn in range(self.ERRORS):
             for step in self.failing_steps(turn):
                 self.new_path(step.number)
@@ -3494,8 +3777,9 @@ class Faults(PlainLives):
                 self.assertEqual(_taken(self.queue("n2")).id, ident, step.at)
                 self.check_invariants(leftovers=step.at == "unlink")
 
-    def test_a_worker_starts_on_a_full_disk(self) -> None:
-        """In the directory that was spared for it; the next one, when that is made again."""
+    def test_worker_starts_on_a_full_disk(self) -> None:
+        """On a full disk, one worker can start: spare/ becomes its lease directory. The next worker
+        can start when spare/ is there again. A spare/ with a foreign file is not used."""
         q = self.queue()
         q.push_many([b"1", b"2"])
 
@@ -3514,9 +3798,13 @@ class Faults(PlainLives):
             self.assertRaises(OSError, self.queue("n4").pop)
         self.assertEqual(self.names("spare"), ["notes.txt"])
 
-    def test_a_task_that_can_not_be_read_waits_again_at_once(self) -> None:
-        """After a shortage of this process the task is the next again, uncounted. A task that makes
-        trouble itself is at the back, counted, and its error surfaces when nothing else waits."""
+    def test_task_that_can_not_be_read_waits_again_at_once(self) -> None:
+        """If a task can't be read, pop() raises, and the task waits again.
+
+        After a shortage in this process, or an exception of a signal handler, the task is the next
+        one again, and the delivery is not counted. If the task itself is the reason, it goes to the
+        back of the queue, and the delivery is counted. Other tasks come first; when no other task
+        waits, pop() raises the error again."""
         for event, error, is_next, attempts in (
             ("open", OSError(errno.EMFILE, "no descriptors"), True, 1),
             ("open", OSError(errno.EACCES, "not ours"), False, 3),
@@ -3540,9 +3828,9 @@ class Faults(PlainLives):
             task = self.pop(other)
             self.assertEqual((task.id, task.attempts), (ident, attempts))
 
-    def test_what_a_signal_handler_raises_in_a_job_is_not_taken_for_disk_trouble(self) -> None:
-        """TimeoutError is an OSError; one that the system raises has an errno. It is raised at
-        once, though the job has met disk trouble before."""
+    def test_exception_of_a_signal_handler_in_a_housekeeping_job_is_raised_at_once(self) -> None:
+        """pop() raises a signal handler's TimeoutError at once, even if the interrupted job has met
+        disk trouble before. TimeoutError is an OSError, but an error of the system has an errno."""
         ident, rung = self.queue().push(b"x"), set[str]()
         for name in ("inflight-n2", "inflight-n3"):
             os.mkdir(self.file(name))
@@ -3562,10 +3850,11 @@ class Faults(PlainLives):
             self.assertEqual((task.id, task.attempts), (ident, 1))
             q.release(task, counted=False)
 
-    def test_a_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
-        """Uncounted. No descriptor is left: a key's lock takes one, too; and pending/ is full."""
+    def test_claim_that_can_be_neither_read_nor_undone_is_put_back_later(self) -> None:
+        """If a claimed task can be neither read nor put back, it is put back later, uncounted. Here
+        no descriptor is left, for the task or for the lock of its key, and the disk is full."""
         q, clock = self.queue(timeout_stale_ms=None, max_attempts=1), self.clock()
-        self.assertIsNone(q.pop())  # its directory is open from now on
+        self.assertIsNone(q.pop())  # opens the lease directory, which stays open
         q.push(b"x", key="k")
 
         def refuse(name: str, args: tuple[Any, ...]) -> None:
@@ -3581,10 +3870,11 @@ class Faults(PlainLives):
             self.assertEqual(self.states(), {"inflight-n1": 1})
         self.assertEqual(self.pop(q).attempts, 1)
 
-    def test_a_chore_that_hung_once_is_not_put_off_for_long(self) -> None:
-        """Twenty times what it cost, but not of an hour."""
+    def test_housekeeping_job_that_hung_once_runs_again_soon(self) -> None:
+        """A housekeeping job that hung for an hour runs again after 20 seconds. The pause is 20
+        times the duration of the job, but at most 20 seconds."""
         longest_s, q, clock = constant("longest pause"), self.queue(), self.clock()
-        self.hasten("longest pause", longest_s)  # as it is
+        self.hasten("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
         self.queue("n2").schedule(b"x", 1)
@@ -3593,8 +3883,10 @@ class Faults(PlainLives):
         clock.advance(2)
         self.assertEqual(self.pop(q).data, b"x")
 
-    def test_dead_letters_that_find_no_room_are_no_obstacle(self) -> None:
-        """Without its reason; and if failed/ takes nothing at all, from the back of the queue."""
+    def test_dead_letters_on_a_full_disk_do_not_block_other_tasks(self) -> None:
+        """If there is no room for the reason of a dead letter, the task goes to failed/ without it.
+        If failed/ accepts no file at all, the task goes to the back of the queue. Other tasks are
+        delivered in both cases."""
         for refused in ("creating/", "failed/"):
             q = self.anew()
             self.put(q.push(b"corrupt"), b"rubbish")
@@ -3610,10 +3902,9 @@ class Faults(PlainLives):
                 worker.close()
             self.assertIn(b"good", [task and task.data for task in got])
 
-    def test_a_task_that_is_taken_while_it_can_not_be_set_aside_is_no_error_of_its_own(
-        self,
-    ) -> None:
-        """What surfaces is the full disk; and if there is room, nothing."""
+    def test_corrupt_task_taken_away_during_its_quarantine_is_no_error(self) -> None:
+        """If a person moves a corrupt task away while pop() moves it to failed/, pop() raises no
+        error for the missing task. On a full disk, pop() raises the ENOSPC."""
         q, aside = self.queue(), self.file("aside")
         for code, ends in (
             (errno.ENOSPC, self.assertRaisesRegex(OSError, os.strerror(errno.ENOSPC))),
@@ -3630,9 +3921,10 @@ class Faults(PlainLives):
                 self.assertIsNone(q.pop())
             self.assertEqual((self.states(), os.path.exists(aside)), ({}, True))
 
-    def test_after_a_reboot_a_worker_starts_with_what_it_can_read_and_write(self) -> None:
-        """On a full disk, or one that may only be read, it looks, and purges. Of a directory that
-        is another user's, say, its clock knows nothing."""
+    def test_worker_starts_after_a_reboot_though_it_can_not_use_all_files(self) -> None:
+        """After a reboot, a queue object can look at tasks and purge them on a full or read-only
+        disk, where no clock file can be written. A new queue clock can also start if a lease
+        directory can't be read, such as that of another user."""
         q = self.queue()
         q.done(leased(q))
         ident = q.push(b"x")
@@ -3645,7 +3937,8 @@ class Faults(PlainLives):
             with hooked(at_call("list", "others", raising(errno.EACCES))):
                 self.assertGreater(self.queue("n3").push(b"y"), ident)
 
-    def test_a_new_queue_is_its_users_alone_but_its_clock_whatever_the_umask(self) -> None:
+    def test_new_queue_is_private_except_its_clock_file(self) -> None:
+        """A new data_dir has mode 0700, and its clock file has mode 0644, with any umask."""
         for umask in (0o022, 0o077):
             self.addCleanup(os.umask, os.umask(umask))
             self.path = os.path.join(self.base, f"{umask}")
@@ -3654,9 +3947,10 @@ class Faults(PlainLives):
             modes = [stat.S_IMODE(os.stat(self.file(it)).st_mode) for it in paths]
             self.assertEqual(modes, [0o700, 0o644])
 
-    def test_a_directory_that_is_gone_is_disk_trouble(self) -> None:
-        """Told by its name, however often; it is not made again in secret, nor is a lease lost by
-        it. Old objects use it when it is back."""
+    def test_missing_directory_raises_until_it_is_back(self) -> None:
+        """If data_dir or one of its directories is missing, each call raises FileNotFoundError with
+        the path. The directory is not made again, and no lease is lost. When the directory is back,
+        the same queue object and its lease work again."""
         q, clock = self.queue(), self.clock()
         task = leased(q, b"1")
         q.push(b"2", key="waits")
@@ -3683,8 +3977,9 @@ class Faults(PlainLives):
         q.done(task)
         self.assertEqual((self.drain(q), self.names("creating")), ([b"2"], []))
 
-    def test_a_constructor_that_meets_a_file_or_a_dangling_link_makes_nothing(self) -> None:
-        """It says so. (Durability has links to directories.)"""
+    def test_constructor_raises_if_data_dir_is_a_file_or_a_dangling_link(self) -> None:
+        """If data_dir is a file, is below a file, or is a dangling link, the constructor raises an
+        error and makes nothing. (Durability tests links to directories.)"""
         occupied, dangling = self.put("occupied", b"", ""), self.file("none")
         os.symlink("nowhere", dangling)
         for error, path in (
@@ -3696,15 +3991,16 @@ class Faults(PlainLives):
 
 
 class KeyedInterrupted(Interrupted):
-    """There is the old payload or the new one, never both; what was pushed last comes last."""
+    """Scenarios of a task with a key. The old payload or the new one is delivered, never both, and
+    the payload that was pushed last is delivered last."""
 
     ERRORS = 2
-    PUSHES = (False, True)  # what the dead one noted down is all that a push has
+    PUSHES = (False, True)  # a push has to rely on the state file that the dead process has left
     lives = tuple((scenario, {}) for scenario in KEY_SCENARIOS)
 
     def check(self, q: FemtoQueue, said: list[str]) -> None:
-        """By its end: q pops all there is, what was behind a task, too, and not only at
-        the next round of housekeeping; and what it may be follows from what was said."""
+        """The queue object `q` can pop all tasks, and the buffered payload, without waiting for the
+        repair of keys. The last payload delivered is one that the lines allow."""
         self.check_invariants(leftovers=True)
         states = ("pending", "scheduled", "inflight")
         self.assertLessEqual(sum(len([*q.tasks(state)]) for state in states), 1)
@@ -3735,53 +4031,67 @@ class KeyedInterrupted(Interrupted):
             q.done(_taken(q))
         self.assertIn(delivered[-1] if delivered else "nothing", allowed, said)
         if os.path.exists(self.file("keys")):
-            self.now.advance(601)  # until what an error left there is looked for
+            self.now.advance(601)  # until the repair of keys removes files that an error has left
             self.assertIsNone(q.pop())
             self.assertEqual(self.names("keys"), [])
 
     @FORK
-    def test_a_kill_at_any_system_call(self) -> None:
+    def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
+        """After SIGKILL at any system call, the key has one task; its last payload comes last."""
         self.check_all(self.deaths, sync_after_write=True)
 
-    def test_an_error_of_any_system_call(self) -> None:
+    def test_error_of_any_system_call_leaves_a_sound_queue(self) -> None:
+        """After an error of any system call, the key has one task; its last payload comes last."""
         self.check_all(self.errors, sync_after_write=True)
 
-    def test_ctrl_c_at_any_system_call(self) -> None:
+    def test_ctrl_c_at_any_system_call_leaves_a_sound_queue(self) -> None:
+        """After Ctrl-C at any system call, the key has one task; its last payload comes last."""
         self.check_all(self.ctrl_c)
 
-    def test_another_worker_after_any_system_call(self) -> None:
+    def test_another_worker_after_any_system_call_leaves_a_sound_queue(self) -> None:
+        """If another worker takes the task after any system call, the key has no second task."""
         self.check_all(self.intruders)
 
-    def test_a_person_who_moves_what_is_in_flight_makes_no_second_task(self) -> None:
+    def test_person_who_moves_files_after_any_system_call_makes_no_second_task(self) -> None:
+        """If a person moves leased tasks to pending/ after any system call, the key has no second
+        task."""
         self.check_all(self.moved_by_hand)
 
 
 class KeyedInterruptedByRename(KeyedInterrupted):
-    """The same where names can't be exchanged, at each call that changes something."""
+    """The tests of KeyedInterrupted where names can't be exchanged. Only calls that change
+    something are interrupted."""
 
     counts = staticmethod(may_change)
     exchanges = False
 
 
 class InterruptedOnSharedFileSystem(PlainLives):
+    """Scenarios on a shared file system. Only calls that change something are interrupted."""
+
     counts = staticmethod(may_change)
     fs_type = NFS
 
     @FORK
-    def test_a_kill_at_any_system_call(self) -> None:
+    def test_sigkill_at_any_system_call_leaves_a_sound_queue(self) -> None:
+        """A process that is killed at any system call loses no task, and duplicates none."""
         self.check_all(self.deaths)
 
-    def test_an_error_of_any_system_call(self) -> None:
+    def test_error_of_any_system_call_leaves_a_sound_queue(self) -> None:
+        """If any system call fails, the error is raised, and no task is lost or duplicated."""
         self.check_all(self.errors)
 
-    def test_what_another_host_has_replaced_is_looked_for_again(self) -> None:
+    def test_file_that_another_host_has_replaced_is_looked_for_again(self) -> None:
+        """A failed look at a file that another host has replaced is repeated. The result of the
+        operation is the same as without the failure."""
         self.patched(on_file_system(FUSE))
-        steps = functools.partial(Astray.each, counts=is_look, at_least=0)
+        steps = functools.partial(StaleLook.each, counts=is_look_at_task, at_least=0)
         self.check_all(functools.partial(self.unnoticed, steps), sync_after_write=False)
 
-    def test_what_a_server_has_done_and_denies_has_been_done(self) -> None:
-        """A rename, or an unlink."""
-        self.patched(without_exchange())  # as there
+    def test_rename_or_unlink_that_the_server_did_but_denies_counts(self) -> None:
+        """A rename or unlink that the server has carried out, but reports as failed (ENOENT), has
+        the same result as one without an error."""
+        self.patched(without_exchange())  # as on NFS
         steps = functools.partial(
             Meanwhile.each, raising(errno.ENOENT), lambda name, _: name in ("move", "unlink"), 1
         )
@@ -3790,13 +4100,14 @@ class InterruptedOnSharedFileSystem(PlainLives):
 
 
 class KeyedInterruptedOnSharedFileSystem(KeyedInterrupted, InterruptedOnSharedFileSystem):
-    """The same where other hosts may write."""
+    """The tests of KeyedInterrupted and InterruptedOnSharedFileSystem, for tasks with a key."""
 
 
 # Random lives against a model in memory
 
 
 def demand(holds: object, why: str) -> None:
+    """Raise AssertionError with the reason, unless a condition holds."""
     if not holds:
         raise AssertionError(why)
 
