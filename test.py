@@ -3803,13 +3803,16 @@ def demand(holds: object, why: str) -> None:
 
 @dataclasses.dataclass
 class Known:
-    """A task as the model has it. `at_ns` is what its name begins with, whatever the state: its
-    place, due time or deadline; the order of its id in done/ and failed/."""
+    """A task in the model.
+
+    `at_ns` is the number that begins the name of its file: the order in pending/, the due time in
+    scheduled/, the deadline in inflight-<node>/, and the order of the id in done/ and failed/.
+    """
 
     id: str
     data: bytes = dataclasses.field(repr=False)
     key: str | None
-    state: str  # one of STATES; "keys": a newer payload behind a task in flight
+    state: str  # one of STATES; "keys": a newer payload, buffered behind another task
     at_ns: int
     attempts: int = 0
     node: str = ""
@@ -3817,16 +3820,18 @@ class Known:
     held_by: FemtoTask | None = None
     behind: Known | None = None
     due_ns: int | None = None  # of a newer payload in keys/
-    step: int = 0  # of its coming where it is
-    since_ns: int = 0
-    by: int = 0  # the worker who put it there
-    told: set[int] = dataclasses.field(default_factory=set)  # workers who need no listing for it
-    ready_ns: int | None = None  # since when any pop() should bring it back
-    is_bare: bool = True  # its name is its id
+    step: int = 0  # the step in which it came to its present state
+    since_ns: int = 0  # when it came to its present state
+    by: int = 0  # the worker that put it there; 0: a person
+    # The workers that know it without a listing, since they put it there themselves.
+    known_to: set[int] = dataclasses.field(default_factory=set)
+    ready_ns: int | None = None  # since when any pop() should move it back to pending/
+    is_bare: bool = True  # the name of its file is its id
 
     @property
-    def seen(self) -> FemtoTask:
-        """What looking at it gives: while it waits, the newest payload."""
+    def as_task(self) -> FemtoTask:
+        """Return the task that peek() and tasks() should return: if it waits, with the newest
+        payload of its key."""
         ended = self.state in ("done", "failed") and self.is_bare
         data = self.data
         if self.behind is not None and self.state in ("pending", "scheduled"):
@@ -3843,27 +3848,31 @@ class Known:
 
     @property
     def is_new(self) -> bool:
-        """Whether its name is its id, which comes before another name of that instant."""
+        """Whether the name of its file is its id. Such a name sorts before every other name that
+        begins with the same number."""
         return (self.at_ns, self.attempts) == (self.order_ns, 0)
 
 
-Place = tuple[str, int, int, bool]  # directory, number in front, attempts, whether it is an id
+# The directory of a file, the number that begins its name, its attempts, and whether the name is
+# an id.
+Place = tuple[str, int, int, bool]
 
 
 class Twin:
-    """A queue in memory: what has to be in the directory after each operation.
+    """A queue in memory: the model, which says what the directory must hold after each operation.
 
-    What pop() does besides (due tasks, ended leases, those delivered too often) may be late by a
-    quarter of a second, so it is told from the directory, and must be allowed.
+    Housekeeping of pop() (due tasks, ended leases, tasks delivered too often) may be late by 0.4 s.
+    So the model reads from the directory whether housekeeping has moved a task, and checks that
+    the move was allowed.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.tasks: dict[str, Known] = {}
         self.reasons: set[str] = set()
-        self.saved: dict[str, tuple[bytes, bytes]] = {}  # checkpoints: of which payload, and it
+        self.saved: dict[str, tuple[bytes, bytes]] = {}  # by id: the payload, and its checkpoint
         self.entered: dict[tuple[int, int, str], int] = {}  # each name's first step in pending/
-        self.places: Counter[str] = Counter()  # by node: how many living objects are in it
+        self.living: Counter[str] = Counter()  # by node: living objects that hold its directory
         self.step = self.worker = self.boot = self.looked_ns = 0
         self.pushing = False
         self.start_clock()
@@ -3876,18 +3885,21 @@ class Twin:
     def now_ns(self) -> int:
         return self.clock.steady_ns() + self.anchor_ns
 
-    def of_key(self, key: str | None) -> Known | None:
+    def task_of_key(self, key: str | None) -> Known | None:
         live = ("pending", "scheduled", "inflight")
         same = (task for task in self.tasks.values() if task.key == key and task.state in live)
         return None if key is None else next(same, None)
 
-    def of_lease(self, lease: FemtoTask) -> Known | None:
+    def task_of_lease(self, lease: FemtoTask) -> Known | None:
         task = self.tasks.get(lease.id)
         return task if task and task.state == "inflight" and task.held_by is lease else None
 
-    def those(self, *states: str) -> list[Known]:
-        """Return the tasks of these states in the order of their names. Not of their directories:
-        the node_ids that are drawn must not make a seed another one."""
+    def in_states(self, *states: str) -> list[Known]:
+        """Return the tasks in these states, sorted by the names of their files.
+
+        The directories do not count in that order: a node_id may be random, and the same seed must
+        give the same operations in every run.
+        """
         known = [task for task in self.tasks.values() if task.state in states]
         return sorted(known, key=lambda it: (it.at_ns, not it.is_new, it.attempts, it.id))
 
@@ -3896,7 +3908,7 @@ class Twin:
     def move(self, task: Known, state: str, at_ns: int) -> None:
         task.state, task.at_ns, task.held_by, task.ready_ns = state, at_ns, None, None
         task.step, task.since_ns, task.by = self.step, self.now_ns(), self.worker
-        task.told = set() if self.pushing else {self.worker}
+        task.known_to = set() if self.pushing else {self.worker}
         if state in ("done", "failed"):
             task.attempts = 0
         task.is_bare = state in ("done", "failed")
@@ -3908,16 +3920,17 @@ class Twin:
         task = self.tasks[ident] = Known(ident, data, key, "", 0)
         late_ns = task.order_ns - self.now_ns()
         demand(0 <= late_ns < 10_000, f"an id's order is {late_ns} ns from its push")
-        self.join(task, due_ns)
+        self.enqueue(task, due_ns)
 
-    def join(self, task: Known, due_ns: int | None) -> None:
+    def enqueue(self, task: Known, due_ns: int | None) -> None:
         if due_ns is None:
             self.move(task, "pending", task.order_ns)
         else:
             self.move(task, "scheduled", due_ns)
 
     def replace(self, task: Known, data: bytes, due_ns: int | None) -> None:
-        """A push for a key that waits. Without a new time its place is kept."""
+        """Replace the payload of a task that waits, as a push with its key does. The task keeps
+        its place unless the push gives a due time."""
         if not task.is_bare:
             self.saved.pop(task.id, None)
         task.attempts = 0
@@ -3929,12 +3942,15 @@ class Twin:
             self.move(task, "scheduled", due_ns)
         else:
             self.entered.setdefault((task.at_ns, 0, task.id), self.step)
-            task.told = task.told | {self.worker}
+            task.known_to = task.known_to | {self.worker}
 
-    def listed_step(self, task: Known) -> int:
-        """Return the first step of which a listing may have given this name of a task. A new
-        payload keeps the place and begins anew, so its name is tried by workers too who listed one
-        that counts deliveries."""
+    def first_listed_step(self, task: Known) -> int:
+        """Return the first step whose listing of pending/ can have led a worker to this task.
+
+        A new payload of a key keeps the place of its task, and its attempts begin at 0 again. So a
+        worker that listed the earlier name, with attempts, tries the new name too: for such a task
+        the listing of any of its names counts.
+        """
         is_new = task.key is not None and not task.attempts
         steps = [
             step
@@ -3973,11 +3989,14 @@ class Twin:
         if state == "gone":
             del self.tasks[task.id]
         if newer is not None:
-            self.join(newer, newer.due_ns)
+            self.enqueue(newer, newer.due_ns)
 
-    def come_back(self, task: Known, state: str, at_ns: int) -> None:
-        """Release and reclaim, and what comes due. The newer payload behind a task stays there;
-        its time, if that is later, is the task's from now on."""
+    def move_back(self, task: Known, state: str, at_ns: int) -> None:
+        """Move a task that is released, reclaimed or due back to where it waits.
+
+        A newer payload stays buffered behind the task. If that payload is due later, the task
+        waits for the payload's time.
+        """
         if task.behind is not None:
             task.attempts = 0
             if self.is_later(task.behind):
@@ -3988,7 +4007,8 @@ class Twin:
         return newer.due_ns is not None and newer.due_ns > self.clock.wall_ns()
 
     def take_along(self, task: Known) -> None:
-        """A claim: the newer payload behind a task is delivered, or is for later."""
+        """Replace the payload of a task that is being claimed by the newer payload behind it. If
+        the newer payload is due later, the task is not delivered but waits for that time."""
         newer, task.behind = task.behind, None
         if newer is None:
             return
@@ -3998,21 +4018,22 @@ class Twin:
         if newer.due_ns is not None and self.is_later(newer):
             self.move(task, "scheduled", newer.due_ns)
 
-    def vacate(self, node: str) -> None:
-        """The last of a node's objects closed, or the first one came: its leases end."""
-        for task in self.those("inflight"):
-            if task.node == node and not self.places[node]:
-                self.come_back(task, "pending", task.order_ns)
+    def end_leases_of_node(self, node: str) -> None:
+        """End all leases of a node if no object holds its lease directory: the last object has
+        closed, or the first one is about to take the directory."""
+        for task in self.in_states("inflight"):
+            if task.node == node and not self.living[node]:
+                self.move_back(task, "pending", task.order_ns)
 
-    # What pop() does besides
+    # Housekeeping
 
     def is_over(self, task: Known) -> bool:
-        """Whether a lease may be ended by anybody."""
-        dead = task.boot == self.boot and not self.places[task.node]
+        """Whether any worker may end the lease of a task: its worker is dead, or it is late."""
+        dead = task.boot == self.boot and not self.living[task.node]
         return dead or task.at_ns <= self.now_ns()
 
-    def see_time_pass(self) -> None:
-        """Note since when what is to come back is ready to."""
+    def note_ready_times(self) -> None:
+        """Note for each due task and each ended lease since when housekeeping could move it."""
         now_ns, before_ns = self.now_ns(), self.looked_ns
         for task in self.tasks.values():
             late_ns = -1
@@ -4026,12 +4047,13 @@ class Twin:
                 task.ready_ns = max(before_ns, now_ns - late_ns)
         self.looked_ns = now_ns
 
-    def go_on(self, task: Known, max_attempts: int | None) -> bool:
-        """Do with a task what a pop() may do besides; say whether there was anything."""
+    def do_housekeeping(self, task: Known, max_attempts: int | None) -> bool:
+        """Do one step of housekeeping that any pop() may do with this task. Return False if there
+        was none to do."""
         if task.state == "scheduled" and task.at_ns <= self.clock.wall_ns():
-            self.come_back(task, "pending", self.now_ns())
+            self.move_back(task, "pending", self.now_ns())
         elif task.state == "inflight" and self.is_over(task):
-            self.come_back(task, "pending", task.order_ns)
+            self.move_back(task, "pending", task.order_ns)
         elif task.state == "pending" and max_attempts and task.attempts >= max_attempts:
             self.saved.pop(task.id, None)
             self.end(task, "failed", True)
@@ -4042,19 +4064,20 @@ class Twin:
         return True
 
     def catch_up(self, found: dict[str, Place], max_attempts: int | None) -> None:
-        """Let the model go on where the directory shows that the queue did."""
+        """Do in the model the housekeeping that the directory shows the queue has done."""
         woken: list[tuple[int, str]] = []
-        for task in self.those("inflight", "pending", "scheduled"):
+        for task in self.in_states("inflight", "pending", "scheduled"):
             due = task.state == "scheduled" and task.step < self.step
             if due and found.get(task.id, ("",))[0] == "pending":
                 woken.append((found[task.id][1], task.id))
             while found.get(task.id, ("gone",))[0] != task.directory:
-                if not self.go_on(task, max_attempts):
+                if not self.do_housekeeping(task, max_attempts):
                     break
         demand(woken == sorted(woken), "what came due did not join in the order of its due times")
 
     def compare(self, found: dict[str, Place], reasons: set[str]) -> None:
-        """Each task has to stand where the model has it. Places drawn in this step are learnt."""
+        """Fail unless each task is where the model has it. The exact order of a task that joined
+        pending/ in this step is not known in advance: the model takes it from the directory."""
         for task in self.tasks.values():
             there = found.get(task.id)
             placed_now = task.step == self.step and task.state == "pending"
@@ -4069,8 +4092,9 @@ class Twin:
         demand(reasons == self.reasons, f"reasons of {reasons}, and should be of {self.reasons}")
 
     def compare_checkpoints(self, found: set[str]) -> None:
-        """What has no task that is alive may be gone: it is old, by the clock on the wall."""
-        live = {task.id for task in self.those("pending", "scheduled", "inflight")}
+        """Fail unless the checkpoints on disk are those of the model. A checkpoint without a live
+        task may be missing: housekeeping deletes it when it is old by the wall clock."""
+        live = {task.id for task in self.in_states("pending", "scheduled", "inflight")}
         self.saved = {it: saved for it, saved in self.saved.items() if it in found | live}
         demand(found == self.saved.keys(), f"checkpoints of {found}, not of {[*self.saved]}")
 
@@ -4082,7 +4106,7 @@ Pushed = tuple[str, bytes, "str | None", "int | None"]  # id, payload, key, due 
 class Held:
     task: FemtoTask
     end_ns: int
-    lasts_ns: int  # what extend() makes it last again, whoever calls it
+    lasts_ns: int  # for how long extend() renews it, whichever object calls that
 
 
 @dataclasses.dataclass
@@ -4090,7 +4114,7 @@ class Worker:
     q: FemtoQueue
     number: int
     given_node: str | None
-    lock_fd: int | None = None  # by which it holds its lease directory
+    lock_fd: int | None = None  # the descriptor whose lock holds its lease directory
 
     @property
     def lasts_ns(self) -> int:
@@ -4098,15 +4122,15 @@ class Worker:
         return FOREVER_NS if ms is None else int(ms * 1e6)
 
     @property
-    def in_place(self) -> bool:
+    def holds_lease_dir(self) -> bool:
         return self.lock_fd is not None
 
 
 class Fuzz:
-    """Random operations of several objects on one queue. After each of them, the directory and
-    what was returned have to be as in the model."""
+    """Random operations of several queue objects on one directory. After each operation, the
+    directory and the returned value must be those of the model."""
 
-    KEYS = ("a", "b", "größe %/\n", "plumless", "buckeroo")  # the last two have one hash
+    KEYS = ("a", "b", "größe %/\n", "plumless", "buckeroo")  # the last two have the same hash
     NODES = ("a", "b", "b", "c", None)
 
     def __init__(self, path: str, seed: int) -> None:
@@ -4115,10 +4139,10 @@ class Fuzz:
         self.model = Twin(self.clock)
         self.said: deque[str] = deque(maxlen=12)
         self.held: list[Held] = []
-        self.paths: dict[str, str] = {}  # of the tasks, when they were looked at last
-        self.paused_ns: int | None = None
-        self.date_set_ns = 0  # when the date was set last
-        self.shared_fd: int | None = None  # the last one that was locked as a lease directory
+        self.paths: dict[str, str] = {}  # by id: the path of each task when it was last listed
+        self.paused_ns: int | None = None  # since when PAUSED exists
+        self.date_set_ns = 0  # when the wall clock was last set
+        self.shared_fd: int | None = None  # the last descriptor locked as a lease directory
         self.while_running = contextlib.ExitStack()
         self.numbers = itertools.count(1)
         self.settings: dict[str, Any] = {
@@ -4135,7 +4159,8 @@ class Fuzz:
         ]
 
     def run(self, steps: int) -> None:
-        """Raise AssertionError, with the seed and the last operations, where they differ."""
+        """Do so many random operations. Raise AssertionError, with the seed and the last
+        operations, if the queue and the model differ."""
         with self.while_running:
             self.while_running.enter_context(mock.patch.object(femtoqueue, "time", self.clock))
             self.while_running.enter_context(mock.patch("fcntl.flock", self.note_locks()))
@@ -4154,7 +4179,8 @@ class Fuzz:
                     w.q.close()
 
     def note_locks(self) -> Callable[[int, int], None]:
-        """Return an flock() that notes a shared lock: a worker has its place from then on."""
+        """Return an flock() that notes the descriptor of each shared lock: the worker that took
+        the lock holds its lease directory from then on."""
         flock = fcntl.flock
 
         def call(fd: int, how: int) -> None:
@@ -4165,10 +4191,10 @@ class Fuzz:
         return call
 
     def do(self, op: Callable[[Worker], None], w: Worker) -> None:
-        self.clock.advance(1e-5)  # longer than any step draws orders
+        self.clock.advance(1e-5)  # more than the orders that one step draws can be ahead
         model = self.model
         model.step, model.worker, model.pushing = model.step + 1, w.number, False
-        model.see_time_pass()
+        model.note_ready_times()
         self.said.append(f"{model.step} {op.__name__} by {w.number} ({w.q.node_id})")
         op(w)
         if op != self.wait:
@@ -4179,7 +4205,7 @@ class Fuzz:
 
     def open(self, node: str | None) -> Worker:
         settings = dict(self.settings)
-        if self.chance.random() < 0.2:  # each object has its own
+        if self.chance.random() < 0.2:  # objects of one queue may have different settings
             settings["timeout_stale_ms"] = self.chance.choice((30_000, 700, None))
             settings["max_attempts"] = self.chance.choice((None, 2))
         settings["keep_done"] = self.chance.random() < 0.7
@@ -4192,8 +4218,8 @@ class Fuzz:
     # The directory
 
     def on_disk(self) -> tuple[dict[str, Place], set[str]]:
-        """Return of each task its directory, the number in front of its name and its attempts;
-        and of which tasks there is a reason."""
+        """Return the place of each task on disk, by id; and the ids that have a reason beside
+        their dead letter."""
         found: dict[str, Place] = {}
         reasons = set()
         for directory in os.listdir(self.path):
@@ -4217,36 +4243,39 @@ class Fuzz:
         with contextlib.suppress(FileNotFoundError):
             self.model.compare_checkpoints({*os.listdir(f"{self.path}/checkpoints")})
 
-    # Places
+    # Lease directories
 
-    def settle_in(self, w: Worker) -> None:
-        """After a call that may have taken a place: what was left there is back first."""
+    def note_lease_dir_taken(self, w: Worker) -> None:
+        """Note in the model that the last call of a worker took its lease directory, if it did.
+        The worker has then moved back the leases that were left in that directory."""
         if self.shared_fd is None:
             return
-        if not w.in_place:
-            self.model.vacate(w.q.node_id)
-            self.model.places[w.q.node_id] += 1
+        if not w.holds_lease_dir:
+            self.model.end_leases_of_node(w.q.node_id)
+            self.model.living[w.q.node_id] += 1
             found, _ = self.on_disk()
-            for task in self.model.those("inflight"):  # who finds such looks at all leases
+            # A worker that finds leases left in its directory looks at those of all nodes, too.
+            for task in self.model.in_states("inflight"):
                 if self.model.is_over(task) and found[task.id][0] != task.directory:
-                    self.model.go_on(task, None)
+                    self.model.do_housekeeping(task, None)
         w.lock_fd, self.shared_fd = self.shared_fd, None
 
-    def leave(self, w: Worker) -> None:
-        if w.in_place:
+    def note_lease_dir_left(self, w: Worker) -> None:
+        if w.holds_lease_dir:
             w.lock_fd = None
-            self.model.places[w.q.node_id] -= 1
-            self.model.vacate(w.q.node_id)
+            self.model.living[w.q.node_id] -= 1
+            self.model.end_leases_of_node(w.q.node_id)
 
     def close(self, w: Worker) -> None:
         w.q.close()
-        is_last = w.in_place and self.model.places[w.q.node_id] == 1
+        is_last = w.holds_lease_dir and self.model.living[w.q.node_id] == 1
         is_there = os.path.exists(f"{self.path}/inflight-{w.q.node_id}")
         demand(not is_last or not is_there, "close() left its directory")
-        self.leave(w)
+        self.note_lease_dir_left(w)
 
     def reopen(self, w: Worker) -> None:
-        """Another object in its place: made anew, or from a pickle while the old one lives."""
+        """Replace a queue object by a new one, or by a copy that was pickled while the old object
+        was open."""
         new = self.open(self.chance.choice((w.q.node_id, w.given_node)))
         if self.chance.random() < 0.5:
             self.say("pickled")
@@ -4258,16 +4287,16 @@ class Fuzz:
             demand(is_same == (w.given_node is not None), f"its node is {new.q.node_id}")
             new.given_node = w.given_node
         self.workers[self.workers.index(w)] = new
-        self.leave(w)
-        w.q = new.q  # the old one is dropped, which closes it
+        self.note_lease_dir_left(w)
+        w.q = new.q  # drops the last reference to the old object, which closes it
 
     def kill(self, w: Worker) -> None:
-        """As SIGKILL does: its lock goes, and nothing else happens."""
+        """Do what SIGKILL does to a worker: its lock goes, and it does nothing more."""
         if w.lock_fd is not None:
             nowhere = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nowhere, w.lock_fd, inheritable=False)
             os.close(nowhere)
-            self.model.places[w.q.node_id] -= 1
+            self.model.living[w.q.node_id] -= 1
         self.workers[self.workers.index(w)] = self.open(w.given_node)
 
     def reboot(self, w: Worker) -> None:
@@ -4298,16 +4327,17 @@ class Fuzz:
             ident = w.q.push(data, **more) if due_us is None else w.q.schedule(data, due_us, **more)
         except KeyInFlight as error:
             ident, refused = error.id, error.key == key
-        self.settle_in(w)
-        self.pushed(self.model.of_key(key), (ident, data, key, due_ns), policy, refused)
+        self.note_lease_dir_taken(w)
+        self.model_push(self.model.task_of_key(key), (ident, data, key, due_ns), policy, refused)
 
-    def pushed(self, task: Known | None, new: Pushed, policy: str, refused: bool) -> None:
-        """Do in the model what a push did; `task` is the one that its key had."""
+    def model_push(self, task: Known | None, new: Pushed, policy: str, refused: bool) -> None:
+        """Do in the model what a push did. `task` is the live task that the key had before."""
         ident, data, key, due_ns = new
         leased = task is not None and task.state == "inflight"
         demand(refused == (leased and policy == "reject"), f"refused: {refused}")
         if task is None:
-            self.model.pushing = key is None  # of a keyed one, its object knows
+            # A worker knows a keyed task that it has pushed; others need a listing to know it.
+            self.model.pushing = key is None
             self.model.add(ident, data, key, due_ns)
         elif leased and (policy == "buffer" or (policy == "update" and task.behind)):
             self.model.put_behind(task, ident, data, due_ns)
@@ -4329,59 +4359,64 @@ class Fuzz:
     # Deliveries
 
     def pop(self, w: Worker) -> None:
-        was = self.delivered(w, w.q.pop)
+        was = self.call_and_lease(w, w.q.pop)
         if was is not None:
             self.check_order(w, was)
         elif self.paused_ns is None:
-            demand(not self.model.those("pending"), "pop() overlooked what is pending")
+            demand(not self.model.in_states("pending"), "pop() overlooked what is pending")
             date_is_old = self.model.now_ns() - self.date_set_ns >= 0.41e9
-            for task in self.model.those("scheduled") if date_is_old else ():
+            for task in self.model.in_states("scheduled") if date_is_old else ():
                 due = task.by == w.number and task.at_ns <= self.clock.wall_ns()
                 demand(not due, f"pop() overlooked {task}, which its object scheduled")
 
-    def delivered(self, w: Worker, call: Callable[..., FemtoTask | None]) -> Known | None:
-        """Lease in the model what is delivered, now and then for a length of its own; return it as
-        it was before."""
+    def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> Known | None:
+        """Call pop() or take(), sometimes with a lease_ms, and lease in the model the task that is
+        delivered. Return that task as it was before the call; None if the call delivered none."""
         lease_ms = self.chance.choice((*[None] * 9, 90_000))
         lease = call(lease_ms=lease_ms)
         self.say(lease and lease.id)
-        self.settle_in(w)
-        was = None if lease is None else self.leased(w, lease, lease_ms)
+        self.note_lease_dir_taken(w)
+        was = None if lease is None else self.model_lease(w, lease, lease_ms)
         self.compare(w)
-        self.check_chores(w)
+        self.check_housekeeping(w)
         return was
 
-    def leased(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> Known:
+    def model_lease(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> Known:
         task = self.model.tasks.get(lease.id)
         if task is None or task.state not in ("pending", "scheduled", "inflight"):
             raise AssertionError(f"{task} was delivered")
-        while task.state != "pending" and self.model.go_on(task, w.q.max_attempts):
+        while task.state != "pending" and self.model.do_housekeeping(task, w.q.max_attempts):
             pass
         demand(task.state == "pending", f"{task} was delivered")
         self.model.take_along(task)
         demand(task.attempts < (w.q.max_attempts or 10**9), "delivered too often")
-        was = dataclasses.replace(task)  # its `told` is its own: move() makes a new one
+        was = dataclasses.replace(task)  # the set `known_to` is shared, but move() makes a new one
         lasts_ns = lease_ms * 1_000_000 if lease_ms else w.lasts_ns
         self.model.lease(task, lease, w.q.node_id, lasts_ns)
-        self.check_told(task, lease)
+        self.check_fields(task, lease)
         self.held.append(Held(lease, task.at_ns, lasts_ns))
         return was
 
-    def check_chores(self, w: Worker) -> None:
-        """Each object looks for what is due, expired or of the dead 2.5 times a second."""
-        for task in self.model.those("scheduled", "inflight"):
+    def check_housekeeping(self, w: Worker) -> None:
+        """Fail if a task is overdue: each object looks for due tasks, ended leases and leases of
+        dead workers 2.5 times a second."""
+        for task in self.model.in_states("scheduled", "inflight"):
             ready_ns = self.model.now_ns() if task.ready_ns is None else task.ready_ns
             demand(self.model.now_ns() - ready_ns < 0.41e9, f"{task} was not brought back")
 
     def check_order(self, w: Worker, was: Known) -> None:
-        """Nothing older waits, but what came after the listing that the batch is from: it is
-        younger than a second, and has what was delivered in it (unless its object put it there)."""
+        """Fail if the delivered task (`was`) overtook an older one.
+
+        A task may wait only if it came to pending/ after the listing from which the batch of the
+        worker was made. That listing is at most a second old. It contains the delivered task,
+        unless the worker put that task into pending/ itself.
+        """
         model = self.model
         if self.paused_ns is not None:
             demand(model.now_ns() - self.paused_ns < 1.01e9, "PAUSED, and delivered")
-        listed = w.number not in was.told
-        step = model.listed_step(was)
-        for task in model.those("pending"):
+        listed = w.number not in was.known_to
+        step = model.first_listed_step(was)
+        for task in model.in_states("pending"):
             if task.at_ns >= was.at_ns:
                 break
             known = listed and task.step <= step
@@ -4391,7 +4426,8 @@ class Fuzz:
     def take(self, w: Worker) -> None:
         key = self.chance.choice(self.KEYS)
         self.say(repr(key))
-        was, task = self.delivered(w, functools.partial(w.q.take, key)), self.model.of_key(key)
+        was = self.call_and_lease(w, functools.partial(w.q.take, key))
+        task = self.model.task_of_key(key)
         demand(was is None or was.key == key, "take() gave another key's task")
         demand(was is None or self.paused_ns is None, "PAUSED, and taken")
         if was is None and task is not None and self.paused_ns is None:
@@ -4399,14 +4435,15 @@ class Fuzz:
             demand(task.state != "pending" and not due, f"take() overlooked {task}")
 
     def settle(self, w: Worker) -> None:
-        """End a delivery, or make it last longer, by whichever object; late ones must not."""
+        """End a delivery, or renew its lease, through any of the objects. That must fail exactly
+        if the lease was lost."""
         if not self.held:
             return
         held = self.held[self.chance.randrange(-min(len(self.held), 8), 0)]
         ways = (self.done, self.done, self.fail, self.release, self.extend, self.checkpoint)
         way = self.chance.choice(ways)
         self.say(f"{way.__name__} {held.task.id}")
-        task = self.model.of_lease(held.task)
+        task = self.model.task_of_lease(held.task)
         try:
             way(w, held, task)
         except LeaseLost as error:
@@ -4419,10 +4456,10 @@ class Fuzz:
 
     def done(self, w: Worker, held: Held, task: Known | None) -> None:
         w.q.done(held.task)
-        self.ended(held, task, "done" if w.q.keep_done else "gone")
+        self.model_end(held, task, "done" if w.q.keep_done else "gone")
 
-    def ended(self, held: Held, task: Known | None, state: str, reason: bool = False) -> None:
-        if held.task.checkpoint is not None:  # and with it goes what was saved
+    def model_end(self, held: Held, task: Known | None, state: str, reason: bool = False) -> None:
+        if held.task.checkpoint is not None:  # its file is deleted with the end of the task
             self.model.saved.pop(held.task.id, None)
         if task is not None:
             self.model.end(task, state, reason)
@@ -4430,17 +4467,17 @@ class Fuzz:
     def fail(self, w: Worker, held: Held, task: Known | None) -> None:
         reason = self.chance.choice((None, "why", ValueError("why")))
         w.q.fail(held.task, reason)
-        self.ended(held, task, "failed", reason is not None)
+        self.model_end(held, task, "failed", reason is not None)
 
     def release(self, w: Worker, held: Held, task: Known | None) -> None:
         front, delay_s = self.chance.choice(((False, 0), (True, 0), (False, 0.1), (False, 9.5)))
         w.q.release(held.task, front=front, delay_s=delay_s)
         if task is not None and delay_s:
             due_ns = self.clock.wall_ns() + int(delay_s * 1e9)
-            self.model.come_back(task, "scheduled", due_ns)
+            self.model.move_back(task, "scheduled", due_ns)
         elif task is not None:
             at_ns = task.order_ns if front else self.model.now_ns()
-            self.model.come_back(task, "pending", at_ns)
+            self.model.move_back(task, "pending", at_ns)
 
     def extend(self, w: Worker, held: Held, task: Known | None) -> None:
         ms = self.chance.choice((None, 1, 60_000))
@@ -4450,7 +4487,7 @@ class Fuzz:
             task.at_ns, task.ready_ns = held.end_ns, None
 
     def checkpoint(self, w: Worker, held: Held, task: Known | None) -> None:
-        """Which renews the lease, too, and never shortens it."""
+        """Save a checkpoint. That also renews the lease, and never shortens it."""
         w.q.checkpoint(held.task, saved := self.payload())
         demand(held.task.checkpoint == saved, "a holder sees another checkpoint")
         held.end_ns = max(held.end_ns, self.model.now_ns() + held.lasts_ns)
@@ -4461,10 +4498,10 @@ class Fuzz:
     # Dead letters and housekeeping
 
     def retry(self, w: Worker) -> None:
-        failed = self.model.those("failed")
+        failed = self.model.in_states("failed")
         ident = self.chance.choice([task.id for task in failed] or ["0" * 20 + "-00000000"])
         task = self.model.tasks.get(ident)
-        other = self.model.of_key(task.key) if task else None
+        other = self.model.task_of_key(task.key) if task else None
         try:
             w.q.retry(ident)
         except TaskNotFound:
@@ -4473,32 +4510,36 @@ class Fuzz:
             demand(other and error.id == other.id, f"{error}, but the key has {other}")
         else:
             demand(task and other is None, f"{task} retried; its key has {other}")
-            self.retried(self.model.tasks[ident])
+            self.model_retry(self.model.tasks[ident])
 
-    def retried(self, task: Known) -> None:
+    def model_retry(self, task: Known) -> None:
         task.attempts = 0
         self.model.reasons.discard(task.id)
         self.model.move(task, "pending", self.model.now_ns())
 
     def retry_failed(self, w: Worker) -> None:
         free = []
-        for task in self.model.those("failed"):
-            if self.model.of_key(task.key) is None:
-                self.retried(task)
+        for task in self.model.in_states("failed"):
+            if self.model.task_of_key(task.key) is None:
+                self.model_retry(task)
                 free.append(task.id)
         demand(w.q.retry_failed() == len(free), "retry_failed() said another number")
         found, _ = self.on_disk()
         demand([*free] == sorted(free, key=lambda ident: found[ident][1]), "out of order")
 
     def purge(self, w: Worker) -> None:
-        """Age is by st_ctime, which no clock of ours moves: all are as old as ours is ahead. When
-        they were pushed does not count."""
+        """Purge all ended tasks of some states, or none.
+
+        purge() compares its clock with st_ctime, which the faked clock does not move. So every file
+        is as old as the faked clock is ahead of the real one. The time of the push must not count:
+        each file is given an old st_mtime.
+        """
         ahead_s, all_of_them = self.clock.time() - time.time(), self.chance.random() < 0.7
         states = self.chance.choice((("done",), ("failed",), ("done", "failed"), "done"))
-        for task in self.model.those("done", "failed"):
+        for task in self.model.in_states("done", "failed"):
             os.utime(self.paths[task.id], (1, 1))
         count = w.q.purge(max(0, ahead_s + (-1000 if all_of_them else 1000)), states)
-        gone = self.model.those(*([states] if isinstance(states, str) else states))
+        gone = self.model.in_states(*([states] if isinstance(states, str) else states))
         demand(count == (len(gone) if all_of_them else 0), f"purge() said {count} of {gone}")
         if all_of_them:
             for task in gone:
@@ -4512,8 +4553,8 @@ class Fuzz:
         self.clock.advance(self.chance.choice((0.01, 0.01, 0.3, 1.1, 1.1, 5, 31, 700)))
 
     def set_date(self, w: Worker) -> None:
-        """A step of the wall clock, which matters to scheduled/ only; the next look for due tasks
-        sees it."""
+        """Set the wall clock forward or back. Only scheduled/ depends on it; the next housekeeping
+        of each object takes the step into account."""
         self.clock.wall_shift_s += self.chance.choice((-4000, -0.5, 0.5, 4000))
         self.date_set_ns = self.model.now_ns()
 
@@ -4526,8 +4567,8 @@ class Fuzz:
             self.paused_ns = None
 
     def by_hand(self, w: Worker) -> None:
-        """mv and rm, as the README names them."""
-        known = self.model.those("pending", "failed", "inflight")
+        """Move or remove the file of a task by hand, in a way that the README allows."""
+        known = self.model.in_states("pending", "failed", "inflight")
         movable = [
             it for it in known if it.key is None or (it.state == "pending" and not it.behind)
         ]
@@ -4554,46 +4595,46 @@ class Fuzz:
     def look_at_stats(self, w: Worker) -> None:
         stats, model = w.q.stats(), self.model
         states = ("pending", "scheduled", "inflight", "keys", "done", "failed")
-        counts = [len(model.those(state)) for state in states]
+        counts = [len(model.in_states(state)) for state in states]
         said = [stats.pending, stats.scheduled, stats.inflight, stats.buffered]
         demand([*said, stats.done, stats.failed] == counts, f"{stats} where there are {counts}")
-        ages_ns = [max(0, model.now_ns() - task.at_ns) for task in model.those("pending")]
-        late_ns = [self.clock.wall_ns() - task.at_ns for task in model.those("scheduled")]
+        ages_ns = [max(0, model.now_ns() - task.at_ns) for task in model.in_states("pending")]
+        late_ns = [self.clock.wall_ns() - task.at_ns for task in model.in_states("scheduled")]
         ages_ns += [it for it in late_ns if it >= 0]
         age_s = max(ages_ns) / 1e9 if ages_ns else None
         demand(stats.oldest_pending_age_s == age_s, f"{stats.oldest_pending_age_s} != {age_s}")
         for node in stats.nodes:
-            leases = [task for task in model.those("inflight") if task.node == node.node]
+            leases = [task for task in model.in_states("inflight") if task.node == node.node]
             late = sum(task.at_ns <= model.now_ns() for task in leases)
             ours = any(task.boot == model.boot for task in leases)
-            living = "dead" if ours else "unknown"
-            living = "alive" if model.places[node.node] else living
-            expected = NodeStats(node.node, len(leases), late, living)
+            liveness = "dead" if ours else "unknown"
+            liveness = "alive" if model.living[node.node] else liveness
+            expected = NodeStats(node.node, len(leases), late, liveness)
             demand(node == expected, f"{node}, not {expected}")
         ended = sum(node.expired for node in stats.nodes)
         demand(stats.expired == ended, f"{stats.expired} have ended, not {ended}")
 
     def look_at_tasks(self, w: Worker) -> None:
         for state in femtoqueue.STATES:
-            known = sorted(self.model.those(state), key=lambda task: task.directory)
-            expected = [task.seen for task in known]
+            known = sorted(self.model.in_states(state), key=lambda task: task.directory)
+            expected = [task.as_task for task in known]
             found = [*w.q.tasks(state)]
             demand(found == expected, f"{state} has {found}, not {expected}")
             for task, seen in zip(known, found, strict=True):
-                self.check_told(task, seen)
+                self.check_fields(task, seen)
             sizes = [task.size_bytes for task in w.q.tasks(state, data=False)]
             demand(sizes == [len(task.data) for task in expected], f"sizes are {sizes}")
             keys = [task.key for task in known if task.key is not None]
             demand([*w.q.keys(state)] == keys, f"keys({state}) are not {keys}")
 
-    def check_told(self, task: Known, told: FemtoTask) -> None:
-        """Fail unless it tells where the task is, whose it is, until when, and whether that was its
-        failure with a reason."""
+    def check_fields(self, task: Known, told: FemtoTask) -> None:
+        """Fail unless `told` has the state, node and deadline or due time of the task, and a reason
+        exactly if the task failed with one."""
         is_leased = task.state == "inflight"
         node = task.node if is_leased else None
         demand((told.state, told.node) == (task.state, node), f"{told.path} of {task}")
         until_ns = task.at_ns if is_leased or task.state == "scheduled" else 0
-        if is_leased:  # by the wall clock of now
+        if is_leased:  # `until` is by the wall clock as it is now; at_ns is by the queue clock
             until_ns += self.clock.wall_ns() - self.model.now_ns()
         told_ns = told.until.timestamp() * 1e9 if told.until else 0
         demand(abs(told_ns - until_ns) < 2000, f"until {told.until}: {task}")
@@ -4603,16 +4644,17 @@ class Fuzz:
     def look_at_one(self, w: Worker) -> None:
         task = self.chance.choice([*self.model.tasks.values(), None])
         found = w.q.peek(task.id if task else "0" * 20 + "-00000000")
-        expected = task and task.seen
+        expected = task and task.as_task
         demand(found == expected, f"peek() gave {found}, not {expected}")
         key = self.chance.choice(self.KEYS)
-        task = self.model.of_key(key)
+        task = self.model.task_of_key(key)
         demand(w.q.contains(key) == (task is not None), f"contains({key}) of {task}")
-        expected = task and task.seen
+        expected = task and task.as_task
         demand(w.q.peek(key=key) == expected, f"peek() did not give {expected}")
 
     def finish(self) -> None:
-        """When all have stopped and time has passed, one who comes gets all that waits."""
+        """Close all objects and let time pass: then a single object must be given every live
+        task."""
         for w in [*self.workers]:
             self.do(self.close, w)
         if self.paused_ns is not None:
@@ -4623,20 +4665,24 @@ class Fuzz:
             if self.held:
                 held = self.held[-1]
                 self.held.clear()
-                if task := self.model.of_lease(held.task):
+                if task := self.model.task_of_lease(held.task):
                     self.done(w, held, task)
-        live = self.model.those("pending", "scheduled", "inflight")
-        # Leases without an end of an earlier boot's workers wait for their node_id.
+        live = self.model.in_states("pending", "scheduled", "inflight")
+        # A lease without a deadline from an earlier boot ends only when an object opens under its
+        # node_id.
         left = [task for task in live if task.state != "inflight" or self.model.is_over(task)]
         demand(not left, f"never delivered: {left}")
         self.look_at_tasks(w)
 
 
 class Model(QueueCase):
-    def test_random_lives_are_as_in_a_model(self) -> None:
-        """Order, attempts, keys, leases, due times, dead letters, by several objects at once, while
-        clocks step, objects die and come back, and people move files (.ci/fuzz.py goes on). No
-        descriptor stays open."""
+    def test_random_operations_of_several_objects_agree_with_a_model(self) -> None:
+        """After each random operation, the directory and the result are those of a model.
+
+        The model covers order, attempts, keys, leases, due times and dead letters. Meanwhile the
+        clock is set, objects die and are opened again, and people move files. Afterwards no
+        descriptor is left open. .ci/fuzz.py runs the same with more seeds.
+        """
         before = os.listdir("/dev/fd")
         for seed in range(16):
             Fuzz(self.new_dir(self.memory), seed).run(300)
