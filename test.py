@@ -4690,10 +4690,12 @@ class Model(QueueCase):
         self.assertEqual(os.listdir("/dev/fd"), before)
 
 
-# What else stands in the directories
+# Damaged and foreign files
 
 
 class Corruption(QueueCase):
+    """A damaged task becomes a dead letter, and the other tasks are delivered."""
+
     WHOLE, LARGE = b"FQ1 352441c2 3\nabc", record(b"x" * 100_000)
     DAMAGED = (
         (b"", "no FQ1 header"),
@@ -4711,9 +4713,12 @@ class Corruption(QueueCase):
         (LARGE[:-1] + b"y", "wrong checksum over 100000 bytes"),
     )
 
-    def test_a_key_that_is_none_or_not_its_ids_is_a_dead_letter(self) -> None:
-        """Nobody's push() wrote it. It must not be an error of pop() for ever, nor lead to the
-        locks of two keys."""
+    def test_task_whose_key_is_invalid_or_of_another_id_is_a_dead_letter(self) -> None:
+        """A task becomes a dead letter if its key is invalid or does not match its id.
+
+        No push() writes such a file. The file must not make every later pop() raise, and must not
+        make a worker take the locks of two keys.
+        """
         q = self.queue()
         for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
             self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
@@ -4722,8 +4727,9 @@ class Corruption(QueueCase):
         self.assertEqual(self.drain(q), [b"good"])
         self.assertEqual(self.states(), {"failed": 5, "done": 1})
 
-    def test_what_is_written_or_read_in_parts_is_whole(self) -> None:
-        """FUSE may give less than it is asked for."""
+    def test_payload_is_whole_when_reads_and_writes_are_partial(self) -> None:
+        """read() and write() are repeated until the record is whole: with FUSE, each call may
+        transfer fewer bytes than it was asked for."""
         q, read, write = self.queue(), os.read, os.write
         sizes = (50, 1), (50, 40), (20_000, 7), (20_000, 16_000)
         for (size, most), key in itertools.product(sizes, (None, "k")):
@@ -4736,8 +4742,9 @@ class Corruption(QueueCase):
             with mock.patch.object(os, "read", lambda fd, size: read(fd, min(size, 512))):
                 self.assertEqual(self.drain(q), [b"y" * size])
 
-    def test_damaged_files_are_set_aside_with_their_reason_and_pop_continues(self) -> None:
-        """And are logged as errors."""
+    def test_damaged_files_are_quarantined_with_their_reason_and_pop_continues(self) -> None:
+        """Each damaged file moves to failed/ unchanged, its reason is written and logged as an
+        error, and the same pop() delivers the next task."""
         LOG.disabled, q = False, self.queue()
         idents = [f"{number:020d}-0000aaaa" for number in range(len(self.DAMAGED))]
         for ident, (content, _) in zip(idents, self.DAMAGED, strict=True):
@@ -4754,9 +4761,11 @@ class Corruption(QueueCase):
 
 
 class TroubleOfOneTask(QueueCase):
-    """A task that this worker can't read, or may not move, does not stop the others."""
+    """A task that a worker can't read, or may not move, does not stop the other tasks."""
 
-    def unreadable(self, *idents: str) -> Any:
+    def with_unreadable(self, *idents: str) -> Any:
+        """Let open() fail with EACCES for the files of these tasks, while the block runs."""
+
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and str(args[0]).endswith(idents):
                 fail_with(errno.EACCES)
@@ -4766,7 +4775,7 @@ class TroubleOfOneTask(QueueCase):
     def test_pop_raises_for_an_unreadable_task_and_the_next_pop_takes_the_next(self) -> None:
         q, other = self.queue(), self.queue("n2")
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
-        with self.unreadable(bad):
+        with self.with_unreadable(bad):
             with self.assertRaises(PermissionError) as caught:
                 q.pop()
             self.assertEqual(getattr(caught.exception, "task_id", None), bad)
@@ -4775,11 +4784,13 @@ class TroubleOfOneTask(QueueCase):
         task = self.pop(other)
         self.assertEqual((task.id, task.attempts), (bad, 2))
 
-    def test_task_that_makes_trouble_again_is_passed_over_for_up_to_an_hour(self) -> None:
+    def test_task_that_stays_unreadable_is_tried_again_after_pauses_of_up_to_an_hour(self) -> None:
+        """One worker tries such a task after pauses that double up to an hour. Another worker has
+        pauses of its own."""
         q, clock = self.queue(), self.clock()
         clock.stand_still()
         bad, pauses = q.push(b"bad"), list[float]()
-        with self.unreadable(bad):
+        with self.with_unreadable(bad):
             for _ in range(16):
                 began_s = clock.monotonic()
                 with contextlib.suppress(PermissionError):
@@ -4803,10 +4814,11 @@ class TroubleOfOneTask(QueueCase):
         (dead,) = q.tasks("failed")
         self.assertEqual((dead.id, "MemoryError" in str(dead.error)), (bad, True))
 
-    def test_keyed_task_that_can_not_be_read_keeps_its_key_to_itself(self) -> None:
+    def test_push_replaces_the_payload_of_a_keyed_task_that_could_not_be_read(self) -> None:
+        """The unreadable task still waits, so that its key has no second task."""
         q, other = self.queue(), self.queue("n2")
         bad = q.push(b"bad", key="k")
-        with self.unreadable(bad):
+        with self.with_unreadable(bad):
             self.assertRaises(PermissionError, q.pop)
         self.assertEqual(q.push(b"newer", key="k"), bad)
         task = self.pop(other)
@@ -4816,7 +4828,7 @@ class TroubleOfOneTask(QueueCase):
         for concurrency in (1, 2):
             q, handled = self.anew(max_attempts=3), list[bytes]()
             bad, *_ = q.push_many([b"bad", b"0", b"1", b"2"])
-            with self.subTest(concurrency), self.unreadable(bad):
+            with self.subTest(concurrency), self.with_unreadable(bad):
                 counts = q.work(
                     lambda task, to=handled: to.append(task.data),  # type: ignore[misc]
                     drain=True,
@@ -4826,18 +4838,18 @@ class TroubleOfOneTask(QueueCase):
             (dead,) = q.tasks("failed")
             self.assertEqual(dead.id, bad)
 
-    def test_work_ends_when_nothing_but_unreadable_tasks_comes(self) -> None:
+    def test_work_raises_when_every_task_is_unreadable_for_too_long(self) -> None:
         q = self.queue()
         idents = q.push_many([b"bad"] * 3)
         with (
             with_constant("trouble", -1.0),
-            self.unreadable(*idents),
+            self.with_unreadable(*idents),
             self.assertRaises(PermissionError),
         ):
             q.work(lambda task: None, drain=True)
 
-    def test_task_that_may_not_be_moved_is_passed_over(self) -> None:
-        """As in a sticky pending/, where the tasks of other users may not be renamed."""
+    def test_task_that_may_not_be_renamed_is_skipped_for_a_while(self) -> None:
+        """Such a task may be that of another user, in a pending/ with the sticky bit."""
         q, clock = self.queue(), self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         with hooked(at_call("move", bad, raising(errno.EPERM))):
@@ -4854,7 +4866,8 @@ class TroubleOfOneTask(QueueCase):
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (bad, 1))
 
-    def test_directory_that_may_not_be_written_to_is_no_trouble_of_a_task(self) -> None:
+    def test_error_of_a_directory_without_write_permission_names_no_task(self) -> None:
+        """If nothing in a directory may be renamed, no single task is at fault."""
         q = self.queue()
         bad = q.push(b"x")
         with (
@@ -4867,6 +4880,8 @@ class TroubleOfOneTask(QueueCase):
 
 
 class ForeignFiles(QueueCase):
+    """Files whose names are not the queue's are left alone."""
+
     NAMES = (
         ".DS_Store",
         "README",
@@ -4896,17 +4911,21 @@ class ForeignFiles(QueueCase):
         names = (*self.NAMES, "folder", "link", "fifo", not_unicode)
         return {os.path.normpath(self.file(directory, name)) for name in names}
 
-    def test_what_is_not_ours_is_never_delivered_moved_removed_or_a_crash(self) -> None:
-        """Files, folders, links and names of any bytes, in every directory; and what only looks
-        like a lease directory. On file systems of several hosts, too. However much of it there is,
-        an empty pop() lists pending/ once."""
+    def test_foreign_files_are_never_delivered_moved_or_removed(self) -> None:
+        """Foreign files, directories, links and names of any bytes stay where they are, and no
+        operation raises because of them.
+
+        This holds in every directory of the queue, for names that resemble a lease directory, and
+        on file systems that hosts share. A pop() that finds no task lists pending/ once, however
+        many foreign files are in it.
+        """
         clock = self.clock()
         for fs_type in (EXT4, NFS):
             self.path = self.new_dir(self.memory)
             self.patched(on_file_system(fs_type))
-            self.check_what_is_foreign_stays(clock)
+            self.check_foreign_files_stay(clock)
 
-    def check_what_is_foreign_stays(self, clock: Clock) -> None:
+    def check_foreign_files_stay(self, clock: Clock) -> None:
         q = self.queue("n1")
         q.push(b"1")
         q.close()
@@ -4916,7 +4935,7 @@ class ForeignFiles(QueueCase):
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
         for directory in (".", "keys", "creating", *states):
             foreign |= self.litter(directory)
-        # As a lock and a payload are named, and the place of a worker.
+        # Directories with the names of a key's states, a buffered payload and a lease directory.
         for name in ("keys/80000000", "keys/" + "0" * 20 + "-80000000", "inflight-bad name"):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
@@ -4937,9 +4956,13 @@ class ForeignFiles(QueueCase):
         q.close()
         self.assertEqual([path for path in foreign if not os.path.lexists(path)], [])
 
-    def test_links_folders_and_fifos_with_a_tasks_name_are_set_aside_unread(self) -> None:
-        """O_NOFOLLOW: a link is not followed. O_NONBLOCK: a FIFO does not hang pop(). Nor are they
-        what another host replaced, or took first."""
+    def test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread(self) -> None:
+        """A link, directory or FIFO with the name of a task moves to failed/, and is not read.
+
+        Because of O_NOFOLLOW a link is not followed; because of O_NONBLOCK a FIFO does not block
+        pop(). On a file system that hosts share, such an entry is not mistaken for a file that
+        another host has replaced or claimed.
+        """
         secret = self.put("secret", record(b"abc"), "")
         make: tuple[Callable[[str], object], ...] = (
             lambda path: os.symlink(secret, path),
@@ -4962,9 +4985,9 @@ class ForeignFiles(QueueCase):
 
 
 class ManyUsers(QueueCase):
-    """What one user made does not shut out, or hold up, the others."""
+    """Files that one user made neither shut out nor block the other users of a queue."""
 
-    def test_reason_that_is_no_file_does_not_block(self) -> None:
+    def test_fifo_in_the_place_of_a_reason_does_not_block(self) -> None:
         q = self.queue()
         q.push(b"x")
         task = self.pop(q)
@@ -4974,7 +4997,9 @@ class ManyUsers(QueueCase):
         self.assertEqual(dead.error, "")
 
     def test_files_for_all_users_follow_the_rights_of_data_dir(self) -> None:
-        """As root, or a user with another umask, may be the first to use a key, or a line."""
+        """The files and directories that all users need have the permissions of data_dir, whatever
+        the umask. root, or a user with another umask, may be the first to use a key or a
+        TicketQueue."""
         os.chmod(self.path, 0o770)
         before = os.umask(0o077)
         try:
@@ -4994,8 +5019,12 @@ class ManyUsers(QueueCase):
         for path in (*files, *states, self.file("last")):
             self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o660, path)
 
-    def test_file_outside_keeps_its_mode_when_a_link_takes_the_place_of_a_new_lock(self) -> None:
-        """root may work in a directory of another user, who puts a link to any file there."""
+    def test_file_outside_keeps_its_mode_when_a_link_replaces_a_new_lock(self) -> None:
+        """The queue sets the mode of a new lock file through its descriptor, never by its path.
+
+        RACE: root works in a directory of another user. That user replaces the new lock file by a
+        link to a file elsewhere, before root sets the mode. The mode of the linked file stays.
+        """
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         for link in (os.symlink, os.link):
             with open(outside, "w", encoding="ascii"):
@@ -5014,7 +5043,9 @@ class ManyUsers(QueueCase):
             self.assertTrue(os.path.lexists(place))
             self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
-    def test_file_outside_keeps_its_mode_when_a_link_comes_before_the_lock(self) -> None:
+    def test_file_outside_keeps_its_mode_when_a_link_is_there_before_the_lock(self) -> None:
+        """RACE: another user puts a link at the path of a lock file just before the queue creates
+        it. The mode of the linked file stays."""
         q = self.queue()
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         with open(outside, "w", encoding="ascii"):
@@ -5032,8 +5063,8 @@ class ManyUsers(QueueCase):
             q.push(b"x", key="k")
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
-    def test_looks_at_keys_work_where_nothing_can_be_written(self) -> None:
-        """As on a snapshot, also if its locks/ was never made."""
+    def test_peek_and_contains_by_key_work_on_a_read_only_queue(self) -> None:
+        """The queue may be a snapshot, and may have no locks/."""
         q, opened = self.queue(), os.open
         q.push(b"x", key="k")
         shutil.rmtree(self.file("locks"))
@@ -5049,7 +5080,7 @@ class ManyUsers(QueueCase):
             self.assertEqual((q.contains("k"), q.contains("j")), (True, False))
         self.assertEqual(task and task.data, b"x")
 
-    def test_ticket_in_a_line_that_may_only_be_read_raises_why(self) -> None:
+    def test_register_in_a_read_only_directory_raises_its_error(self) -> None:
         line, opened = TicketQueue(self.path), os.open
         line.remove(line.register()[1])
 
@@ -5080,8 +5111,9 @@ class ManyUsers(QueueCase):
             self.queue()
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
-    def test_lock_that_may_only_be_read_is_taken(self) -> None:
-        """An earlier version made it as root, with mode 0644; flock needs no right to write."""
+    def test_lock_file_without_write_permission_can_be_locked(self) -> None:
+        """A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
+        needs no write permission."""
         q = self.queue()
         q.push(b"x", key="k")
         opened = os.open
@@ -5098,10 +5130,10 @@ class ManyUsers(QueueCase):
 
 @FORK
 class ByHand(QueueCase):
-    """Each command of a person or a shell script that the README names, while workers run."""
+    """Each shell command that the README allows on a queue in use has the effect it describes."""
 
-    # What a person does while 1 is in flight, and 2 and 3 wait, and are listed already; whether the
-    # lease is lost then; and what is delivered, with its attempts.
+    # Before each command, task 1 is in flight; tasks 2 and 3 wait, and are already listed. A row:
+    # the command, whether it ends the lease, and the tasks delivered after it with their attempts.
     COMMANDS: tuple[tuple[str, bool, dict[bytes, int]], ...] = (
         ("mv pending/$ID failed/", False, {b"3": 1}),
         ("mv pending/$ID failed/; mv failed/$ID pending/", False, {b"2": 1, b"3": 1}),
@@ -5114,13 +5146,15 @@ class ByHand(QueueCase):
     )
 
     def sh(self, command: str, **names: str) -> str:
+        """Run a shell command in data_dir, with these variables; return its output."""
         env = {**os.environ, **names}
         status, out, err = run_guarded("sh", "-ec", command, env=env, path=self.path)
         self.assertEqual((status, err), (0, ""), command)
         return out
 
-    def test_mv_rm_and_touch_do_what_they_say(self) -> None:
-        """For the worker that has a lease without an end, or its tasks' names, and for others."""
+    def test_mv_rm_and_touch_change_what_is_delivered(self) -> None:
+        """A command has the same effect on both workers: the one that holds a lease without a
+        deadline and has already listed the tasks, and another one."""
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
             q = self.anew(timeout_stale_ms=None)
@@ -5136,9 +5170,13 @@ class ByHand(QueueCase):
                     q.done(task)
                 self.check_invariants()
 
-    def test_mv_under_any_name_that_a_task_ever_had_is_seen(self) -> None:
-        """A lease's name in pending/, and a waiting one's in failed/ and done/: stats, peek, retry
-        and purge know a task by its id. Many are retried with one listing."""
+    def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
+        """stats(), peek(), retry() and purge() find a task by its id, whichever of its names it has
+        in pending/, failed/ or done/.
+
+        The name may be that of a lease in pending/, or that of a waiting task in failed/ and done/.
+        retry_failed() lists failed/ only once.
+        """
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -5158,8 +5196,9 @@ class ByHand(QueueCase):
         self.sh("mv pending/* done/")
         self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
 
-    def test_ls_cat_tail_wc_and_du_tell_the_truth_and_a_copy_is_a_queue(self) -> None:
-        """What was in flight comes back in the copy: nobody holds its lease."""
+    def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
+        """ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a queue. A
+        task in flight is delivered again from the copy, where no worker holds its lease."""
         q = self.queue(timeout_stale_ms=None)
         ids = q.push_many([b"one\n", b"two\n"])
         self.assertEqual(self.sh("ls pending").split(), ids)
@@ -5180,6 +5219,8 @@ class ByHand(QueueCase):
 
 @FORK
 class Concurrency(QueueCase):
+    """Many processes on one queue deliver each task exactly once while none of them dies."""
+
     COUNT = 20_000
 
     def pop_and_finish(self, q: FemtoQueue) -> list[str]:
@@ -5190,7 +5231,8 @@ class Concurrency(QueueCase):
         return [task.data.decode()]
 
     def push_and_drain(self, child: Child, first: int) -> None:
-        """Drain until all is done; the first two push half of the tasks each, meanwhile."""
+        """Pop and finish tasks until all are done. The children 0 and 1 also push half of the tasks
+        each, meanwhile."""
         q, ends = FemtoQueue(self.path), [self.file("pushed-0"), self.file("pushed-1")]
         child.say("ready")
         child.wait_for_go()
@@ -5206,7 +5248,7 @@ class Concurrency(QueueCase):
         q.close()
 
     def test_eight_workers_deliver_twenty_thousand_tasks_exactly_once(self) -> None:
-        """While nobody dies."""
+        """No task is delivered twice or lost, because no worker dies."""
         workers = [self.child(functools.partial(self.push_and_drain, first=n)) for n in range(8)]
         for worker in workers:
             worker.line()
@@ -5221,16 +5263,18 @@ class Concurrency(QueueCase):
 
 @FORK
 class KeyedConcurrency(QueueCase):
-    """Four producers and four consumers on fifty keys, all of them killed now and then."""
+    """Four producers and four consumers share fifty keys, and are killed again and again."""
 
     KEYS, KILLS = 50, 130
-    SECONDS = 2.0 if QueueCase.memory else 4.0  # for as many deliveries
+    SECONDS = 2.0 if QueueCase.memory else 4.0  # a disk takes longer for as many deliveries
 
     def log(self, *words: object) -> None:
-        """Append a line. Who is killed as it crosses a page leaves half of one: without its end."""
+        """Append a line to the log. A process that is killed while its line crosses a page leaves
+        half of the line, without the "." at its end."""
         os.write(self.log_fd, " ".join(map(str, ("\n", time.monotonic_ns(), *words, "."))).encode())
 
     def logged(self, what: str) -> list[tuple[int, str, str]]:
+        """Return time, key and value of each whole line in the log that has this word."""
         with open(self.file("log"), encoding="ascii") as file:
             whole = [words[:4] for line in file if (words := line.split())[4:] == ["."]]
         return sorted((int(t), key, value) for t, word, key, value in whole if word == what)
@@ -5256,8 +5300,12 @@ class KeyedConcurrency(QueueCase):
             self.handle(q, task, chance)
 
     def handle(self, q: FemtoQueue, task: FemtoTask, chance: random.Random) -> None:
+        """Log the delivery of a task, and settle it. Log an overlap if another process is at work
+        on the same key."""
         fd = os.open(self.file(f"busy-{task.key}"), os.O_RDWR | os.O_CREAT, 0o600)
-        for _ in range(100):  # a killed one's descriptors close one after the other
+        # The kernel closes the descriptors of a killed process one after the other: its lease may
+        # have ended already while it still holds this lock.
+        for _ in range(100):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -5272,7 +5320,7 @@ class KeyedConcurrency(QueueCase):
         else:
             q.release(task, front=chance.random() < 0.5)
 
-    def test_the_last_value_is_delivered_last_and_no_two_at_once(self) -> None:
+    def test_last_payload_of_a_key_is_delivered_last_and_no_two_at_once(self) -> None:
         self.log_fd = os.open(self.file("log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self.addCleanup(os.close, self.log_fd)
         workers = [self.child(work) for work in (self.produce, self.consume) * 4]
@@ -5296,7 +5344,8 @@ class KeyedConcurrency(QueueCase):
         self.check_last_values()
 
     def check_last_values(self) -> None:
-        """No value whose push began after the push of the last one delivered had ended."""
+        """Fail if a key's last delivered payload is not its newest: if the push of another payload
+        began after the push of the delivered one had returned."""
         began = {value: t for t, _, value in self.logged("pushing")}
         pushed = self.logged("pushed")
         ended = {value: t for t, _, value in pushed}
