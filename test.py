@@ -4798,7 +4798,7 @@ class TroubleOfOneTask(QueueCase):
                         clock.advance(0.5 if clock.monotonic() - began_s < 30 else 30)
                 pauses.append(clock.monotonic() - began_s)
         self.assertEqual(pauses[:6], [0, 0, 1, 2, 4, 8])
-        self.assertTrue(3600 <= pauses[-1] <= 3660, pauses)
+        self.assertTrue(3599 <= pauses[-1] <= 3660, pauses)  # a difference of two floats
         self.assertEqual(self.pop(self.queue("n2")).data, b"bad")
 
     def test_payload_that_does_not_fit_into_memory_is_a_dead_letter_after_max_attempts(
