@@ -5358,6 +5358,8 @@ class KeyedConcurrency(QueueCase):
 
 
 class TicketCase(QueueCase):
+    """A test with a line: the directory of a TicketQueue."""
+
     def line(self, stale_timeout: float | None = None) -> TicketQueue:
         return TicketQueue(self.file("line"), stale_timeout)
 
@@ -5367,7 +5369,8 @@ class TicketCase(QueueCase):
 
 
 class Tickets(TicketCase):
-    """First come, first served: one at a time, in the order of the numbers, over the dead."""
+    """First come, first served: members have their turns one at a time, in the order of their
+    tickets, and dead members are passed over."""
 
     def test_numbers_begin_at_one_and_the_lowest_is_at_the_head(self) -> None:
         line, other = self.line(), self.line()
@@ -5381,15 +5384,16 @@ class Tickets(TicketCase):
         line.remove(tickets[2][1])
         self.assertEqual((line.is_head(0), line.is_empty()), (False, True))
         self.assertEqual((other.register()[0], line.is_empty()), (4, False))
-        del other  # and with the object, its tickets
+        del other  # dropping the object removes its tickets
         self.assertEqual(self.names("line"), ["last"])
-        for content in (b"", bytes(20), b"hello"):  # after power loss, or of a person
+        for content in (b"", bytes(20), b"hello"):  # left by power loss, or written by a person
             self.put("last", content, "line")
             number, member = line.register()
             self.assertEqual((number, line.remove(member)), (1, True))
 
-    def test_a_ticket_appears_locked(self) -> None:
-        """Or whoever looks just then takes it for that of a dead process."""
+    def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
+        """RACE: another process looks at the line as soon as the ticket appears. It would take an
+        unlocked ticket for that of a dead process, and remove it."""
         line, other, swept = self.line(), self.line(), list[int]()
 
         def look() -> None:
@@ -5399,8 +5403,9 @@ class Tickets(TicketCase):
             ticket, _ = line.register()
         self.assertEqual((swept, line.is_head(ticket)), ([0], True))
 
-    def test_who_was_removed_has_no_turn_though_its_number_is_given_again(self) -> None:
-        """By a person, say, who gave up on a process that is stopped; or as it looks."""
+    def test_removed_ticket_has_no_turn_even_if_its_number_is_given_again(self) -> None:
+        """A person may remove the ticket of a process that is stopped. The ticket may also be
+        removed while its own is_head() runs."""
         line, other = self.line(), self.line()
         ticket, member = line.register()
         self.assertTrue(other.remove(member))
@@ -5419,8 +5424,9 @@ class Tickets(TicketCase):
             self.assertTrue(line.is_head(1))
         self.assertTrue(line.is_empty())
 
-    def test_a_copy_holds_no_ticket(self) -> None:
-        """As of an object that multiprocessing gives to a process that it spawns."""
+    def test_pickled_copy_holds_no_ticket(self) -> None:
+        """Dropping the copy removes no ticket of the original. multiprocessing gives such a copy to
+        a process that it spawns."""
         line = self.line(7.5)
         ticket, _ = line.register()
         twin = pickle.loads(pickle.dumps(line))
@@ -5428,30 +5434,31 @@ class Tickets(TicketCase):
         del twin
         self.assertTrue(line.is_head(ticket))
 
-    def test_a_directory_that_can_not_be_made_again_is_an_error(self) -> None:
-        """The link to it leads nowhere any more."""
+    def test_register_raises_if_its_directory_can_not_be_made_again(self) -> None:
+        """Here queue_dir is a symbolic link, and the directory that it leads to was removed."""
         os.mkdir(self.file("there"))
         os.symlink("there", self.file("line"))
         line = self.line()
         os.rmdir(self.file("there"))
         self.assertRaises(FileNotFoundError, line.register)
 
-    def test_who_died_is_passed_over_at_once(self) -> None:
-        """While waiting, and at the head; no stale_timeout is needed."""
+    def test_ticket_of_a_dead_process_is_passed_over_at_once(self) -> None:
+        """This holds for a ticket at the head and for one further back, without stale_timeout."""
         lines = [self.line() for _ in range(4)]
         members = [line.register()[1] for line in lines]
         self.assertFalse(lines[1].is_head(2))
         nowhere = os.open(os.devnull, os.O_RDONLY)
         self.addCleanup(os.close, nowhere)
-        for at in (0, 2):  # no descriptor leads to its ticket any more, as when it was killed
+        for at in (0, 2):  # close the descriptor of the ticket, as the kernel does after SIGKILL
             (fd,) = descriptors_of(self.file("line", members[at]))
             os.dup2(nowhere, fd, inheritable=False)
         self.assertTrue(lines[1].is_head(2))
         self.assertEqual((lines[1].cleanup_stale(), lines[3].is_head(4)), (1, False))
 
     @FORK
-    def test_a_forked_child_holds_none_of_its_parents_tickets(self) -> None:
-        """That it ends, drops its copy, or leaves the block gives up nothing."""
+    def test_forked_child_holds_none_of_its_parents_tickets(self) -> None:
+        """The parent keeps its ticket when the child ends, drops its copy of the object, or leaves
+        the block of turn()."""
         lines, stack = [self.line()], contextlib.ExitStack()
         first, _ = lines[0].register()
         self.assertEqual(self.child(lambda child: lines.clear()).finish(), ([], 0))
@@ -5464,10 +5471,14 @@ class Tickets(TicketCase):
         stack.close()
         self.assertTrue(line.is_empty())
 
-    def test_a_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
-        """All others would wait behind it. At each of its system calls the network is cut, or
-        Ctrl-C comes before or after it. If it returns, the ticket is in line; and an error of
-        close() undoes nothing."""
+    def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
+        """A register() that raises leaves no ticket behind, and one that returns has its ticket in
+        line.
+
+        All other members would wait behind a ticket that was left. At each system call of
+        register() the network is cut, or Ctrl-C comes before or after the call. If only close()
+        fails, the ticket stays in line.
+        """
         cut = raising(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, happen) in itertools.product((EXT4, NFS), ways):
@@ -5484,23 +5495,26 @@ class Tickets(TicketCase):
                     for member in members:
                         self.assertTrue(line.remove(member))
 
-    def test_on_another_host_only_the_time_tells(self) -> None:
-        """A ticket of another boot lives until nobody has touched it for stale_timeout."""
+    def test_ticket_of_another_host_lives_until_it_is_stale(self) -> None:
+        """A ticket of another host, or of an earlier boot, is passed over when it was not touched
+        for stale_timeout seconds, and never if stale_timeout is None."""
         with on_boot("another host"):
             other = self.line(stale_timeout=60)
         line, patient, clock = self.line(stale_timeout=60), self.line(), self.clock()
         theirs, member = other.register()
         mine, _ = line.register()
         clock.advance(50)
-        self.assertTrue(other.is_head(theirs))  # touches it, but by the clock of the disk
+        # This touches the ticket, but by the clock of the disk, which the test does not advance.
+        self.assertTrue(other.is_head(theirs))
         stats = calls_of("stat", lambda: self.assertFalse(line.is_head(mine)))
-        # Of its open file: a host may remember for a minute when a path was last touched.
+        # The age must come from fstat() of the open ticket: a host may cache for a minute when a
+        # path was last touched.
         self.assertNotIn((self.file("line", member),), stats)
         clock.advance(20)
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
         self.assertFalse(other.is_head(theirs))
 
-    def test_the_directory_is_removed_when_nobody_is_there_and_only_then(self) -> None:
+    def test_maybe_cleanup_removes_the_directory_only_if_nobody_is_in_line(self) -> None:
         line = self.line()
         _, member = line.register()
         self.assertEqual((line.maybe_cleanup(), line.remove(member)), (False, True))
@@ -5508,13 +5522,15 @@ class Tickets(TicketCase):
         self.assertFalse(line.maybe_cleanup())
         self.assertEqual(self.names("line"), [".notes.txt", "last"])
         os.unlink(self.file("line", ".notes.txt"))
-        self.put(f".{1:020d}~00000000~{'0' * 16}", b"", "line")  # of one killed in register()
+        # A process that was killed in register() left this file.
+        self.put(f".{1:020d}~00000000~{'0' * 16}", b"", "line")
         self.assertEqual((line.maybe_cleanup(), line.maybe_cleanup()), (True, False))
         self.assertFalse(os.path.exists(self.file("line")))
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
-    def test_a_directory_that_is_removed_before_any_call_is_made_again(self) -> None:
-        """As another process does that finds nobody in line, and not who holds the lock."""
+    def test_directory_that_is_removed_before_any_system_call_is_made_again(self) -> None:
+        """RACE: another process finds no ticket in line and removes the directory, before any
+        system call of this object. The object makes the directory again."""
 
         def clean() -> None:
             last = self.file("line", "last")
@@ -5536,23 +5552,25 @@ class Tickets(TicketCase):
             if next(calls) < number:
                 break
 
-    def test_a_ticket_that_can_not_be_removed_is_not_held_any_longer(self) -> None:
-        """As when the network is cut. The line goes on without it once it is reached again."""
+    def test_ticket_whose_removal_fails_is_no_longer_locked(self) -> None:
+        """If the network is cut during remove(), the ticket's lock is dropped all the same. So the
+        line passes over that ticket once the directory can be reached again."""
         line = self.line()
         _, member = line.register()
         with hooked(at_call("unlink", member, raising(errno.ENOTCONN))):
             try:
                 line.remove(member)
             except OSError as error:
-                kept = error  # and with it the frame of remove(), and the lock
+                kept = error  # keeps the frame of remove(), and so a reference to the lock
         self.assertTrue(line.is_empty(), kept)
 
     def take_turns(self, child: Child) -> None:
-        """In each turn, say the ticket and the number that a file has, which is one more then."""
+        """Take 100 turns. In each turn, print the ticket and the number in the file "inside", and
+        then add 1 to that number."""
         line = self.line()
         for _ in range(100):
             with line.turn() as ticket, open(self.file("inside"), "r+b", 0) as inside:
-                fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else is inside
+                fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if two have a turn
                 number = int(inside.read())
                 child.say(f"{ticket} {number}")
                 if child.chance.random() < 0.1:
@@ -5561,8 +5579,9 @@ class Tickets(TicketCase):
 
     @FORK
     def test_eight_processes_take_a_hundred_turns_each(self) -> None:
-        """One at a time, in the order of their tickets; a directory that is removed in between,
-        when it is empty, does no harm."""
+        """The processes have their turns one at a time, in the order of their tickets. Meanwhile
+        maybe_cleanup() removes the directory whenever nobody is in line; tickets then begin at 1
+        again."""
         self.put("inside", b"0", "")
         line, children = self.line(), [self.child(self.take_turns) for _ in range(8)]
         has_ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -5579,11 +5598,12 @@ class Tickets(TicketCase):
 
 
 class SharedTickets(TicketCase):
-    """The same between hosts. One that was cut off has lost its locks, and is not told (NFS)."""
+    """The promises of Tickets between hosts, on NFS. There a host that was cut off from the server
+    has lost its locks, and nothing tells it so."""
 
     fs_type = NFS
 
-    def lasting(self) -> tuple[TicketQueue, Clock]:
+    def line_and_clock(self) -> tuple[TicketQueue, Clock]:
         """Return a line with a stale_timeout of 40 s, and the clock."""
         return self.line(stale_timeout=40), self.clock()
 
@@ -5594,9 +5614,12 @@ class SharedTickets(TicketCase):
             wait_until_it_stands(thread)
             self.assertTrue(thread.is_alive())
 
-    def test_numbers_are_names(self) -> None:
-        """A host may read as it was what another has written to "last". The directory stays: a host
-        may hold the lock of a "last" that was removed."""
+    def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
+        """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing.
+
+        A host may read the old content of "last" from its cache after another host has written to
+        it. If the directory were removed, a host might still hold the lock of the removed "last".
+        """
         for number in (1, 2, 3):
             line = self.line()
             ticket, member = line.register()
@@ -5605,10 +5628,19 @@ class SharedTickets(TicketCase):
         self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
         self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
 
-    def test_a_ticket_that_another_host_comes_between_is_made_again(self) -> None:
-        """That host draws a number as ours is being noted, or is noted and not in line yet: a lower
-        one would take its place. Or it takes ours for that of a dead process. Or GlusterFS lists a
-        name which it does not find, perhaps for minutes, until it has healed: at last an error."""
+    def test_register_draws_again_if_another_host_interferes(self) -> None:
+        """register() takes a new ticket if another host has interfered with its first one.
+
+        RACE: this host was cut off and has lost the lock of "last". Another host draws a number
+        while this host notes its own, or after that but before its ticket is in line. This host
+        must draw again: its lower number would put its ticket before the other one.
+
+        RACE: another host takes the new file for that of a dead process, and removes it. This host
+        makes another ticket.
+
+        GlusterFS may list a name that it does not find, perhaps for minutes, until it has healed.
+        register() tries again a few times, and then raises the error.
+        """
         line = self.line()
 
         def draw(theirs: int) -> None:
@@ -5640,23 +5672,31 @@ class SharedTickets(TicketCase):
                 self.assertRaises(OSError, line.turn(60).__enter__)
             self.assertTrue(line.is_empty())
         ticket, member = line.register()
-        with hooked(at_call("utime", None, stale)):  # removed; its list of names may be an old one
+        # ESTALE: the ticket was removed, though the cached list of names may still have it.
+        with hooked(at_call("utime", None, stale)):
             self.assertFalse(line.is_head(ticket))
         self.assertFalse(line.remove(member))
 
-    def test_a_touch_that_came_late_does_not_make_up_for_it(self) -> None:
-        """The thread of turn() touches the ticket, and tells nobody that it was late."""
+    def test_late_touch_does_not_renew_a_ticket(self) -> None:
+        """If the thread of turn() touches the ticket too late, is_head() returns False, even though
+        that thread reports nothing and later touches are in time."""
         clock, touches = self.clock(), threading.Semaphore(0)
         clock.stand_still()
         line = self.line(stale_timeout=0.04)
         with hooked(at_call("utime", None, touches.release), after=True), line.turn() as ticket:
             clock.advance(0.032)
-            for _ in range(4):  # by is_head(); that just begins; that is late; and one after it
+            # The touch of is_head(); one that may have begun before the clock was advanced; the
+            # late one; and one after it.
+            for _ in range(4):
                 self.assertTrue(touches.acquire(timeout=PATIENCE_S))
             self.assertFalse(line.is_head(ticket))
 
-    def test_who_is_late_in_its_turn_is_told_and_keeps_others_out_until_it_stops(self) -> None:
-        line, clock = self.lasting()
+    def test_member_that_is_late_in_its_turn_is_told_and_keeps_its_ticket_until_it_stops(
+        self,
+    ) -> None:
+        """Its is_head() returns False, but its ticket stays, touched, and keeps others from their
+        turn until the member calls remove()."""
+        line, clock = self.line_and_clock()
         with on_boot("another host's"):
             other = self.line(stale_timeout=40)
         ticket, member = line.register()
@@ -5675,9 +5715,11 @@ class SharedTickets(TicketCase):
         self.assertTrue(line.remove(member))
         self.assertTrue(other.is_head(waiting))
 
-    def test_a_call_that_hangs_counts_from_its_beginning(self) -> None:
-        """Nobody knows when the server carried it out. turn() says so."""
-        line, clock = self.lasting()
+    def test_touch_counts_from_the_beginning_of_a_call_that_hangs(self) -> None:
+        """A ticket's age counts from the time at which the call that touched it began, because the
+        server may have carried out the call at once. turn() raises if its ticket may have been
+        passed over for that reason."""
+        line, clock = self.line_and_clock()
         hang = functools.partial(clock.advance, 32)
         with hooked(at_call("move", "/.", hang, times=2)):
             ticket, _ = line.register()
@@ -5695,16 +5737,18 @@ class SharedTickets(TicketCase):
 
 
 class Shrinking(QueueCase):
+    """A pending/ that was large is replaced by a new directory when it is empty."""
+
     in_memory = False
 
-    def look(self, q: FemtoQueue, hook: Hook = lambda *_: None) -> FemtoTask | None:
-        """Pop, of a queue that takes any pending/ for a large one."""
+    def pop_as_if_large(self, q: FemtoQueue, hook: Hook = lambda *_: None) -> FemtoTask | None:
+        """Pop, while femtoqueue takes every pending/ for a large one."""
         with with_constant("shrink", -1), hooked(hook):
             return q.pop()
 
-    def test_an_empty_pending_that_was_large_is_replaced_with_its_mode(self) -> None:
-        """And synced into data_dir: what is pushed later would be durable in a directory that has
-        no name after power loss."""
+    def test_empty_pending_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
+        """The replacement is synced into data_dir. Otherwise a power loss could leave later tasks,
+        though synced themselves, in a directory that has no name."""
         q, clock, synced = self.queue(), self.clock(), list[bool]()
         os.chmod(self.file("pending"), 0o751)
         before = os.open(self.file("pending"), os.O_RDONLY)
@@ -5714,41 +5758,44 @@ class Shrinking(QueueCase):
             if name == "fsync":
                 synced.append(os.path.samestat(os.fstat(args[0]), os.stat(self.path)))
 
-        self.look(q, note)
+        self.pop_as_if_large(q, note)
         self.assertEqual({*synced}, {True})
         self.assertEqual(os.fstat(before).st_nlink, 0)
         self.assertEqual(stat.S_IMODE(os.stat(self.file("pending")).st_mode), 0o751)
         q.push(b"x")
         clock.advance(2)
-        task = self.look(q)
+        task = self.pop_as_if_large(q)
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
 
-    def test_a_rename_into_the_directory_that_was_replaced_is_done_again(self) -> None:
-        """ENOENT though the source is there: the target's directory was the one to go, twice."""
+    def test_rename_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
+        """RACE: another worker replaces pending/ before the rename of push(), twice. The rename
+        fails with ENOENT though its source exists, and push() repeats it."""
         q = self.queue()
         with hooked(at_call("move", None, raising(errno.ENOENT), times=2)):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
 
-    def test_one_that_can_not_be_replaced_will_do(self) -> None:
-        """A full disk, a mount point: an empty queue is still None, and nothing is left over."""
+    def test_pending_that_can_not_be_replaced_stays_in_use(self) -> None:
+        """If the replacement fails (a full disk, a mount point), pop() of an empty queue still
+        returns None, and no file is left over."""
         clock = self.clock()
         for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
-            q.pop()  # its lease directory is there
+            q.pop()  # makes its lease directory
             clock.advance(1)
-            self.assertIsNone(self.look(q, at_call(call, of, full)))
+            self.assertIsNone(self.pop_as_if_large(q, at_call(call, of, full)))
             self.assertEqual((full.call_count, self.names("creating")), (1, []))
 
 
-# Where things are missing
+# What a system may lack
 
 
 class Lacking(QueueCase):
-    """A Python or a file system that lacks something; without flock, leases end by deadlines."""
+    """The queue works where Python or the file system lacks a function. Without flock, leases end
+    by their deadlines only."""
 
     def test_waiting_pop_is_woken_where_poll_is_missing(self) -> None:
-        """Programs that eventlet has patched have select.select() only."""
+        """In a program that eventlet has patched, only select.select() exists."""
         q = self.queue()
         with mock.patch.object(select, "poll", create=True):
             del select.poll
@@ -5757,8 +5804,8 @@ class Lacking(QueueCase):
             task = q.pop(60)
         self.assertEqual(task and task.data, b"x")
 
-    def test_wait_with_a_high_descriptor_ends_where_poll_is_missing(self) -> None:
-        """select.select() refuses descriptors of 1024 and more."""
+    def test_wait_times_out_where_select_refuses_a_high_descriptor(self) -> None:
+        """select.select() raises ValueError for descriptors of 1024 and more."""
         q, refused = self.queue(), ValueError("filedescriptor out of range in select()")
         with (
             mock.patch.object(select, "poll", create=True),
@@ -5767,7 +5814,9 @@ class Lacking(QueueCase):
             del select.poll
             self.assertIsNone(q.pop(0.01))
 
-    def check_deadlines(self, module: Any) -> None:
+    def check_lease_ends_by_deadline(self, module: Any) -> None:
+        """Fail unless, in this module, a lease ends at its deadline and no worker is taken for
+        alive or dead."""
         clock = Clock()
         with (
             mock.patch.object(module, "time", clock),
@@ -5793,29 +5842,31 @@ class Lacking(QueueCase):
             bare = importlib.import_module("femtoqueue")
         self.assertIsNone(vars(bare)["fcntl"])
         self.queue().push(b"could not be finished", key="k")
-        self.check_deadlines(bare)
+        self.check_lease_ends_by_deadline(bare)
         self.assertEqual(self.states(), {"done": 1, "pending": 1})
 
     def test_without_flock_leases_end_by_their_deadlines(self) -> None:
-        """As on file systems that answer ENOLCK, EOPNOTSUPP or, NFS to an exclusive one, EBADF."""
+        """Some file systems answer ENOLCK or EOPNOTSUPP to flock(); NFS may answer EBADF to an
+        exclusive lock."""
         for code in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
             self.path = self.new_dir(self.memory)
             with mock.patch("fcntl.flock", side_effect=OSError(code, os.strerror(code))):
-                self.check_deadlines(femtoqueue)
+                self.check_lease_ends_by_deadline(femtoqueue)
                 task = leased(q := self.queue())
-            self.assertIsNone(self.queue("n2").pop())  # which has locks again
+            # Another worker can lock again. It must not end a lease that was made without a lock.
+            self.assertIsNone(self.queue("n2").pop())
             q.done(task)
 
-    def test_without_hard_links_the_clock_is_still_made_once(self) -> None:
+    def test_without_hard_links_all_workers_still_share_one_clock(self) -> None:
         with hooked(at_call("link", None, raising(errno.EPERM))):
             first, clock = self.queue("a"), self.clock()
             clock.wall_shift_s = 5000.0
             self.check_one_clock(first, self.queue("b"))
         self.assertEqual(self.names("creating"), [])
 
-    def test_finishing_a_task_that_was_finished_before_works(self) -> None:
-        """Where rename() fails if the target is there, as on Windows. A person ran it again by `cp
-        done/ID pending/`, or failed it twice."""
+    def test_task_that_ended_before_can_end_again_where_rename_does_not_replace(self) -> None:
+        """On Windows, rename() fails if its target exists. A person may run a task again by `cp
+        done/ID pending/`, and a task may fail twice."""
         real = os.rename
 
         def rename(source: str, target: str, **dir_fds: int) -> None:
@@ -5836,8 +5887,8 @@ class Lacking(QueueCase):
         self.assertEqual(reason_of(q, ident), "second\n")
 
 
-def an_old_life(path: str) -> None:
-    """Make what stands in AN_OLD_QUEUE: something of everything."""
+def make_queue_like_the_old_one(path: str) -> None:
+    """Do what made AN_OLD_QUEUE. The queue then has tasks in every state, of every kind."""
     dead = FemtoQueue(path, "dead")
     dead.push(b"of a dead worker")
     dead.checkpoint(_taken(dead), b"half way")
@@ -5866,8 +5917,9 @@ def an_old_life(path: str) -> None:
     dies(dead)
 
 
-# What an_old_life() left on 22 November 2026, before the inside of femtoqueue was turned around;
-# <boot> is made up. What stands here is what other versions read and write: it is not changed.
+# The files that make_queue_like_the_old_one() left on 22 November 2026, when femtoqueue had another
+# internal structure; <boot> is made up. Never change them: other versions read and write these
+# names and contents.
 AN_OLD_QUEUE: dict[str, bytes] = {
     "checkpoints/01795389972166194058-7447a2b0": b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way",
     "checkpoints/01795389972194869204-7d81427b": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
@@ -5916,9 +5968,10 @@ AN_OLD_QUEUE: dict[str, bytes] = {
 
 
 class Compatibility(QueueCase):
-    """What worked with femtoqueue 0.4.2, and what earlier versions left on disk."""
+    """Calls that worked with femtoqueue 0.4.2 still work, and this version understands the files
+    that earlier versions left."""
 
-    def test_what_an_earlier_version_left_is_understood_and_delivered(self) -> None:
+    def test_queue_of_an_earlier_version_is_understood_and_delivered(self) -> None:
         for path, content in AN_OLD_QUEUE.items():
             os.makedirs(os.path.dirname(self.file(path)), exist_ok=True)
             self.put(path, content, "")
@@ -5929,13 +5982,14 @@ class Compatibility(QueueCase):
         self.assertEqual({finding.kind for finding in q.check()}, {"expired"})
         (failed,), (done,) = q.tasks("failed"), q.tasks("done")
         self.assertEqual((failed.data, failed.error, done.data), (b"failed", "why\nso", b"done"))
-        clock.advance(31)  # its boot is another's
+        clock.advance(31)  # the leases are of another boot, so that only their deadlines end them
         got = []
         while task := q.pop():
             got.append((task.data, task.key, task.attempts, task.checkpoint))
             q.done(task)
         wanted: list[tuple[object, ...]] = [
-            (b"of a dead worker", None, 2, b"half way"),  # this and two more were in flight
+            # This task, that of key "b" and the detached one were in flight.
+            (b"of a dead worker", None, 2, b"half way"),
             (b"newer", "b", 1, None),
             (b"detached", None, 2, None),
             (b"front", None, 2, b"far"),
@@ -5947,13 +6001,13 @@ class Compatibility(QueueCase):
         self.assertEqual(got, wanted)
         later = {task.data: task.key for task in q.tasks("scheduled")}
         self.assertEqual(later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"})
-        # "newer, and later" is behind its task, which waits for that time.
+        # "newer, and later" is buffered behind its task; that task is scheduled for the same time.
         self.assertEqual(self.states(), {"done": 9, "failed": 1, "scheduled": 3, "keys": 1})
 
-    def test_what_is_written_is_what_earlier_versions_read(self) -> None:
-        """The same life leaves the same names and contents, but for what the clock, the boot and
-        chance give."""
-        an_old_life(self.path)
+    def test_files_have_the_form_that_earlier_versions_read(self) -> None:
+        """The operations that made AN_OLD_QUEUE still leave the same names and contents, except for
+        the parts that depend on the clock, the boot or chance."""
+        make_queue_like_the_old_one(self.path)
         written: dict[str, bytes] = {}
         for directory, _, names in os.walk(self.path):
             for name in names:
@@ -5963,7 +6017,7 @@ class Compatibility(QueueCase):
         self.assertEqual(self.shapes(written), self.shapes(AN_OLD_QUEUE))
 
     def shapes(self, files: dict[str, bytes]) -> list[bytes]:
-        """Return names and contents, without what differs from life to life."""
+        """Return names and contents, with placeholders for the parts that differ in each run."""
         shapes = []
         for path, content in files.items():
             shape = os.fsencode(path) + b"\n" + content
@@ -5973,7 +6027,7 @@ class Compatibility(QueueCase):
             shapes.append(shape)
         return sorted(shapes)
 
-    def test_its_arguments_keep_their_places_and_names(self) -> None:
+    def test_arguments_keep_their_positions_and_names(self) -> None:
         with FemtoQueue(self.path, "node1", 100, True) as q:
             given = q.data_dir, q.node_id, q.timeout_stale_ms, q.sync_after_write
             self.assertEqual(given, (self.path, "node1", 100, True))
