@@ -6043,6 +6043,7 @@ class Compatibility(QueueCase):
 
 
 def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds. Raises AssertionError if that takes longer than PATIENCE_S."""
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > end_s:
@@ -6054,7 +6055,8 @@ Poll = Callable[[int], "list[Any]"]  # select.poll().poll
 
 
 def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
-    """Let femtoqueue wait at its descriptors by wait(poll, ms): poll(ms) is the system's call."""
+    """Let femtoqueue call wait(poll, ms) where it would call poll(ms) to wait for its descriptors.
+    `poll` is the poll() method of the system."""
     system_poll = select.poll
 
     def hooked() -> Any:
@@ -6068,7 +6070,8 @@ def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
 
 @contextlib.contextmanager
 def sleepers(polling: bool = False) -> Iterator[set[int]]:
-    """Gather the identifiers of the threads that sleep in a wait; polling: of those that look."""
+    """Yield a set to which each thread adds its identifier when it sleeps in a wait. If `polling`,
+    a thread does so when it looks at the directories."""
     found: set[int] = set()
 
     def note(poll: Poll, ms: int) -> list[Any]:
@@ -6080,17 +6083,17 @@ def sleepers(polling: bool = False) -> Iterator[set[int]]:
 
 
 class Waiting(QueueCase):
-    """Who waits is woken; that it was soon is the benchmark's to show."""
+    """A wait ends when its event happens. The benchmark shows how soon."""
 
-    polling = False  # class Polling: without inotify
+    polling = False  # True in class Polling: there is no inotify
 
     def setUp(self) -> None:
         super().setUp()
         if self.polling:
             self.patched(without_libc())
 
-    def waiting(self, *works: Callable[[], object]) -> list[threading.Thread]:
-        """Start each of them in a thread, and return when all of them wait."""
+    def start_waiting(self, *works: Callable[[], object]) -> list[threading.Thread]:
+        """Start a thread for each function, and return the threads when all of them wait."""
         threads = [threading.Thread(target=it, daemon=True) for it in works]
         with sleepers(self.polling) as asleep:
             for thread in threads:
@@ -6100,40 +6103,50 @@ class Waiting(QueueCase):
         self.assertTrue(all(it.is_alive() for it in threads), "it did not wait")
         return threads
 
-    def woken(self, wait: Callable[[], Any], happens: Callable[[], object]) -> Any:
-        """Return what a wait returns that something ends, which happens while it waits."""
+    def result_of_wait(self, wait: Callable[[], Any], event: Callable[[], object]) -> Any:
+        """Start a wait in a thread, let an event happen when it sleeps, and return its result."""
         got = list[Any]()
-        (thread,) = self.waiting(lambda: got.append(wait()))
-        happens()
+        (thread,) = self.start_waiting(lambda: got.append(wait()))
+        event()
         thread.join(60)
         (it,) = got
         return it
 
     @unittest.skipUnless(os.path.isdir("/proc/self/fd"), "no list of descriptors")
-    def test_a_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
-        """A user has 128 instances of inotify by default."""
+    def test_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
+        """After close() every descriptor of a wait is closed, since a user has only 128 instances
+        of inotify by default. This also holds if close() runs while another thread wakes a wait."""
         before = len(os.listdir("/proc/self/fd"))
         q: Any = self.queue()
         self.assertIsNone(q.pop(0.01))
-        idle = list(q._worker.waits._idle)  # none where it polls
+        idle = list(q._worker.waits._idle)  # empty where femtoqueue polls
 
         def write(fd: int, value: int) -> None:
             q.close()
-            os.fstat(fd)  # it may be another file's number otherwise
+            os.fstat(fd)  # raises if `fd` is closed: its number may then be another file's
 
         with mock.patch("os.eventfd_write", write, create=True):
             while idle:
-                idle.pop().wake()  # as another thread does, when that wait has just ended
+                idle.pop().wake()  # RACE: another thread wakes a wait that has just ended
         q.close()
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
-        self.assertIsNone(self.woken(lambda: q.pop(60), q.close))
+        self.assertIsNone(self.result_of_wait(lambda: q.pop(60), q.close))
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
 
-    def test_what_another_does_wakes_who_waits(self) -> None:
-        """A task that comes due, though it was scheduled meanwhile, before all others; resume(),
-        and twice is no error; of a key, a first task, and one that its holder gives back; the death
-        of a worker whose lease lasts for as long as it lives; and the end of another's lease.
-        drain() and join() wait for what others have, and end as that does; join() takes nothing."""
+    def test_event_caused_by_another_worker_ends_a_wait(self) -> None:
+        """Each of these events, caused by another worker, ends a wait of pop(), take(), drain() or
+        join().
+
+        pop() returns when a task comes due that was scheduled during the wait and is due before all
+        others; when the queue is resumed (resuming it twice is no error); when a worker dies whose
+        lease has no deadline; and when the lease of another worker ends.
+
+        take() returns when the first task of its key is pushed, and when the worker that leased the
+        task of its key releases it.
+
+        drain() and join() wait for tasks that other workers have leased, and return when these
+        tasks have ended. join() leases no task itself.
+        """
         self.hasten("base interval", 0.05)
 
         def schedule(other: Any, at_s: float = 4e9) -> None:
@@ -6169,22 +6182,22 @@ class Waiting(QueueCase):
             (leased, drain, FemtoQueue.done, None),
             (keyed, join, finish, True),
         )
-        for before, wait, happens, result in rows:
+        for before, wait, event, result in rows:
             q, other = self.anew(), self.queue("n2", timeout_stale_ms=None)
             it = before(other)
             self.assertFalse(wait(q, timeout=0.01))
-            happens_now = functools.partial(happens, other, it)
-            got = self.woken(functools.partial(wait, q, timeout=None), happens_now)
+            event_now = functools.partial(event, other, it)
+            got = self.result_of_wait(functools.partial(wait, q, timeout=None), event_now)
             self.assertEqual(getattr(got, "data", got), result)
             self.assertEqual("inflight-n1" in os.listdir(self.path), wait != join)
 
-    def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
+    def test_wait_ends_at_its_timeout_and_not_before(self) -> None:
         q = self.queue()
         started_s = time.monotonic()
         self.assertEqual((q.pop(0.05), q.take("key", 0.05), [*q.drain(0.05)]), (None, None, []))
         self.assertGreaterEqual(time.monotonic() - started_s, 0.1)
 
-    def test_ctrl_c_gets_through_to_who_waits(self) -> None:
+    def test_ctrl_c_ends_a_wait_with_keyboard_interrupt(self) -> None:
         q, waiter = self.queue(), threading.get_ident()
         with sleepers(self.polling) as asleep:
 
@@ -6195,9 +6208,10 @@ class Waiting(QueueCase):
             with beside(press):
                 self.assertRaises(KeyboardInterrupt, q.pop, None)
 
-    def test_close_ends_all_waits_and_the_object_works_again(self) -> None:
-        """Also of those who had just looked; none of them takes a place, or a task, afterwards."""
-        if not self.polling:  # nothing but an event ends a sleep, nor that a directory goes
+    def test_close_ends_all_waits_and_the_object_can_be_used_again(self) -> None:
+        """close() ends every kind of wait, even one that has just looked. Afterwards no wait makes
+        the lease directory again or leases a task."""
+        if not self.polling:  # the sleep must end by the event of close(), not by its timeout
             self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
         q, namesake, got = self.queue(), self.queue(), list[str]()
         self.assertIsNone(namesake.pop())
@@ -6211,7 +6225,7 @@ class Waiting(QueueCase):
             q.join: False,
             lambda: q.work(self.fail): femtoqueue.WorkCounts(),
         }
-        threads = self.waiting(*(lambda it=it: got.append(str(it())) for it in wanted))
+        threads = self.start_waiting(*(lambda it=it: got.append(str(it())) for it in wanted))
         q.close()
         for thread in threads:
             thread.join(60)
@@ -6223,59 +6237,69 @@ class Waiting(QueueCase):
 
 
 class Polling(Waiting):
-    """The same where there is no inotify."""
+    """The promises of Waiting hold where there is no inotify."""
 
     polling = True
 
 
 class Hearing(QueueCase):
-    """What inotify must not miss."""
+    """A wait with inotify misses no event."""
 
     def setUp(self) -> None:
         super().setUp()
         if through_seam("C library")() is None:
-            self.skipTest("no inotify here: Polling covers what there is")
+            self.skipTest("no inotify here: class Polling has the tests for that")
 
     def popped_after(self, *steps: Callable[[FemtoQueue], object]) -> bytes:
-        """Pop, and do a step, with another queue object, each time that it goes to sleep, between
-        its last look and the call. What it sleeps for is an event: its time is never over."""
+        """Pop a task and return its payload.
+
+        Each time the pop() is about to sleep, after its last look, do the next step with another
+        queue object. Only an event ends such a sleep, never a timeout.
+        """
         q, other, left = self.queue(), self.queue("n2"), deque(steps)
 
         def sleep(poll: Poll, ms: int) -> list[Any]:
             if threading.current_thread() is not threading.main_thread():
-                return poll(ms)  # that of an earlier test, which waits for coroutines
+                return poll(ms)  # a thread of an earlier test, which serves coroutines
             if left and not poll(0):
                 left.popleft()(other)
-            return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
+            return poll(PATIENCE_S * 1000) or self.fail("no event came")
 
         with hooked_poll(sleep):
             return _taken(q, 60).data
 
     def replace(self, directory: str, fresh: str = "fresh", old: str | None = "old") -> None:
-        """Put an empty directory in the place of one of the queue's, as a person does; old: None,
-        in that of an empty one, as the queue does."""
+        """Replace a directory of the queue by an empty one.
+
+        fresh: where the new directory is made. old: where the replaced directory goes, as when a
+        person replaces it. None: the directory must be empty, and the rename replaces it, as the
+        queue itself does.
+        """
         os.mkdir(self.file(fresh))
         if old:
             os.rename(self.file(directory), self.file(old))
         os.rename(self.file(fresh), self.file(directory))
 
-    def most_events(self) -> int:
+    def max_queued_events(self) -> int:
         with open("/proc/sys/fs/inotify/max_queued_events", encoding="ascii") as file:
             return int(file.read())
 
-    def test_what_comes_before_the_wait_is_not_slept_over(self) -> None:
-        """Nor is a push into a directory that took the place of a watched one just then."""
+    def test_push_between_the_last_look_and_the_sleep_ends_the_sleep(self) -> None:
+        """This also holds if the push goes into a directory that has just replaced a watched
+        one."""
 
         def push(other: FemtoQueue) -> None:
             other.push(b"x")
 
         def push_and_replace(other: FemtoQueue) -> None:
-            other.push(b"old")  # one read() has both events; the old watch would hear nothing more
+            # One read() returns the events of both steps. The watch of the old directory would get
+            # no event of a later push.
+            other.push(b"old")
             self.replace("pending")
 
         def flood_and_replace(other: FemtoQueue) -> None:
             names = self.put("a", b"foreign"), self.file("pending", "b")
-            for _ in range(self.most_events() // 2 + 1):  # events are lost
+            for _ in range(self.max_queued_events() // 2 + 1):  # the kernel drops events
                 os.rename(names[0], names[1])
                 os.rename(names[1], names[0])
             self.replace("pending")
@@ -6284,17 +6308,20 @@ class Hearing(QueueCase):
             (),
             (push_and_replace,),
             (lambda other: self.replace("pending", "creating/fresh", None),),
-            # It may list scheduled/ only later, which must be paid for; but it has heard.
+            # The waiting pop() may list scheduled/ later, to limit its cost; but the event of the
+            # new directory must end the sleep.
             (lambda other: self.replace("scheduled"), lambda other: other.schedule(b"due", 0)),
         ]
-        if self.most_events() <= 50_000:
+        if self.max_queued_events() <= 50_000:
             befores.append((flood_and_replace,))
         for before in befores:
             self.path = self.new_dir(self.memory)
             self.assertIn(self.popped_after(*before, push), (b"x", b"due"))
 
-    def test_a_push_into_a_new_directory_that_is_not_watched_yet_is_not_slept_over(self) -> None:
-        """It comes after the look that the replacement ended a sleep for."""
+    def test_push_into_a_new_directory_before_it_is_watched_ends_the_wait(self) -> None:
+        """RACE: a person replaces pending/, which ends a sleep, and pop() looks again. Another
+        worker pushes into the new directory after that look, but before pop() watches the new
+        directory. pop() must look once more instead of sleeping."""
         pushes: list[Callable[[bytes], str]] = []
 
         def replace(other: FemtoQueue) -> None:
@@ -6308,9 +6335,9 @@ class Hearing(QueueCase):
         with hooked(hear):
             self.assertEqual(self.popped_after(replace), b"x")
 
-    def test_where_nothing_or_not_everything_is_heard_it_polls(self) -> None:
-        """On a file system of several hosts, without inotify, and with no instance of it, or no
-        watch, left."""
+    def test_wait_polls_where_inotify_does_not_report_every_event(self) -> None:
+        """A wait polls on a file system that hosts share, without inotify, and if the user has no
+        inotify instance or watch left."""
         rows: list[tuple[Any, bool]] = [
             (contextlib.nullcontext(), False),
             (on_file_system(NFS), True),
@@ -6329,14 +6356,19 @@ class Hearing(QueueCase):
 
 
 class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
+    """Coroutines wait without blocking their event loop, and a task that no coroutine accepts goes
+    back to its place."""
+
     async def asyncSetUp(self) -> None:
-        """End a test that hangs: what it awaits is cancelled then."""
+        """Let a test that hangs fail: after PATIENCE_S, everything it awaits is cancelled."""
         loop = asyncio.get_running_loop()
-        loop.set_debug(False)  # as users have it
+        loop.set_debug(False)  # the default outside of tests
         loop.call_later(PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)])
 
     async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
-        """Else each look of it would take a task, and give it back, for ever."""
+        """RACE: another thread closes the queue after pop_async() has begun, but before its request
+        is in line. The wait must end: otherwise it would lease a task and give it back for
+        ever."""
         q, loop = self.queue(), asyncio.get_running_loop()
         q.push(b"x")
         call_later = loop.call_later
@@ -6351,14 +6383,15 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNone(await asyncio.wait_for(waiter, 10))
         self.assertEqual(self.states(), {"pending": 1})
 
-    async def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
-        """Not two, each of which ends the other's."""
+    async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(self) -> None:
+        """RACE: the thread that serves coroutines is ending because none waits, and a new wait
+        begins. Exactly one thread must serve it: two threads would end each other's service."""
         q, clock = self.queue(), self.clock()
         monotonic, before = clock.monotonic, threading.enumerate()
         is_ending, go = threading.Event(), threading.Event()
 
         def reading() -> float:
-            # The thread reads the clock to know that it is to end, and once more.
+            # The thread reads the clock when it decides to end, and once more after that.
             if clock.monotonic_shift_s and threading.current_thread() not in before:
                 is_ending.set()
                 go.wait(0.1)
@@ -6378,8 +6411,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         q.push(b"x")
         self.assertIsNotNone(await waiter)
 
-    async def test_a_hundred_wait_half_are_cancelled_and_a_thousand_tasks_come(self) -> None:
-        """Each who still waits gets one, the rest is there, nothing is leased to nobody."""
+    async def test_each_of_fifty_waits_gets_a_task_while_fifty_others_are_cancelled(self) -> None:
+        """Of 1000 tasks, each wait that goes on gets one, and the other 950 stay in pending/. No
+        task is leased to a cancelled wait, and no delivery to one is counted."""
         q, other = self.queue(), self.queue("n2")
         waiters = [asyncio.ensure_future(q.pop_async()) for _ in range(100)]
         await asyncio.sleep(0.01)
@@ -6397,11 +6431,12 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         q.close()
         self.assertEqual(self.states(), {"done": 50, "pending": 950})
         attempts = {task.attempts for task in iter(other.pop, None)}
-        self.assertEqual(attempts, {1}, "no delivery to nobody was counted")
+        self.assertEqual(attempts, {1}, "a delivery to a cancelled wait was counted")
 
     @FORK
-    async def test_a_forked_child_does_not_give_back_what_its_parent_gets(self) -> None:
-        """Its copy of the wait is cancelled as the child ends."""
+    async def test_forked_child_does_not_give_back_the_task_of_its_parents_wait(self) -> None:
+        """RACE: the process forks when a task was found for a wait but not yet returned. The child
+        cancels its copy of the wait as it ends; the parent keeps the lease."""
         q, answered, loop = self.queue(), threading.Event(), asyncio.get_running_loop()
         q.push(b"x")
         tell = loop.call_soon_threadsafe
@@ -6424,7 +6459,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await waiter)
         self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    def test_ctrl_c_as_a_coroutine_gets_its_task_leaves_it_where_it_was(self) -> None:
+    def test_ctrl_c_while_a_coroutine_accepts_its_task_puts_the_task_back(self) -> None:
+        """Ctrl-C at any line of accept() leaves the task in scheduled/ under its old name."""
         q = self.queue(max_attempts=1)
         later = q.schedule(b"x", time.time() * 1e6 + 3.6e9)
         before = self.names("scheduled")
@@ -6439,9 +6475,13 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             self.assertEqual(self.names("scheduled"), before, came)
         self.assertGreater(number, 1)
 
-    async def test_what_is_found_for_a_wait_that_is_over_is_back_at_its_place(self) -> None:
-        """Uncounted; also behind others, or in scheduled/: it must not come before its time. The
-        loop runs on while a look takes long."""
+    async def test_task_found_for_a_wait_that_has_ended_goes_back_to_its_place(self) -> None:
+        """The task goes back uncounted: to its place among others in pending/, or to scheduled/,
+        so that it is not delivered before its time.
+
+        The wait has ended by cancellation or by close(). The event loop runs on while the look at
+        the directories takes long.
+        """
         q = self.queue()
         retried, later = q.push(b"old"), q.schedule(b"later", time.time() * 1e6 + 3.6e9)
         q.fail(self.pop(q))
@@ -6471,11 +6511,12 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                 go.set()
                 await asyncio.wait([waiter])
                 self.assertEqual(waiter.cancelled(), is_cancelled)
-                # A look that close() robbed of it may claim it again, and gives it back, too.
+                # close() may have moved the task back while a look was reading it. That look may
+                # claim the task once more, and then puts it back itself.
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
 
-    async def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
+    async def test_waits_are_served_in_their_order_and_each_key_has_its_own_line(self) -> None:
         q, order = self.queue(), list[bytes]()
 
         async def wait(look: Any) -> None:
@@ -6491,7 +6532,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         waiters[3].cancel()
         self.assertEqual(order, [b"1", b"2", b"3"])
 
-    async def test_an_error_of_a_look_is_that_of_the_wait(self) -> None:
+    async def test_wait_raises_the_error_of_its_look(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
         with hooked(at_call("move", "/pending/", raising(errno.EIO))):
@@ -6500,8 +6541,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                     await look
         self.assertIsNotNone(await q.pop_async())
 
-    async def test_time_out_also_of_those_who_were_never_first(self) -> None:
-        """They look at least once: nobody leaves what is there."""
+    async def test_wait_that_was_never_first_in_line_times_out_after_a_look(self) -> None:
+        """Each wait looks at least once before its timeout, so that a task that is there is found
+        even with a timeout of 0."""
         q = self.queue()
         first = asyncio.create_task(q.pop_async())
         await asyncio.sleep(0)
@@ -6513,7 +6555,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         got = await asyncio.gather(first, q.pop_async(60))
         self.assertEqual({task.data for task in got if task}, {b"1", b"2"})
 
-    def test_several_loops_and_threads_wait_at_one_object(self) -> None:
+    def test_several_event_loops_and_threads_can_wait_on_one_object(self) -> None:
         q, got = self.queue(), list[bytes]()
 
         async def wait() -> None:
@@ -6527,7 +6569,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
 
 
 class PollingCoroutines(Coroutines):
-    """The same where there is no inotify."""
+    """The promises of Coroutines hold where there is no inotify."""
 
     def setUp(self) -> None:
         super().setUp()
