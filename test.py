@@ -6577,11 +6577,14 @@ class PollingCoroutines(Coroutines):
 
 
 def no_more_threads() -> Any:
-    """Let no thread be started."""
+    """Let every start of a thread fail, while the block runs."""
     return mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
 
 
 class Processing(QueueCase):
+    """processing() renews the lease of a task and ends its delivery, and a checkpoint is kept for
+    the next delivery."""
+
     def setUp(self) -> None:
         super().setUp()
         self.threads = {*threading.enumerate()}
@@ -6589,17 +6592,22 @@ class Processing(QueueCase):
     def new_threads(self) -> set[threading.Thread]:
         return {*threading.enumerate()} - self.threads
 
-    def test_a_block_that_is_garbage_with_its_queue_ends_nothing(self) -> None:
-        """As in a generator that nobody ends; the queue may be finalized first."""
+    def test_block_that_is_collected_after_its_queue_settles_nothing(self) -> None:
+        """A block of processing() may be in a generator that nobody ends. The garbage collector may
+        then finalize the queue before the block."""
         q = FemtoQueue(self.path)
         with q.processing(leased(q)):
             q.__del__()
-        del q._worker  # and no other time
+        del q._worker  # so that __del__() does nothing when it is called again
         self.assertEqual(self.states(), {"pending": 1})
 
-    def test_how_the_block_ends_is_what_becomes_of_the_task(self) -> None:
-        """Who is told to go gives it back to its place, uncounted, also at max_attempts. A lost
-        lease of another task is an error as others."""
+    def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
+        """A block that ends normally finishes its task, an exception puts the task back for later,
+        and an exception at max_attempts makes it a dead letter.
+
+        KeyboardInterrupt, SystemExit and CancelledError put the task back to its place, uncounted,
+        even at max_attempts. LeaseLost of another task counts as an ordinary exception.
+        """
         for error, max_attempts, state in (
             (None, 1, "done"),
             (ValueError("no such image"), 2, "scheduled"),
@@ -6630,18 +6638,20 @@ class Processing(QueueCase):
                 self.assertRegex(reason_of(q, task.id), r"(?s)Traceback.*ValueError: no such image")
             q.done(self.pop(q))
 
-    def test_an_exception_is_tried_again_after_a_delay_that_doubles(self) -> None:
-        """A half of it at least, an hour at most."""
+    def test_task_is_tried_again_after_a_random_delay_that_doubles(self) -> None:
+        """The delay doubles with each attempt, up to an hour. A random part of up to half of it is
+        subtracted."""
         q, clock = self.queue(retry_delay_s=100), self.clock()
         clock.stand_still()
         for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
             delays_s = [self.delay_s(q, clock, attempts) for _ in range(50)]
             self.assertLessEqual(max(delays_s), longest_s)
             self.assertGreaterEqual(min(delays_s), longest_s / 2)
-            self.assertGreater(len({*delays_s}), 10, "they come apart")
+            self.assertGreater(len({*delays_s}), 10, "the delays are not random")
 
     def delay_s(self, q: FemtoQueue, clock: Clock, attempts: int) -> float:
-        """Return for how long a task is put off when that delivery of it fails."""
+        """Return the delay, in seconds, after which a task is due again when its delivery with this
+        attempt fails."""
         ident = q.push(b"x")
         name = f"{ident[:20]}~{attempts - 1}~{ident}"
         os.rename(self.file("pending", ident), self.file("pending", name))
@@ -6655,29 +6665,33 @@ class Processing(QueueCase):
     # Renewal
 
     def renewing_queue(self) -> FemtoQueue:
-        """Return a queue that renews its leases every 20 ms, long before they end."""
+        """Return a queue that renews its leases of 2 s every 20 ms."""
         self.hasten("renewal", 0.01)
         return self.queue(timeout_stale_ms=2000)
 
     def until_renewed(self, *tasks: FemtoTask) -> None:
-        """Wait until their leases have other names."""
+        """Wait until the leases of these tasks have been renewed: each has another name."""
         before = [task.path for task in tasks]
         until(lambda: all(a != b.path for a, b in zip(before, tasks, strict=True)))
 
     def left_s(self, task: FemtoTask, shift_s: float = 0) -> float:
-        """Return for how long the lease of a task still lasts."""
+        """Return for how many seconds the lease of a task still lasts. shift_s: by how much the
+        clock of the test is ahead."""
         assert task.until is not None
         return task.until.timestamp() - time.time() - shift_s
 
-    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
+    def test_block_longer_than_three_leases_keeps_its_lease(self) -> None:
         q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
         with q.processing(leased(q)):
             self.assertIsNone(other.pop(1))
         self.assertEqual(self.states(), {"done": 1})
 
-    def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
-        """A lease without an end needs none. An extension in a block lasts until the next renewal.
-        (That no renewal shortens a lease is asserted by Model.)"""
+    def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
+        """A lease without a deadline needs no thread. An extend() in a block gives the lease at
+        least its own length, and the thread goes on to renew it.
+
+        (Class Model shows that no renewal shortens a lease.)
+        """
         q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
             self.assertEqual(self.new_threads(), set())
@@ -6691,8 +6705,9 @@ class Processing(QueueCase):
         with q.processing(leased(q)) as task:
             self.until_renewed(task)
 
-    def test_an_object_that_is_dropped_leaves_its_place_at_once_and_no_thread(self) -> None:
-        """Though it took no lease, and only renewed that of another."""
+    def test_dropped_object_gives_up_its_lease_directory_at_once_and_leaves_no_thread(self) -> None:
+        """This also holds for an object that leased no task, and only renewed the lease of another
+        object through attach()."""
         holder = self.queue("n2")
         for is_attached in (False, True):
             q = FemtoQueue(self.path, "gone", timeout_stale_ms=3_600_000)
@@ -6704,9 +6719,9 @@ class Processing(QueueCase):
             gc.collect()
             until(lambda: not self.new_threads())
 
-    def test_a_lease_of_its_own_length_is_renewed_by_that(self) -> None:
-        """A shorter one than those that are renewed already, too; one that is nearly over, as the
-        block begins."""
+    def test_lease_with_its_own_length_is_renewed_for_that_length(self) -> None:
+        """A short lease is renewed in time even if the thread already renews longer ones at longer
+        intervals. A lease that has almost ended is renewed when its block begins."""
         q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
         q.push_many([b"old", b"long", b"short"])
         old = self.pop(q)
@@ -6720,9 +6735,9 @@ class Processing(QueueCase):
             self.assertEqual(long.path, lease)
         self.assertEqual(self.states(), {"done": 3})
 
-    def test_a_renewal_that_fails_is_not_the_last(self) -> None:
-        """Though its warning can't be written either, or its key is held up, by a process that is
-        stopped. Nor does it keep others from theirs."""
+    def test_renewal_that_fails_is_tried_again_and_does_not_stop_other_renewals(self) -> None:
+        """A renewal may fail because of a disk error, even if the warning about it can't be logged,
+        or because a stopped process holds the lock of the key."""
         q, handler = self.renewing_queue(), logging.Handler()
         LOG.disabled = False
         LOG.addHandler(handler)
@@ -6741,9 +6756,12 @@ class Processing(QueueCase):
             self.until_renewed(task, keyed)
         self.assertEqual(self.states(), {"done": 3})
 
-    def test_what_begins_in_vain_leaves_nothing_that_is_renewed_for_nobody(self) -> None:
-        """A thread that can't be started is an error, and the next one is. Ctrl-C may come before
-        the block is entered, or after, and before the `with` has noted it."""
+    def test_block_that_fails_to_begin_leaves_no_lease_that_is_renewed(self) -> None:
+        """If a block does not begin, no thread goes on to renew its lease, and a later block works.
+
+        __enter__() raises if its thread can't be started, or if Ctrl-C comes. Ctrl-C may also come
+        when __enter__() has returned, but before the `with` statement has noted that.
+        """
         q = self.renewing_queue()
         task, start = leased(q), threading.Thread.start
 
@@ -6767,9 +6785,12 @@ class Processing(QueueCase):
 
     # Lost leases
 
-    def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
-        """With what the block raised as its cause; but who is told to exit does. What was never
-        leased is no lease either."""
+    def test_lost_lease_raises_at_either_end_of_the_block_and_changes_nothing(self) -> None:
+        """LeaseLost is raised when a block begins or ends without a valid lease.
+
+        At the end of a block, its cause is the exception that the block raised; but SystemExit is
+        raised as it is. A block with a task that was never leased raises LeaseLost as well.
+        """
         for cause in (None, ValueError("the cause"), SystemExit("told")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
             task = leased(q)
@@ -6787,7 +6808,7 @@ class Processing(QueueCase):
             other.done(newer)
 
     @FORK
-    def test_a_child_that_leaves_the_block_does_not_end_the_task(self) -> None:
+    def test_forked_child_that_leaves_the_block_does_not_settle_the_task(self) -> None:
         q = self.queue()
         block = q.processing(leased(q))
         with block:
@@ -6795,9 +6816,9 @@ class Processing(QueueCase):
             self.assertEqual(child.finish()[1], 0)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    # Checkpoints: what becomes of one as its task goes on, and of the lease, is asserted by Model
+    # Checkpoints. Class Model shows how they follow their tasks, and that they renew the lease.
 
-    def test_what_can_not_be_saved_leaves_the_former_and_what_is_torn_is_none(self) -> None:
+    def test_failed_checkpoint_leaves_the_former_one_and_a_torn_one_is_ignored(self) -> None:
         q = self.queue()
         task = leased(q)
         q.checkpoint(task, b"former")
@@ -6811,8 +6832,8 @@ class Processing(QueueCase):
         q.release(task)
         self.assertIsNone(self.pop(q).checkpoint)
 
-    def test_one_without_its_task_goes_after_an_hour(self) -> None:
-        """Its task was ended by hand. One whose task waits stays for as long."""
+    def test_checkpoint_without_a_live_task_is_deleted_after_an_hour(self) -> None:
+        """A person has removed the task. The checkpoint of a task that waits stays."""
         q, clock = self.queue(), self.clock()
         gone, kept = leased(q), leased(q)
         for task in (gone, kept):
@@ -6993,11 +7014,15 @@ class Work(QueueCase):
 
 
 class Checking(QueueCase):
-    def kinds(self, q: FemtoQueue, repair: bool = False) -> list[tuple[str, str, bool]]:
+    """check() reports what is wrong in the directory, and repairs only what is safe to repair."""
+
+    def found(self, q: FemtoQueue, repair: bool = False) -> list[tuple[str, str, bool]]:
+        """Return the findings of check(), without their texts."""
         return [(it.kind, it.path, it.repaired) for it in q.check(repair)]
 
-    def test_what_is_safe_to_mend_is_mended_and_the_rest_is_told_and_left_alone(self) -> None:
-        """What was mended is found no more."""
+    def test_repair_mends_safe_findings_and_only_reports_the_rest(self) -> None:
+        """check(repair=True) mends each finding that is safe to mend, which the next check() no
+        longer reports. It reports the other findings, and changes nothing about them."""
         q, clock, dead = self.queue(), self.clock(), self.queue("dead")
         self.foreign = ("notes.txt", "x.tmp")
         order = q.push(b"x")[:20]
@@ -7026,14 +7051,16 @@ class Checking(QueueCase):
             ("key without a task", f"keys/{self.names('keys')[0]}", True),
             ("leftover", f"creating/{order}-0000aaaa", True),
         )
-        self.assertEqual(self.kinds(q), [(kind, path, False) for kind, path, _ in wanted])
-        self.assertEqual(self.kinds(q, repair=True), [*wanted])
+        self.assertEqual(self.found(q), [(kind, path, False) for kind, path, _ in wanted])
+        self.assertEqual(self.found(q, repair=True), [*wanted])
         for repair in (False, True):
-            self.assertEqual(self.kinds(q, repair), [it for it in wanted if not it[2]])
+            self.assertEqual(self.found(q, repair), [it for it in wanted if not it[2]])
         os.unlink(self.file("done", ident))
         self.assertEqual(self.states(), {"pending": 2, "failed": 1})
 
-    def test_workers_that_come_and_go_meanwhile_are_no_findings(self) -> None:
+    def test_lease_directories_made_or_removed_during_a_check_are_no_findings(self) -> None:
+        """RACE: after any system call of check(), another worker makes its lease directory and a
+        third one removes its own."""
         q, gone, fresh = self.queue(), self.file("inflight-gone"), self.file("inflight-fresh")
 
         def come_and_go() -> None:
@@ -7049,8 +7076,9 @@ class Checking(QueueCase):
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(path)
 
-    def test_a_torn_copy_never_takes_the_place_of_a_whole_dead_letter(self) -> None:
-        """Neither by repair nor by pop()."""
+    def test_torn_copy_of_a_dead_letter_never_replaces_the_whole_one(self) -> None:
+        """Neither a repair nor pop() moves a damaged file over a valid dead letter of the same
+        id."""
         q = self.queue()
         for mend in (lambda: q.check(repair=True), q.pop):
             task = leased(q)
@@ -7063,15 +7091,16 @@ class Checking(QueueCase):
             for name in self.names("failed"):
                 os.unlink(self.file("failed", name))
 
-    def test_an_error_of_a_signal_handler_ends_it(self) -> None:
-        """A TimeoutError is an OSError, and has no errno."""
+    def test_exception_of_a_signal_handler_ends_the_check(self) -> None:
+        """A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
+        does not take it for an unreadable file."""
         q = self.queue()
         q.push(b"x")
         for event, of in (("open", "/pending/"), ("list", "/failed")):
             with hooked(at_call(event, of, mock.Mock(side_effect=TimeoutError))):
                 self.assertRaises(TimeoutError, q.check)
 
-    def test_what_can_not_be_read_is_told_and_the_rest_is_looked_at(self) -> None:
+    def test_unreadable_directory_is_reported_and_the_check_goes_on(self) -> None:
         q = self.queue()
         self.put(f"{1:020d}-0000aaaa", b"torn")
         with hooked(at_call("list", "/failed", raising(errno.EACCES))):
@@ -7081,7 +7110,7 @@ class Checking(QueueCase):
             self.assertEqual({*q.check(repair=True)}, {*q.check()})
         q.pop()
 
-    def test_clocks_and_file_systems_that_are_odd_are_told(self) -> None:
+    def test_clock_set_back_and_network_file_system_are_reported(self) -> None:
         with on_file_system(NFS):
             q, clock = self.queue(), self.clock()
         clock.wall_shift_s -= 3600
@@ -7091,15 +7120,24 @@ class Checking(QueueCase):
         self.assertIn("3600 s ahead", found[1].text)
 
 
-# Under what they show: commands, and after -> or in lines of their own what each says, on standard
-# output, then, after !, on standard error, and last its status, if not 0. After ->, white space is
-# one space; in lines, spaces are. ... is anything, alone any lines. <name> is an id, or, as
-# <lease...>, the path of a lease; from there on it is that one, also as $name in a command. Two
-# names are two values. Besides the shell's commands: `states` counts the tasks in each directory,
-# `payloads STATE` prints payloads.
+# Transcripts of shell sessions. Each begins with "# " and the claim that it shows.
+#
+# A line that begins with "$ " is a command, which goes on in the next line after a "\" at the end.
+# The expected output follows: after " -> " in the same line, or in lines of its own. Standard
+# output comes first. Standard error follows, each line of it after a "! ". The exit status comes
+# last, in brackets, unless it is 0.
+#
+# After " -> ", any white space counts as one space. In lines of output, a run of spaces does.
+# "..." stands for any text; alone in a line, for any lines. <name> stands for an id, and
+# <lease...> for the path of a lease. Where such a name occurs again in the transcript, it stands
+# for the same value, and so does $name in a command. Two names never have the same value.
+#
+# Besides the commands of the shell, `states` counts the tasks in each directory, `payloads STATE`
+# prints the payloads of a state, and `gone FILE` waits until the processes whose ids are in a file
+# have ended.
 LEASE = rf"inflight-\w+/[0-9]{{20}}~[0-9]+~0{{8}}~{ID}"
 TRANSCRIPTS = r"""
-# push takes arguments, standard input, its lines and its pieces, and prints ids
+# push takes payloads from arguments, standard input, its lines or its pieces, and prints the ids
 $ femtoqueue push jobs 'a b' x -> <a> <b>
 $ femtoqueue push jobs -- --not-an-option -> <c>
 $ printf 'whole\ninput\n' | femtoqueue push jobs -> <d>
@@ -7107,7 +7145,7 @@ $ printf '1\n\n2' | femtoqueue push jobs --lines --sync -> <e> <f> <g>
 $ printf 'p\nq\0r' | femtoqueue push jobs -0 -> <h> <i>
 $ payloads pending -> a b, x, --not-an-option, whole\ninput\n, 1, , 2, p\nq, r
 $ ls jobs/pending -> <a> <b> <c> <d> <e> <f> <g> <h> <i>
-# of a key one task waits, also behind the one in flight; --if-in-flight reject is an error
+# only one task of a key waits, also while another is in flight; --if-in-flight reject is an error
 $ femtoqueue push jobs 1 --key 'user 42' -> <first>
 $ femtoqueue push jobs 2 --key 'user 42' -> <first>
 $ femtoqueue pop jobs -> <lease>
@@ -7115,13 +7153,13 @@ $ femtoqueue push jobs 3 --key 'user 42' --if-in-flight reject -> ! femtoqueue: 
 $ states -> inflight-cli 1
 $ femtoqueue push jobs 3 4 --key 'user 42' -> <new> ...
 $ femtoqueue show jobs $new -> state buffered ... key user%2042 node - 4
-# push --delay, and --at a local time or another
+# push --delay and --at schedule a task, at a local time or in another time zone
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
 $ TZ=EET-2 femtoqueue push jobs utc --at 2050-12-01T08:00:00Z -> <utc>
 $ ls jobs/scheduled -> ...~0~<later> 02553487200000000000~0~<local> 02553494400000000000~0~<utc>
 $ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 ...m - - ...
-# FEMTOQUEUE_DIR is DIR, and then no word is
+# FEMTOQUEUE_DIR stands for DIR, and then no argument is DIR
 $ FEMTOQUEUE_DIR=jobs femtoqueue push hello -> <a>
 $ FEMTOQUEUE_DIR=jobs femtoqueue push jobs -> <b>
 $ payloads pending -> hello, jobs
@@ -7134,7 +7172,7 @@ usage: femtoqueue ls [-h] [--all] [--json] [STATE ...]
 ...
 $ femtoqueue ls --help -> usage: femtoqueue ls [-h] [--all] [--json] DIR [STATE ...] ...
 $ femtoqueue --help -> ... If FEMTOQUEUE_DIR is set, no word is DIR. ...
-# a lease outlives pop, until done, fail or release; the path that it prints is the fence
+# a lease outlives the process of pop, until done, fail or release; its printed path is the fence
 $ printf '1\n2\n3' | femtoqueue push jobs --lines -> <a> <b> <c>
 $ femtoqueue pop jobs | cat -> <lease_a>
 $ tail -n +2 jobs/$lease_a -> 1
@@ -7155,7 +7193,7 @@ $ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending failed
 $ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending done failed
 $ femtoqueue ls jobs failed pending -> ... failed <c> ...s - 1 - - - pending <b> ...
 $ femtoqueue show jobs $c -> state failed ... attempts - ... reason no such image 3
-# pop takes a task by its id, due or not, or waits for a key
+# pop leases a task by its id, due or not, or waits for a task of a key
 $ femtoqueue push jobs first second -> <first> <second>
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ femtoqueue pop jobs --id $second -> ...~<second>
@@ -7166,7 +7204,7 @@ $ femtoqueue pop jobs --wait 60s --node w --key k --payload & until [ -e jobs/in
 mine
 ! ...
 $ payloads pending -> first
-# release gives back all that is in flight, or all that a worker has
+# release gives back all tasks in flight, or all tasks of a worker
 $ femtoqueue push jobs 1 2 3 4 -> <a> <b> <c> <d>
 $ femtoqueue pop jobs --node n1 -> <lease_a>
 $ femtoqueue pop jobs --node n2 -> <lease_b>
@@ -7176,7 +7214,7 @@ $ femtoqueue release jobs --node n2 --front -> released 2
 $ femtoqueue release jobs --all -> released 1
 $ femtoqueue done jobs $lease_a $lease_c -> ! ...task <a>: ... ! ...task <c>: ... [1]
 $ payloads pending -> 2, 3, 4, 1
-# cancel deletes what waits, due or not, and says what does not
+# cancel deletes tasks that wait, due or not, and names those that do not wait
 $ femtoqueue push jobs held again waiting -> <held> <again> <waiting>
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue release jobs $(femtoqueue pop jobs)
@@ -7191,7 +7229,7 @@ $ femtoqueue cancel jobs $again -> ! ...task <again> is not waiting, or the queu
 $ femtoqueue resume jobs
 $ femtoqueue cancel jobs $again
 $ states -> inflight-cli 1
-# ls and show tell of each task; a key of any form is one word, what is not known a dash
+# ls and show print the fields of tasks; any key is one word, and an unknown value is a dash
 $ femtoqueue push jobs 12345 --key "$(printf 'a b\n/\303\251:@-._~')" -> <keyed>
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue push jobs later --delay 2h -> <later>
@@ -7211,7 +7249,7 @@ $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
 $ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
 $ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
-# stat counts, and is a monitor; where there is no terminal, top prints blocks
+# stat counts tasks, and its status can alert a monitor; without a terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue stat jobs -> pending 1 scheduled 0 inflight 1 ... workers_unknown 1 paused False
@@ -7225,7 +7263,7 @@ pending 1
 inflight <a> ...s 1 1 ...s - cli
 pending 1
 inflight <a> ...s 1 1 ...s - cli
-# pause, resume, retry, check and purge
+# pause, resume, retry, check and purge do what their names say
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue pause jobs
 $ femtoqueue pop jobs -> [1]
@@ -7244,7 +7282,7 @@ $ femtoqueue done jobs $(femtoqueue pop jobs)
 $ states -> done 1, failed 1
 $ femtoqueue purge jobs --older-than 0 -> 1
 $ femtoqueue purge jobs --older-than 0 --failed -> 1
-# a pipe that closes, a full disk and closed descriptors are no tracebacks, and lose no task
+# closed pipes, a full disk and closed descriptors cause no traceback, and lose no task
 $ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 1 -> STATE ...NODE
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
@@ -7257,7 +7295,7 @@ $ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device [
 $ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
-# work runs a command for each task, its payload as standard input, and passes its lines on
+# work runs a command for each task, with the payload as standard input, and prints its output
 $ femtoqueue push jobs 1 2 -> ...
 $ femtoqueue push jobs keyed --key ü -> ...
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> ...
@@ -7266,7 +7304,7 @@ $ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue work jobs -q -j 2 --dra
 $ sort out -> 1 1 100000 5 end end end end
 $ sort err -> 1 1 1 ü 1
 $ states -> done 4
-# {} in an argument is the payload, bytes as they are; standard input has them too
+# {} in an argument is replaced by the unchanged payload, which is standard input as well
 $ printf ' $HOME {} \377\n' | femtoqueue push jobs -> ...
 $ femtoqueue push jobs '' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c 'printf "<%s|%s|%s>" "$@"; cat' {} {} 'a{}b{}' c
@@ -7275,7 +7313,7 @@ $ femtoqueue work jobs -q --drain -- sh -c 'printf "<%s|%s|%s>" "$@"; cat' {} {}
 b $HOME {} \xff
 |c> $HOME {} \xff
 <|ab|c>
-# a payload that can't be an argument is a dead letter at once, and the worker goes on
+# a task whose payload can't be an argument is a dead letter at once, and the worker goes on
 $ printf 'a\0b' | femtoqueue push jobs -> <null>
 $ head -c 10000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs good -> <good>
@@ -7287,7 +7325,7 @@ good
 $ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte
 $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
-# a command that fails is tried again, and then its task is a dead letter
+# a task whose command fails is tried again, and becomes a dead letter at --max-attempts
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
  'echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3'
@@ -7299,7 +7337,7 @@ try 2
 ! ... <x>: try 2 failed, a dead letter: exit status 3
 [1]
 $ cat jobs/failed/$x.error -> exit status 3 no such image
-# its output goes to files, if so wanted; where they are deleted, the reason is kept
+# --output-dir keeps the output of a command in files; if they are deleted, the reason is kept
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c 'echo out; echo err >&2'
 $ tail logs/* -> ==> logs/<x>.err <== err ==> logs/<x>.out <== out
@@ -7307,7 +7345,7 @@ $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --output-dir logs --max-attempts 1 -- sh -c \
  'echo why >&2; rm logs/*; exit 3' -> ! ... [1]
 $ cat jobs/failed/$y.error -> exit status 3 why
-# a command that can't be run is no fault of the task's; one that ends as a shell then does, is
+# a command that can't be run ends work, and fails no task; a shell that exits with 127 fails it
 $ femtoqueue push jobs x -> <x>
 $ echo '#!/no/interpreter' > script; chmod +x script
 $ femtoqueue work jobs -q --drain -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
@@ -7318,7 +7356,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
  sh -c 'echo femtoqueue: no queue >&2; exit 127' -> ! ... [1]
 $ states -> failed 2
-# a signal finishes what runs, though nobody hears of it: a terminal that is gone, a full disk
+# after a signal, work finishes its commands, though the terminal is gone or the disk is full
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
 $ states -> done 1
@@ -7333,12 +7371,12 @@ $ femtoqueue work jobs -q -- sh -c 'kill -INT $PPID; sleep 0.1; echo' > /dev/ful
 ! femtoqueue: [Errno 28] No space left on device
 [2]
 $ states -> done 2, pending 1
-# work ends when a payload is too large for TMPDIR; the next one takes others first
+# work ends when a payload is too large for TMPDIR; the next worker takes other tasks first
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
 $ ulimit -f 60; femtoqueue work jobs -q -- true -> ! ... File too large [2]
 $ femtoqueue ls jobs -> ... <y> ... <large> ...
-# what a command leaves running does not hold up work, though it has the pipes, or writes on
+# processes that a command leaves running do not hold up work, though they write to its pipes
 $ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
 $ kill $(cat pids)
@@ -7346,7 +7384,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
 $ kill $(cat pids)
 $ states -> done 3
-# work --drain that ends sooner says so by its status; it keeps what is done for as long as asked
+# work --drain has status 1 if it ends early; --keep-done keeps finished tasks for that long
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --time-limit 0s -- true -> [1]
 $ femtoqueue pop jobs -> <lease>
@@ -7360,7 +7398,7 @@ $ states -> done 1
 $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --keep-done 0s -- true
 $ states -> none
-# a command that takes too long is killed, with all its group
+# a command that exceeds --task-timeout is killed with its whole process group
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-limit 5s -- sh -c \
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
@@ -7371,7 +7409,7 @@ $ femtoqueue work jobs -q --task-timeout 100ms -- sh -c \
  'sleep 1000 & echo $!; kill -INT $PPID; exit 130' > pids -> ! ...
 $ gone pids
 $ states -> failed 1, pending 1
-# what work --drain can not hand out has failed for good; its DIR is where a link's .. is not
+# work --drain has status 1 if a task is corrupt; ".." in DIR is resolved by its text
 $ femtoqueue push jobs x -> <x>
 $ echo torn > jobs/pending/$x
 $ mkdir elsewhere elsewhere/inside; ln -s elsewhere/inside link
@@ -7381,14 +7419,14 @@ $ femtoqueue work link/../jobs --drain -- true
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c {}
-# a command that a signal ends alone has failed, also if a parent ignores its children
+# a command that is killed by a signal has failed, even if work was started with SIGCHLD ignored
 $ femtoqueue push jobs TERM KILL -> ...
 $ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- \
  sh -c 'kill -{} $$'
 ! ... try 1 failed, a dead letter: killed by signal 15
 ! ... try 1 failed, a dead letter: killed by signal 9
 [1]
-# a reader of work that leaves fails no task: what it had not read, the next worker tells of
+# if the reader of its output exits, work fails no task; tasks whose output was not read wait again
 $ femtoqueue push jobs 1 2 3 4 5 6 7 8 9 -> ...
 $ echo 'echo $1; test $1 = 1 || head -c 100000 /dev/zero' > more-than-a-pipe-holds
 $ { femtoqueue work jobs --max-attempts 1 -- sh more-than-a-pipe-holds {}; echo $? > status; } | \
@@ -7396,7 +7434,7 @@ $ { femtoqueue work jobs --max-attempts 1 -- sh more-than-a-pipe-holds {}; echo 
 $ cat status -> 2
 $ states -> done ..., pending ...
 $ femtoqueue release jobs --all -> released 0
-# lines of two commands are not mixed, though they come in pieces; those of one are, as they come
+# with -j 2, lines written in pieces stay whole; with one command at a time, output is not buffered
 $ femtoqueue push jobs a b c d -> ...
 $ echo 'for i in 1 2; do printf "$1"; sleep 0.01; printf "$1\n"; done; printf end' > pieces
 $ femtoqueue work jobs -q --drain -j 2 -- sh pieces {} > out
@@ -7434,7 +7472,8 @@ class Command(subprocess.Popen[bytes]):
 
 
 def until_gone(*pids: int | str) -> None:
-    """Wait until processes have ended, though perhaps nobody has waited for them."""
+    """Wait until processes have ended. A process that its parent has not waited for counts as
+    ended."""
 
     def is_gone(pid: int | str) -> bool:
         with (
@@ -7448,7 +7487,8 @@ def until_gone(*pids: int | str) -> None:
 
 
 def run_guarded(*words: str, env: Mapping[str, str], path: str = ".") -> tuple[int, str, str]:
-    """Return a command's status, and what it says. If it hangs, it is ended, and says where."""
+    """Run a command; return its exit status, standard output and standard error. A command that
+    runs for longer than PATIENCE_S is aborted, and then prints where it was."""
     env, pipe = {**env, "PYTHONFAULTHANDLER": "1"}, subprocess.PIPE
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
     settings |= {"env": env, "cwd": path, "stdout": pipe, "stderr": pipe, "encoding": "utf-8"}
@@ -7457,7 +7497,8 @@ def run_guarded(*words: str, env: Mapping[str, str], path: str = ".") -> tuple[i
             out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGABRT)
-            out, err = process.communicate(timeout=PATIENCE_S)  # else a pipe is all that is open
+            # A process that left the group may keep the pipes open: so this has a timeout, too.
+            out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
@@ -8079,14 +8120,17 @@ class Documents(QueueCase):
         self.assertEqual(len(os.listdir("old/done")), 1 + 6)
 
 
-# What two that meet may do to each other
+# Races that need a test of their own
 
 
 class Meeting(QueueCase):
-    """Orders of two operations, or of one and a signal, that the enumerations do not reach."""
+    """Races of two operations, or of an operation and a signal, that the tests which try every
+    system call do not reach."""
 
-    def test_of_two_pushes_during_a_listing_the_younger_does_not_come_first(self) -> None:
-        """The listing may have passed the place of the older one; that of foreign files, too."""
+    def test_two_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
+        """RACE: another worker pushes tasks while pop() lists pending/. The listing has already
+        passed the place of the oldest one, and returns only the younger ones. The oldest is still
+        delivered first. This also holds if most of the listed names are foreign."""
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
             q, pushed = self.anew(), list[str]()
             self.assertIsNone(q.pop())
@@ -8104,8 +8148,8 @@ class Meeting(QueueCase):
                 ids = [_taken(q).id for _ in range(before + meanwhile)]
             self.assertEqual(ids, sorted(ids))
 
-    def test_a_signal_handler_that_pushes_as_an_id_is_made_gets_another(self) -> None:
-        """At any line of it, as under a debugger."""
+    def test_push_of_a_signal_handler_while_an_id_is_made_gets_another_id(self) -> None:
+        """The signal may come before any line of new_id()."""
         q, ids = self.queue(), list[str]()
         for number in itertools.count():
             with at_line(number, lambda: ids.append(q.push(b"handler")), ("new_id",)) as came:
@@ -8115,8 +8159,9 @@ class Meeting(QueueCase):
         self.assertGreater(number, 1)
         self.assertEqual(len(self.names("pending")), len(ids))
 
-    def test_a_claim_that_is_lost_takes_no_notice_of_one_that_is_read(self) -> None:
-        """Of the same task, in another thread of one object."""
+    def test_claim_that_loses_a_race_does_not_disturb_the_winner_in_another_thread(self) -> None:
+        """RACE: a thread has claimed a task by take() and is reading it. pop() in another thread of
+        the same object fails to claim that task, and must deliver the next one."""
         q, got = self.queue(), list[FemtoTask | None]()
         _, wanted, last = q.push_many([b"1", b"2", b"3"])
         self.pop(q)
@@ -8134,13 +8179,14 @@ class Meeting(QueueCase):
         self.assertEqual((task and task.id, got[0] and got[0].id), (last, wanted))
 
     @FORK
-    def test_a_mount_that_hangs_holds_up_no_queue_on_another(self) -> None:
-        """A thread hangs there as it opens a lock, or closes it: also a fork waits but a moment."""
+    def test_mount_that_hangs_does_not_block_a_queue_on_another_mount(self) -> None:
+        """While a thread hangs as it opens or closes a lock file, push() to a queue on another
+        mount does not wait, and a fork waits only for a moment."""
         for event in ("open", "close"):
             with self.subTest(event):
-                self.hang_at(event)
+                self.check_push_and_fork_while_hanging(event)
 
-    def hang_at(self, event: str) -> None:
+    def check_push_and_fork_while_hanging(self, event: str) -> None:
         q, other = self.anew(), FemtoQueue(self.new_dir(self.memory))
         self.addCleanup(other.close)
         os.mkdir(self.file("inflight-n2"))
@@ -8170,7 +8216,9 @@ class Meeting(QueueCase):
             goes_on.set()
 
     @FORK
-    def test_a_fork_as_another_thread_opens_a_lock_copies_none(self) -> None:
+    def test_fork_while_another_thread_opens_a_lock_gives_the_child_no_copy(self) -> None:
+        """RACE: a thread forks just after another thread has opened its lease directory. If the
+        child had a copy of that descriptor, it would hold the lock when the worker is dead."""
         q, children = self.queue(), list[Child]()
 
         def work(child: Child) -> None:
@@ -8181,7 +8229,7 @@ class Meeting(QueueCase):
 
         def opened() -> None:
             fork.start()
-            fork.join(0.2)  # it has forked, or waits for us
+            fork.join(0.2)  # the fork has happened, or waits until this call is over
 
         with hooked(at_call("open", lease_dir(q), opened, times=1), after=True):
             self.assertIsNone(q.pop())
@@ -8191,8 +8239,8 @@ class Meeting(QueueCase):
         self.check_unlocked(lease_dir(q))
 
     @FORK
-    def test_a_lease_is_renewed_though_its_key_is_pushed_all_the_time(self) -> None:
-        """Its lock is free for a moment now and then."""
+    def test_lease_is_renewed_although_its_key_is_pushed_all_the_time(self) -> None:
+        """The lock of the key is free only for moments: here in one of 40 tries to get it."""
         q, tries, flock = self.queue(timeout_stale_ms=1500), itertools.count(), fcntl.flock
         task = leased(q, key="k")
         assert task.until is not None
@@ -8208,7 +8256,7 @@ class Meeting(QueueCase):
         self.assertLess(time.time(), end_s)
 
     @FORK
-    def test_ctrl_c_as_a_turn_ends_leaves_the_line_to_others(self) -> None:
+    def test_ctrl_c_while_a_turn_ends_leaves_no_ticket_in_line(self) -> None:
         for stale_timeout in (None, 20.0):
             line = TicketQueue(self.file("line"), stale_timeout)
             with self.assertRaises(KeyboardInterrupt), line.turn():
@@ -8218,11 +8266,13 @@ class Meeting(QueueCase):
             gc.collect()
             self.assertTrue(TicketQueue(self.file("line"), stale_timeout).is_empty())
 
-    def test_a_repair_that_meets_a_busy_key_comes_again_soon(self) -> None:
+    def test_repair_of_keys_that_finds_a_key_locked_is_repeated_soon(self) -> None:
         q, clock = self.queue(), self.clock()
         task = leased(q, b"1", key="k")
         q.push(b"2", key="k")
-        os.rename(self.file(task.path), self.file("done", task.id))  # and then its worker died
+        # CRASH: the worker died after it had renamed the task to done/, and before it promoted the
+        # buffered payload.
+        os.rename(self.file(task.path), self.file("done", task.id))
         with self.locked("k"):
             clock.advance(601)
             self.assertIsNone(q.pop())
@@ -8230,8 +8280,9 @@ class Meeting(QueueCase):
         self.assertEqual(self.pop(q).data, b"2")
 
     @FORK
-    def test_a_coroutine_that_finds_its_key_busy_looks_again_soon(self) -> None:
-        """The event of the push has come; no other comes when that has ended."""
+    def test_coroutine_that_finds_its_key_locked_looks_again_soon(self) -> None:
+        """RACE: a push still holds the lock of the key when its event has woken the coroutine. No
+        other event comes when the push has released the lock, so that the coroutine must poll."""
         q, pauses_ms = self.queue(), list[int]()
 
         def note(poll: Poll, ms: int) -> list[Any]:
@@ -8248,13 +8299,19 @@ class Meeting(QueueCase):
         with self.locked("k") as lock, hooked_poll(note):
             task = asyncio.run(take())
         self.assertEqual(task and task.data, b"x")
-        self.assertLess(max(pauses_ms[:3]), 200)  # that of a wait whose job is late: 51
+        self.assertLess(max(pauses_ms[:3]), 200)  # the pause of a wait with a late job is 51 ms
 
     @FORK
-    def test_close_in_another_thread_as_pop_reads_a_task_leaves_no_delivery(self) -> None:
-        """The lease of what pop() has just read can't be ended, as its key is busy: pop() does it,
-        and has no task. Nor is one left if that can't be read, which counts, though close() left it
-        alone: a detached one, or beside a living namesake."""
+    def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
+        """RACE: another thread closes the queue while pop() reads the task that it has claimed.
+
+        If the key of the task is locked, close() can't end the lease. pop() then puts the task back
+        itself, uncounted, and returns None.
+
+        If the task can't be read, pop() puts it back and raises, and the delivery counts. This
+        holds even where close() leaves the lease alone: the queue is detached, or another object
+        with its node_id lives.
+        """
         for key, is_detached in (("k", False), (None, True), (None, False)):
             q = self.anew(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
             namesake = None if key else self.queue(timeout_stale_ms=None)
@@ -8279,7 +8336,8 @@ class Meeting(QueueCase):
 # Classes side by side
 
 
-# These begin first, so that the last one is short.
+# The classes that take longest. They start first, so that no long one is left to run alone at the
+# end.
 LONGEST = (
     *("CommandLine", "KeyedInterrupted", "KeyedInterruptedOnSharedFileSystem"),
     *("KeyedInterruptedByRename", "Faults"),
@@ -8287,7 +8345,8 @@ LONGEST = (
 
 
 def run_forked(words: list[str], output: Any) -> int:
-    """Run tests in a process, the leader of a group, which prints to that file; return its pid."""
+    """Run tests in a forked process, which leads a process group and prints to a file. Return its
+    pid."""
     if pid := os.fork():
         os.setpgid(pid, pid)
         return pid
@@ -8306,8 +8365,9 @@ def run_forked(words: list[str], output: Any) -> int:
         os._exit(status)
 
 
-def tell_end(name: str, output: Any, status: int, is_verbose: bool) -> None:
-    """Print what the process of a class said, or, if all is well, its end."""
+def print_result(name: str, output: Any, status: int, is_verbose: bool) -> None:
+    """Print the output of the process that ran a class; only its last lines if it succeeded, unless
+    `is_verbose`."""
     with output:
         output.seek(0)
         text = output.read().decode(errors="replace")
@@ -8319,10 +8379,14 @@ def tell_end(name: str, output: Any, status: int, is_verbose: bool) -> None:
 
 
 def run_side_by_side(names: list[str], switches: list[str], processes: int) -> list[str]:
-    """Run as many classes at a time; return those that failed, with -f until one does. A process's
-    group is killed when it has ended, or the run has, also by Ctrl-C or SIGTERM."""
+    """Run so many classes at a time, each in a process of its own; return the names of those that
+    failed. With -f, the first failure ends the run.
+
+    The process group of a class is killed when its process has ended. When the run ends, by Ctrl-C
+    or SIGTERM too, the groups of all running classes are killed.
+    """
     left, failed = deque(sorted(names, key=[*LONGEST, *names].index)), list[str]()
-    running: dict[int, tuple[str, Any]] = {}  # by pid: a class, and where it prints
+    running: dict[int, tuple[str, Any]] = {}  # by pid: the class, and the file of its output
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         while (left or running) and not (failed and "-f" in switches):
@@ -8332,9 +8396,9 @@ def run_side_by_side(names: list[str], switches: list[str], processes: int) -> l
             pid, status = os.wait()
             name, output = running.pop(pid)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it left running
+                os.killpg(pid, signal.SIGKILL)  # processes that the class left running
             failed += [name] * bool(status)
-            tell_end(name, output, status, "-v" in switches)
+            print_result(name, output, status, "-v" in switches)
     finally:
         for pid in running:
             os.killpg(pid, signal.SIGKILL)
@@ -8343,8 +8407,11 @@ def run_side_by_side(names: list[str], switches: list[str], processes: int) -> l
 
 
 def run_here(words: list[str]) -> int:
-    """Run tests in this process. What nohup(1) and a shell's `&` do to signals is undone: commands
-    under test inherit it."""
+    """Run tests in this process; return the exit status.
+
+    nohup(1) and `&` in a shell script make a process ignore SIGHUP or SIGINT. The default handlers
+    are set again, since the commands under test would inherit the ignored signals.
+    """
     handlers: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
     for name, handler in handlers.items():
         number = getattr(signal, name, None)  # there is no SIGHUP on Windows
@@ -8355,7 +8422,8 @@ def run_here(words: list[str]) -> int:
 
 
 def main() -> int:
-    """Run classes side by side; a single one, or by other switches of unittest, in this process."""
+    """Run the classes of tests side by side. A single class, or a run with other switches of
+    unittest than -v and -f, runs in this process. Return the exit status."""
     print(f"seed {SEED}", file=sys.stderr, flush=True)
     switches = [it for it in sys.argv[1:] if it in ("-v", "-f")]
     names = [it for it in sys.argv[1:] if it not in switches]
@@ -8369,7 +8437,7 @@ def main() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
     began_s = time.monotonic()
-    # Tests that were killed remove none of their directories.
+    # A test that was killed has not removed its directories: they are removed with these two.
     made = functools.partial(
         tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
     )
