@@ -3805,8 +3805,9 @@ def demand(holds: object, why: str) -> None:
 class Known:
     """A task in the model.
 
-    `at_ns` is the number that begins the name of its file: the order in pending/, the due time in
-    scheduled/, the deadline in inflight-<node>/, and the order of the id in done/ and failed/.
+    `at_ns` is the number that begins the name of the file. In pending/ this is the order, in
+    scheduled/ the due time, in inflight-<node>/ the deadline. In done/ and failed/ it is the order
+    in the id.
     """
 
     id: str
@@ -3820,17 +3821,17 @@ class Known:
     held_by: FemtoTask | None = None
     behind: Known | None = None
     due_ns: int | None = None  # of a newer payload in keys/
-    step: int = 0  # the step in which it came to its present state
-    since_ns: int = 0  # when it came to its present state
-    by: int = 0  # the worker that put it there; 0: a person
-    # The workers that know it without a listing, since they put it there themselves.
+    step: int = 0  # the step of the last move
+    since_ns: int = 0  # the time of the last move
+    by: int = 0  # the worker that moved the task last; 0: a person
+    # The workers that know the task without a listing, because they moved it themselves.
     known_to: set[int] = dataclasses.field(default_factory=set)
     ready_ns: int | None = None  # since when any pop() should move it back to pending/
     is_bare: bool = True  # the name of its file is its id
 
     @property
     def as_task(self) -> FemtoTask:
-        """Return the task that peek() and tasks() should return: if it waits, with the newest
+        """Return the task as peek() and tasks() should return it. A waiting task has the newest
         payload of its key."""
         ended = self.state in ("done", "failed") and self.is_bare
         data = self.data
@@ -3853,8 +3854,8 @@ class Known:
         return (self.at_ns, self.attempts) == (self.order_ns, 0)
 
 
-# The directory of a file, the number that begins its name, its attempts, and whether the name is
-# an id.
+# Of a file: the directory, the number in front of the name, the attempts, and whether the whole
+# name is an id.
 Place = tuple[str, int, int, bool]
 
 
@@ -3971,7 +3972,7 @@ class Twin:
 
     def lease(self, task: Known, lease: FemtoTask, node: str, lasts_ns: int) -> None:
         expected = FemtoTask(task.id, task.data, task.attempts + 1, task.key)
-        demand(lease == expected, f"delivered was {lease}, not {expected}")
+        demand(lease == expected, f"{lease} was delivered, not {expected}")
         if not task.is_bare:
             of_data, saved = self.saved.get(task.id, (b"", None))
             demand(lease.checkpoint == (saved if of_data == task.data else None), f"not {saved!r}")
@@ -4048,8 +4049,8 @@ class Twin:
         self.looked_ns = now_ns
 
     def do_housekeeping(self, task: Known, max_attempts: int | None) -> bool:
-        """Do one step of housekeeping that any pop() may do with this task. Return False if there
-        was none to do."""
+        """Do one step of housekeeping with a task, as any pop() may. Return False if there was
+        nothing to do."""
         if task.state == "scheduled" and task.at_ns <= self.clock.wall_ns():
             self.move_back(task, "pending", self.now_ns())
         elif task.state == "inflight" and self.is_over(task):
@@ -4073,11 +4074,11 @@ class Twin:
             while found.get(task.id, ("gone",))[0] != task.directory:
                 if not self.do_housekeeping(task, max_attempts):
                     break
-        demand(woken == sorted(woken), "what came due did not join in the order of its due times")
+        demand(woken == sorted(woken), "due tasks joined pending/ out of the order of due times")
 
     def compare(self, found: dict[str, Place], reasons: set[str]) -> None:
-        """Fail unless each task is where the model has it. The exact order of a task that joined
-        pending/ in this step is not known in advance: the model takes it from the directory."""
+        """Fail unless each task is where the model has it. If a task joined pending/ in this step,
+        the model takes the exact order from the directory."""
         for task in self.tasks.values():
             there = found.get(task.id)
             placed_now = task.step == self.step and task.state == "pending"
@@ -4088,7 +4089,9 @@ class Twin:
             if there is None or there[:3] != should:
                 raise AssertionError(f"{task.id} is {there} on disk, and should be {should}")
             task.is_bare = there[3]
-        demand(len(found) == len(self.tasks), f"too many: {found.keys() - self.tasks.keys()}")
+        demand(
+            len(found) == len(self.tasks), f"unknown on disk: {found.keys() - self.tasks.keys()}"
+        )
         demand(reasons == self.reasons, f"reasons of {reasons}, and should be of {self.reasons}")
 
     def compare_checkpoints(self, found: set[str]) -> None:
@@ -4179,8 +4182,8 @@ class Fuzz:
                     w.q.close()
 
     def note_locks(self) -> Callable[[int, int], None]:
-        """Return an flock() that notes the descriptor of each shared lock: the worker that took
-        the lock holds its lease directory from then on."""
+        """Return an flock() that notes the descriptor of each shared lock. A worker takes a shared
+        lock when it opens its lease directory."""
         flock = fcntl.flock
 
         def call(fd: int, how: int) -> None:
@@ -4191,7 +4194,7 @@ class Fuzz:
         return call
 
     def do(self, op: Callable[[Worker], None], w: Worker) -> None:
-        self.clock.advance(1e-5)  # more than the orders that one step draws can be ahead
+        self.clock.advance(1e-5)  # the orders drawn in one step are ahead by less than this
         model = self.model
         model.step, model.worker, model.pushing = model.step + 1, w.number, False
         model.note_ready_times()
@@ -4230,7 +4233,7 @@ class Fuzz:
                     reasons.add(name[:-6])
                 elif len(name) > 8:
                     ident, parts = name[-29:], name.split("~")
-                    demand(ident not in found, "a task stands in two places")
+                    demand(ident not in found, "a task is in two places")
                     attempts = int(parts[1]) if len(parts) > 1 else 0
                     found[ident] = directory, int(parts[0][:20]), attempts, "~" not in name
                     self.paths[ident] = f"{self.path}/{directory}/{name}"
@@ -4246,15 +4249,15 @@ class Fuzz:
     # Lease directories
 
     def note_lease_dir_taken(self, w: Worker) -> None:
-        """Note in the model that the last call of a worker took its lease directory, if it did.
-        The worker has then moved back the leases that were left in that directory."""
+        """If the last call of a worker took the lease directory, note this in the model. The worker
+        has then moved back the leases that were left in the directory."""
         if self.shared_fd is None:
             return
         if not w.holds_lease_dir:
             self.model.end_leases_of_node(w.q.node_id)
             self.model.living[w.q.node_id] += 1
             found, _ = self.on_disk()
-            # A worker that finds leases left in its directory looks at those of all nodes, too.
+            # If a worker finds leases left in the directory, it looks at the leases of all nodes.
             for task in self.model.in_states("inflight"):
                 if self.model.is_over(task) and found[task.id][0] != task.directory:
                     self.model.do_housekeeping(task, None)
@@ -4336,13 +4339,13 @@ class Fuzz:
         leased = task is not None and task.state == "inflight"
         demand(refused == (leased and policy == "reject"), f"refused: {refused}")
         if task is None:
-            # A worker knows a keyed task that it has pushed; others need a listing to know it.
+            # The pusher knows a keyed task at once. Other workers need a listing to know the task.
             self.model.pushing = key is None
             self.model.add(ident, data, key, due_ns)
         elif leased and (policy == "buffer" or (policy == "update" and task.behind)):
             self.model.put_behind(task, ident, data, due_ns)
         else:
-            demand(ident == task.id, f"returned was {ident}, not {task.id}")
+            demand(ident == task.id, f"push returned {ident}, not {task.id}")
             if not leased:
                 self.model.replace(task, data, due_ns)
             elif not refused:
@@ -4370,8 +4373,8 @@ class Fuzz:
                 demand(not due, f"pop() overlooked {task}, which its object scheduled")
 
     def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> Known | None:
-        """Call pop() or take(), sometimes with a lease_ms, and lease in the model the task that is
-        delivered. Return that task as it was before the call; None if the call delivered none."""
+        """Call pop() or take(), sometimes with a lease_ms, and lease the delivered task in the
+        model. Return the task as it was before the call; None if no task was delivered."""
         lease_ms = self.chance.choice((*[None] * 9, 90_000))
         lease = call(lease_ms=lease_ms)
         self.say(lease and lease.id)
@@ -4413,7 +4416,10 @@ class Fuzz:
         """
         model = self.model
         if self.paused_ns is not None:
-            demand(model.now_ns() - self.paused_ns < 1.01e9, "PAUSED, and delivered")
+            demand(
+                model.now_ns() - self.paused_ns < 1.01e9,
+                "a task was delivered while PAUSED existed",
+            )
         listed = w.number not in was.known_to
         step = model.first_listed_step(was)
         for task in model.in_states("pending"):
@@ -4429,7 +4435,7 @@ class Fuzz:
         was = self.call_and_lease(w, functools.partial(w.q.take, key))
         task = self.model.task_of_key(key)
         demand(was is None or was.key == key, "take() gave another key's task")
-        demand(was is None or self.paused_ns is None, "PAUSED, and taken")
+        demand(was is None or self.paused_ns is None, "a task was taken while PAUSED existed")
         if was is None and task is not None and self.paused_ns is None:
             due = task.state == "scheduled" and task.at_ns <= self.clock.wall_ns()
             demand(task.state != "pending" and not due, f"take() overlooked {task}")
@@ -4728,8 +4734,8 @@ class Corruption(QueueCase):
         self.assertEqual(self.states(), {"failed": 5, "done": 1})
 
     def test_payload_is_whole_when_reads_and_writes_are_partial(self) -> None:
-        """read() and write() are repeated until the record is whole: with FUSE, each call may
-        transfer fewer bytes than it was asked for."""
+        """The queue repeats read() and write() until the record is whole. With FUSE, each call may
+        transfer only a part of the bytes."""
         q, read, write = self.queue(), os.read, os.write
         sizes = (50, 1), (50, 40), (20_000, 7), (20_000, 16_000)
         for (size, most), key in itertools.product(sizes, (None, "k")):
@@ -4916,8 +4922,8 @@ class ForeignFiles(QueueCase):
         operation raises because of them.
 
         This holds in every directory of the queue, for names that resemble a lease directory, and
-        on file systems that hosts share. A pop() that finds no task lists pending/ once, however
-        many foreign files are in it.
+        on shared file systems. A pop() that finds no task lists pending/ only once, however many
+        foreign files there are.
         """
         clock = self.clock()
         for fs_type in (EXT4, NFS):
@@ -4985,7 +4991,7 @@ class ForeignFiles(QueueCase):
 
 
 class ManyUsers(QueueCase):
-    """Files that one user made neither shut out nor block the other users of a queue."""
+    """The files of one user neither exclude nor block the other users of a queue."""
 
     def test_fifo_in_the_place_of_a_reason_does_not_block(self) -> None:
         q = self.queue()
@@ -4997,9 +5003,8 @@ class ManyUsers(QueueCase):
         self.assertEqual(dead.error, "")
 
     def test_files_for_all_users_follow_the_rights_of_data_dir(self) -> None:
-        """The files and directories that all users need have the permissions of data_dir, whatever
-        the umask. root, or a user with another umask, may be the first to use a key or a
-        TicketQueue."""
+        """Files and directories for all users have the permissions of data_dir, whatever the umask.
+        The first user of a key or a TicketQueue may be root, or have another umask."""
         os.chmod(self.path, 0o770)
         before = os.umask(0o077)
         try:
@@ -5133,7 +5138,7 @@ class ByHand(QueueCase):
     """Each shell command that the README allows on a queue in use has the effect it describes."""
 
     # Before each command, task 1 is in flight; tasks 2 and 3 wait, and are already listed. A row:
-    # the command, whether it ends the lease, and the tasks delivered after it with their attempts.
+    # the command, whether the lease ends, and the tasks delivered afterwards, with attempts.
     COMMANDS: tuple[tuple[str, bool, dict[bytes, int]], ...] = (
         ("mv pending/$ID failed/", False, {b"3": 1}),
         ("mv pending/$ID failed/; mv failed/$ID pending/", False, {b"2": 1, b"3": 1}),
@@ -5153,8 +5158,8 @@ class ByHand(QueueCase):
         return out
 
     def test_mv_rm_and_touch_change_what_is_delivered(self) -> None:
-        """A command has the same effect on both workers: the one that holds a lease without a
-        deadline and has already listed the tasks, and another one."""
+        """A command has the same effect on two workers. Worker n1 holds a lease without a deadline,
+        and has already listed the tasks; worker n2 has not."""
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
             q = self.anew(timeout_stale_ms=None)
@@ -5171,11 +5176,11 @@ class ByHand(QueueCase):
                 self.check_invariants()
 
     def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
-        """stats(), peek(), retry() and purge() find a task by its id, whichever of its names it has
-        in pending/, failed/ or done/.
+        """A task is found by its id, even if the file was moved by hand and has kept its old name.
 
         The name may be that of a lease in pending/, or that of a waiting task in failed/ and done/.
-        retry_failed() lists failed/ only once.
+        stats(), peek(), retry() and tasks() understand such names. retry_failed() lists failed/
+        only once.
         """
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
@@ -5197,8 +5202,8 @@ class ByHand(QueueCase):
         self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
 
     def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
-        """ls, cat, tail, grep, wc and du show the tasks, and a copy of the directory is a queue. A
-        task in flight is delivered again from the copy, where no worker holds its lease."""
+        """The tools ls, cat, tail, grep, wc and du show the tasks. A copy of the directory is a
+        queue. A task in flight is delivered again from the copy: no worker holds its lease."""
         q = self.queue(timeout_stale_ms=None)
         ids = q.push_many([b"one\n", b"two\n"])
         self.assertEqual(self.sh("ls pending").split(), ids)
@@ -5269,8 +5274,8 @@ class KeyedConcurrency(QueueCase):
     SECONDS = 2.0 if QueueCase.memory else 4.0  # a disk takes longer for as many deliveries
 
     def log(self, *words: object) -> None:
-        """Append a line to the log. A process that is killed while its line crosses a page leaves
-        half of the line, without the "." at its end."""
+        """Append a line to the log. If the process is killed while the line crosses a page, only a
+        part of the line is written, without the "." at the end."""
         os.write(self.log_fd, " ".join(map(str, ("\n", time.monotonic_ns(), *words, "."))).encode())
 
     def logged(self, what: str) -> list[tuple[int, str, str]]:
@@ -5303,8 +5308,8 @@ class KeyedConcurrency(QueueCase):
         """Log the delivery of a task, and settle it. Log an overlap if another process is at work
         on the same key."""
         fd = os.open(self.file(f"busy-{task.key}"), os.O_RDWR | os.O_CREAT, 0o600)
-        # The kernel closes the descriptors of a killed process one after the other: its lease may
-        # have ended already while it still holds this lock.
+        # The kernel closes the descriptors of a killed process one after the other. The lease may
+        # end before this lock is free.
         for _ in range(100):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -5369,8 +5374,8 @@ class TicketCase(QueueCase):
 
 
 class Tickets(TicketCase):
-    """First come, first served: members have their turns one at a time, in the order of their
-    tickets, and dead members are passed over."""
+    """First come, first served: members have turns one at a time, in the order of the tickets. Dead
+    members are passed over."""
 
     def test_numbers_begin_at_one_and_the_lowest_is_at_the_head(self) -> None:
         line, other = self.line(), self.line()
@@ -5392,8 +5397,8 @@ class Tickets(TicketCase):
             self.assertEqual((number, line.remove(member)), (1, True))
 
     def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
-        """RACE: another process looks at the line as soon as the ticket appears. It would take an
-        unlocked ticket for that of a dead process, and remove it."""
+        """RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
+        would look like one of a dead process, and be removed."""
         line, other, swept = self.line(), self.line(), list[int]()
 
         def look() -> None:
@@ -5472,12 +5477,10 @@ class Tickets(TicketCase):
         self.assertTrue(line.is_empty())
 
     def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
-        """A register() that raises leaves no ticket behind, and one that returns has its ticket in
-        line.
+        """If register() raises, no ticket is left in line: all other members would wait behind it.
 
-        All other members would wait behind a ticket that was left. At each system call of
-        register() the network is cut, or Ctrl-C comes before or after the call. If only close()
-        fails, the ticket stays in line.
+        At each system call of register() the network is cut, or Ctrl-C comes before or after the
+        call. If register() returns, the ticket is in line. An error of close() does not undo that.
         """
         cut = raising(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
@@ -5496,8 +5499,8 @@ class Tickets(TicketCase):
                         self.assertTrue(line.remove(member))
 
     def test_ticket_of_another_host_lives_until_it_is_stale(self) -> None:
-        """A ticket of another host, or of an earlier boot, is passed over when it was not touched
-        for stale_timeout seconds, and never if stale_timeout is None."""
+        """A ticket of another host, or of an earlier boot, is passed over after stale_timeout
+        seconds without a touch. If stale_timeout is None, this never happens."""
         with on_boot("another host"):
             other = self.line(stale_timeout=60)
         line, patient, clock = self.line(stale_timeout=60), self.line(), self.clock()
@@ -5579,8 +5582,8 @@ class Tickets(TicketCase):
 
     @FORK
     def test_eight_processes_take_a_hundred_turns_each(self) -> None:
-        """The processes have their turns one at a time, in the order of their tickets. Meanwhile
-        maybe_cleanup() removes the directory whenever nobody is in line; tickets then begin at 1
+        """The processes have turns one at a time, in the order of the tickets. Meanwhile
+        maybe_cleanup() removes the directory whenever the line is empty. Tickets then begin at 1
         again."""
         self.put("inside", b"0", "")
         line, children = self.line(), [self.child(self.take_turns) for _ in range(8)]
@@ -5598,8 +5601,8 @@ class Tickets(TicketCase):
 
 
 class SharedTickets(TicketCase):
-    """The promises of Tickets between hosts, on NFS. There a host that was cut off from the server
-    has lost its locks, and nothing tells it so."""
+    """The promises of Tickets between hosts, on NFS. A host that is cut off from the server loses
+    all locks, and is not told."""
 
     fs_type = NFS
 
@@ -5607,7 +5610,7 @@ class SharedTickets(TicketCase):
         """Return a line with a stale_timeout of 40 s, and the clock."""
         return self.line(stale_timeout=40), self.clock()
 
-    def test_a_stale_timeout_may_be_longer_than_a_thread_can_wait(self) -> None:
+    def test_stale_timeout_may_be_longer_than_a_thread_can_wait(self) -> None:
         before = {*threading.enumerate()}
         with self.line(stale_timeout=1e11).turn():
             (thread,) = {*threading.enumerate()} - before
@@ -5632,14 +5635,14 @@ class SharedTickets(TicketCase):
         """register() takes a new ticket if another host has interfered with its first one.
 
         RACE: this host was cut off and has lost the lock of "last". Another host draws a number
-        while this host notes its own, or after that but before its ticket is in line. This host
-        must draw again: its lower number would put its ticket before the other one.
+        just before this host notes one, or just before the ticket of this host is in line. This
+        host must draw again: the lower number would put the ticket in front of the other host.
 
         RACE: another host takes the new file for that of a dead process, and removes it. This host
         makes another ticket.
 
-        GlusterFS may list a name that it does not find, perhaps for minutes, until it has healed.
-        register() tries again a few times, and then raises the error.
+        GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
+        Then register() tries again a few times, and at last raises the error.
         """
         line = self.line()
 
@@ -5678,15 +5681,15 @@ class SharedTickets(TicketCase):
         self.assertFalse(line.remove(member))
 
     def test_late_touch_does_not_renew_a_ticket(self) -> None:
-        """If the thread of turn() touches the ticket too late, is_head() returns False, even though
-        that thread reports nothing and later touches are in time."""
+        """If the thread of turn() touches the ticket too late, is_head() returns False. The thread
+        itself reports nothing, and later touches in time do not help."""
         clock, touches = self.clock(), threading.Semaphore(0)
         clock.stand_still()
         line = self.line(stale_timeout=0.04)
         with hooked(at_call("utime", None, touches.release), after=True), line.turn() as ticket:
             clock.advance(0.032)
-            # The touch of is_head(); one that may have begun before the clock was advanced; the
-            # late one; and one after it.
+            # Touches: by is_head(); by the thread, perhaps just before the clock was advanced; too
+            # late; and once more.
             for _ in range(4):
                 self.assertTrue(touches.acquire(timeout=PATIENCE_S))
             self.assertFalse(line.is_head(ticket))
@@ -5694,8 +5697,8 @@ class SharedTickets(TicketCase):
     def test_member_that_is_late_in_its_turn_is_told_and_keeps_its_ticket_until_it_stops(
         self,
     ) -> None:
-        """Its is_head() returns False, but its ticket stays, touched, and keeps others from their
-        turn until the member calls remove()."""
+        """For such a member, is_head() returns False. The ticket stays in line, touched, and so no
+        other member has a turn until the late member calls remove()."""
         line, clock = self.line_and_clock()
         with on_boot("another host's"):
             other = self.line(stale_timeout=40)
@@ -5716,9 +5719,9 @@ class SharedTickets(TicketCase):
         self.assertTrue(other.is_head(waiting))
 
     def test_touch_counts_from_the_beginning_of_a_call_that_hangs(self) -> None:
-        """A ticket's age counts from the time at which the call that touched it began, because the
-        server may have carried out the call at once. turn() raises if its ticket may have been
-        passed over for that reason."""
+        """The age of a ticket counts from the beginning of the call that touched it. The call may
+        hang after the server has carried it out. If another host may have passed the ticket over
+        meanwhile, turn() raises an error."""
         line, clock = self.line_and_clock()
         hang = functools.partial(clock.advance, 32)
         with hooked(at_call("move", "/.", hang, times=2)):
@@ -5776,8 +5779,8 @@ class Shrinking(QueueCase):
         self.assertEqual(self.drain(q), [b"x"])
 
     def test_pending_that_can_not_be_replaced_stays_in_use(self) -> None:
-        """If the replacement fails (a full disk, a mount point), pop() of an empty queue still
-        returns None, and no file is left over."""
+        """The replacement fails on a full disk, or if pending/ is a mount point. Even then pop() of
+        an empty queue returns None, and no file is left over."""
         clock = self.clock()
         for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
@@ -5787,7 +5790,7 @@ class Shrinking(QueueCase):
             self.assertEqual((full.call_count, self.names("creating")), (1, []))
 
 
-# What a system may lack
+# Functions that a system may lack
 
 
 class Lacking(QueueCase):
@@ -5968,8 +5971,8 @@ AN_OLD_QUEUE: dict[str, bytes] = {
 
 
 class Compatibility(QueueCase):
-    """Calls that worked with femtoqueue 0.4.2 still work, and this version understands the files
-    that earlier versions left."""
+    """Calls that worked with femtoqueue 0.4.2 still work. Files of earlier versions are still
+    understood."""
 
     def test_queue_of_an_earlier_version_is_understood_and_delivered(self) -> None:
         for path, content in AN_OLD_QUEUE.items():
@@ -5988,7 +5991,7 @@ class Compatibility(QueueCase):
             got.append((task.data, task.key, task.attempts, task.checkpoint))
             q.done(task)
         wanted: list[tuple[object, ...]] = [
-            # This task, that of key "b" and the detached one were in flight.
+            # The first three tasks were in flight; the second one had a buffered payload.
             (b"of a dead worker", None, 2, b"half way"),
             (b"newer", "b", 1, None),
             (b"detached", None, 2, None),
@@ -6070,8 +6073,8 @@ def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
 
 @contextlib.contextmanager
 def sleepers(polling: bool = False) -> Iterator[set[int]]:
-    """Yield a set to which each thread adds its identifier when it sleeps in a wait. If `polling`,
-    a thread does so when it looks at the directories."""
+    """Yield a set, which gets the identifier of each thread that sleeps in a wait. If `polling`,
+    the set gets the identifier of each thread that looks at the directories."""
     found: set[int] = set()
 
     def note(poll: Poll, ms: int) -> list[Any]:
@@ -6137,15 +6140,14 @@ class Waiting(QueueCase):
         """Each of these events, caused by another worker, ends a wait of pop(), take(), drain() or
         join().
 
-        pop() returns when a task comes due that was scheduled during the wait and is due before all
-        others; when the queue is resumed (resuming it twice is no error); when a worker dies whose
-        lease has no deadline; and when the lease of another worker ends.
+        pop() returns when a task comes due, even if that task was scheduled during the wait and is
+        due before all others. pop() returns when the queue is resumed; resuming twice is no error.
+        pop() returns when a worker dies whose lease has no deadline, and when a lease ends.
 
-        take() returns when the first task of its key is pushed, and when the worker that leased the
-        task of its key releases it.
+        take() returns when the first task of the key is pushed, or is released by another worker.
 
-        drain() and join() wait for tasks that other workers have leased, and return when these
-        tasks have ended. join() leases no task itself.
+        drain() and join() wait while other workers hold leases. drain() then delivers the tasks
+        that come back. Both return when all tasks have ended; join() leases no task.
         """
         self.hasten("base interval", 0.05)
 
@@ -6285,8 +6287,7 @@ class Hearing(QueueCase):
             return int(file.read())
 
     def test_push_between_the_last_look_and_the_sleep_ends_the_sleep(self) -> None:
-        """This also holds if the push goes into a directory that has just replaced a watched
-        one."""
+        """This also holds if a new directory has just replaced the watched one."""
 
         def push(other: FemtoQueue) -> None:
             other.push(b"x")
@@ -6356,8 +6357,8 @@ class Hearing(QueueCase):
 
 
 class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
-    """Coroutines wait without blocking their event loop, and a task that no coroutine accepts goes
-    back to its place."""
+    """Coroutines wait without blocking the event loop. If the wait of a coroutine has ended, a task
+    found for it goes back."""
 
     async def asyncSetUp(self) -> None:
         """Let a test that hangs fail: after PATIENCE_S, everything it awaits is cancelled."""
@@ -6412,8 +6413,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await waiter)
 
     async def test_each_of_fifty_waits_gets_a_task_while_fifty_others_are_cancelled(self) -> None:
-        """Of 1000 tasks, each wait that goes on gets one, and the other 950 stay in pending/. No
-        task is leased to a cancelled wait, and no delivery to one is counted."""
+        """Each wait that is not cancelled gets one of 1000 tasks; the other 950 stay in pending/.
+        No task is leased to a cancelled wait, and no delivery to a cancelled wait is counted."""
         q, other = self.queue(), self.queue("n2")
         waiters = [asyncio.ensure_future(q.pop_async()) for _ in range(100)]
         await asyncio.sleep(0.01)
@@ -6476,8 +6477,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertGreater(number, 1)
 
     async def test_task_found_for_a_wait_that_has_ended_goes_back_to_its_place(self) -> None:
-        """The task goes back uncounted: to its place among others in pending/, or to scheduled/,
-        so that it is not delivered before its time.
+        """The task goes back to the place where it waited, uncounted. A task of scheduled/ must not
+        be delivered before its time, and a task of pending/ must not overtake others.
 
         The wait has ended by cancellation or by close(). The event loop runs on while the look at
         the directories takes long.
@@ -6593,8 +6594,8 @@ class Processing(QueueCase):
         return {*threading.enumerate()} - self.threads
 
     def test_block_that_is_collected_after_its_queue_settles_nothing(self) -> None:
-        """A block of processing() may be in a generator that nobody ends. The garbage collector may
-        then finalize the queue before the block."""
+        """A block of processing() may be in a generator that is never finished. The garbage
+        collector may then finalize the queue before the block."""
         q = FemtoQueue(self.path)
         with q.processing(leased(q)):
             q.__del__()
@@ -6602,8 +6603,8 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"pending": 1})
 
     def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
-        """A block that ends normally finishes its task, an exception puts the task back for later,
-        and an exception at max_attempts makes it a dead letter.
+        """A normal end of the block finishes the task. An exception puts the task back for later,
+        or makes a dead letter of it at max_attempts.
 
         KeyboardInterrupt, SystemExit and CancelledError put the task back to its place, uncounted,
         even at max_attempts. LeaseLost of another task counts as an ordinary exception.
@@ -6650,8 +6651,8 @@ class Processing(QueueCase):
             self.assertGreater(len({*delays_s}), 10, "the delays are not random")
 
     def delay_s(self, q: FemtoQueue, clock: Clock, attempts: int) -> float:
-        """Return the delay, in seconds, after which a task is due again when its delivery with this
-        attempt fails."""
+        """Let the given attempt of a task fail; return the delay, in seconds, until the task is due
+        again."""
         ident = q.push(b"x")
         name = f"{ident[:20]}~{attempts - 1}~{ident}"
         os.rename(self.file("pending", ident), self.file("pending", name))
@@ -6736,8 +6737,8 @@ class Processing(QueueCase):
         self.assertEqual(self.states(), {"done": 3})
 
     def test_renewal_that_fails_is_tried_again_and_does_not_stop_other_renewals(self) -> None:
-        """A renewal may fail because of a disk error, even if the warning about it can't be logged,
-        or because a stopped process holds the lock of the key."""
+        """A renewal may fail because of a disk error, or because a stopped process holds the lock
+        of the key. It is tried again even if the warning can't be logged."""
         q, handler = self.renewing_queue(), logging.Handler()
         LOG.disabled = False
         LOG.addHandler(handler)
@@ -6788,8 +6789,8 @@ class Processing(QueueCase):
     def test_lost_lease_raises_at_either_end_of_the_block_and_changes_nothing(self) -> None:
         """LeaseLost is raised when a block begins or ends without a valid lease.
 
-        At the end of a block, its cause is the exception that the block raised; but SystemExit is
-        raised as it is. A block with a task that was never leased raises LeaseLost as well.
+        An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
+        block with a task that was never leased raises LeaseLost as well.
         """
         for cause in (None, ValueError("the cause"), SystemExit("told")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
@@ -6816,7 +6817,7 @@ class Processing(QueueCase):
             self.assertEqual(child.finish()[1], 0)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    # Checkpoints. Class Model shows how they follow their tasks, and that they renew the lease.
+    # Checkpoints. Class Model shows how a checkpoint follows the task, and renews the lease.
 
     def test_failed_checkpoint_leaves_the_former_one_and_a_torn_one_is_ignored(self) -> None:
         q = self.queue()
@@ -7059,8 +7060,8 @@ class Checking(QueueCase):
         self.assertEqual(self.states(), {"pending": 2, "failed": 1})
 
     def test_lease_directories_made_or_removed_during_a_check_are_no_findings(self) -> None:
-        """RACE: after any system call of check(), another worker makes its lease directory and a
-        third one removes its own."""
+        """RACE: after any system call of check(), one worker makes a lease directory and another
+        worker removes one."""
         q, gone, fresh = self.queue(), self.file("inflight-gone"), self.file("inflight-fresh")
 
         def come_and_go() -> None:
@@ -7132,9 +7133,9 @@ class Checking(QueueCase):
 # <lease...> for the path of a lease. Where such a name occurs again in the transcript, it stands
 # for the same value, and so does $name in a command. Two names never have the same value.
 #
-# Besides the commands of the shell, `states` counts the tasks in each directory, `payloads STATE`
-# prints the payloads of a state, and `gone FILE` waits until the processes whose ids are in a file
-# have ended.
+# Besides the commands of the shell, there are three others. `states` counts the tasks in each
+# directory. `payloads STATE` prints the payloads of a state. `gone FILE` reads process ids from a
+# file, and waits until these processes have ended.
 LEASE = rf"inflight-\w+/[0-9]{{20}}~[0-9]+~0{{8}}~{ID}"
 TRANSCRIPTS = r"""
 # push takes payloads from arguments, standard input, its lines or its pieces, and prints the ids
@@ -8160,8 +8161,8 @@ class Meeting(QueueCase):
         self.assertEqual(len(self.names("pending")), len(ids))
 
     def test_claim_that_loses_a_race_does_not_disturb_the_winner_in_another_thread(self) -> None:
-        """RACE: a thread has claimed a task by take() and is reading it. pop() in another thread of
-        the same object fails to claim that task, and must deliver the next one."""
+        """RACE: a thread has claimed a task by take() and is reading the payload. In another thread
+        of the same object, pop() fails to claim the same task. It must deliver the next task."""
         q, got = self.queue(), list[FemtoTask | None]()
         _, wanted, last = q.push_many([b"1", b"2", b"3"])
         self.pop(q)
@@ -8180,8 +8181,8 @@ class Meeting(QueueCase):
 
     @FORK
     def test_mount_that_hangs_does_not_block_a_queue_on_another_mount(self) -> None:
-        """While a thread hangs as it opens or closes a lock file, push() to a queue on another
-        mount does not wait, and a fork waits only for a moment."""
+        """A thread hangs while it opens or closes a lock file. Meanwhile push() to a queue on
+        another mount does not wait, and a fork waits only for a moment."""
         for event in ("open", "close"):
             with self.subTest(event):
                 self.check_push_and_fork_while_hanging(event)
@@ -8305,8 +8306,8 @@ class Meeting(QueueCase):
     def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
         """RACE: another thread closes the queue while pop() reads the task that it has claimed.
 
-        If the key of the task is locked, close() can't end the lease. pop() then puts the task back
-        itself, uncounted, and returns None.
+        If the key of the task is locked, close() can't end the lease. Then pop() puts the task
+        back, uncounted, and returns None.
 
         If the task can't be read, pop() puts it back and raises, and the delivery counts. This
         holds even where close() leaves the lease alone: the queue is detached, or another object
@@ -8366,8 +8367,8 @@ def run_forked(words: list[str], output: Any) -> int:
 
 
 def print_result(name: str, output: Any, status: int, is_verbose: bool) -> None:
-    """Print the output of the process that ran a class; only its last lines if it succeeded, unless
-    `is_verbose`."""
+    """Print the output of the process of a class. If the class has passed, print only the summary,
+    unless `is_verbose`."""
     with output:
         output.seek(0)
         text = output.read().decode(errors="replace")
@@ -8379,8 +8380,8 @@ def print_result(name: str, output: Any, status: int, is_verbose: bool) -> None:
 
 
 def run_side_by_side(names: list[str], switches: list[str], processes: int) -> list[str]:
-    """Run so many classes at a time, each in a process of its own; return the names of those that
-    failed. With -f, the first failure ends the run.
+    """Run each class in a process, so many processes at a time; return the names of the classes
+    that failed. With -f, the first failure ends the run.
 
     The process group of a class is killed when its process has ended. When the run ends, by Ctrl-C
     or SIGTERM too, the groups of all running classes are killed.
@@ -8437,7 +8438,7 @@ def main() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
     began_s = time.monotonic()
-    # A test that was killed has not removed its directories: they are removed with these two.
+    # A killed test leaves directories behind. All of them are in these two, which are removed.
     made = functools.partial(
         tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
     )
