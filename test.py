@@ -4114,13 +4114,17 @@ def demand(holds: object, why: str) -> None:
 
 @dataclasses.dataclass
 class Known:
-    """A task as the model has it. `at_ns` is what its name begins with, whatever the state: its
-    place, due time or deadline; the order of its id in done/ and failed/."""
+    """A task in the model.
+
+    `at_ns` is the number that begins the name of the file. In pending/ this is the order, in
+    scheduled/ the due time, in inflight-<node>/ the deadline. In done/ and failed/ it is the order
+    in the id.
+    """
 
     id: str
     data: bytes = dataclasses.field(repr=False)
     key: str | None
-    state: str  # one of STATES; "keys": a newer payload behind a task in flight
+    state: str  # one of STATES; "keys": a newer payload, buffered behind another task
     at_ns: int
     attempts: int = 0
     node: str = ""
@@ -4128,16 +4132,18 @@ class Known:
     held_by: FemtoTask | None = None
     behind: Known | None = None
     due_ns: int | None = None  # of a newer payload in keys/
-    step: int = 0  # of its coming where it is
-    since_ns: int = 0
-    by: int = 0  # the worker who put it there
-    told: set[int] = dataclasses.field(default_factory=set)  # workers who need no listing for it
-    ready_ns: int | None = None  # since when any pop() should bring it back
-    is_bare: bool = True  # its name is its id
+    step: int = 0  # the step of the last move
+    since_ns: int = 0  # the time of the last move
+    by: int = 0  # the worker that moved the task last; 0: a person
+    # The workers that know the task without a listing, because they moved it themselves.
+    known_to: set[int] = dataclasses.field(default_factory=set)
+    ready_ns: int | None = None  # since when any pop() should move it back to pending/
+    is_bare: bool = True  # the name of its file is its id
 
     @property
-    def seen(self) -> FemtoTask:
-        """What looking at it gives: while it waits, the newest payload."""
+    def as_task(self) -> FemtoTask:
+        """Return the task as peek() and tasks() should return it. A waiting task has the newest
+        payload of its key."""
         ended = self.state in ("done", "failed") and self.is_bare
         data = self.data
         if self.behind is not None and self.state in ("pending", "scheduled"):
@@ -4154,27 +4160,31 @@ class Known:
 
     @property
     def is_new(self) -> bool:
-        """Whether its name is its id, which comes before another name of that instant."""
+        """Whether the name of its file is its id. Such a name sorts before every other name that
+        begins with the same number."""
         return (self.at_ns, self.attempts) == (self.order_ns, 0)
 
 
-Place = tuple[str, int, int, bool]  # directory, number in front, attempts, whether it is an id
+# Of a file: the directory, the number in front of the name, the attempts, and whether the whole
+# name is an id.
+Place = tuple[str, int, int, bool]
 
 
 class Twin:
-    """A queue in memory: what has to be in the directory after each operation.
+    """A queue in memory: the model, which says what the directory must hold after each operation.
 
-    What pop() does besides (due tasks, ended leases, those delivered too often) may be late by a
-    quarter of a second, so it is told from the directory, and must be allowed.
+    Housekeeping of pop() (due tasks, ended leases, tasks delivered too often) may be late by 0.4 s.
+    So the model reads from the directory whether housekeeping has moved a task, and checks that
+    the move was allowed.
     """
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.tasks: dict[str, Known] = {}
         self.reasons: set[str] = set()
-        self.saved: dict[str, tuple[bytes, bytes]] = {}  # checkpoints: of which payload, and it
+        self.saved: dict[str, tuple[bytes, bytes]] = {}  # by id: the payload, and its checkpoint
         self.entered: dict[tuple[int, int, str], int] = {}  # each name's first step in pending/
-        self.places: Counter[str] = Counter()  # by node: how many living objects are in it
+        self.living: Counter[str] = Counter()  # by node: living objects that hold its directory
         self.step = self.worker = self.boot = self.looked_ns = 0
         self.pushing = False
         self.start_clock()
@@ -4187,18 +4197,21 @@ class Twin:
     def now_ns(self) -> int:
         return self.clock.steady_ns() + self.anchor_ns
 
-    def of_key(self, key: str | None) -> Known | None:
+    def task_of_key(self, key: str | None) -> Known | None:
         live = ("pending", "scheduled", "inflight")
         same = (task for task in self.tasks.values() if task.key == key and task.state in live)
         return None if key is None else next(same, None)
 
-    def of_lease(self, lease: FemtoTask) -> Known | None:
+    def task_of_lease(self, lease: FemtoTask) -> Known | None:
         task = self.tasks.get(lease.id)
         return task if task and task.state == "inflight" and task.held_by is lease else None
 
-    def those(self, *states: str) -> list[Known]:
-        """Return the tasks of these states in the order of their names. Not of their directories:
-        the node_ids that are drawn must not make a seed another one."""
+    def in_states(self, *states: str) -> list[Known]:
+        """Return the tasks in these states, sorted by the names of their files.
+
+        The directories do not count in that order: a node_id may be random, and the same seed must
+        give the same operations in every run.
+        """
         known = [task for task in self.tasks.values() if task.state in states]
         return sorted(known, key=lambda it: (it.at_ns, not it.is_new, it.attempts, it.id))
 
@@ -4207,7 +4220,7 @@ class Twin:
     def move(self, task: Known, state: str, at_ns: int) -> None:
         task.state, task.at_ns, task.held_by, task.ready_ns = state, at_ns, None, None
         task.step, task.since_ns, task.by = self.step, self.now_ns(), self.worker
-        task.told = set() if self.pushing else {self.worker}
+        task.known_to = set() if self.pushing else {self.worker}
         if state in ("done", "failed"):
             task.attempts = 0
         task.is_bare = state in ("done", "failed")
@@ -4219,16 +4232,17 @@ class Twin:
         task = self.tasks[ident] = Known(ident, data, key, "", 0)
         late_ns = task.order_ns - self.now_ns()
         demand(0 <= late_ns < 10_000, f"an id's order is {late_ns} ns from its push")
-        self.join(task, due_ns)
+        self.enqueue(task, due_ns)
 
-    def join(self, task: Known, due_ns: int | None) -> None:
+    def enqueue(self, task: Known, due_ns: int | None) -> None:
         if due_ns is None:
             self.move(task, "pending", task.order_ns)
         else:
             self.move(task, "scheduled", due_ns)
 
     def replace(self, task: Known, data: bytes, due_ns: int | None) -> None:
-        """A push for a key that waits. Without a new time its place is kept."""
+        """Replace the payload of a task that waits, as a push with its key does. The task keeps
+        its place unless the push gives a due time."""
         if not task.is_bare:
             self.saved.pop(task.id, None)
         task.attempts = 0
@@ -4240,12 +4254,15 @@ class Twin:
             self.move(task, "scheduled", due_ns)
         else:
             self.entered.setdefault((task.at_ns, 0, task.id), self.step)
-            task.told = task.told | {self.worker}
+            task.known_to = task.known_to | {self.worker}
 
-    def listed_step(self, task: Known) -> int:
-        """Return the first step of which a listing may have given this name of a task. A new
-        payload keeps the place and begins anew, so its name is tried by workers too who listed one
-        that counts deliveries."""
+    def first_listed_step(self, task: Known) -> int:
+        """Return the first step whose listing of pending/ can have led a worker to this task.
+
+        A new payload of a key keeps the place of its task, and its attempts begin at 0 again. So a
+        worker that listed the earlier name, with attempts, tries the new name too: for such a task
+        the listing of any of its names counts.
+        """
         is_new = task.key is not None and not task.attempts
         steps = [
             step
@@ -4266,7 +4283,7 @@ class Twin:
 
     def lease(self, task: Known, lease: FemtoTask, node: str, lasts_ns: int) -> None:
         expected = FemtoTask(task.id, task.data, task.attempts + 1, task.key)
-        demand(lease == expected, f"delivered was {lease}, not {expected}")
+        demand(lease == expected, f"{lease} was delivered, not {expected}")
         if not task.is_bare:
             of_data, saved = self.saved.get(task.id, (b"", None))
             demand(lease.checkpoint == (saved if of_data == task.data else None), f"not {saved!r}")
@@ -4284,11 +4301,14 @@ class Twin:
         if state == "gone":
             del self.tasks[task.id]
         if newer is not None:
-            self.join(newer, newer.due_ns)
+            self.enqueue(newer, newer.due_ns)
 
-    def come_back(self, task: Known, state: str, at_ns: int) -> None:
-        """Release and reclaim, and what comes due. The newer payload behind a task stays there;
-        its time, if that is later, is the task's from now on."""
+    def move_back(self, task: Known, state: str, at_ns: int) -> None:
+        """Move a task that is released, reclaimed or due back to where it waits.
+
+        A newer payload stays buffered behind the task. If that payload is due later, the task
+        waits for the payload's time.
+        """
         if task.behind is not None:
             task.attempts = 0
             if self.is_later(task.behind):
@@ -4299,7 +4319,8 @@ class Twin:
         return newer.due_ns is not None and newer.due_ns > self.clock.wall_ns()
 
     def take_along(self, task: Known) -> None:
-        """A claim: the newer payload behind a task is delivered, or is for later."""
+        """Replace the payload of a task that is being claimed by the newer payload behind it. If
+        the newer payload is due later, the task is not delivered but waits for that time."""
         newer, task.behind = task.behind, None
         if newer is None:
             return
@@ -4309,21 +4330,22 @@ class Twin:
         if newer.due_ns is not None and self.is_later(newer):
             self.move(task, "scheduled", newer.due_ns)
 
-    def vacate(self, node: str) -> None:
-        """The last of a node's objects closed, or the first one came: its leases end."""
-        for task in self.those("inflight"):
-            if task.node == node and not self.places[node]:
-                self.come_back(task, "pending", task.order_ns)
+    def end_leases_of_node(self, node: str) -> None:
+        """End all leases of a node if no object holds its lease directory: the last object has
+        closed, or the first one is about to take the directory."""
+        for task in self.in_states("inflight"):
+            if task.node == node and not self.living[node]:
+                self.move_back(task, "pending", task.order_ns)
 
-    # What pop() does besides
+    # Housekeeping
 
     def is_over(self, task: Known) -> bool:
-        """Whether a lease may be ended by anybody."""
-        dead = task.boot == self.boot and not self.places[task.node]
+        """Whether any worker may end the lease of a task: its worker is dead, or it is late."""
+        dead = task.boot == self.boot and not self.living[task.node]
         return dead or task.at_ns <= self.now_ns()
 
-    def see_time_pass(self) -> None:
-        """Note since when what is to come back is ready to."""
+    def note_ready_times(self) -> None:
+        """Note for each due task and each ended lease since when housekeeping could move it."""
         now_ns, before_ns = self.now_ns(), self.looked_ns
         for task in self.tasks.values():
             late_ns = -1
@@ -4337,12 +4359,13 @@ class Twin:
                 task.ready_ns = max(before_ns, now_ns - late_ns)
         self.looked_ns = now_ns
 
-    def go_on(self, task: Known, max_attempts: int | None) -> bool:
-        """Do with a task what a pop() may do besides; say whether there was anything."""
+    def do_housekeeping(self, task: Known, max_attempts: int | None) -> bool:
+        """Do one step of housekeeping with a task, as any pop() may. Return False if there was
+        nothing to do."""
         if task.state == "scheduled" and task.at_ns <= self.clock.wall_ns():
-            self.come_back(task, "pending", self.now_ns())
+            self.move_back(task, "pending", self.now_ns())
         elif task.state == "inflight" and self.is_over(task):
-            self.come_back(task, "pending", task.order_ns)
+            self.move_back(task, "pending", task.order_ns)
         elif task.state == "pending" and max_attempts and task.attempts >= max_attempts:
             self.saved.pop(task.id, None)
             self.end(task, "failed", True)
@@ -4353,19 +4376,20 @@ class Twin:
         return True
 
     def catch_up(self, found: dict[str, Place], max_attempts: int | None) -> None:
-        """Let the model go on where the directory shows that the queue did."""
+        """Do in the model the housekeeping that the directory shows the queue has done."""
         woken: list[tuple[int, str]] = []
-        for task in self.those("inflight", "pending", "scheduled"):
+        for task in self.in_states("inflight", "pending", "scheduled"):
             due = task.state == "scheduled" and task.step < self.step
             if due and found.get(task.id, ("",))[0] == "pending":
                 woken.append((found[task.id][1], task.id))
             while found.get(task.id, ("gone",))[0] != task.directory:
-                if not self.go_on(task, max_attempts):
+                if not self.do_housekeeping(task, max_attempts):
                     break
-        demand(woken == sorted(woken), "what came due did not join in the order of its due times")
+        demand(woken == sorted(woken), "due tasks joined pending/ out of the order of due times")
 
     def compare(self, found: dict[str, Place], reasons: set[str]) -> None:
-        """Each task has to stand where the model has it. Places drawn in this step are learnt."""
+        """Fail unless each task is where the model has it. If a task joined pending/ in this step,
+        the model takes the exact order from the directory."""
         for task in self.tasks.values():
             there = found.get(task.id)
             placed_now = task.step == self.step and task.state == "pending"
@@ -4376,12 +4400,15 @@ class Twin:
             if there is None or there[:3] != should:
                 raise AssertionError(f"{task.id} is {there} on disk, and should be {should}")
             task.is_bare = there[3]
-        demand(len(found) == len(self.tasks), f"too many: {found.keys() - self.tasks.keys()}")
+        demand(
+            len(found) == len(self.tasks), f"unknown on disk: {found.keys() - self.tasks.keys()}"
+        )
         demand(reasons == self.reasons, f"reasons of {reasons}, and should be of {self.reasons}")
 
     def compare_checkpoints(self, found: set[str]) -> None:
-        """What has no task that is alive may be gone: it is old, by the clock on the wall."""
-        live = {task.id for task in self.those("pending", "scheduled", "inflight")}
+        """Fail unless the checkpoints on disk are those of the model. A checkpoint without a live
+        task may be missing: housekeeping deletes it when it is old by the wall clock."""
+        live = {task.id for task in self.in_states("pending", "scheduled", "inflight")}
         self.saved = {it: saved for it, saved in self.saved.items() if it in found | live}
         demand(found == self.saved.keys(), f"checkpoints of {found}, not of {[*self.saved]}")
 
@@ -4393,7 +4420,7 @@ Pushed = tuple[str, bytes, "str | None", "int | None"]  # id, payload, key, due 
 class Held:
     task: FemtoTask
     end_ns: int
-    lasts_ns: int  # what extend() makes it last again, whoever calls it
+    lasts_ns: int  # for how long extend() renews it, whichever object calls that
 
 
 @dataclasses.dataclass
@@ -4401,7 +4428,7 @@ class Worker:
     q: FemtoQueue
     number: int
     given_node: str | None
-    lock_fd: int | None = None  # by which it holds its lease directory
+    lock_fd: int | None = None  # the descriptor whose lock holds its lease directory
 
     @property
     def lasts_ns(self) -> int:
@@ -4409,15 +4436,15 @@ class Worker:
         return FOREVER_NS if ms is None else int(ms * 1e6)
 
     @property
-    def in_place(self) -> bool:
+    def holds_lease_dir(self) -> bool:
         return self.lock_fd is not None
 
 
 class Fuzz:
-    """Random operations of several objects on one queue. After each of them, the directory and
-    what was returned have to be as in the model."""
+    """Random operations of several queue objects on one directory. After each operation, the
+    directory and the returned value must be those of the model."""
 
-    KEYS = ("a", "b", "größe %/\n", "plumless", "buckeroo")  # the last two have one hash
+    KEYS = ("a", "b", "größe %/\n", "plumless", "buckeroo")  # the last two have the same hash
     NODES = ("a", "b", "b", "c", None)
 
     def __init__(self, path: str, seed: int) -> None:
@@ -4426,10 +4453,10 @@ class Fuzz:
         self.model = Twin(self.clock)
         self.said: deque[str] = deque(maxlen=12)
         self.held: list[Held] = []
-        self.paths: dict[str, str] = {}  # of the tasks, when they were looked at last
-        self.paused_ns: int | None = None
-        self.date_set_ns = 0  # when the date was set last
-        self.shared_fd: int | None = None  # the last one that was locked as a lease directory
+        self.paths: dict[str, str] = {}  # by id: the path of each task when it was last listed
+        self.paused_ns: int | None = None  # since when PAUSED exists
+        self.date_set_ns = 0  # when the wall clock was last set
+        self.shared_fd: int | None = None  # the last descriptor locked as a lease directory
         self.while_running = contextlib.ExitStack()
         self.numbers = itertools.count(1)
         self.settings: dict[str, Any] = {
@@ -4446,7 +4473,8 @@ class Fuzz:
         ]
 
     def run(self, steps: int) -> None:
-        """Raise AssertionError, with the seed and the last operations, where they differ."""
+        """Do so many random operations. Raise AssertionError, with the seed and the last
+        operations, if the queue and the model differ."""
         with self.while_running:
             self.while_running.enter_context(mock.patch.object(femtoqueue, "time", self.clock))
             self.while_running.enter_context(mock.patch("fcntl.flock", self.note_locks()))
@@ -4465,7 +4493,8 @@ class Fuzz:
                     w.q.close()
 
     def note_locks(self) -> Callable[[int, int], None]:
-        """Return an flock() that notes a shared lock: a worker has its place from then on."""
+        """Return an flock() that notes the descriptor of each shared lock. A worker takes a shared
+        lock when it opens its lease directory."""
         flock = fcntl.flock
 
         def call(fd: int, how: int) -> None:
@@ -4476,10 +4505,10 @@ class Fuzz:
         return call
 
     def do(self, op: Callable[[Worker], None], w: Worker) -> None:
-        self.clock.advance(1e-5)  # longer than any step draws orders
+        self.clock.advance(1e-5)  # the orders drawn in one step are ahead by less than this
         model = self.model
         model.step, model.worker, model.pushing = model.step + 1, w.number, False
-        model.see_time_pass()
+        model.note_ready_times()
         self.said.append(f"{model.step} {op.__name__} by {w.number} ({w.q.node_id})")
         op(w)
         if op != self.wait:
@@ -4490,7 +4519,7 @@ class Fuzz:
 
     def open(self, node: str | None) -> Worker:
         settings = dict(self.settings)
-        if self.chance.random() < 0.2:  # each object has its own
+        if self.chance.random() < 0.2:  # objects of one queue may have different settings
             settings["timeout_stale_ms"] = self.chance.choice((30_000, 700, None))
             settings["max_attempts"] = self.chance.choice((None, 2))
         settings["keep_done"] = self.chance.random() < 0.7
@@ -4503,8 +4532,8 @@ class Fuzz:
     # The directory
 
     def on_disk(self) -> tuple[dict[str, Place], set[str]]:
-        """Return of each task its directory, the number in front of its name and its attempts;
-        and of which tasks there is a reason."""
+        """Return the place of each task on disk, by id; and the ids that have a reason beside
+        their dead letter."""
         found: dict[str, Place] = {}
         reasons = set()
         for directory in os.listdir(self.path):
@@ -4515,7 +4544,7 @@ class Fuzz:
                     reasons.add(name[:-6])
                 elif len(name) > 8:
                     ident, parts = name[-29:], name.split("~")
-                    demand(ident not in found, "a task stands in two places")
+                    demand(ident not in found, "a task is in two places")
                     attempts = int(parts[1]) if len(parts) > 1 else 0
                     found[ident] = directory, int(parts[0][:20]), attempts, "~" not in name
                     self.paths[ident] = f"{self.path}/{directory}/{name}"
@@ -4528,36 +4557,39 @@ class Fuzz:
         with contextlib.suppress(FileNotFoundError):
             self.model.compare_checkpoints({*os.listdir(f"{self.path}/checkpoints")})
 
-    # Places
+    # Lease directories
 
-    def settle_in(self, w: Worker) -> None:
-        """After a call that may have taken a place: what was left there is back first."""
+    def note_lease_dir_taken(self, w: Worker) -> None:
+        """If the last call of a worker took the lease directory, note this in the model. The worker
+        has then moved back the leases that were left in the directory."""
         if self.shared_fd is None:
             return
-        if not w.in_place:
-            self.model.vacate(w.q.node_id)
-            self.model.places[w.q.node_id] += 1
+        if not w.holds_lease_dir:
+            self.model.end_leases_of_node(w.q.node_id)
+            self.model.living[w.q.node_id] += 1
             found, _ = self.on_disk()
-            for task in self.model.those("inflight"):  # who finds such looks at all leases
+            # If a worker finds leases left in the directory, it looks at the leases of all nodes.
+            for task in self.model.in_states("inflight"):
                 if self.model.is_over(task) and found[task.id][0] != task.directory:
-                    self.model.go_on(task, None)
+                    self.model.do_housekeeping(task, None)
         w.lock_fd, self.shared_fd = self.shared_fd, None
 
-    def leave(self, w: Worker) -> None:
-        if w.in_place:
+    def note_lease_dir_left(self, w: Worker) -> None:
+        if w.holds_lease_dir:
             w.lock_fd = None
-            self.model.places[w.q.node_id] -= 1
-            self.model.vacate(w.q.node_id)
+            self.model.living[w.q.node_id] -= 1
+            self.model.end_leases_of_node(w.q.node_id)
 
     def close(self, w: Worker) -> None:
         w.q.close()
-        is_last = w.in_place and self.model.places[w.q.node_id] == 1
+        is_last = w.holds_lease_dir and self.model.living[w.q.node_id] == 1
         is_there = os.path.exists(f"{self.path}/inflight-{w.q.node_id}")
         demand(not is_last or not is_there, "close() left its directory")
-        self.leave(w)
+        self.note_lease_dir_left(w)
 
     def reopen(self, w: Worker) -> None:
-        """Another object in its place: made anew, or from a pickle while the old one lives."""
+        """Replace a queue object by a new one, or by a copy that was pickled while the old object
+        was open."""
         new = self.open(self.chance.choice((w.q.node_id, w.given_node)))
         if self.chance.random() < 0.5:
             self.say("pickled")
@@ -4569,16 +4601,16 @@ class Fuzz:
             demand(is_same == (w.given_node is not None), f"its node is {new.q.node_id}")
             new.given_node = w.given_node
         self.workers[self.workers.index(w)] = new
-        self.leave(w)
-        w.q = new.q  # the old one is dropped, which closes it
+        self.note_lease_dir_left(w)
+        w.q = new.q  # drops the last reference to the old object, which closes it
 
     def kill(self, w: Worker) -> None:
-        """As SIGKILL does: its lock goes, and nothing else happens."""
+        """Do what SIGKILL does to a worker: its lock goes, and it does nothing more."""
         if w.lock_fd is not None:
             nowhere = os.open(os.devnull, os.O_RDONLY)
             os.dup2(nowhere, w.lock_fd, inheritable=False)
             os.close(nowhere)
-            self.model.places[w.q.node_id] -= 1
+            self.model.living[w.q.node_id] -= 1
         self.workers[self.workers.index(w)] = self.open(w.given_node)
 
     def reboot(self, w: Worker) -> None:
@@ -4609,21 +4641,22 @@ class Fuzz:
             ident = w.q.push(data, **more) if due_us is None else w.q.schedule(data, due_us, **more)
         except KeyInFlight as error:
             ident, refused = error.id, error.key == key
-        self.settle_in(w)
-        self.pushed(self.model.of_key(key), (ident, data, key, due_ns), policy, refused)
+        self.note_lease_dir_taken(w)
+        self.model_push(self.model.task_of_key(key), (ident, data, key, due_ns), policy, refused)
 
-    def pushed(self, task: Known | None, new: Pushed, policy: str, refused: bool) -> None:
-        """Do in the model what a push did; `task` is the one that its key had."""
+    def model_push(self, task: Known | None, new: Pushed, policy: str, refused: bool) -> None:
+        """Do in the model what a push did. `task` is the live task that the key had before."""
         ident, data, key, due_ns = new
         leased = task is not None and task.state == "inflight"
         demand(refused == (leased and policy == "reject"), f"refused: {refused}")
         if task is None:
-            self.model.pushing = key is None  # of a keyed one, its object knows
+            # The pusher knows a keyed task at once. Other workers need a listing to know the task.
+            self.model.pushing = key is None
             self.model.add(ident, data, key, due_ns)
         elif leased and (policy == "buffer" or (policy == "update" and task.behind)):
             self.model.put_behind(task, ident, data, due_ns)
         else:
-            demand(ident == task.id, f"returned was {ident}, not {task.id}")
+            demand(ident == task.id, f"push returned {ident}, not {task.id}")
             if not leased:
                 self.model.replace(task, data, due_ns)
             elif not refused:
@@ -4640,59 +4673,67 @@ class Fuzz:
     # Deliveries
 
     def pop(self, w: Worker) -> None:
-        was = self.delivered(w, w.q.pop)
+        was = self.call_and_lease(w, w.q.pop)
         if was is not None:
             self.check_order(w, was)
         elif self.paused_ns is None:
-            demand(not self.model.those("pending"), "pop() overlooked what is pending")
+            demand(not self.model.in_states("pending"), "pop() overlooked what is pending")
             date_is_old = self.model.now_ns() - self.date_set_ns >= 0.41e9
-            for task in self.model.those("scheduled") if date_is_old else ():
+            for task in self.model.in_states("scheduled") if date_is_old else ():
                 due = task.by == w.number and task.at_ns <= self.clock.wall_ns()
                 demand(not due, f"pop() overlooked {task}, which its object scheduled")
 
-    def delivered(self, w: Worker, call: Callable[..., FemtoTask | None]) -> Known | None:
-        """Lease in the model what is delivered, now and then for a length of its own; return it as
-        it was before."""
+    def call_and_lease(self, w: Worker, call: Callable[..., FemtoTask | None]) -> Known | None:
+        """Call pop() or take(), sometimes with a lease_ms, and lease the delivered task in the
+        model. Return the task as it was before the call; None if no task was delivered."""
         lease_ms = self.chance.choice((*[None] * 9, 90_000))
         lease = call(lease_ms=lease_ms)
         self.say(lease and lease.id)
-        self.settle_in(w)
-        was = None if lease is None else self.leased(w, lease, lease_ms)
+        self.note_lease_dir_taken(w)
+        was = None if lease is None else self.model_lease(w, lease, lease_ms)
         self.compare(w)
-        self.check_chores(w)
+        self.check_housekeeping(w)
         return was
 
-    def leased(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> Known:
+    def model_lease(self, w: Worker, lease: FemtoTask, lease_ms: int | None) -> Known:
         task = self.model.tasks.get(lease.id)
         if task is None or task.state not in ("pending", "scheduled", "inflight"):
             raise AssertionError(f"{task} was delivered")
-        while task.state != "pending" and self.model.go_on(task, w.q.max_attempts):
+        while task.state != "pending" and self.model.do_housekeeping(task, w.q.max_attempts):
             pass
         demand(task.state == "pending", f"{task} was delivered")
         self.model.take_along(task)
         demand(task.attempts < (w.q.max_attempts or 10**9), "delivered too often")
-        was = dataclasses.replace(task)  # its `told` is its own: move() makes a new one
+        was = dataclasses.replace(task)  # the set `known_to` is shared, but move() makes a new one
         lasts_ns = lease_ms * 1_000_000 if lease_ms else w.lasts_ns
         self.model.lease(task, lease, w.q.node_id, lasts_ns)
-        self.check_told(task, lease)
+        self.check_fields(task, lease)
         self.held.append(Held(lease, task.at_ns, lasts_ns))
         return was
 
-    def check_chores(self, w: Worker) -> None:
-        """Each object looks for what is due, expired or of the dead 2.5 times a second."""
-        for task in self.model.those("scheduled", "inflight"):
+    def check_housekeeping(self, w: Worker) -> None:
+        """Fail if a task is overdue: each object looks for due tasks, ended leases and leases of
+        dead workers 2.5 times a second."""
+        for task in self.model.in_states("scheduled", "inflight"):
             ready_ns = self.model.now_ns() if task.ready_ns is None else task.ready_ns
             demand(self.model.now_ns() - ready_ns < 0.41e9, f"{task} was not brought back")
 
     def check_order(self, w: Worker, was: Known) -> None:
-        """Nothing older waits, but what came after the listing that the batch is from: it is
-        younger than a second, and has what was delivered in it (unless its object put it there)."""
+        """Fail if the delivered task (`was`) overtook an older one.
+
+        A task may wait only if it came to pending/ after the listing from which the batch of the
+        worker was made. That listing is at most a second old. It contains the delivered task,
+        unless the worker put that task into pending/ itself.
+        """
         model = self.model
         if self.paused_ns is not None:
-            demand(model.now_ns() - self.paused_ns < 1.01e9, "PAUSED, and delivered")
-        listed = w.number not in was.told
-        step = model.listed_step(was)
-        for task in model.those("pending"):
+            demand(
+                model.now_ns() - self.paused_ns < 1.01e9,
+                "a task was delivered while PAUSED existed",
+            )
+        listed = w.number not in was.known_to
+        step = model.first_listed_step(was)
+        for task in model.in_states("pending"):
             if task.at_ns >= was.at_ns:
                 break
             known = listed and task.step <= step
@@ -4702,22 +4743,24 @@ class Fuzz:
     def take(self, w: Worker) -> None:
         key = self.chance.choice(self.KEYS)
         self.say(repr(key))
-        was, task = self.delivered(w, functools.partial(w.q.take, key)), self.model.of_key(key)
+        was = self.call_and_lease(w, functools.partial(w.q.take, key))
+        task = self.model.task_of_key(key)
         demand(was is None or was.key == key, "take() gave another key's task")
-        demand(was is None or self.paused_ns is None, "PAUSED, and taken")
+        demand(was is None or self.paused_ns is None, "a task was taken while PAUSED existed")
         if was is None and task is not None and self.paused_ns is None:
             due = task.state == "scheduled" and task.at_ns <= self.clock.wall_ns()
             demand(task.state != "pending" and not due, f"take() overlooked {task}")
 
     def settle(self, w: Worker) -> None:
-        """End a delivery, or make it last longer, by whichever object; late ones must not."""
+        """End a delivery, or renew its lease, through any of the objects. That must fail exactly
+        if the lease was lost."""
         if not self.held:
             return
         held = self.held[self.chance.randrange(-min(len(self.held), 8), 0)]
         ways = (self.done, self.done, self.fail, self.release, self.extend, self.checkpoint)
         way = self.chance.choice(ways)
         self.say(f"{way.__name__} {held.task.id}")
-        task = self.model.of_lease(held.task)
+        task = self.model.task_of_lease(held.task)
         try:
             way(w, held, task)
         except LeaseLost as error:
@@ -4730,10 +4773,10 @@ class Fuzz:
 
     def done(self, w: Worker, held: Held, task: Known | None) -> None:
         w.q.done(held.task)
-        self.ended(held, task, "done" if w.q.keep_done else "gone")
+        self.model_end(held, task, "done" if w.q.keep_done else "gone")
 
-    def ended(self, held: Held, task: Known | None, state: str, reason: bool = False) -> None:
-        if held.task.checkpoint is not None:  # and with it goes what was saved
+    def model_end(self, held: Held, task: Known | None, state: str, reason: bool = False) -> None:
+        if held.task.checkpoint is not None:  # its file is deleted with the end of the task
             self.model.saved.pop(held.task.id, None)
         if task is not None:
             self.model.end(task, state, reason)
@@ -4741,17 +4784,17 @@ class Fuzz:
     def fail(self, w: Worker, held: Held, task: Known | None) -> None:
         reason = self.chance.choice((None, "why", ValueError("why")))
         w.q.fail(held.task, reason)
-        self.ended(held, task, "failed", reason is not None)
+        self.model_end(held, task, "failed", reason is not None)
 
     def release(self, w: Worker, held: Held, task: Known | None) -> None:
         front, delay_s = self.chance.choice(((False, 0), (True, 0), (False, 0.1), (False, 9.5)))
         w.q.release(held.task, front=front, delay_s=delay_s)
         if task is not None and delay_s:
             due_ns = self.clock.wall_ns() + int(delay_s * 1e9)
-            self.model.come_back(task, "scheduled", due_ns)
+            self.model.move_back(task, "scheduled", due_ns)
         elif task is not None:
             at_ns = task.order_ns if front else self.model.now_ns()
-            self.model.come_back(task, "pending", at_ns)
+            self.model.move_back(task, "pending", at_ns)
 
     def extend(self, w: Worker, held: Held, task: Known | None) -> None:
         ms = self.chance.choice((None, 1, 60_000))
@@ -4761,7 +4804,7 @@ class Fuzz:
             task.at_ns, task.ready_ns = held.end_ns, None
 
     def checkpoint(self, w: Worker, held: Held, task: Known | None) -> None:
-        """Which renews the lease, too, and never shortens it."""
+        """Save a checkpoint. That also renews the lease, and never shortens it."""
         w.q.checkpoint(held.task, saved := self.payload())
         demand(held.task.checkpoint == saved, "a holder sees another checkpoint")
         held.end_ns = max(held.end_ns, self.model.now_ns() + held.lasts_ns)
@@ -4772,10 +4815,10 @@ class Fuzz:
     # Dead letters and housekeeping
 
     def retry(self, w: Worker) -> None:
-        failed = self.model.those("failed")
+        failed = self.model.in_states("failed")
         ident = self.chance.choice([task.id for task in failed] or ["0" * 20 + "-00000000"])
         task = self.model.tasks.get(ident)
-        other = self.model.of_key(task.key) if task else None
+        other = self.model.task_of_key(task.key) if task else None
         try:
             w.q.retry(ident)
         except TaskNotFound:
@@ -4784,32 +4827,36 @@ class Fuzz:
             demand(other and error.id == other.id, f"{error}, but the key has {other}")
         else:
             demand(task and other is None, f"{task} retried; its key has {other}")
-            self.retried(self.model.tasks[ident])
+            self.model_retry(self.model.tasks[ident])
 
-    def retried(self, task: Known) -> None:
+    def model_retry(self, task: Known) -> None:
         task.attempts = 0
         self.model.reasons.discard(task.id)
         self.model.move(task, "pending", self.model.now_ns())
 
     def retry_failed(self, w: Worker) -> None:
         free = []
-        for task in self.model.those("failed"):
-            if self.model.of_key(task.key) is None:
-                self.retried(task)
+        for task in self.model.in_states("failed"):
+            if self.model.task_of_key(task.key) is None:
+                self.model_retry(task)
                 free.append(task.id)
         demand(w.q.retry_failed() == len(free), "retry_failed() said another number")
         found, _ = self.on_disk()
         demand([*free] == sorted(free, key=lambda ident: found[ident][1]), "out of order")
 
     def purge(self, w: Worker) -> None:
-        """Age is by st_ctime, which no clock of ours moves: all are as old as ours is ahead. When
-        they were pushed does not count."""
+        """Purge all ended tasks of some states, or none.
+
+        purge() compares its clock with st_ctime, which the faked clock does not move. So every file
+        is as old as the faked clock is ahead of the real one. The time of the push must not count:
+        each file is given an old st_mtime.
+        """
         ahead_s, all_of_them = self.clock.time() - time.time(), self.chance.random() < 0.7
         states = self.chance.choice((("done",), ("failed",), ("done", "failed"), "done"))
-        for task in self.model.those("done", "failed"):
+        for task in self.model.in_states("done", "failed"):
             os.utime(self.paths[task.id], (1, 1))
         count = w.q.purge(max(0, ahead_s + (-1000 if all_of_them else 1000)), states)
-        gone = self.model.those(*([states] if isinstance(states, str) else states))
+        gone = self.model.in_states(*([states] if isinstance(states, str) else states))
         demand(count == (len(gone) if all_of_them else 0), f"purge() said {count} of {gone}")
         if all_of_them:
             for task in gone:
@@ -4823,8 +4870,8 @@ class Fuzz:
         self.clock.advance(self.chance.choice((0.01, 0.01, 0.3, 1.1, 1.1, 5, 31, 700)))
 
     def set_date(self, w: Worker) -> None:
-        """A step of the wall clock, which matters to scheduled/ only; the next look for due tasks
-        sees it."""
+        """Set the wall clock forward or back. Only scheduled/ depends on it; the next housekeeping
+        of each object takes the step into account."""
         self.clock.wall_shift_s += self.chance.choice((-4000, -0.5, 0.5, 4000))
         self.date_set_ns = self.model.now_ns()
 
@@ -4837,8 +4884,8 @@ class Fuzz:
             self.paused_ns = None
 
     def by_hand(self, w: Worker) -> None:
-        """mv and rm, as the README names them."""
-        known = self.model.those("pending", "failed", "inflight")
+        """Move or remove the file of a task by hand, in a way that the README allows."""
+        known = self.model.in_states("pending", "failed", "inflight")
         movable = [
             it for it in known if it.key is None or (it.state == "pending" and not it.behind)
         ]
@@ -4865,46 +4912,46 @@ class Fuzz:
     def look_at_stats(self, w: Worker) -> None:
         stats, model = w.q.stats(), self.model
         states = ("pending", "scheduled", "inflight", "keys", "done", "failed")
-        counts = [len(model.those(state)) for state in states]
+        counts = [len(model.in_states(state)) for state in states]
         said = [stats.pending, stats.scheduled, stats.inflight, stats.buffered]
         demand([*said, stats.done, stats.failed] == counts, f"{stats} where there are {counts}")
-        ages_ns = [max(0, model.now_ns() - task.at_ns) for task in model.those("pending")]
-        late_ns = [self.clock.wall_ns() - task.at_ns for task in model.those("scheduled")]
+        ages_ns = [max(0, model.now_ns() - task.at_ns) for task in model.in_states("pending")]
+        late_ns = [self.clock.wall_ns() - task.at_ns for task in model.in_states("scheduled")]
         ages_ns += [it for it in late_ns if it >= 0]
         age_s = max(ages_ns) / 1e9 if ages_ns else None
         demand(stats.oldest_pending_age_s == age_s, f"{stats.oldest_pending_age_s} != {age_s}")
         for node in stats.nodes:
-            leases = [task for task in model.those("inflight") if task.node == node.node]
+            leases = [task for task in model.in_states("inflight") if task.node == node.node]
             late = sum(task.at_ns <= model.now_ns() for task in leases)
             ours = any(task.boot == model.boot for task in leases)
-            living = "dead" if ours else "unknown"
-            living = "alive" if model.places[node.node] else living
-            expected = NodeStats(node.node, len(leases), late, living)
+            liveness = "dead" if ours else "unknown"
+            liveness = "alive" if model.living[node.node] else liveness
+            expected = NodeStats(node.node, len(leases), late, liveness)
             demand(node == expected, f"{node}, not {expected}")
         ended = sum(node.expired for node in stats.nodes)
         demand(stats.expired == ended, f"{stats.expired} have ended, not {ended}")
 
     def look_at_tasks(self, w: Worker) -> None:
         for state in femtoqueue.STATES:
-            known = sorted(self.model.those(state), key=lambda task: task.directory)
-            expected = [task.seen for task in known]
+            known = sorted(self.model.in_states(state), key=lambda task: task.directory)
+            expected = [task.as_task for task in known]
             found = [*w.q.tasks(state)]
             demand(found == expected, f"{state} has {found}, not {expected}")
             for task, seen in zip(known, found, strict=True):
-                self.check_told(task, seen)
+                self.check_fields(task, seen)
             sizes = [task.size_bytes for task in w.q.tasks(state, data=False)]
             demand(sizes == [len(task.data) for task in expected], f"sizes are {sizes}")
             keys = [task.key for task in known if task.key is not None]
             demand([*w.q.keys(state)] == keys, f"keys({state}) are not {keys}")
 
-    def check_told(self, task: Known, told: FemtoTask) -> None:
-        """Fail unless it tells where the task is, whose it is, until when, and whether that was its
-        failure with a reason."""
+    def check_fields(self, task: Known, told: FemtoTask) -> None:
+        """Fail unless `told` has the state, node and deadline or due time of the task, and a reason
+        exactly if the task failed with one."""
         is_leased = task.state == "inflight"
         node = task.node if is_leased else None
         demand((told.state, told.node) == (task.state, node), f"{told.path} of {task}")
         until_ns = task.at_ns if is_leased or task.state == "scheduled" else 0
-        if is_leased:  # by the wall clock of now
+        if is_leased:  # `until` is by the wall clock as it is now; at_ns is by the queue clock
             until_ns += self.clock.wall_ns() - self.model.now_ns()
         told_ns = told.until.timestamp() * 1e9 if told.until else 0
         demand(abs(told_ns - until_ns) < 2000, f"until {told.until}: {task}")
@@ -4914,16 +4961,17 @@ class Fuzz:
     def look_at_one(self, w: Worker) -> None:
         task = self.chance.choice([*self.model.tasks.values(), None])
         found = w.q.peek(task.id if task else "0" * 20 + "-00000000")
-        expected = task and task.seen
+        expected = task and task.as_task
         demand(found == expected, f"peek() gave {found}, not {expected}")
         key = self.chance.choice(self.KEYS)
-        task = self.model.of_key(key)
+        task = self.model.task_of_key(key)
         demand(w.q.contains(key) == (task is not None), f"contains({key}) of {task}")
-        expected = task and task.seen
+        expected = task and task.as_task
         demand(w.q.peek(key=key) == expected, f"peek() did not give {expected}")
 
     def finish(self) -> None:
-        """When all have stopped and time has passed, one who comes gets all that waits."""
+        """Close all objects and let time pass: then a single object must be given every live
+        task."""
         for w in [*self.workers]:
             self.do(self.close, w)
         if self.paused_ns is not None:
@@ -4934,20 +4982,24 @@ class Fuzz:
             if self.held:
                 held = self.held[-1]
                 self.held.clear()
-                if task := self.model.of_lease(held.task):
+                if task := self.model.task_of_lease(held.task):
                     self.done(w, held, task)
-        live = self.model.those("pending", "scheduled", "inflight")
-        # Leases without an end of an earlier boot's workers wait for their node_id.
+        live = self.model.in_states("pending", "scheduled", "inflight")
+        # A lease without a deadline from an earlier boot ends only when an object opens under its
+        # node_id.
         left = [task for task in live if task.state != "inflight" or self.model.is_over(task)]
         demand(not left, f"never delivered: {left}")
         self.look_at_tasks(w)
 
 
 class Model(QueueCase):
-    def test_random_lives_are_as_in_a_model(self) -> None:
-        """Order, attempts, keys, leases, due times, dead letters, by several objects at once, while
-        clocks step, objects die and come back, and people move files (.ci/fuzz.py goes on). No
-        descriptor stays open."""
+    def test_random_operations_of_several_objects_agree_with_a_model(self) -> None:
+        """After each random operation, the directory and the result are those of a model.
+
+        The model covers order, attempts, keys, leases, due times and dead letters. Meanwhile the
+        clock is set, objects die and are opened again, and people move files. Afterwards no
+        descriptor is left open. .ci/fuzz.py runs the same with more seeds.
+        """
         before = os.listdir("/dev/fd")
         for seed in range(16):
             Fuzz(self.new_dir(self.memory), seed).run(300)
@@ -4955,10 +5007,12 @@ class Model(QueueCase):
         self.assertEqual(os.listdir("/dev/fd"), before)
 
 
-# What else stands in the directories
+# Damaged and foreign files
 
 
 class Corruption(QueueCase):
+    """A damaged task becomes a dead letter, and the other tasks are delivered."""
+
     WHOLE, LARGE = b"FQ1 352441c2 3\nabc", record(b"x" * 100_000)
     DAMAGED = (
         (b"", "no FQ1 header"),
@@ -4976,9 +5030,12 @@ class Corruption(QueueCase):
         (LARGE[:-1] + b"y", "wrong checksum over 100000 bytes"),
     )
 
-    def test_a_key_that_is_none_or_not_its_ids_is_a_dead_letter(self) -> None:
-        """Nobody's push() wrote it. It must not be an error of pop() for ever, nor lead to the
-        locks of two keys."""
+    def test_task_whose_key_is_invalid_or_of_another_id_is_a_dead_letter(self) -> None:
+        """A task becomes a dead letter if its key is invalid or does not match its id.
+
+        No push() writes such a file. The file must not make every later pop() raise, and must not
+        make a worker take the locks of two keys.
+        """
         q = self.queue()
         for number, key in enumerate(("a" * 201, "%61", "a,b", "%")):
             self.put(f"{number:020d}-{key_tag(key)}", record(b"x", key.encode()))
@@ -4987,8 +5044,9 @@ class Corruption(QueueCase):
         self.assertEqual(self.drain(q), [b"good"])
         self.assertEqual(self.states(), {"failed": 5, "done": 1})
 
-    def test_what_is_written_or_read_in_parts_is_whole(self) -> None:
-        """FUSE may give less than it is asked for."""
+    def test_payload_is_whole_when_reads_and_writes_are_partial(self) -> None:
+        """The queue repeats read() and write() until the record is whole. With FUSE, each call may
+        transfer only a part of the bytes."""
         q, read, write = self.queue(), os.read, os.write
         sizes = (50, 1), (50, 40), (20_000, 7), (20_000, 16_000)
         for (size, most), key in itertools.product(sizes, (None, "k")):
@@ -5001,8 +5059,9 @@ class Corruption(QueueCase):
             with mock.patch.object(os, "read", lambda fd, size: read(fd, min(size, 512))):
                 self.assertEqual(self.drain(q), [b"y" * size])
 
-    def test_damaged_files_are_set_aside_with_their_reason_and_pop_continues(self) -> None:
-        """And are logged as errors."""
+    def test_damaged_files_are_quarantined_with_their_reason_and_pop_continues(self) -> None:
+        """Each damaged file moves to failed/ unchanged, its reason is written and logged as an
+        error, and the same pop() delivers the next task."""
         LOG.disabled, q = False, self.queue()
         idents = [f"{number:020d}-0000aaaa" for number in range(len(self.DAMAGED))]
         for ident, (content, _) in zip(idents, self.DAMAGED, strict=True):
@@ -5019,9 +5078,11 @@ class Corruption(QueueCase):
 
 
 class TroubleOfOneTask(QueueCase):
-    """A task that this worker can't read, or may not move, does not stop the others."""
+    """A task that a worker can't read, or may not move, does not stop the other tasks."""
 
-    def unreadable(self, *idents: str) -> Any:
+    def with_unreadable(self, *idents: str) -> Any:
+        """Let open() fail with EACCES for the files of these tasks, while the block runs."""
+
         def refuse(name: str, args: tuple[Any, ...]) -> None:
             if name == "open" and str(args[0]).endswith(idents):
                 fail_with(errno.EACCES)
@@ -5031,7 +5092,7 @@ class TroubleOfOneTask(QueueCase):
     def test_pop_raises_for_an_unreadable_task_and_the_next_pop_takes_the_next(self) -> None:
         q, other = self.queue(), self.queue("n2")
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
-        with self.unreadable(bad):
+        with self.with_unreadable(bad):
             with self.assertRaises(PermissionError) as caught:
                 q.pop()
             self.assertEqual(getattr(caught.exception, "task_id", None), bad)
@@ -5040,11 +5101,13 @@ class TroubleOfOneTask(QueueCase):
         task = self.pop(other)
         self.assertEqual((task.id, task.attempts), (bad, 2))
 
-    def test_task_that_makes_trouble_again_is_passed_over_for_up_to_an_hour(self) -> None:
+    def test_task_that_stays_unreadable_is_tried_again_after_pauses_of_up_to_an_hour(self) -> None:
+        """One worker tries such a task after pauses that double up to an hour. Another worker has
+        pauses of its own."""
         q, clock = self.queue(), self.clock()
         clock.stand_still()
         bad, pauses = q.push(b"bad"), list[float]()
-        with self.unreadable(bad):
+        with self.with_unreadable(bad):
             for _ in range(16):
                 began_s = clock.monotonic()
                 with contextlib.suppress(PermissionError):
@@ -5052,7 +5115,7 @@ class TroubleOfOneTask(QueueCase):
                         clock.advance(0.5 if clock.monotonic() - began_s < 30 else 30)
                 pauses.append(clock.monotonic() - began_s)
         self.assertEqual(pauses[:6], [0, 0, 1, 2, 4, 8])
-        self.assertTrue(3600 <= pauses[-1] <= 3660, pauses)
+        self.assertTrue(3599 <= pauses[-1] <= 3660, pauses)  # a difference of two floats
         self.assertEqual(self.pop(self.queue("n2")).data, b"bad")
 
     def test_payload_that_does_not_fit_into_memory_is_a_dead_letter_after_max_attempts(
@@ -5068,10 +5131,11 @@ class TroubleOfOneTask(QueueCase):
         (dead,) = q.tasks("failed")
         self.assertEqual((dead.id, "MemoryError" in str(dead.error)), (bad, True))
 
-    def test_keyed_task_that_can_not_be_read_keeps_its_key_to_itself(self) -> None:
+    def test_push_replaces_the_payload_of_a_keyed_task_that_could_not_be_read(self) -> None:
+        """The unreadable task still waits, so that its key has no second task."""
         q, other = self.queue(), self.queue("n2")
         bad = q.push(b"bad", key="k")
-        with self.unreadable(bad):
+        with self.with_unreadable(bad):
             self.assertRaises(PermissionError, q.pop)
         self.assertEqual(q.push(b"newer", key="k"), bad)
         task = self.pop(other)
@@ -5081,7 +5145,7 @@ class TroubleOfOneTask(QueueCase):
         for concurrency in (1, 2):
             q, handled = self.anew(max_attempts=3), list[bytes]()
             bad, *_ = q.push_many([b"bad", b"0", b"1", b"2"])
-            with self.subTest(concurrency), self.unreadable(bad):
+            with self.subTest(concurrency), self.with_unreadable(bad):
                 counts = q.work(
                     lambda task, to=handled: to.append(task.data),  # type: ignore[misc]
                     drain=True,
@@ -5091,18 +5155,18 @@ class TroubleOfOneTask(QueueCase):
             (dead,) = q.tasks("failed")
             self.assertEqual(dead.id, bad)
 
-    def test_work_ends_when_nothing_but_unreadable_tasks_comes(self) -> None:
+    def test_work_raises_when_every_task_is_unreadable_for_too_long(self) -> None:
         q = self.queue()
         idents = q.push_many([b"bad"] * 3)
         with (
             with_constant("trouble", -1.0),
-            self.unreadable(*idents),
+            self.with_unreadable(*idents),
             self.assertRaises(PermissionError),
         ):
             q.work(lambda task: None, drain=True)
 
-    def test_task_that_may_not_be_moved_is_passed_over(self) -> None:
-        """As in a sticky pending/, where the tasks of other users may not be renamed."""
+    def test_task_that_may_not_be_renamed_is_skipped_for_a_while(self) -> None:
+        """Such a task may be that of another user, in a pending/ with the sticky bit."""
         q, clock = self.queue(), self.clock()
         bad, *_ = q.push_many([b"bad", b"good", b"better"])
         with hooked(at_call("move", bad, raising(errno.EPERM))):
@@ -5119,7 +5183,8 @@ class TroubleOfOneTask(QueueCase):
         task = self.pop(q)
         self.assertEqual((task.id, task.attempts), (bad, 1))
 
-    def test_directory_that_may_not_be_written_to_is_no_trouble_of_a_task(self) -> None:
+    def test_error_of_a_directory_without_write_permission_names_no_task(self) -> None:
+        """If nothing in a directory may be renamed, no single task is at fault."""
         q = self.queue()
         bad = q.push(b"x")
         with (
@@ -5132,6 +5197,8 @@ class TroubleOfOneTask(QueueCase):
 
 
 class ForeignFiles(QueueCase):
+    """Files whose names are not the queue's are left alone."""
+
     NAMES = (
         ".DS_Store",
         "README",
@@ -5161,17 +5228,21 @@ class ForeignFiles(QueueCase):
         names = (*self.NAMES, "folder", "link", "fifo", not_unicode)
         return {os.path.normpath(self.file(directory, name)) for name in names}
 
-    def test_what_is_not_ours_is_never_delivered_moved_removed_or_a_crash(self) -> None:
-        """Files, folders, links and names of any bytes, in every directory; and what only looks
-        like a lease directory. On file systems of several hosts, too. However much of it there is,
-        an empty pop() lists pending/ once."""
+    def test_foreign_files_are_never_delivered_moved_or_removed(self) -> None:
+        """Foreign files, directories, links and names of any bytes stay where they are, and no
+        operation raises because of them.
+
+        This holds in every directory of the queue, for names that resemble a lease directory, and
+        on shared file systems. A pop() that finds no task lists pending/ only once, however many
+        foreign files there are.
+        """
         clock = self.clock()
         for fs_type in (EXT4, NFS):
             self.path = self.new_dir(self.memory)
             self.patched(on_file_system(fs_type))
-            self.check_what_is_foreign_stays(clock)
+            self.check_foreign_files_stay(clock)
 
-    def check_what_is_foreign_stays(self, clock: Clock) -> None:
+    def check_foreign_files_stay(self, clock: Clock) -> None:
         q = self.queue("n1")
         q.push(b"1")
         q.close()
@@ -5181,7 +5252,7 @@ class ForeignFiles(QueueCase):
         states = "pending", "scheduled", "done", "failed", "inflight-n2"
         for directory in (".", "keys", "creating", *states):
             foreign |= self.litter(directory)
-        # As a lock and a payload are named, and the place of a worker.
+        # Directories with the names of a key's states, a buffered payload and a lease directory.
         for name in ("keys/80000000", "keys/" + "0" * 20 + "-80000000", "inflight-bad name"):
             os.mkdir(self.file(name))
             foreign.add(self.file(name))
@@ -5202,9 +5273,13 @@ class ForeignFiles(QueueCase):
         q.close()
         self.assertEqual([path for path in foreign if not os.path.lexists(path)], [])
 
-    def test_links_folders_and_fifos_with_a_tasks_name_are_set_aside_unread(self) -> None:
-        """O_NOFOLLOW: a link is not followed. O_NONBLOCK: a FIFO does not hang pop(). Nor are they
-        what another host replaced, or took first."""
+    def test_links_directories_and_fifos_named_like_tasks_are_quarantined_unread(self) -> None:
+        """A link, directory or FIFO with the name of a task moves to failed/, and is not read.
+
+        Because of O_NOFOLLOW a link is not followed; because of O_NONBLOCK a FIFO does not block
+        pop(). On a file system that hosts share, such an entry is not mistaken for a file that
+        another host has replaced or claimed.
+        """
         secret = self.put("secret", record(b"abc"), "")
         make: tuple[Callable[[str], object], ...] = (
             lambda path: os.symlink(secret, path),
@@ -5227,9 +5302,9 @@ class ForeignFiles(QueueCase):
 
 
 class ManyUsers(QueueCase):
-    """What one user made does not shut out, or hold up, the others."""
+    """The files of one user neither exclude nor block the other users of a queue."""
 
-    def test_reason_that_is_no_file_does_not_block(self) -> None:
+    def test_fifo_in_the_place_of_a_reason_does_not_block(self) -> None:
         q = self.queue()
         q.push(b"x")
         task = self.pop(q)
@@ -5239,7 +5314,8 @@ class ManyUsers(QueueCase):
         self.assertEqual(dead.error, "")
 
     def test_files_for_all_users_follow_the_rights_of_data_dir(self) -> None:
-        """As root, or a user with another umask, may be the first to use a key, or a line."""
+        """Files and directories for all users have the permissions of data_dir, whatever the umask.
+        The first user of a key or a TicketQueue may be root, or have another umask."""
         os.chmod(self.path, 0o770)
         before = os.umask(0o077)
         try:
@@ -5259,8 +5335,12 @@ class ManyUsers(QueueCase):
         for path in (*files, *states, self.file("last")):
             self.assertEqual(stat.S_IMODE(os.stat(path).st_mode), 0o660, path)
 
-    def test_file_outside_keeps_its_mode_when_a_link_takes_the_place_of_a_new_lock(self) -> None:
-        """root may work in a directory of another user, who puts a link to any file there."""
+    def test_file_outside_keeps_its_mode_when_a_link_replaces_a_new_lock(self) -> None:
+        """The queue sets the mode of a new lock file through its descriptor, never by its path.
+
+        RACE: root works in a directory of another user. That user replaces the new lock file by a
+        link to a file elsewhere, before root sets the mode. The mode of the linked file stays.
+        """
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         for link in (os.symlink, os.link):
             with open(outside, "w", encoding="ascii"):
@@ -5279,7 +5359,9 @@ class ManyUsers(QueueCase):
             self.assertTrue(os.path.lexists(place))
             self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
-    def test_file_outside_keeps_its_mode_when_a_link_comes_before_the_lock(self) -> None:
+    def test_file_outside_keeps_its_mode_when_a_link_is_there_before_the_lock(self) -> None:
+        """RACE: another user puts a link at the path of a lock file just before the queue creates
+        it. The mode of the linked file stays."""
         q = self.queue()
         outside = os.path.join(self.new_dir(os.path.dirname(self.path)), "shadow")
         with open(outside, "w", encoding="ascii"):
@@ -5297,8 +5379,8 @@ class ManyUsers(QueueCase):
             q.push(b"x", key="k")
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
-    def test_looks_at_keys_work_where_nothing_can_be_written(self) -> None:
-        """As on a snapshot, also if its locks/ was never made."""
+    def test_peek_and_contains_by_key_work_on_a_read_only_queue(self) -> None:
+        """The queue may be a snapshot, and may have no locks/."""
         q, opened = self.queue(), os.open
         q.push(b"x", key="k")
         shutil.rmtree(self.file("locks"))
@@ -5314,7 +5396,7 @@ class ManyUsers(QueueCase):
             self.assertEqual((q.contains("k"), q.contains("j")), (True, False))
         self.assertEqual(task and task.data, b"x")
 
-    def test_ticket_in_a_line_that_may_only_be_read_raises_why(self) -> None:
+    def test_register_in_a_read_only_directory_raises_its_error(self) -> None:
         line, opened = TicketQueue(self.path), os.open
         line.remove(line.register()[1])
 
@@ -5345,8 +5427,9 @@ class ManyUsers(QueueCase):
             self.queue()
         self.assertEqual(stat.S_IMODE(os.stat(outside).st_mode), 0o600)
 
-    def test_lock_that_may_only_be_read_is_taken(self) -> None:
-        """An earlier version made it as root, with mode 0644; flock needs no right to write."""
+    def test_lock_file_without_write_permission_can_be_locked(self) -> None:
+        """A lock file may have mode 0644 and belong to root, as an earlier version made it. flock
+        needs no write permission."""
         q = self.queue()
         q.push(b"x", key="k")
         opened = os.open
@@ -5363,10 +5446,10 @@ class ManyUsers(QueueCase):
 
 @FORK
 class ByHand(QueueCase):
-    """Each command of a person or a shell script that the README names, while workers run."""
+    """Each shell command that the README allows on a queue in use has the effect it describes."""
 
-    # What a person does while 1 is in flight, and 2 and 3 wait, and are listed already; whether the
-    # lease is lost then; and what is delivered, with its attempts.
+    # Before each command, task 1 is in flight; tasks 2 and 3 wait, and are already listed. A row:
+    # the command, whether the lease ends, and the tasks delivered afterwards, with attempts.
     COMMANDS: tuple[tuple[str, bool, dict[bytes, int]], ...] = (
         ("mv pending/$ID failed/", False, {b"3": 1}),
         ("mv pending/$ID failed/; mv failed/$ID pending/", False, {b"2": 1, b"3": 1}),
@@ -5379,13 +5462,15 @@ class ByHand(QueueCase):
     )
 
     def sh(self, command: str, **names: str) -> str:
+        """Run a shell command in data_dir, with these variables; return its output."""
         env = {**os.environ, **names}
         status, out, err = run_guarded("sh", "-ec", command, env=env, path=self.path)
         self.assertEqual((status, err), (0, ""), command)
         return out
 
-    def test_mv_rm_and_touch_do_what_they_say(self) -> None:
-        """For the worker that has a lease without an end, or its tasks' names, and for others."""
+    def test_mv_rm_and_touch_change_what_is_delivered(self) -> None:
+        """A command has the same effect on two workers. Worker n1 holds a lease without a deadline,
+        and has already listed the tasks; worker n2 has not."""
         clock = self.clock()
         for (command, is_lost, wanted), node in itertools.product(self.COMMANDS, ("n1", "n2")):
             q = self.anew(timeout_stale_ms=None)
@@ -5401,9 +5486,13 @@ class ByHand(QueueCase):
                     q.done(task)
                 self.check_invariants()
 
-    def test_mv_under_any_name_that_a_task_ever_had_is_seen(self) -> None:
-        """A lease's name in pending/, and a waiting one's in failed/ and done/: stats, peek, retry
-        and purge know a task by its id. Many are retried with one listing."""
+    def test_task_moved_by_hand_under_any_of_its_names_is_found_by_its_id(self) -> None:
+        """A task is found by its id, even if the file was moved by hand and has kept its old name.
+
+        The name may be that of a lease in pending/, or that of a waiting task in failed/ and done/.
+        stats(), peek(), retry() and tasks() understand such names. retry_failed() lists failed/
+        only once.
+        """
         q = self.queue()
         ids = q.push_many([b"1", b"2"])
         self.pop(q), self.pop(q)
@@ -5423,8 +5512,9 @@ class ByHand(QueueCase):
         self.sh("mv pending/* done/")
         self.assertEqual((q.stats().done, q.peek(ids[1])), (2, FemtoTask(ids[1], b"2", 1)))
 
-    def test_ls_cat_tail_wc_and_du_tell_the_truth_and_a_copy_is_a_queue(self) -> None:
-        """What was in flight comes back in the copy: nobody holds its lease."""
+    def test_shell_tools_can_read_a_queue_and_a_copy_of_it_is_a_queue(self) -> None:
+        """The tools ls, cat, tail, grep, wc and du show the tasks. A copy of the directory is a
+        queue. A task in flight is delivered again from the copy: no worker holds its lease."""
         q = self.queue(timeout_stale_ms=None)
         ids = q.push_many([b"one\n", b"two\n"])
         self.assertEqual(self.sh("ls pending").split(), ids)
@@ -5445,6 +5535,8 @@ class ByHand(QueueCase):
 
 @FORK
 class Concurrency(QueueCase):
+    """Many processes on one queue deliver each task exactly once while none of them dies."""
+
     COUNT = 20_000
 
     def pop_and_finish(self, q: FemtoQueue) -> list[str]:
@@ -5455,7 +5547,8 @@ class Concurrency(QueueCase):
         return [task.data.decode()]
 
     def push_and_drain(self, child: Child, first: int) -> None:
-        """Drain until all is done; the first two push half of the tasks each, meanwhile."""
+        """Pop and finish tasks until all are done. The children 0 and 1 also push half of the tasks
+        each, meanwhile."""
         q, ends = FemtoQueue(self.path), [self.file("pushed-0"), self.file("pushed-1")]
         child.say("ready")
         child.wait_for_go()
@@ -5471,7 +5564,7 @@ class Concurrency(QueueCase):
         q.close()
 
     def test_eight_workers_deliver_twenty_thousand_tasks_exactly_once(self) -> None:
-        """While nobody dies."""
+        """No task is delivered twice or lost, because no worker dies."""
         workers = [self.child(functools.partial(self.push_and_drain, first=n)) for n in range(8)]
         for worker in workers:
             worker.line()
@@ -5486,16 +5579,18 @@ class Concurrency(QueueCase):
 
 @FORK
 class KeyedConcurrency(QueueCase):
-    """Four producers and four consumers on fifty keys, all of them killed now and then."""
+    """Four producers and four consumers share fifty keys, and are killed again and again."""
 
     KEYS, KILLS = 50, 130
-    SECONDS = 2.0 if QueueCase.memory else 4.0  # for as many deliveries
+    SECONDS = 2.0 if QueueCase.memory else 4.0  # a disk takes longer for as many deliveries
 
     def log(self, *words: object) -> None:
-        """Append a line. Who is killed as it crosses a page leaves half of one: without its end."""
+        """Append a line to the log. If the process is killed while the line crosses a page, only a
+        part of the line is written, without the "." at the end."""
         os.write(self.log_fd, " ".join(map(str, ("\n", time.monotonic_ns(), *words, "."))).encode())
 
     def logged(self, what: str) -> list[tuple[int, str, str]]:
+        """Return time, key and value of each whole line in the log that has this word."""
         with open(self.file("log"), encoding="ascii") as file:
             whole = [words[:4] for line in file if (words := line.split())[4:] == ["."]]
         return sorted((int(t), key, value) for t, word, key, value in whole if word == what)
@@ -5521,8 +5616,12 @@ class KeyedConcurrency(QueueCase):
             self.handle(q, task, chance)
 
     def handle(self, q: FemtoQueue, task: FemtoTask, chance: random.Random) -> None:
+        """Log the delivery of a task, and settle it. Log an overlap if another process is at work
+        on the same key."""
         fd = os.open(self.file(f"busy-{task.key}"), os.O_RDWR | os.O_CREAT, 0o600)
-        for _ in range(100):  # a killed one's descriptors close one after the other
+        # The kernel closes the descriptors of a killed process one after the other. The lease may
+        # end before this lock is free.
+        for _ in range(100):
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -5537,7 +5636,7 @@ class KeyedConcurrency(QueueCase):
         else:
             q.release(task, front=chance.random() < 0.5)
 
-    def test_the_last_value_is_delivered_last_and_no_two_at_once(self) -> None:
+    def test_last_payload_of_a_key_is_delivered_last_and_no_two_at_once(self) -> None:
         self.log_fd = os.open(self.file("log"), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         self.addCleanup(os.close, self.log_fd)
         workers = [self.child(work) for work in (self.produce, self.consume) * 4]
@@ -5561,7 +5660,8 @@ class KeyedConcurrency(QueueCase):
         self.check_last_values()
 
     def check_last_values(self) -> None:
-        """No value whose push began after the push of the last one delivered had ended."""
+        """Fail if a key's last delivered payload is not its newest: if the push of another payload
+        began after the push of the delivered one had returned."""
         began = {value: t for t, _, value in self.logged("pushing")}
         pushed = self.logged("pushed")
         ended = {value: t for t, _, value in pushed}
@@ -5574,6 +5674,8 @@ class KeyedConcurrency(QueueCase):
 
 
 class TicketCase(QueueCase):
+    """A test with a line: the directory of a TicketQueue."""
+
     def line(self, stale_timeout: float | None = None) -> TicketQueue:
         return TicketQueue(self.file("line"), stale_timeout)
 
@@ -5583,7 +5685,8 @@ class TicketCase(QueueCase):
 
 
 class Tickets(TicketCase):
-    """First come, first served: one at a time, in the order of the numbers, over the dead."""
+    """First come, first served: members have turns one at a time, in the order of the tickets. Dead
+    members are passed over."""
 
     def test_numbers_begin_at_one_and_the_lowest_is_at_the_head(self) -> None:
         line, other = self.line(), self.line()
@@ -5597,15 +5700,16 @@ class Tickets(TicketCase):
         line.remove(tickets[2][1])
         self.assertEqual((line.is_head(0), line.is_empty()), (False, True))
         self.assertEqual((other.register()[0], line.is_empty()), (4, False))
-        del other  # and with the object, its tickets
+        del other  # dropping the object removes its tickets
         self.assertEqual(self.names("line"), ["last"])
-        for content in (b"", bytes(20), b"hello"):  # after power loss, or of a person
+        for content in (b"", bytes(20), b"hello"):  # left by power loss, or written by a person
             self.put("last", content, "line")
             number, member = line.register()
             self.assertEqual((number, line.remove(member)), (1, True))
 
-    def test_a_ticket_appears_locked(self) -> None:
-        """Or whoever looks just then takes it for that of a dead process."""
+    def test_new_ticket_is_locked_before_others_can_see_it(self) -> None:
+        """RACE: another process looks at the line as soon as the ticket appears. An unlocked ticket
+        would look like one of a dead process, and be removed."""
         line, other, swept = self.line(), self.line(), list[int]()
 
         def look() -> None:
@@ -5615,8 +5719,9 @@ class Tickets(TicketCase):
             ticket, _ = line.register()
         self.assertEqual((swept, line.is_head(ticket)), ([0], True))
 
-    def test_who_was_removed_has_no_turn_though_its_number_is_given_again(self) -> None:
-        """By a person, say, who gave up on a process that is stopped; or as it looks."""
+    def test_removed_ticket_has_no_turn_even_if_its_number_is_given_again(self) -> None:
+        """A person may remove the ticket of a process that is stopped. The ticket may also be
+        removed while its own is_head() runs."""
         line, other = self.line(), self.line()
         ticket, member = line.register()
         self.assertTrue(other.remove(member))
@@ -5635,8 +5740,9 @@ class Tickets(TicketCase):
             self.assertTrue(line.is_head(1))
         self.assertTrue(line.is_empty())
 
-    def test_a_copy_holds_no_ticket(self) -> None:
-        """As of an object that multiprocessing gives to a process that it spawns."""
+    def test_pickled_copy_holds_no_ticket(self) -> None:
+        """Dropping the copy removes no ticket of the original. multiprocessing gives such a copy to
+        a process that it spawns."""
         line = self.line(7.5)
         ticket, _ = line.register()
         twin = pickle.loads(pickle.dumps(line))
@@ -5644,30 +5750,31 @@ class Tickets(TicketCase):
         del twin
         self.assertTrue(line.is_head(ticket))
 
-    def test_a_directory_that_can_not_be_made_again_is_an_error(self) -> None:
-        """The link to it leads nowhere any more."""
+    def test_register_raises_if_its_directory_can_not_be_made_again(self) -> None:
+        """Here queue_dir is a symbolic link, and the directory that it leads to was removed."""
         os.mkdir(self.file("there"))
         os.symlink("there", self.file("line"))
         line = self.line()
         os.rmdir(self.file("there"))
         self.assertRaises(FileNotFoundError, line.register)
 
-    def test_who_died_is_passed_over_at_once(self) -> None:
-        """While waiting, and at the head; no stale_timeout is needed."""
+    def test_ticket_of_a_dead_process_is_passed_over_at_once(self) -> None:
+        """This holds for a ticket at the head and for one further back, without stale_timeout."""
         lines = [self.line() for _ in range(4)]
         members = [line.register()[1] for line in lines]
         self.assertFalse(lines[1].is_head(2))
         nowhere = os.open(os.devnull, os.O_RDONLY)
         self.addCleanup(os.close, nowhere)
-        for at in (0, 2):  # no descriptor leads to its ticket any more, as when it was killed
+        for at in (0, 2):  # close the descriptor of the ticket, as the kernel does after SIGKILL
             (fd,) = descriptors_of(self.file("line", members[at]))
             os.dup2(nowhere, fd, inheritable=False)
         self.assertTrue(lines[1].is_head(2))
         self.assertEqual((lines[1].cleanup_stale(), lines[3].is_head(4)), (1, False))
 
     @FORK
-    def test_a_forked_child_holds_none_of_its_parents_tickets(self) -> None:
-        """That it ends, drops its copy, or leaves the block gives up nothing."""
+    def test_forked_child_holds_none_of_its_parents_tickets(self) -> None:
+        """The parent keeps its ticket when the child ends, drops its copy of the object, or leaves
+        the block of turn()."""
         lines, stack = [self.line()], contextlib.ExitStack()
         first, _ = lines[0].register()
         self.assertEqual(self.child(lambda child: lines.clear()).finish(), ([], 0))
@@ -5680,10 +5787,12 @@ class Tickets(TicketCase):
         stack.close()
         self.assertTrue(line.is_empty())
 
-    def test_a_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
-        """All others would wait behind it. At each of its system calls the network is cut, or
-        Ctrl-C comes before or after it. If it returns, the ticket is in line; and an error of
-        close() undoes nothing."""
+    def test_register_that_fails_or_is_interrupted_leaves_no_ticket(self) -> None:
+        """If register() raises, no ticket is left in line: all other members would wait behind it.
+
+        At each system call of register() the network is cut, or Ctrl-C comes before or after the
+        call. If register() returns, the ticket is in line. An error of close() does not undo that.
+        """
         cut = raising(errno.ENOTCONN)
         ways = (Step, cut), (Step, interrupt), (Meanwhile, interrupt)
         for fs_type, (kind, happen) in itertools.product((EXT4, NFS), ways):
@@ -5700,23 +5809,26 @@ class Tickets(TicketCase):
                     for member in members:
                         self.assertTrue(line.remove(member))
 
-    def test_on_another_host_only_the_time_tells(self) -> None:
-        """A ticket of another boot lives until nobody has touched it for stale_timeout."""
+    def test_ticket_of_another_host_lives_until_it_is_stale(self) -> None:
+        """A ticket of another host, or of an earlier boot, is passed over after stale_timeout
+        seconds without a touch. If stale_timeout is None, this never happens."""
         with on_boot("another host"):
             other = self.line(stale_timeout=60)
         line, patient, clock = self.line(stale_timeout=60), self.line(), self.clock()
         theirs, member = other.register()
         mine, _ = line.register()
         clock.advance(50)
-        self.assertTrue(other.is_head(theirs))  # touches it, but by the clock of the disk
+        # This touches the ticket, but by the clock of the disk, which the test does not advance.
+        self.assertTrue(other.is_head(theirs))
         stats = calls_of("stat", lambda: self.assertFalse(line.is_head(mine)))
-        # Of its open file: a host may remember for a minute when a path was last touched.
+        # The age must come from fstat() of the open ticket: a host may cache for a minute when a
+        # path was last touched.
         self.assertNotIn((self.file("line", member),), stats)
         clock.advance(20)
         self.assertEqual((patient.is_head(mine), line.is_head(mine)), (False, True))
         self.assertFalse(other.is_head(theirs))
 
-    def test_the_directory_is_removed_when_nobody_is_there_and_only_then(self) -> None:
+    def test_maybe_cleanup_removes_the_directory_only_if_nobody_is_in_line(self) -> None:
         line = self.line()
         _, member = line.register()
         self.assertEqual((line.maybe_cleanup(), line.remove(member)), (False, True))
@@ -5724,13 +5836,15 @@ class Tickets(TicketCase):
         self.assertFalse(line.maybe_cleanup())
         self.assertEqual(self.names("line"), [".notes.txt", "last"])
         os.unlink(self.file("line", ".notes.txt"))
-        self.put(f".{1:020d}~00000000~{'0' * 16}", b"", "line")  # of one killed in register()
+        # A process that was killed in register() left this file.
+        self.put(f".{1:020d}~00000000~{'0' * 16}", b"", "line")
         self.assertEqual((line.maybe_cleanup(), line.maybe_cleanup()), (True, False))
         self.assertFalse(os.path.exists(self.file("line")))
         self.assertEqual((line.is_empty(), line.is_head(1), line.register()[0]), (True, False, 1))
 
-    def test_a_directory_that_is_removed_before_any_call_is_made_again(self) -> None:
-        """As another process does that finds nobody in line, and not who holds the lock."""
+    def test_directory_that_is_removed_before_any_system_call_is_made_again(self) -> None:
+        """RACE: another process finds no ticket in line and removes the directory, before any
+        system call of this object. The object makes the directory again."""
 
         def clean() -> None:
             last = self.file("line", "last")
@@ -5752,23 +5866,25 @@ class Tickets(TicketCase):
             if next(calls) < number:
                 break
 
-    def test_a_ticket_that_can_not_be_removed_is_not_held_any_longer(self) -> None:
-        """As when the network is cut. The line goes on without it once it is reached again."""
+    def test_ticket_whose_removal_fails_is_no_longer_locked(self) -> None:
+        """If the network is cut during remove(), the ticket's lock is dropped all the same. So the
+        line passes over that ticket once the directory can be reached again."""
         line = self.line()
         _, member = line.register()
         with hooked(at_call("unlink", member, raising(errno.ENOTCONN))):
             try:
                 line.remove(member)
             except OSError as error:
-                kept = error  # and with it the frame of remove(), and the lock
+                kept = error  # keeps the frame of remove(), and so a reference to the lock
         self.assertTrue(line.is_empty(), kept)
 
     def take_turns(self, child: Child) -> None:
-        """In each turn, say the ticket and the number that a file has, which is one more then."""
+        """Take 100 turns. In each turn, print the ticket and the number in the file "inside", and
+        then add 1 to that number."""
         line = self.line()
         for _ in range(100):
             with line.turn() as ticket, open(self.file("inside"), "r+b", 0) as inside:
-                fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody else is inside
+                fcntl.flock(inside, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if two have a turn
                 number = int(inside.read())
                 child.say(f"{ticket} {number}")
                 if child.chance.random() < 0.1:
@@ -5777,8 +5893,9 @@ class Tickets(TicketCase):
 
     @FORK
     def test_eight_processes_take_a_hundred_turns_each(self) -> None:
-        """One at a time, in the order of their tickets; a directory that is removed in between,
-        when it is empty, does no harm."""
+        """The processes have turns one at a time, in the order of the tickets. Meanwhile
+        maybe_cleanup() removes the directory whenever the line is empty. Tickets then begin at 1
+        again."""
         self.put("inside", b"0", "")
         line, children = self.line(), [self.child(self.take_turns) for _ in range(8)]
         has_ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -5795,24 +5912,28 @@ class Tickets(TicketCase):
 
 
 class SharedTickets(TicketCase):
-    """The same between hosts. One that was cut off has lost its locks, and is not told (NFS)."""
+    """The promises of Tickets between hosts, on NFS. A host that is cut off from the server loses
+    all locks, and is not told."""
 
     fs_type = NFS
 
-    def lasting(self) -> tuple[TicketQueue, Clock]:
+    def line_and_clock(self) -> tuple[TicketQueue, Clock]:
         """Return a line with a stale_timeout of 40 s, and the clock."""
         return self.line(stale_timeout=40), self.clock()
 
-    def test_a_stale_timeout_may_be_longer_than_a_thread_can_wait(self) -> None:
+    def test_stale_timeout_may_be_longer_than_a_thread_can_wait(self) -> None:
         before = {*threading.enumerate()}
         with self.line(stale_timeout=1e11).turn():
             (thread,) = {*threading.enumerate()} - before
             wait_until_it_stands(thread)
             self.assertTrue(thread.is_alive())
 
-    def test_numbers_are_names(self) -> None:
-        """A host may read as it was what another has written to "last". The directory stays: a host
-        may hold the lock of a "last" that was removed."""
+    def test_last_number_is_kept_in_a_file_name_and_the_directory_stays(self) -> None:
+        """On NFS the last number is in the name of a file, and maybe_cleanup() removes nothing.
+
+        A host may read the old content of "last" from its cache after another host has written to
+        it. If the directory were removed, a host might still hold the lock of the removed "last".
+        """
         for number in (1, 2, 3):
             line = self.line()
             ticket, member = line.register()
@@ -5821,10 +5942,19 @@ class SharedTickets(TicketCase):
         self.assertEqual(self.names("line"), ["last", f"last~{3:020d}"])
         self.assertEqual(os.stat(self.file("line", "last")).st_size, 0)
 
-    def test_a_ticket_that_another_host_comes_between_is_made_again(self) -> None:
-        """That host draws a number as ours is being noted, or is noted and not in line yet: a lower
-        one would take its place. Or it takes ours for that of a dead process. Or GlusterFS lists a
-        name which it does not find, perhaps for minutes, until it has healed: at last an error."""
+    def test_register_draws_again_if_another_host_interferes(self) -> None:
+        """register() takes a new ticket if another host has interfered with its first one.
+
+        RACE: this host was cut off and has lost the lock of "last". Another host draws a number
+        just before this host notes one, or just before the ticket of this host is in line. This
+        host must draw again: the lower number would put the ticket in front of the other host.
+
+        RACE: another host takes the new file for that of a dead process, and removes it. This host
+        makes another ticket.
+
+        GlusterFS may list a name but not find the file, perhaps for minutes, until it has healed.
+        Then register() tries again a few times, and at last raises the error.
+        """
         line = self.line()
 
         def draw(theirs: int) -> None:
@@ -5856,23 +5986,31 @@ class SharedTickets(TicketCase):
                 self.assertRaises(OSError, line.turn(60).__enter__)
             self.assertTrue(line.is_empty())
         ticket, member = line.register()
-        with hooked(at_call("utime", None, stale)):  # removed; its list of names may be an old one
+        # ESTALE: the ticket was removed, though the cached list of names may still have it.
+        with hooked(at_call("utime", None, stale)):
             self.assertFalse(line.is_head(ticket))
         self.assertFalse(line.remove(member))
 
-    def test_a_touch_that_came_late_does_not_make_up_for_it(self) -> None:
-        """The thread of turn() touches the ticket, and tells nobody that it was late."""
+    def test_late_touch_does_not_renew_a_ticket(self) -> None:
+        """If the thread of turn() touches the ticket too late, is_head() returns False. The thread
+        itself reports nothing, and later touches in time do not help."""
         clock, touches = self.clock(), threading.Semaphore(0)
         clock.stand_still()
         line = self.line(stale_timeout=0.04)
         with hooked(at_call("utime", None, touches.release), after=True), line.turn() as ticket:
             clock.advance(0.032)
-            for _ in range(4):  # by is_head(); that just begins; that is late; and one after it
+            # Touches: by is_head(); by the thread, perhaps just before the clock was advanced; too
+            # late; and once more.
+            for _ in range(4):
                 self.assertTrue(touches.acquire(timeout=PATIENCE_S))
             self.assertFalse(line.is_head(ticket))
 
-    def test_who_is_late_in_its_turn_is_told_and_keeps_others_out_until_it_stops(self) -> None:
-        line, clock = self.lasting()
+    def test_member_that_is_late_in_its_turn_is_told_and_keeps_its_ticket_until_it_stops(
+        self,
+    ) -> None:
+        """For such a member, is_head() returns False. The ticket stays in line, touched, and so no
+        other member has a turn until the late member calls remove()."""
+        line, clock = self.line_and_clock()
         with on_boot("another host's"):
             other = self.line(stale_timeout=40)
         ticket, member = line.register()
@@ -5891,9 +6029,11 @@ class SharedTickets(TicketCase):
         self.assertTrue(line.remove(member))
         self.assertTrue(other.is_head(waiting))
 
-    def test_a_call_that_hangs_counts_from_its_beginning(self) -> None:
-        """Nobody knows when the server carried it out. turn() says so."""
-        line, clock = self.lasting()
+    def test_touch_counts_from_the_beginning_of_a_call_that_hangs(self) -> None:
+        """The age of a ticket counts from the beginning of the call that touched it. The call may
+        hang after the server has carried it out. If another host may have passed the ticket over
+        meanwhile, turn() raises an error."""
+        line, clock = self.line_and_clock()
         hang = functools.partial(clock.advance, 32)
         with hooked(at_call("move", "/.", hang, times=2)):
             ticket, _ = line.register()
@@ -5911,16 +6051,18 @@ class SharedTickets(TicketCase):
 
 
 class Shrinking(QueueCase):
+    """A pending/ that was large is replaced by a new directory when it is empty."""
+
     in_memory = False
 
-    def look(self, q: FemtoQueue, hook: Hook = lambda *_: None) -> FemtoTask | None:
-        """Pop, of a queue that takes any pending/ for a large one."""
+    def pop_as_if_large(self, q: FemtoQueue, hook: Hook = lambda *_: None) -> FemtoTask | None:
+        """Pop, while femtoqueue takes every pending/ for a large one."""
         with with_constant("shrink", -1), hooked(hook):
             return q.pop()
 
-    def test_an_empty_pending_that_was_large_is_replaced_with_its_mode(self) -> None:
-        """And synced into data_dir: what is pushed later would be durable in a directory that has
-        no name after power loss."""
+    def test_empty_pending_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
+        """The replacement is synced into data_dir. Otherwise a power loss could leave later tasks,
+        though synced themselves, in a directory that has no name."""
         q, clock, synced = self.queue(), self.clock(), list[bool]()
         os.chmod(self.file("pending"), 0o751)
         before = os.open(self.file("pending"), os.O_RDONLY)
@@ -5930,41 +6072,44 @@ class Shrinking(QueueCase):
             if name == "fsync":
                 synced.append(os.path.samestat(os.fstat(args[0]), os.stat(self.path)))
 
-        self.look(q, note)
+        self.pop_as_if_large(q, note)
         self.assertEqual({*synced}, {True})
         self.assertEqual(os.fstat(before).st_nlink, 0)
         self.assertEqual(stat.S_IMODE(os.stat(self.file("pending")).st_mode), 0o751)
         q.push(b"x")
         clock.advance(2)
-        task = self.look(q)
+        task = self.pop_as_if_large(q)
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
 
-    def test_a_rename_into_the_directory_that_was_replaced_is_done_again(self) -> None:
-        """ENOENT though the source is there: the target's directory was the one to go, twice."""
+    def test_rename_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
+        """RACE: another worker replaces pending/ before the rename of push(), twice. The rename
+        fails with ENOENT though its source exists, and push() repeats it."""
         q = self.queue()
         with hooked(at_call("move", None, raising(errno.ENOENT), times=2)):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
 
-    def test_one_that_can_not_be_replaced_will_do(self) -> None:
-        """A full disk, a mount point: an empty queue is still None, and nothing is left over."""
+    def test_pending_that_can_not_be_replaced_stays_in_use(self) -> None:
+        """The replacement fails on a full disk, or if pending/ is a mount point. Even then pop() of
+        an empty queue returns None, and no file is left over."""
         clock = self.clock()
         for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
-            q.pop()  # its lease directory is there
+            q.pop()  # makes its lease directory
             clock.advance(1)
-            self.assertIsNone(self.look(q, at_call(call, of, full)))
+            self.assertIsNone(self.pop_as_if_large(q, at_call(call, of, full)))
             self.assertEqual((full.call_count, self.names("creating")), (1, []))
 
 
-# Where things are missing
+# Functions that a system may lack
 
 
 class Lacking(QueueCase):
-    """A Python or a file system that lacks something; without flock, leases end by deadlines."""
+    """The queue works where Python or the file system lacks a function. Without flock, leases end
+    by their deadlines only."""
 
     def test_waiting_pop_is_woken_where_poll_is_missing(self) -> None:
-        """Programs that eventlet has patched have select.select() only."""
+        """In a program that eventlet has patched, only select.select() exists."""
         q = self.queue()
         with mock.patch.object(select, "poll", create=True):
             del select.poll
@@ -5973,8 +6118,8 @@ class Lacking(QueueCase):
             task = q.pop(60)
         self.assertEqual(task and task.data, b"x")
 
-    def test_wait_with_a_high_descriptor_ends_where_poll_is_missing(self) -> None:
-        """select.select() refuses descriptors of 1024 and more."""
+    def test_wait_times_out_where_select_refuses_a_high_descriptor(self) -> None:
+        """select.select() raises ValueError for descriptors of 1024 and more."""
         q, refused = self.queue(), ValueError("filedescriptor out of range in select()")
         with (
             mock.patch.object(select, "poll", create=True),
@@ -5983,7 +6128,9 @@ class Lacking(QueueCase):
             del select.poll
             self.assertIsNone(q.pop(0.01))
 
-    def check_deadlines(self, module: Any) -> None:
+    def check_lease_ends_by_deadline(self, module: Any) -> None:
+        """Fail unless, in this module, a lease ends at its deadline and no worker is taken for
+        alive or dead."""
         clock = Clock()
         with (
             mock.patch.object(module, "time", clock),
@@ -6009,29 +6156,31 @@ class Lacking(QueueCase):
             bare = importlib.import_module("femtoqueue")
         self.assertIsNone(vars(bare)["fcntl"])
         self.queue().push(b"could not be finished", key="k")
-        self.check_deadlines(bare)
+        self.check_lease_ends_by_deadline(bare)
         self.assertEqual(self.states(), {"done": 1, "pending": 1})
 
     def test_without_flock_leases_end_by_their_deadlines(self) -> None:
-        """As on file systems that answer ENOLCK, EOPNOTSUPP or, NFS to an exclusive one, EBADF."""
+        """Some file systems answer ENOLCK or EOPNOTSUPP to flock(); NFS may answer EBADF to an
+        exclusive lock."""
         for code in (errno.ENOLCK, errno.EOPNOTSUPP, errno.EBADF):
             self.path = self.new_dir(self.memory)
             with mock.patch("fcntl.flock", side_effect=OSError(code, os.strerror(code))):
-                self.check_deadlines(femtoqueue)
+                self.check_lease_ends_by_deadline(femtoqueue)
                 task = leased(q := self.queue())
-            self.assertIsNone(self.queue("n2").pop())  # which has locks again
+            # Another worker can lock again. It must not end a lease that was made without a lock.
+            self.assertIsNone(self.queue("n2").pop())
             q.done(task)
 
-    def test_without_hard_links_the_clock_is_still_made_once(self) -> None:
+    def test_without_hard_links_all_workers_still_share_one_clock(self) -> None:
         with hooked(at_call("link", None, raising(errno.EPERM))):
             first, clock = self.queue("a"), self.clock()
             clock.wall_shift_s = 5000.0
             self.check_one_clock(first, self.queue("b"))
         self.assertEqual(self.names("creating"), [])
 
-    def test_finishing_a_task_that_was_finished_before_works(self) -> None:
-        """Where rename() fails if the target is there, as on Windows. A person ran it again by `cp
-        done/ID pending/`, or failed it twice."""
+    def test_task_that_ended_before_can_end_again_where_rename_does_not_replace(self) -> None:
+        """On Windows, rename() fails if its target exists. A person may run a task again by `cp
+        done/ID pending/`, and a task may fail twice."""
         real = os.rename
 
         def rename(source: str, target: str, **dir_fds: int) -> None:
@@ -6052,8 +6201,8 @@ class Lacking(QueueCase):
         self.assertEqual(reason_of(q, ident), "second\n")
 
 
-def an_old_life(path: str) -> None:
-    """Make what stands in AN_OLD_QUEUE: something of everything."""
+def make_queue_like_the_old_one(path: str) -> None:
+    """Do what made AN_OLD_QUEUE. The queue then has tasks in every state, of every kind."""
     dead = FemtoQueue(path, "dead")
     dead.push(b"of a dead worker")
     dead.checkpoint(_taken(dead), b"half way")
@@ -6082,8 +6231,9 @@ def an_old_life(path: str) -> None:
     dies(dead)
 
 
-# What an_old_life() left on 22 November 2026, before the inside of femtoqueue was turned around;
-# <boot> is made up. What stands here is what other versions read and write: it is not changed.
+# The files that make_queue_like_the_old_one() left on 22 November 2026, when femtoqueue had another
+# internal structure; <boot> is made up. Never change them: other versions read and write these
+# names and contents.
 AN_OLD_QUEUE: dict[str, bytes] = {
     "checkpoints/01795389972166194058-7447a2b0": b"FQ1 9aacd35a 24\nFQ1 1453a677 16\nhalf way",
     "checkpoints/01795389972194869204-7d81427b": b"FQ1 568099f2 18\nFQ1 fefb62f6 5\nfar",
@@ -6132,9 +6282,10 @@ AN_OLD_QUEUE: dict[str, bytes] = {
 
 
 class Compatibility(QueueCase):
-    """What worked with femtoqueue 0.4.2, and what earlier versions left on disk."""
+    """Calls that worked with femtoqueue 0.4.2 still work. Files of earlier versions are still
+    understood."""
 
-    def test_what_an_earlier_version_left_is_understood_and_delivered(self) -> None:
+    def test_queue_of_an_earlier_version_is_understood_and_delivered(self) -> None:
         for path, content in AN_OLD_QUEUE.items():
             os.makedirs(os.path.dirname(self.file(path)), exist_ok=True)
             self.put(path, content, "")
@@ -6145,13 +6296,14 @@ class Compatibility(QueueCase):
         self.assertEqual({finding.kind for finding in q.check()}, {"expired"})
         (failed,), (done,) = q.tasks("failed"), q.tasks("done")
         self.assertEqual((failed.data, failed.error, done.data), (b"failed", "why\nso", b"done"))
-        clock.advance(31)  # its boot is another's
+        clock.advance(31)  # the leases are of another boot, so that only their deadlines end them
         got = []
         while task := q.pop():
             got.append((task.data, task.key, task.attempts, task.checkpoint))
             q.done(task)
         wanted: list[tuple[object, ...]] = [
-            (b"of a dead worker", None, 2, b"half way"),  # this and two more were in flight
+            # The first three tasks were in flight; the second one had a buffered payload.
+            (b"of a dead worker", None, 2, b"half way"),
             (b"newer", "b", 1, None),
             (b"detached", None, 2, None),
             (b"front", None, 2, b"far"),
@@ -6163,13 +6315,13 @@ class Compatibility(QueueCase):
         self.assertEqual(got, wanted)
         later = {task.data: task.key for task in q.tasks("scheduled")}
         self.assertEqual(later, {b"later": None, b"keyed, later": "c", b"newer, and later": "d"})
-        # "newer, and later" is behind its task, which waits for that time.
+        # "newer, and later" is buffered behind its task; that task is scheduled for the same time.
         self.assertEqual(self.states(), {"done": 9, "failed": 1, "scheduled": 3, "keys": 1})
 
-    def test_what_is_written_is_what_earlier_versions_read(self) -> None:
-        """The same life leaves the same names and contents, but for what the clock, the boot and
-        chance give."""
-        an_old_life(self.path)
+    def test_files_have_the_form_that_earlier_versions_read(self) -> None:
+        """The operations that made AN_OLD_QUEUE still leave the same names and contents, except for
+        the parts that depend on the clock, the boot or chance."""
+        make_queue_like_the_old_one(self.path)
         written: dict[str, bytes] = {}
         for directory, _, names in os.walk(self.path):
             for name in names:
@@ -6179,7 +6331,7 @@ class Compatibility(QueueCase):
         self.assertEqual(self.shapes(written), self.shapes(AN_OLD_QUEUE))
 
     def shapes(self, files: dict[str, bytes]) -> list[bytes]:
-        """Return names and contents, without what differs from life to life."""
+        """Return names and contents, with placeholders for the parts that differ in each run."""
         shapes = []
         for path, content in files.items():
             shape = os.fsencode(path) + b"\n" + content
@@ -6189,7 +6341,7 @@ class Compatibility(QueueCase):
             shapes.append(shape)
         return sorted(shapes)
 
-    def test_its_arguments_keep_their_places_and_names(self) -> None:
+    def test_arguments_keep_their_positions_and_names(self) -> None:
         with FemtoQueue(self.path, "node1", 100, True) as q:
             given = q.data_dir, q.node_id, q.timeout_stale_ms, q.sync_after_write
             self.assertEqual(given, (self.path, "node1", 100, True))
@@ -6205,6 +6357,7 @@ class Compatibility(QueueCase):
 
 
 def until(condition: Callable[[], bool]) -> None:
+    """Wait until a condition holds. Raises AssertionError if that takes longer than PATIENCE_S."""
     end_s = time.monotonic() + PATIENCE_S
     while not condition():
         if time.monotonic() > end_s:
@@ -6216,7 +6369,8 @@ Poll = Callable[[int], "list[Any]"]  # select.poll().poll
 
 
 def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
-    """Let femtoqueue wait at its descriptors by wait(poll, ms): poll(ms) is the system's call."""
+    """Let femtoqueue call wait(poll, ms) where it would call poll(ms) to wait for its descriptors.
+    `poll` is the poll() method of the system."""
     system_poll = select.poll
 
     def hooked() -> Any:
@@ -6230,7 +6384,8 @@ def hooked_poll(wait: Callable[[Poll, int], list[Any]]) -> Any:
 
 @contextlib.contextmanager
 def sleepers(polling: bool = False) -> Iterator[set[int]]:
-    """Gather the identifiers of the threads that sleep in a wait; polling: of those that look."""
+    """Yield a set, which gets the identifier of each thread that sleeps in a wait. If `polling`,
+    the set gets the identifier of each thread that looks at the directories."""
     found: set[int] = set()
 
     def note(poll: Poll, ms: int) -> list[Any]:
@@ -6242,17 +6397,17 @@ def sleepers(polling: bool = False) -> Iterator[set[int]]:
 
 
 class Waiting(QueueCase):
-    """Who waits is woken; that it was soon is the benchmark's to show."""
+    """A wait ends when its event happens. The benchmark shows how soon."""
 
-    polling = False  # class Polling: without inotify
+    polling = False  # True in class Polling: there is no inotify
 
     def setUp(self) -> None:
         super().setUp()
         if self.polling:
             self.patched(without_libc())
 
-    def waiting(self, *works: Callable[[], object]) -> list[threading.Thread]:
-        """Start each of them in a thread, and return when all of them wait."""
+    def start_waiting(self, *works: Callable[[], object]) -> list[threading.Thread]:
+        """Start a thread for each function, and return the threads when all of them wait."""
         threads = [threading.Thread(target=it, daemon=True) for it in works]
         with sleepers(self.polling) as asleep:
             for thread in threads:
@@ -6262,40 +6417,49 @@ class Waiting(QueueCase):
         self.assertTrue(all(it.is_alive() for it in threads), "it did not wait")
         return threads
 
-    def woken(self, wait: Callable[[], Any], happens: Callable[[], object]) -> Any:
-        """Return what a wait returns that something ends, which happens while it waits."""
+    def result_of_wait(self, wait: Callable[[], Any], event: Callable[[], object]) -> Any:
+        """Start a wait in a thread, let an event happen when it sleeps, and return its result."""
         got = list[Any]()
-        (thread,) = self.waiting(lambda: got.append(wait()))
-        happens()
+        (thread,) = self.start_waiting(lambda: got.append(wait()))
+        event()
         thread.join(60)
         (it,) = got
         return it
 
     @unittest.skipUnless(os.path.isdir("/proc/self/fd"), "no list of descriptors")
-    def test_a_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
-        """A user has 128 instances of inotify by default."""
+    def test_closed_queue_holds_no_descriptor_of_its_waits(self) -> None:
+        """After close() every descriptor of a wait is closed, since a user has only 128 instances
+        of inotify by default. This also holds if close() runs while another thread wakes a wait."""
         before = len(os.listdir("/proc/self/fd"))
         q: Any = self.queue()
         self.assertIsNone(q.pop(0.01))
-        idle = list(q._worker.waits._idle)  # none where it polls
+        idle = list(q._worker.waits._idle)  # empty where femtoqueue polls
 
         def write(fd: int, value: int) -> None:
             q.close()
-            os.fstat(fd)  # it may be another file's number otherwise
+            os.fstat(fd)  # raises if `fd` is closed: its number may then be another file's
 
         with mock.patch("os.eventfd_write", write, create=True):
             while idle:
-                idle.pop().wake()  # as another thread does, when that wait has just ended
+                idle.pop().wake()  # RACE: another thread wakes a wait that has just ended
         q.close()
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
-        self.assertIsNone(self.woken(lambda: q.pop(60), q.close))
+        self.assertIsNone(self.result_of_wait(lambda: q.pop(60), q.close))
         self.assertEqual(len(os.listdir("/proc/self/fd")), before)
 
-    def test_what_another_does_wakes_who_waits(self) -> None:
-        """A task that comes due, though it was scheduled meanwhile, before all others; resume(),
-        and twice is no error; of a key, a first task, and one that its holder gives back; the death
-        of a worker whose lease lasts for as long as it lives; and the end of another's lease.
-        drain() and join() wait for what others have, and end as that does; join() takes nothing."""
+    def test_event_caused_by_another_worker_ends_a_wait(self) -> None:
+        """Each of these events, caused by another worker, ends a wait of pop(), take(), drain() or
+        join().
+
+        pop() returns when a task comes due, even if that task was scheduled during the wait and is
+        due before all others. pop() returns when the queue is resumed; resuming twice is no error.
+        pop() returns when a worker dies whose lease has no deadline, and when a lease ends.
+
+        take() returns when the first task of the key is pushed, or is released by another worker.
+
+        drain() and join() wait while other workers hold leases. drain() then delivers the tasks
+        that come back. Both return when all tasks have ended; join() leases no task.
+        """
         self.hasten("base interval", 0.05)
 
         def schedule(other: Any, at_s: float = 4e9) -> None:
@@ -6331,22 +6495,22 @@ class Waiting(QueueCase):
             (leased, drain, FemtoQueue.done, None),
             (keyed, join, finish, True),
         )
-        for before, wait, happens, result in rows:
+        for before, wait, event, result in rows:
             q, other = self.anew(), self.queue("n2", timeout_stale_ms=None)
             it = before(other)
             self.assertFalse(wait(q, timeout=0.01))
-            happens_now = functools.partial(happens, other, it)
-            got = self.woken(functools.partial(wait, q, timeout=None), happens_now)
+            event_now = functools.partial(event, other, it)
+            got = self.result_of_wait(functools.partial(wait, q, timeout=None), event_now)
             self.assertEqual(getattr(got, "data", got), result)
             self.assertEqual("inflight-n1" in os.listdir(self.path), wait != join)
 
-    def test_it_gives_up_when_the_time_is_over_and_not_before(self) -> None:
+    def test_wait_ends_at_its_timeout_and_not_before(self) -> None:
         q = self.queue()
         started_s = time.monotonic()
         self.assertEqual((q.pop(0.05), q.take("key", 0.05), [*q.drain(0.05)]), (None, None, []))
         self.assertGreaterEqual(time.monotonic() - started_s, 0.1)
 
-    def test_ctrl_c_gets_through_to_who_waits(self) -> None:
+    def test_ctrl_c_ends_a_wait_with_keyboard_interrupt(self) -> None:
         q, waiter = self.queue(), threading.get_ident()
         with sleepers(self.polling) as asleep:
 
@@ -6357,9 +6521,10 @@ class Waiting(QueueCase):
             with beside(press):
                 self.assertRaises(KeyboardInterrupt, q.pop, None)
 
-    def test_close_ends_all_waits_and_the_object_works_again(self) -> None:
-        """Also of those who had just looked; none of them takes a place, or a task, afterwards."""
-        if not self.polling:  # nothing but an event ends a sleep, nor that a directory goes
+    def test_close_ends_all_waits_and_the_object_can_be_used_again(self) -> None:
+        """close() ends every kind of wait, even one that has just looked. Afterwards no wait makes
+        the lease directory again or leases a task."""
+        if not self.polling:  # the sleep must end by the event of close(), not by its timeout
             self.patched(hooked_poll(lambda poll, ms: poll(2 * PATIENCE_S * 1000)))
         q, namesake, got = self.queue(), self.queue(), list[str]()
         self.assertIsNone(namesake.pop())
@@ -6373,7 +6538,7 @@ class Waiting(QueueCase):
             q.join: False,
             lambda: q.work(self.fail): femtoqueue.WorkCounts(),
         }
-        threads = self.waiting(*(lambda it=it: got.append(str(it())) for it in wanted))
+        threads = self.start_waiting(*(lambda it=it: got.append(str(it())) for it in wanted))
         q.close()
         for thread in threads:
             thread.join(60)
@@ -6385,59 +6550,68 @@ class Waiting(QueueCase):
 
 
 class Polling(Waiting):
-    """The same where there is no inotify."""
+    """The promises of Waiting hold where there is no inotify."""
 
     polling = True
 
 
 class Hearing(QueueCase):
-    """What inotify must not miss."""
+    """A wait with inotify misses no event."""
 
     def setUp(self) -> None:
         super().setUp()
         if through_seam("C library")() is None:
-            self.skipTest("no inotify here: Polling covers what there is")
+            self.skipTest("no inotify here: class Polling has the tests for that")
 
     def popped_after(self, *steps: Callable[[FemtoQueue], object]) -> bytes:
-        """Pop, and do a step, with another queue object, each time that it goes to sleep, between
-        its last look and the call. What it sleeps for is an event: its time is never over."""
+        """Pop a task and return its payload.
+
+        Each time the pop() is about to sleep, after its last look, do the next step with another
+        queue object. Only an event ends such a sleep, never a timeout.
+        """
         q, other, left = self.queue(), self.queue("n2"), deque(steps)
 
         def sleep(poll: Poll, ms: int) -> list[Any]:
             if threading.current_thread() is not threading.main_thread():
-                return poll(ms)  # that of an earlier test, which waits for coroutines
+                return poll(ms)  # a thread of an earlier test, which serves coroutines
             if left and not poll(0):
                 left.popleft()(other)
-            return poll(PATIENCE_S * 1000) or self.fail("it heard nothing")
+            return poll(PATIENCE_S * 1000) or self.fail("no event came")
 
         with hooked_poll(sleep):
             return _taken(q, 60).data
 
     def replace(self, directory: str, fresh: str = "fresh", old: str | None = "old") -> None:
-        """Put an empty directory in the place of one of the queue's, as a person does; old: None,
-        in that of an empty one, as the queue does."""
+        """Replace a directory of the queue by an empty one.
+
+        fresh: where the new directory is made. old: where the replaced directory goes, as when a
+        person replaces it. None: the directory must be empty, and the rename replaces it, as the
+        queue itself does.
+        """
         os.mkdir(self.file(fresh))
         if old:
             os.rename(self.file(directory), self.file(old))
         os.rename(self.file(fresh), self.file(directory))
 
-    def most_events(self) -> int:
+    def max_queued_events(self) -> int:
         with open("/proc/sys/fs/inotify/max_queued_events", encoding="ascii") as file:
             return int(file.read())
 
-    def test_what_comes_before_the_wait_is_not_slept_over(self) -> None:
-        """Nor is a push into a directory that took the place of a watched one just then."""
+    def test_push_between_the_last_look_and_the_sleep_ends_the_sleep(self) -> None:
+        """This also holds if a new directory has just replaced the watched one."""
 
         def push(other: FemtoQueue) -> None:
             other.push(b"x")
 
         def push_and_replace(other: FemtoQueue) -> None:
-            other.push(b"old")  # one read() has both events; the old watch would hear nothing more
+            # One read() returns the events of both steps. The watch of the old directory would get
+            # no event of a later push.
+            other.push(b"old")
             self.replace("pending")
 
         def flood_and_replace(other: FemtoQueue) -> None:
             names = self.put("a", b"foreign"), self.file("pending", "b")
-            for _ in range(self.most_events() // 2 + 1):  # events are lost
+            for _ in range(self.max_queued_events() // 2 + 1):  # the kernel drops events
                 os.rename(names[0], names[1])
                 os.rename(names[1], names[0])
             self.replace("pending")
@@ -6446,17 +6620,20 @@ class Hearing(QueueCase):
             (),
             (push_and_replace,),
             (lambda other: self.replace("pending", "creating/fresh", None),),
-            # It may list scheduled/ only later, which must be paid for; but it has heard.
+            # The waiting pop() may list scheduled/ later, to limit its cost; but the event of the
+            # new directory must end the sleep.
             (lambda other: self.replace("scheduled"), lambda other: other.schedule(b"due", 0)),
         ]
-        if self.most_events() <= 50_000:
+        if self.max_queued_events() <= 50_000:
             befores.append((flood_and_replace,))
         for before in befores:
             self.path = self.new_dir(self.memory)
             self.assertIn(self.popped_after(*before, push), (b"x", b"due"))
 
-    def test_a_push_into_a_new_directory_that_is_not_watched_yet_is_not_slept_over(self) -> None:
-        """It comes after the look that the replacement ended a sleep for."""
+    def test_push_into_a_new_directory_before_it_is_watched_ends_the_wait(self) -> None:
+        """RACE: a person replaces pending/, which ends a sleep, and pop() looks again. Another
+        worker pushes into the new directory after that look, but before pop() watches the new
+        directory. pop() must look once more instead of sleeping."""
         pushes: list[Callable[[bytes], str]] = []
 
         def replace(other: FemtoQueue) -> None:
@@ -6470,9 +6647,9 @@ class Hearing(QueueCase):
         with hooked(hear):
             self.assertEqual(self.popped_after(replace), b"x")
 
-    def test_where_nothing_or_not_everything_is_heard_it_polls(self) -> None:
-        """On a file system of several hosts, without inotify, and with no instance of it, or no
-        watch, left."""
+    def test_wait_polls_where_inotify_does_not_report_every_event(self) -> None:
+        """A wait polls on a file system that hosts share, without inotify, and if the user has no
+        inotify instance or watch left."""
         rows: list[tuple[Any, bool]] = [
             (contextlib.nullcontext(), False),
             (on_file_system(NFS), True),
@@ -6491,14 +6668,19 @@ class Hearing(QueueCase):
 
 
 class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
+    """Coroutines wait without blocking the event loop. If the wait of a coroutine has ended, a task
+    found for it goes back."""
+
     async def asyncSetUp(self) -> None:
-        """End a test that hangs: what it awaits is cancelled then."""
+        """Let a test that hangs fail: after PATIENCE_S, everything it awaits is cancelled."""
         loop = asyncio.get_running_loop()
-        loop.set_debug(False)  # as users have it
+        loop.set_debug(False)  # the default outside of tests
         loop.call_later(PATIENCE_S, lambda: [it.cancel() for it in asyncio.all_tasks(loop)])
 
     async def test_close_just_before_a_wait_is_in_line_ends_it(self) -> None:
-        """Else each look of it would take a task, and give it back, for ever."""
+        """RACE: another thread closes the queue after pop_async() has begun, but before its request
+        is in line. The wait must end: otherwise it would lease a task and give it back for
+        ever."""
         q, loop = self.queue(), asyncio.get_running_loop()
         q.push(b"x")
         call_later = loop.call_later
@@ -6513,14 +6695,15 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNone(await asyncio.wait_for(waiter, 10))
         self.assertEqual(self.states(), {"pending": 1})
 
-    async def test_a_wait_that_begins_as_the_thread_ends_has_one_thread(self) -> None:
-        """Not two, each of which ends the other's."""
+    async def test_wait_that_begins_while_the_thread_ends_is_served_by_one_thread(self) -> None:
+        """RACE: the thread that serves coroutines is ending because none waits, and a new wait
+        begins. Exactly one thread must serve it: two threads would end each other's service."""
         q, clock = self.queue(), self.clock()
         monotonic, before = clock.monotonic, threading.enumerate()
         is_ending, go = threading.Event(), threading.Event()
 
         def reading() -> float:
-            # The thread reads the clock to know that it is to end, and once more.
+            # The thread reads the clock when it decides to end, and once more after that.
             if clock.monotonic_shift_s and threading.current_thread() not in before:
                 is_ending.set()
                 go.wait(0.1)
@@ -6540,8 +6723,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         q.push(b"x")
         self.assertIsNotNone(await waiter)
 
-    async def test_a_hundred_wait_half_are_cancelled_and_a_thousand_tasks_come(self) -> None:
-        """Each who still waits gets one, the rest is there, nothing is leased to nobody."""
+    async def test_each_of_fifty_waits_gets_a_task_while_fifty_others_are_cancelled(self) -> None:
+        """Each wait that is not cancelled gets one of 1000 tasks; the other 950 stay in pending/.
+        No task is leased to a cancelled wait, and no delivery to a cancelled wait is counted."""
         q, other = self.queue(), self.queue("n2")
         waiters = [asyncio.ensure_future(q.pop_async()) for _ in range(100)]
         await asyncio.sleep(0.01)
@@ -6559,11 +6743,12 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         q.close()
         self.assertEqual(self.states(), {"done": 50, "pending": 950})
         attempts = {task.attempts for task in iter(other.pop, None)}
-        self.assertEqual(attempts, {1}, "no delivery to nobody was counted")
+        self.assertEqual(attempts, {1}, "a delivery to a cancelled wait was counted")
 
     @FORK
-    async def test_a_forked_child_does_not_give_back_what_its_parent_gets(self) -> None:
-        """Its copy of the wait is cancelled as the child ends."""
+    async def test_forked_child_does_not_give_back_the_task_of_its_parents_wait(self) -> None:
+        """RACE: the process forks when a task was found for a wait but not yet returned. The child
+        cancels its copy of the wait as it ends; the parent keeps the lease."""
         q, answered, loop = self.queue(), threading.Event(), asyncio.get_running_loop()
         q.push(b"x")
         tell = loop.call_soon_threadsafe
@@ -6586,7 +6771,8 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertIsNotNone(await waiter)
         self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    def test_ctrl_c_as_a_coroutine_gets_its_task_leaves_it_where_it_was(self) -> None:
+    def test_ctrl_c_while_a_coroutine_accepts_its_task_puts_the_task_back(self) -> None:
+        """Ctrl-C at any line of accept() leaves the task in scheduled/ under its old name."""
         q = self.queue(max_attempts=1)
         later = q.schedule(b"x", time.time() * 1e6 + 3.6e9)
         before = self.names("scheduled")
@@ -6601,9 +6787,13 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             self.assertEqual(self.names("scheduled"), before, came)
         self.assertGreater(number, 1)
 
-    async def test_what_is_found_for_a_wait_that_is_over_is_back_at_its_place(self) -> None:
-        """Uncounted; also behind others, or in scheduled/: it must not come before its time. The
-        loop runs on while a look takes long."""
+    async def test_task_found_for_a_wait_that_has_ended_goes_back_to_its_place(self) -> None:
+        """The task goes back to the place where it waited, uncounted. A task of scheduled/ must not
+        be delivered before its time, and a task of pending/ must not overtake others.
+
+        The wait has ended by cancellation or by close(). The event loop runs on while the look at
+        the directories takes long.
+        """
         q = self.queue()
         retried, later = q.push(b"old"), q.schedule(b"later", time.time() * 1e6 + 3.6e9)
         q.fail(self.pop(q))
@@ -6633,11 +6823,12 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                 go.set()
                 await asyncio.wait([waiter])
                 self.assertEqual(waiter.cancelled(), is_cancelled)
-                # A look that close() robbed of it may claim it again, and gives it back, too.
+                # close() may have moved the task back while a look was reading it. That look may
+                # claim the task once more, and then puts it back itself.
                 await asyncio.to_thread(until, lambda: waiting() == before)
         self.assertEqual(self.pop(q).attempts, 1)
 
-    async def test_first_come_first_served_and_each_key_has_a_line_of_its_own(self) -> None:
+    async def test_waits_are_served_in_their_order_and_each_key_has_its_own_line(self) -> None:
         q, order = self.queue(), list[bytes]()
 
         async def wait(look: Any) -> None:
@@ -6653,7 +6844,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         waiters[3].cancel()
         self.assertEqual(order, [b"1", b"2", b"3"])
 
-    async def test_an_error_of_a_look_is_that_of_the_wait(self) -> None:
+    async def test_wait_raises_the_error_of_its_look(self) -> None:
         q = self.queue()
         q.push(b"x", key="k")
         with hooked(at_call("move", "/pending/", raising(errno.EIO))):
@@ -6662,8 +6853,9 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
                     await look
         self.assertIsNotNone(await q.pop_async())
 
-    async def test_time_out_also_of_those_who_were_never_first(self) -> None:
-        """They look at least once: nobody leaves what is there."""
+    async def test_wait_that_was_never_first_in_line_times_out_after_a_look(self) -> None:
+        """Each wait looks at least once before its timeout, so that a task that is there is found
+        even with a timeout of 0."""
         q = self.queue()
         first = asyncio.create_task(q.pop_async())
         await asyncio.sleep(0)
@@ -6675,7 +6867,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         got = await asyncio.gather(first, q.pop_async(60))
         self.assertEqual({task.data for task in got if task}, {b"1", b"2"})
 
-    def test_several_loops_and_threads_wait_at_one_object(self) -> None:
+    def test_several_event_loops_and_threads_can_wait_on_one_object(self) -> None:
         q, got = self.queue(), list[bytes]()
 
         async def wait() -> None:
@@ -6689,7 +6881,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
 
 
 class PollingCoroutines(Coroutines):
-    """The same where there is no inotify."""
+    """The promises of Coroutines hold where there is no inotify."""
 
     def setUp(self) -> None:
         super().setUp()
@@ -6697,11 +6889,14 @@ class PollingCoroutines(Coroutines):
 
 
 def no_more_threads() -> Any:
-    """Let no thread be started."""
+    """Let every start of a thread fail, while the block runs."""
     return mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("no more"))
 
 
 class Processing(QueueCase):
+    """processing() renews the lease of a task and ends its delivery, and a checkpoint is kept for
+    the next delivery."""
+
     def setUp(self) -> None:
         super().setUp()
         self.threads = {*threading.enumerate()}
@@ -6709,17 +6904,22 @@ class Processing(QueueCase):
     def new_threads(self) -> set[threading.Thread]:
         return {*threading.enumerate()} - self.threads
 
-    def test_a_block_that_is_garbage_with_its_queue_ends_nothing(self) -> None:
-        """As in a generator that nobody ends; the queue may be finalized first."""
+    def test_block_that_is_collected_after_its_queue_settles_nothing(self) -> None:
+        """A block of processing() may be in a generator that is never finished. The garbage
+        collector may then finalize the queue before the block."""
         q = FemtoQueue(self.path)
         with q.processing(leased(q)):
             q.__del__()
-        del q._worker  # and no other time
+        del q._worker  # so that __del__() does nothing when it is called again
         self.assertEqual(self.states(), {"pending": 1})
 
-    def test_how_the_block_ends_is_what_becomes_of_the_task(self) -> None:
-        """Who is told to go gives it back to its place, uncounted, also at max_attempts. A lost
-        lease of another task is an error as others."""
+    def test_task_is_settled_by_the_way_its_block_ends(self) -> None:
+        """A normal end of the block finishes the task. An exception puts the task back for later,
+        or makes a dead letter of it at max_attempts.
+
+        KeyboardInterrupt, SystemExit and CancelledError put the task back to its place, uncounted,
+        even at max_attempts. LeaseLost of another task counts as an ordinary exception.
+        """
         for error, max_attempts, state in (
             (None, 1, "done"),
             (ValueError("no such image"), 2, "scheduled"),
@@ -6750,18 +6950,20 @@ class Processing(QueueCase):
                 self.assertRegex(reason_of(q, task.id), r"(?s)Traceback.*ValueError: no such image")
             q.done(self.pop(q))
 
-    def test_an_exception_is_tried_again_after_a_delay_that_doubles(self) -> None:
-        """A half of it at least, an hour at most."""
+    def test_task_is_tried_again_after_a_random_delay_that_doubles(self) -> None:
+        """The delay doubles with each attempt, up to an hour. A random part of up to half of it is
+        subtracted."""
         q, clock = self.queue(retry_delay_s=100), self.clock()
         clock.stand_still()
         for attempts, longest_s in ((1, 100), (2, 200), (5, 1600), (7, 3600), (99_999, 3600)):
             delays_s = [self.delay_s(q, clock, attempts) for _ in range(50)]
             self.assertLessEqual(max(delays_s), longest_s)
             self.assertGreaterEqual(min(delays_s), longest_s / 2)
-            self.assertGreater(len({*delays_s}), 10, "they come apart")
+            self.assertGreater(len({*delays_s}), 10, "the delays are not random")
 
     def delay_s(self, q: FemtoQueue, clock: Clock, attempts: int) -> float:
-        """Return for how long a task is put off when that delivery of it fails."""
+        """Let the given attempt of a task fail; return the delay, in seconds, until the task is due
+        again."""
         ident = q.push(b"x")
         name = f"{ident[:20]}~{attempts - 1}~{ident}"
         os.rename(self.file("pending", ident), self.file("pending", name))
@@ -6775,29 +6977,33 @@ class Processing(QueueCase):
     # Renewal
 
     def renewing_queue(self) -> FemtoQueue:
-        """Return a queue that renews its leases every 20 ms, long before they end."""
+        """Return a queue that renews its leases of 2 s every 20 ms."""
         self.hasten("renewal", 0.01)
         return self.queue(timeout_stale_ms=2000)
 
     def until_renewed(self, *tasks: FemtoTask) -> None:
-        """Wait until their leases have other names."""
+        """Wait until the leases of these tasks have been renewed: each has another name."""
         before = [task.path for task in tasks]
         until(lambda: all(a != b.path for a, b in zip(before, tasks, strict=True)))
 
     def left_s(self, task: FemtoTask, shift_s: float = 0) -> float:
-        """Return for how long the lease of a task still lasts."""
+        """Return for how many seconds the lease of a task still lasts. shift_s: by how much the
+        clock of the test is ahead."""
         assert task.until is not None
         return task.until.timestamp() - time.time() - shift_s
 
-    def test_a_handler_that_outlives_three_leases_keeps_its_own(self) -> None:
+    def test_block_longer_than_three_leases_keeps_its_lease(self) -> None:
         q, other = self.queue(timeout_stale_ms=300), self.queue("n2", timeout_stale_ms=300)
         with q.processing(leased(q)):
             self.assertIsNone(other.pop(1))
         self.assertEqual(self.states(), {"done": 1})
 
-    def test_one_thread_renews_for_all_and_ends_when_nothing_is_left(self) -> None:
-        """A lease without an end needs none. An extension in a block lasts until the next renewal.
-        (That no renewal shortens a lease is asserted by Model.)"""
+    def test_one_thread_renews_all_leases_and_ends_with_the_last_block(self) -> None:
+        """A lease without a deadline needs no thread. An extend() in a block gives the lease at
+        least its own length, and the thread goes on to renew it.
+
+        (Class Model shows that no renewal shortens a lease.)
+        """
         q, endless = self.renewing_queue(), self.queue("n2", timeout_stale_ms=None)
         with endless.processing(leased(endless)):
             self.assertEqual(self.new_threads(), set())
@@ -6811,8 +7017,9 @@ class Processing(QueueCase):
         with q.processing(leased(q)) as task:
             self.until_renewed(task)
 
-    def test_an_object_that_is_dropped_leaves_its_place_at_once_and_no_thread(self) -> None:
-        """Though it took no lease, and only renewed that of another."""
+    def test_dropped_object_gives_up_its_lease_directory_at_once_and_leaves_no_thread(self) -> None:
+        """This also holds for an object that leased no task, and only renewed the lease of another
+        object through attach()."""
         holder = self.queue("n2")
         for is_attached in (False, True):
             q = FemtoQueue(self.path, "gone", timeout_stale_ms=3_600_000)
@@ -6824,9 +7031,9 @@ class Processing(QueueCase):
             gc.collect()
             until(lambda: not self.new_threads())
 
-    def test_a_lease_of_its_own_length_is_renewed_by_that(self) -> None:
-        """A shorter one than those that are renewed already, too; one that is nearly over, as the
-        block begins."""
+    def test_lease_with_its_own_length_is_renewed_for_that_length(self) -> None:
+        """A short lease is renewed in time even if the thread already renews longer ones at longer
+        intervals. A lease that has almost ended is renewed when its block begins."""
         q, clock = self.queue(timeout_stale_ms=60_000), self.clock()
         q.push_many([b"old", b"long", b"short"])
         old = self.pop(q)
@@ -6840,9 +7047,9 @@ class Processing(QueueCase):
             self.assertEqual(long.path, lease)
         self.assertEqual(self.states(), {"done": 3})
 
-    def test_a_renewal_that_fails_is_not_the_last(self) -> None:
-        """Though its warning can't be written either, or its key is held up, by a process that is
-        stopped. Nor does it keep others from theirs."""
+    def test_renewal_that_fails_is_tried_again_and_does_not_stop_other_renewals(self) -> None:
+        """A renewal may fail because of a disk error, or because a stopped process holds the lock
+        of the key. It is tried again even if the warning can't be logged."""
         q, handler = self.renewing_queue(), logging.Handler()
         LOG.disabled = False
         LOG.addHandler(handler)
@@ -6861,9 +7068,12 @@ class Processing(QueueCase):
             self.until_renewed(task, keyed)
         self.assertEqual(self.states(), {"done": 3})
 
-    def test_what_begins_in_vain_leaves_nothing_that_is_renewed_for_nobody(self) -> None:
-        """A thread that can't be started is an error, and the next one is. Ctrl-C may come before
-        the block is entered, or after, and before the `with` has noted it."""
+    def test_block_that_fails_to_begin_leaves_no_lease_that_is_renewed(self) -> None:
+        """If a block does not begin, no thread goes on to renew its lease, and a later block works.
+
+        __enter__() raises if its thread can't be started, or if Ctrl-C comes. Ctrl-C may also come
+        when __enter__() has returned, but before the `with` statement has noted that.
+        """
         q = self.renewing_queue()
         task, start = leased(q), threading.Thread.start
 
@@ -6887,9 +7097,12 @@ class Processing(QueueCase):
 
     # Lost leases
 
-    def test_a_lost_lease_is_told_at_either_end_and_nothing_is_changed(self) -> None:
-        """With what the block raised as its cause; but who is told to exit does. What was never
-        leased is no lease either."""
+    def test_lost_lease_raises_at_either_end_of_the_block_and_changes_nothing(self) -> None:
+        """LeaseLost is raised when a block begins or ends without a valid lease.
+
+        An exception of the block is the cause of LeaseLost; but SystemExit is raised as it is. A
+        block with a task that was never leased raises LeaseLost as well.
+        """
         for cause in (None, ValueError("the cause"), SystemExit("told")):
             q, other, clock = self.queue(), self.queue("n2"), self.clock()
             task = leased(q)
@@ -6907,7 +7120,7 @@ class Processing(QueueCase):
             other.done(newer)
 
     @FORK
-    def test_a_child_that_leaves_the_block_does_not_end_the_task(self) -> None:
+    def test_forked_child_that_leaves_the_block_does_not_settle_the_task(self) -> None:
         q = self.queue()
         block = q.processing(leased(q))
         with block:
@@ -6915,9 +7128,9 @@ class Processing(QueueCase):
             self.assertEqual(child.finish()[1], 0)
             self.assertEqual(self.states(), {"inflight-n1": 1})
 
-    # Checkpoints: what becomes of one as its task goes on, and of the lease, is asserted by Model
+    # Checkpoints. Class Model shows how a checkpoint follows the task, and renews the lease.
 
-    def test_what_can_not_be_saved_leaves_the_former_and_what_is_torn_is_none(self) -> None:
+    def test_failed_checkpoint_leaves_the_former_one_and_a_torn_one_is_ignored(self) -> None:
         q = self.queue()
         task = leased(q)
         q.checkpoint(task, b"former")
@@ -6931,8 +7144,8 @@ class Processing(QueueCase):
         q.release(task)
         self.assertIsNone(self.pop(q).checkpoint)
 
-    def test_one_without_its_task_goes_after_an_hour(self) -> None:
-        """Its task was ended by hand. One whose task waits stays for as long."""
+    def test_checkpoint_without_a_live_task_is_deleted_after_an_hour(self) -> None:
+        """A person has removed the task. The checkpoint of a task that waits stays."""
         q, clock = self.queue(), self.clock()
         gone, kept = leased(q), leased(q)
         for task in (gone, kept):
@@ -7113,11 +7326,15 @@ class Work(QueueCase):
 
 
 class Checking(QueueCase):
-    def kinds(self, q: FemtoQueue, repair: bool = False) -> list[tuple[str, str, bool]]:
+    """check() reports what is wrong in the directory, and repairs only what is safe to repair."""
+
+    def found(self, q: FemtoQueue, repair: bool = False) -> list[tuple[str, str, bool]]:
+        """Return the findings of check(), without their texts."""
         return [(it.kind, it.path, it.repaired) for it in q.check(repair)]
 
-    def test_what_is_safe_to_mend_is_mended_and_the_rest_is_told_and_left_alone(self) -> None:
-        """What was mended is found no more."""
+    def test_repair_mends_safe_findings_and_only_reports_the_rest(self) -> None:
+        """check(repair=True) mends each finding that is safe to mend, which the next check() no
+        longer reports. It reports the other findings, and changes nothing about them."""
         q, clock, dead = self.queue(), self.clock(), self.queue("dead")
         self.foreign = ("notes.txt", "x.tmp")
         order = q.push(b"x")[:20]
@@ -7146,14 +7363,16 @@ class Checking(QueueCase):
             ("key without a task", f"keys/{self.names('keys')[0]}", True),
             ("leftover", f"creating/{order}-0000aaaa", True),
         )
-        self.assertEqual(self.kinds(q), [(kind, path, False) for kind, path, _ in wanted])
-        self.assertEqual(self.kinds(q, repair=True), [*wanted])
+        self.assertEqual(self.found(q), [(kind, path, False) for kind, path, _ in wanted])
+        self.assertEqual(self.found(q, repair=True), [*wanted])
         for repair in (False, True):
-            self.assertEqual(self.kinds(q, repair), [it for it in wanted if not it[2]])
+            self.assertEqual(self.found(q, repair), [it for it in wanted if not it[2]])
         os.unlink(self.file("done", ident))
         self.assertEqual(self.states(), {"pending": 2, "failed": 1})
 
-    def test_workers_that_come_and_go_meanwhile_are_no_findings(self) -> None:
+    def test_lease_directories_made_or_removed_during_a_check_are_no_findings(self) -> None:
+        """RACE: after any system call of check(), one worker makes a lease directory and another
+        worker removes one."""
         q, gone, fresh = self.queue(), self.file("inflight-gone"), self.file("inflight-fresh")
 
         def come_and_go() -> None:
@@ -7169,8 +7388,9 @@ class Checking(QueueCase):
                 with contextlib.suppress(FileNotFoundError):
                     os.rmdir(path)
 
-    def test_a_torn_copy_never_takes_the_place_of_a_whole_dead_letter(self) -> None:
-        """Neither by repair nor by pop()."""
+    def test_torn_copy_of_a_dead_letter_never_replaces_the_whole_one(self) -> None:
+        """Neither a repair nor pop() moves a damaged file over a valid dead letter of the same
+        id."""
         q = self.queue()
         for mend in (lambda: q.check(repair=True), q.pop):
             task = leased(q)
@@ -7183,15 +7403,16 @@ class Checking(QueueCase):
             for name in self.names("failed"):
                 os.unlink(self.file("failed", name))
 
-    def test_an_error_of_a_signal_handler_ends_it(self) -> None:
-        """A TimeoutError is an OSError, and has no errno."""
+    def test_exception_of_a_signal_handler_ends_the_check(self) -> None:
+        """A TimeoutError of a signal handler is an OSError without an errno. check() raises it, and
+        does not take it for an unreadable file."""
         q = self.queue()
         q.push(b"x")
         for event, of in (("open", "/pending/"), ("list", "/failed")):
             with hooked(at_call(event, of, mock.Mock(side_effect=TimeoutError))):
                 self.assertRaises(TimeoutError, q.check)
 
-    def test_what_can_not_be_read_is_told_and_the_rest_is_looked_at(self) -> None:
+    def test_unreadable_directory_is_reported_and_the_check_goes_on(self) -> None:
         q = self.queue()
         self.put(f"{1:020d}-0000aaaa", b"torn")
         with hooked(at_call("list", "/failed", raising(errno.EACCES))):
@@ -7201,7 +7422,7 @@ class Checking(QueueCase):
             self.assertEqual({*q.check(repair=True)}, {*q.check()})
         q.pop()
 
-    def test_clocks_and_file_systems_that_are_odd_are_told(self) -> None:
+    def test_clock_set_back_and_network_file_system_are_reported(self) -> None:
         with on_file_system(NFS):
             q, clock = self.queue(), self.clock()
         clock.wall_shift_s -= 3600
@@ -7211,15 +7432,24 @@ class Checking(QueueCase):
         self.assertIn("3600 s ahead", found[1].text)
 
 
-# Under what they show: commands, and after -> or in lines of their own what each says, on standard
-# output, then, after !, on standard error, and last its status, if not 0. After ->, white space is
-# one space; in lines, spaces are. ... is anything, alone any lines. <name> is an id, or, as
-# <lease...>, the path of a lease; from there on it is that one, also as $name in a command. Two
-# names are two values. Besides the shell's commands: `states` counts the tasks in each directory,
-# `payloads STATE` prints payloads.
+# Transcripts of shell sessions. Each begins with "# " and the claim that it shows.
+#
+# A line that begins with "$ " is a command, which goes on in the next line after a "\" at the end.
+# The expected output follows: after " -> " in the same line, or in lines of its own. Standard
+# output comes first. Standard error follows, each line of it after a "! ". The exit status comes
+# last, in brackets, unless it is 0.
+#
+# After " -> ", any white space counts as one space. In lines of output, a run of spaces does.
+# "..." stands for any text; alone in a line, for any lines. <name> stands for an id, and
+# <lease...> for the path of a lease. Where such a name occurs again in the transcript, it stands
+# for the same value, and so does $name in a command. Two names never have the same value.
+#
+# Besides the commands of the shell, there are three others. `states` counts the tasks in each
+# directory. `payloads STATE` prints the payloads of a state. `gone FILE` reads process ids from a
+# file, and waits until these processes have ended.
 LEASE = rf"inflight-\w+/[0-9]{{20}}~[0-9]+~0{{8}}~{ID}"
 TRANSCRIPTS = r"""
-# push takes arguments, standard input, its lines and its pieces, and prints ids
+# push takes payloads from arguments, standard input, its lines or its pieces, and prints the ids
 $ femtoqueue push jobs 'a b' x -> <a> <b>
 $ femtoqueue push jobs -- --not-an-option -> <c>
 $ printf 'whole\ninput\n' | femtoqueue push jobs -> <d>
@@ -7227,7 +7457,7 @@ $ printf '1\n\n2' | femtoqueue push jobs --lines --sync -> <e> <f> <g>
 $ printf 'p\nq\0r' | femtoqueue push jobs -0 -> <h> <i>
 $ payloads pending -> a b, x, --not-an-option, whole\ninput\n, 1, , 2, p\nq, r
 $ ls jobs/pending -> <a> <b> <c> <d> <e> <f> <g> <h> <i>
-# of a key one task waits, also behind the one in flight; --if-in-flight reject is an error
+# only one task of a key waits, also while another is in flight; --if-in-flight reject is an error
 $ femtoqueue push jobs 1 --key 'user 42' -> <first>
 $ femtoqueue push jobs 2 --key 'user 42' -> <first>
 $ femtoqueue pop jobs -> <lease>
@@ -7235,13 +7465,13 @@ $ femtoqueue push jobs 3 --key 'user 42' --if-in-flight reject -> ! femtoqueue: 
 $ states -> inflight-cli 1
 $ femtoqueue push jobs 3 4 --key 'user 42' -> <new> ...
 $ femtoqueue show jobs $new -> state buffered ... key user%2042 node - 4
-# push --delay, and --at a local time or another
+# push --delay and --at schedule a task, at a local time or in another time zone
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ TZ=EET-2 femtoqueue push jobs local --at 2050-12-01T08:00 -> <local>
 $ TZ=EET-2 femtoqueue push jobs utc --at 2050-12-01T08:00:00Z -> <utc>
 $ ls jobs/scheduled -> ...~0~<later> 02553487200000000000~0~<local> 02553494400000000000~0~<utc>
 $ femtoqueue ls jobs scheduled -> ... scheduled <later> ...s 0 5 ...m - - ...
-# FEMTOQUEUE_DIR is DIR, and then no word is
+# FEMTOQUEUE_DIR stands for DIR, and then no argument is DIR
 $ FEMTOQUEUE_DIR=jobs femtoqueue push hello -> <a>
 $ FEMTOQUEUE_DIR=jobs femtoqueue push jobs -> <b>
 $ payloads pending -> hello, jobs
@@ -7254,7 +7484,7 @@ usage: femtoqueue ls [-h] [--all] [--json] [STATE ...]
 ...
 $ femtoqueue ls --help -> usage: femtoqueue ls [-h] [--all] [--json] DIR [STATE ...] ...
 $ femtoqueue --help -> ... If FEMTOQUEUE_DIR is set, no word is DIR. ...
-# a lease outlives pop, until done, fail or release; the path that it prints is the fence
+# a lease outlives the process of pop, until done, fail or release; its printed path is the fence
 $ printf '1\n2\n3' | femtoqueue push jobs --lines -> <a> <b> <c>
 $ femtoqueue pop jobs | cat -> <lease_a>
 $ tail -n +2 jobs/$lease_a -> 1
@@ -7275,7 +7505,7 @@ $ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending failed
 $ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending done failed
 $ femtoqueue ls jobs failed pending -> ... failed <c> ...s - 1 - - - pending <b> ...
 $ femtoqueue show jobs $c -> state failed ... attempts - ... reason no such image 3
-# pop takes a task by its id, due or not, or waits for a key
+# pop leases a task by its id, due or not, or waits for a task of a key
 $ femtoqueue push jobs first second -> <first> <second>
 $ femtoqueue push jobs later --delay 1h -> <later>
 $ femtoqueue pop jobs --id $second -> ...~<second>
@@ -7286,7 +7516,7 @@ $ femtoqueue pop jobs --wait 60s --node w --key k --payload & until [ -e jobs/in
 mine
 ! ...
 $ payloads pending -> first
-# release gives back all that is in flight, or all that a worker has
+# release gives back all tasks in flight, or all tasks of a worker
 $ femtoqueue push jobs 1 2 3 4 -> <a> <b> <c> <d>
 $ femtoqueue pop jobs --node n1 -> <lease_a>
 $ femtoqueue pop jobs --node n2 -> <lease_b>
@@ -7296,7 +7526,7 @@ $ femtoqueue release jobs --node n2 --front -> released 2
 $ femtoqueue release jobs --all -> released 1
 $ femtoqueue done jobs $lease_a $lease_c -> ! ...task <a>: ... ! ...task <c>: ... [1]
 $ payloads pending -> 2, 3, 4, 1
-# cancel deletes what waits, due or not, and says what does not
+# cancel deletes tasks that wait, due or not, and names those that do not wait
 $ femtoqueue push jobs held again waiting -> <held> <again> <waiting>
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue release jobs $(femtoqueue pop jobs)
@@ -7311,7 +7541,7 @@ $ femtoqueue cancel jobs $again -> ! ...task <again> is not waiting, or the queu
 $ femtoqueue resume jobs
 $ femtoqueue cancel jobs $again
 $ states -> inflight-cli 1
-# ls and show tell of each task; a key of any form is one word, what is not known a dash
+# ls and show print the fields of tasks; any key is one word, and an unknown value is a dash
 $ femtoqueue push jobs 12345 --key "$(printf 'a b\n/\303\251:@-._~')" -> <keyed>
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue push jobs later --delay 2h -> <later>
@@ -7331,7 +7561,7 @@ $ femtoqueue show jobs $keyed --payload && echo ' is all' -> 12345 is all
 $ femtoqueue show jobs 00000000000000000002-0000aaaa -> ! ...no task 0...2-0000aaaa [1]
 $ printf 'FQ1 00000000 0 %0300d\n' 0 > jobs/pending/00000000000000000001-f000aaaa
 $ femtoqueue ls jobs pending | awk '{ print NF, length($7) }' -> 8 3 8 1 8 300 8 1
-# stat counts, and is a monitor; where there is no terminal, top prints blocks
+# stat counts tasks, and its status can alert a monitor; without a terminal, top prints blocks
 $ femtoqueue push jobs x x -> <a> <b>
 $ femtoqueue pop jobs -> <lease>
 $ femtoqueue stat jobs -> pending 1 scheduled 0 inflight 1 ... workers_unknown 1 paused False
@@ -7345,7 +7575,7 @@ pending 1
 inflight <a> ...s 1 1 ...s - cli
 pending 1
 inflight <a> ...s 1 1 ...s - cli
-# pause, resume, retry, check and purge
+# pause, resume, retry, check and purge do what their names say
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue pause jobs
 $ femtoqueue pop jobs -> [1]
@@ -7364,7 +7594,7 @@ $ femtoqueue done jobs $(femtoqueue pop jobs)
 $ states -> done 1, failed 1
 $ femtoqueue purge jobs --older-than 0 -> 1
 $ femtoqueue purge jobs --older-than 0 --failed -> 1
-# a pipe that closes, a full disk and closed descriptors are no tracebacks, and lose no task
+# closed pipes, a full disk and closed descriptors cause no traceback, and lose no task
 $ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 1 -> STATE ...NODE
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
@@ -7377,7 +7607,7 @@ $ femtoqueue top jobs > /dev/full -> ! femtoqueue: ... No space left on device [
 $ femtoqueue work jobs --drain -- echo x > /dev/full -> ! ... No space left on device ! ... [2]
 $ femtoqueue ls jobs | grep -c ' 0  *1 ' -> 3
 $ payloads pending -> 1, 2, x
-# work runs a command for each task, its payload as standard input, and passes its lines on
+# work runs a command for each task, with the payload as standard input, and prints its output
 $ femtoqueue push jobs 1 2 -> ...
 $ femtoqueue push jobs keyed --key ü -> ...
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> ...
@@ -7386,7 +7616,7 @@ $ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue work jobs -q -j 2 --dra
 $ sort out -> 1 1 100000 5 end end end end
 $ sort err -> 1 1 1 ü 1
 $ states -> done 4
-# {} in an argument is the payload, bytes as they are; standard input has them too
+# {} in an argument is replaced by the unchanged payload, which is standard input as well
 $ printf ' $HOME {} \377\n' | femtoqueue push jobs -> ...
 $ femtoqueue push jobs '' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c 'printf "<%s|%s|%s>" "$@"; cat' {} {} 'a{}b{}' c
@@ -7395,7 +7625,7 @@ $ femtoqueue work jobs -q --drain -- sh -c 'printf "<%s|%s|%s>" "$@"; cat' {} {}
 b $HOME {} \xff
 |c> $HOME {} \xff
 <|ab|c>
-# a payload that can't be an argument is a dead letter at once, and the worker goes on
+# a task whose payload can't be an argument is a dead letter at once, and the worker goes on
 $ printf 'a\0b' | femtoqueue push jobs -> <null>
 $ head -c 10000000 /dev/zero | tr '\0' x | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs good -> <good>
@@ -7407,7 +7637,7 @@ good
 $ cat jobs/failed/$null.error -> the payload can't be an argument ...: embedded null byte
 $ femtoqueue retry jobs --all -> 2
 $ femtoqueue work jobs -q --drain -- sh -c 'wc -c' -> 3 10000000
-# a command that fails is tried again, and then its task is a dead letter
+# a task whose command fails is tried again, and becomes a dead letter at --max-attempts
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 2 --retry-delay 1ms --sync -- sh -c \
  'echo try $FEMTOQUEUE_ATTEMPT; echo no such image >&2; exit 3'
@@ -7419,7 +7649,7 @@ try 2
 ! ... <x>: try 2 failed, a dead letter: exit status 3
 [1]
 $ cat jobs/failed/$x.error -> exit status 3 no such image
-# its output goes to files, if so wanted; where they are deleted, the reason is kept
+# --output-dir keeps the output of a command in files; if they are deleted, the reason is kept
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c 'echo out; echo err >&2'
 $ tail logs/* -> ==> logs/<x>.err <== err ==> logs/<x>.out <== out
@@ -7427,7 +7657,7 @@ $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --output-dir logs --max-attempts 1 -- sh -c \
  'echo why >&2; rm logs/*; exit 3' -> ! ... [1]
 $ cat jobs/failed/$y.error -> exit status 3 why
-# a command that can't be run is no fault of the task's; one that ends as a shell then does, is
+# a command that can't be run ends work, and fails no task; a shell that exits with 127 fails it
 $ femtoqueue push jobs x -> <x>
 $ echo '#!/no/interpreter' > script; chmod +x script
 $ femtoqueue work jobs -q --drain -- ./script -> ! ... ! femtoqueue: ./script can't be run [2]
@@ -7438,7 +7668,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --max-attempts 1 -- \
  sh -c 'echo femtoqueue: no queue >&2; exit 127' -> ! ... [1]
 $ states -> failed 2
-# a signal finishes what runs, though nobody hears of it: a terminal that is gone, a full disk
+# after a signal, work finishes its commands, though the terminal is gone or the disk is full
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -- sh -c 'kill -HUP $PPID' 2> /dev/full
 $ states -> done 1
@@ -7453,12 +7683,12 @@ $ femtoqueue work jobs -q -- sh -c 'kill -INT $PPID; sleep 0.1; echo' > /dev/ful
 ! femtoqueue: [Errno 28] No space left on device
 [2]
 $ states -> done 2, pending 1
-# work ends when a payload is too large for TMPDIR; the next one takes others first
+# work ends when a payload is too large for TMPDIR; the next worker takes other tasks first
 $ head -c 100000 /dev/zero | femtoqueue push jobs -> <large>
 $ femtoqueue push jobs y -> <y>
 $ ulimit -f 60; femtoqueue work jobs -q -- true -> ! ... File too large [2]
 $ femtoqueue ls jobs -> ... <y> ... <large> ...
-# what a command leaves running does not hold up work, though it has the pipes, or writes on
+# processes that a command leaves running do not hold up work, though they write to its pipes
 $ femtoqueue push jobs x y -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
 $ kill $(cat pids)
@@ -7466,7 +7696,7 @@ $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
 $ kill $(cat pids)
 $ states -> done 3
-# work --drain that ends sooner says so by its status; it keeps what is done for as long as asked
+# work --drain has status 1 if it ends early; --keep-done keeps finished tasks for that long
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --time-limit 0s -- true -> [1]
 $ femtoqueue pop jobs -> <lease>
@@ -7480,7 +7710,7 @@ $ states -> done 1
 $ femtoqueue push jobs y -> <y>
 $ femtoqueue work jobs -q --drain --keep-done 0s -- true
 $ states -> none
-# a command that takes too long is killed, with all its group
+# a command that exceeds --task-timeout is killed with its whole process group
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 100ms --time-limit 5s -- sh -c \
  'sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
@@ -7491,7 +7721,7 @@ $ femtoqueue work jobs -q --task-timeout 100ms -- sh -c \
  'sleep 1000 & echo $!; kill -INT $PPID; exit 130' > pids -> ! ...
 $ gone pids
 $ states -> failed 1, pending 1
-# what work --drain can not hand out has failed for good; its DIR is where a link's .. is not
+# work --drain has status 1 if a task is corrupt; ".." in DIR is resolved by its text
 $ femtoqueue push jobs x -> <x>
 $ echo torn > jobs/pending/$x
 $ mkdir elsewhere elsewhere/inside; ln -s elsewhere/inside link
@@ -7501,14 +7731,14 @@ $ femtoqueue work link/../jobs --drain -- true
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c {}
-# a command that a signal ends alone has failed, also if a parent ignores its children
+# a command that is killed by a signal has failed, even if work was started with SIGCHLD ignored
 $ femtoqueue push jobs TERM KILL -> ...
 $ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- \
  sh -c 'kill -{} $$'
 ! ... try 1 failed, a dead letter: killed by signal 15
 ! ... try 1 failed, a dead letter: killed by signal 9
 [1]
-# a reader of work that leaves fails no task: what it had not read, the next worker tells of
+# if the reader of its output exits, work fails no task; tasks whose output was not read wait again
 $ femtoqueue push jobs 1 2 3 4 5 6 7 8 9 -> ...
 $ echo 'echo $1; test $1 = 1 || head -c 100000 /dev/zero' > more-than-a-pipe-holds
 $ { femtoqueue work jobs --max-attempts 1 -- sh more-than-a-pipe-holds {}; echo $? > status; } | \
@@ -7516,7 +7746,7 @@ $ { femtoqueue work jobs --max-attempts 1 -- sh more-than-a-pipe-holds {}; echo 
 $ cat status -> 2
 $ states -> done ..., pending ...
 $ femtoqueue release jobs --all -> released 0
-# lines of two commands are not mixed, though they come in pieces; those of one are, as they come
+# with -j 2, lines written in pieces stay whole; with one command at a time, output is not buffered
 $ femtoqueue push jobs a b c d -> ...
 $ echo 'for i in 1 2; do printf "$1"; sleep 0.01; printf "$1\n"; done; printf end' > pieces
 $ femtoqueue work jobs -q --drain -j 2 -- sh pieces {} > out
@@ -7554,7 +7784,8 @@ class Command(subprocess.Popen[bytes]):
 
 
 def until_gone(*pids: int | str) -> None:
-    """Wait until processes have ended, though perhaps nobody has waited for them."""
+    """Wait until processes have ended. A process that its parent has not waited for counts as
+    ended."""
 
     def is_gone(pid: int | str) -> bool:
         with (
@@ -7568,7 +7799,8 @@ def until_gone(*pids: int | str) -> None:
 
 
 def run_guarded(*words: str, env: Mapping[str, str], path: str = ".") -> tuple[int, str, str]:
-    """Return a command's status, and what it says. If it hangs, it is ended, and says where."""
+    """Run a command; return its exit status, standard output and standard error. A command that
+    runs for longer than PATIENCE_S is aborted, and then prints where it was."""
     env, pipe = {**env, "PYTHONFAULTHANDLER": "1"}, subprocess.PIPE
     settings: dict[str, Any] = {"stdin": subprocess.DEVNULL, "start_new_session": True}
     settings |= {"env": env, "cwd": path, "stdout": pipe, "stderr": pipe, "encoding": "utf-8"}
@@ -7577,7 +7809,8 @@ def run_guarded(*words: str, env: Mapping[str, str], path: str = ".") -> tuple[i
             out, err = process.communicate(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGABRT)
-            out, err = process.communicate(timeout=PATIENCE_S)  # else a pipe is all that is open
+            # A process that left the group may keep the pipes open: so this has a timeout, too.
+            out, err = process.communicate(timeout=PATIENCE_S)
     return process.returncode, out, err
 
 
@@ -8199,14 +8432,17 @@ class Documents(QueueCase):
         self.assertEqual(len(os.listdir("old/done")), 1 + 6)
 
 
-# What two that meet may do to each other
+# Races that need a test of their own
 
 
 class Meeting(QueueCase):
-    """Orders of two operations, or of one and a signal, that the enumerations do not reach."""
+    """Races of two operations, or of an operation and a signal, that the tests which try every
+    system call do not reach."""
 
-    def test_of_two_pushes_during_a_listing_the_younger_does_not_come_first(self) -> None:
-        """The listing may have passed the place of the older one; that of foreign files, too."""
+    def test_two_tasks_pushed_during_a_listing_are_delivered_in_order(self) -> None:
+        """RACE: another worker pushes tasks while pop() lists pending/. The listing has already
+        passed the place of the oldest one, and returns only the younger ones. The oldest is still
+        delivered first. This also holds if most of the listed names are foreign."""
         for before, foreign, meanwhile in ((0, 0, 300), (300, 0, 300), (0, 300, 2)):
             q, pushed = self.anew(), list[str]()
             self.assertIsNone(q.pop())
@@ -8224,8 +8460,8 @@ class Meeting(QueueCase):
                 ids = [_taken(q).id for _ in range(before + meanwhile)]
             self.assertEqual(ids, sorted(ids))
 
-    def test_a_signal_handler_that_pushes_as_an_id_is_made_gets_another(self) -> None:
-        """At any line of it, as under a debugger."""
+    def test_push_of_a_signal_handler_while_an_id_is_made_gets_another_id(self) -> None:
+        """The signal may come before any line of new_id()."""
         q, ids = self.queue(), list[str]()
         for number in itertools.count():
             with at_line(number, lambda: ids.append(q.push(b"handler")), ("new_id",)) as came:
@@ -8235,8 +8471,9 @@ class Meeting(QueueCase):
         self.assertGreater(number, 1)
         self.assertEqual(len(self.names("pending")), len(ids))
 
-    def test_a_claim_that_is_lost_takes_no_notice_of_one_that_is_read(self) -> None:
-        """Of the same task, in another thread of one object."""
+    def test_claim_that_loses_a_race_does_not_disturb_the_winner_in_another_thread(self) -> None:
+        """RACE: a thread has claimed a task by take() and is reading the payload. In another thread
+        of the same object, pop() fails to claim the same task. It must deliver the next task."""
         q, got = self.queue(), list[FemtoTask | None]()
         _, wanted, last = q.push_many([b"1", b"2", b"3"])
         self.pop(q)
@@ -8254,13 +8491,14 @@ class Meeting(QueueCase):
         self.assertEqual((task and task.id, got[0] and got[0].id), (last, wanted))
 
     @FORK
-    def test_a_mount_that_hangs_holds_up_no_queue_on_another(self) -> None:
-        """A thread hangs there as it opens a lock, or closes it: also a fork waits but a moment."""
+    def test_mount_that_hangs_does_not_block_a_queue_on_another_mount(self) -> None:
+        """A thread hangs while it opens or closes a lock file. Meanwhile push() to a queue on
+        another mount does not wait, and a fork waits only for a moment."""
         for event in ("open", "close"):
             with self.subTest(event):
-                self.hang_at(event)
+                self.check_push_and_fork_while_hanging(event)
 
-    def hang_at(self, event: str) -> None:
+    def check_push_and_fork_while_hanging(self, event: str) -> None:
         q, other = self.anew(), FemtoQueue(self.new_dir(self.memory))
         self.addCleanup(other.close)
         os.mkdir(self.file("inflight-n2"))
@@ -8290,7 +8528,9 @@ class Meeting(QueueCase):
             goes_on.set()
 
     @FORK
-    def test_a_fork_as_another_thread_opens_a_lock_copies_none(self) -> None:
+    def test_fork_while_another_thread_opens_a_lock_gives_the_child_no_copy(self) -> None:
+        """RACE: a thread forks just after another thread has opened its lease directory. If the
+        child had a copy of that descriptor, it would hold the lock when the worker is dead."""
         q, children = self.queue(), list[Child]()
 
         def work(child: Child) -> None:
@@ -8301,7 +8541,7 @@ class Meeting(QueueCase):
 
         def opened() -> None:
             fork.start()
-            fork.join(0.2)  # it has forked, or waits for us
+            fork.join(0.2)  # the fork has happened, or waits until this call is over
 
         with hooked(at_call("open", lease_dir(q), opened, times=1), after=True):
             self.assertIsNone(q.pop())
@@ -8311,8 +8551,8 @@ class Meeting(QueueCase):
         self.check_unlocked(lease_dir(q))
 
     @FORK
-    def test_a_lease_is_renewed_though_its_key_is_pushed_all_the_time(self) -> None:
-        """Its lock is free for a moment now and then."""
+    def test_lease_is_renewed_although_its_key_is_pushed_all_the_time(self) -> None:
+        """The lock of the key is free only for moments: here in one of 40 tries to get it."""
         q, tries, flock = self.queue(timeout_stale_ms=1500), itertools.count(), fcntl.flock
         task = leased(q, key="k")
         assert task.until is not None
@@ -8328,7 +8568,7 @@ class Meeting(QueueCase):
         self.assertLess(time.time(), end_s)
 
     @FORK
-    def test_ctrl_c_as_a_turn_ends_leaves_the_line_to_others(self) -> None:
+    def test_ctrl_c_while_a_turn_ends_leaves_no_ticket_in_line(self) -> None:
         for stale_timeout in (None, 20.0):
             line = TicketQueue(self.file("line"), stale_timeout)
             with self.assertRaises(KeyboardInterrupt), line.turn():
@@ -8338,11 +8578,13 @@ class Meeting(QueueCase):
             gc.collect()
             self.assertTrue(TicketQueue(self.file("line"), stale_timeout).is_empty())
 
-    def test_a_repair_that_meets_a_busy_key_comes_again_soon(self) -> None:
+    def test_repair_of_keys_that_finds_a_key_locked_is_repeated_soon(self) -> None:
         q, clock = self.queue(), self.clock()
         task = leased(q, b"1", key="k")
         q.push(b"2", key="k")
-        os.rename(self.file(task.path), self.file("done", task.id))  # and then its worker died
+        # CRASH: the worker died after it had renamed the task to done/, and before it promoted the
+        # buffered payload.
+        os.rename(self.file(task.path), self.file("done", task.id))
         with self.locked("k"):
             clock.advance(601)
             self.assertIsNone(q.pop())
@@ -8350,8 +8592,9 @@ class Meeting(QueueCase):
         self.assertEqual(self.pop(q).data, b"2")
 
     @FORK
-    def test_a_coroutine_that_finds_its_key_busy_looks_again_soon(self) -> None:
-        """The event of the push has come; no other comes when that has ended."""
+    def test_coroutine_that_finds_its_key_locked_looks_again_soon(self) -> None:
+        """RACE: a push still holds the lock of the key when its event has woken the coroutine. No
+        other event comes when the push has released the lock, so that the coroutine must poll."""
         q, pauses_ms = self.queue(), list[int]()
 
         def note(poll: Poll, ms: int) -> list[Any]:
@@ -8368,13 +8611,19 @@ class Meeting(QueueCase):
         with self.locked("k") as lock, hooked_poll(note):
             task = asyncio.run(take())
         self.assertEqual(task and task.data, b"x")
-        self.assertLess(max(pauses_ms[:3]), 200)  # that of a wait whose job is late: 51
+        self.assertLess(max(pauses_ms[:3]), 200)  # the pause of a wait with a late job is 51 ms
 
     @FORK
-    def test_close_in_another_thread_as_pop_reads_a_task_leaves_no_delivery(self) -> None:
-        """The lease of what pop() has just read can't be ended, as its key is busy: pop() does it,
-        and has no task. Nor is one left if that can't be read, which counts, though close() left it
-        alone: a detached one, or beside a living namesake."""
+    def test_close_in_another_thread_while_pop_reads_a_task_leaves_no_lease(self) -> None:
+        """RACE: another thread closes the queue while pop() reads the task that it has claimed.
+
+        If the key of the task is locked, close() can't end the lease. Then pop() puts the task
+        back, uncounted, and returns None.
+
+        If the task can't be read, pop() puts it back and raises, and the delivery counts. This
+        holds even where close() leaves the lease alone: the queue is detached, or another object
+        with its node_id lives.
+        """
         for key, is_detached in (("k", False), (None, True), (None, False)):
             q = self.anew(timeout_stale_ms=None, max_attempts=2, detached=is_detached)
             namesake = None if key else self.queue(timeout_stale_ms=None)
@@ -8399,7 +8648,8 @@ class Meeting(QueueCase):
 # Classes side by side
 
 
-# These begin first, so that the last one is short.
+# The classes that take longest. They start first, so that no long one is left to run alone at the
+# end.
 LONGEST = (
     *("CommandLine", "KeyedInterrupted", "KeyedInterruptedOnSharedFileSystem"),
     *("KeyedInterruptedByRename", "Faults"),
@@ -8407,7 +8657,8 @@ LONGEST = (
 
 
 def run_forked(words: list[str], output: Any) -> int:
-    """Run tests in a process, the leader of a group, which prints to that file; return its pid."""
+    """Run tests in a forked process, which leads a process group and prints to a file. Return its
+    pid."""
     if pid := os.fork():
         os.setpgid(pid, pid)
         return pid
@@ -8426,8 +8677,9 @@ def run_forked(words: list[str], output: Any) -> int:
         os._exit(status)
 
 
-def tell_end(name: str, output: Any, status: int, is_verbose: bool) -> None:
-    """Print what the process of a class said, or, if all is well, its end."""
+def print_result(name: str, output: Any, status: int, is_verbose: bool) -> None:
+    """Print the output of the process of a class. If the class has passed, print only the summary,
+    unless `is_verbose`."""
     with output:
         output.seek(0)
         text = output.read().decode(errors="replace")
@@ -8439,10 +8691,14 @@ def tell_end(name: str, output: Any, status: int, is_verbose: bool) -> None:
 
 
 def run_side_by_side(names: list[str], switches: list[str], processes: int) -> list[str]:
-    """Run as many classes at a time; return those that failed, with -f until one does. A process's
-    group is killed when it has ended, or the run has, also by Ctrl-C or SIGTERM."""
+    """Run each class in a process, so many processes at a time; return the names of the classes
+    that failed. With -f, the first failure ends the run.
+
+    The process group of a class is killed when its process has ended. When the run ends, by Ctrl-C
+    or SIGTERM too, the groups of all running classes are killed.
+    """
     left, failed = deque(sorted(names, key=[*LONGEST, *names].index)), list[str]()
-    running: dict[int, tuple[str, Any]] = {}  # by pid: a class, and where it prints
+    running: dict[int, tuple[str, Any]] = {}  # by pid: the class, and the file of its output
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         while (left or running) and not (failed and "-f" in switches):
@@ -8452,9 +8708,9 @@ def run_side_by_side(names: list[str], switches: list[str], processes: int) -> l
             pid, status = os.wait()
             name, output = running.pop(pid)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGKILL)  # what it left running
+                os.killpg(pid, signal.SIGKILL)  # processes that the class left running
             failed += [name] * bool(status)
-            tell_end(name, output, status, "-v" in switches)
+            print_result(name, output, status, "-v" in switches)
     finally:
         for pid in running:
             os.killpg(pid, signal.SIGKILL)
@@ -8463,8 +8719,11 @@ def run_side_by_side(names: list[str], switches: list[str], processes: int) -> l
 
 
 def run_here(words: list[str]) -> int:
-    """Run tests in this process. What nohup(1) and a shell's `&` do to signals is undone: commands
-    under test inherit it."""
+    """Run tests in this process; return the exit status.
+
+    nohup(1) and `&` in a shell script make a process ignore SIGHUP or SIGINT. The default handlers
+    are set again, since the commands under test would inherit the ignored signals.
+    """
     handlers: dict[str, Any] = {"SIGINT": signal.default_int_handler, "SIGHUP": signal.SIG_DFL}
     for name, handler in handlers.items():
         number = getattr(signal, name, None)  # there is no SIGHUP on Windows
@@ -8475,7 +8734,8 @@ def run_here(words: list[str]) -> int:
 
 
 def main() -> int:
-    """Run classes side by side; a single one, or by other switches of unittest, in this process."""
+    """Run the classes of tests side by side. A single class, or a run with other switches of
+    unittest than -v and -f, runs in this process. Return the exit status."""
     print(f"seed {SEED}", file=sys.stderr, flush=True)
     switches = [it for it in sys.argv[1:] if it in ("-v", "-f")]
     names = [it for it in sys.argv[1:] if it not in switches]
@@ -8489,7 +8749,7 @@ def main() -> int:
     affinity = getattr(os, "sched_getaffinity", None)
     processes = 1 + (len(affinity(0)) if affinity else os.cpu_count() or 1)
     began_s = time.monotonic()
-    # Tests that were killed remove none of their directories.
+    # A killed test leaves directories behind. All of them are in these two, which are removed.
     made = functools.partial(
         tempfile.TemporaryDirectory, prefix="femtoqueue-tests-", ignore_cleanup_errors=True
     )
