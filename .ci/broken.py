@@ -34,7 +34,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from proof import PROGRAM, PROJECT, Unable, Violation, plain_parser, read, say
+from proof import PROGRAM, PROJECT, Unable, Violation, docstring_parser, read, say
 
 HANG_S, CLASS_S, ALL_S = 40, 120, 900  # that test.py may take: one that hangs, a class, everything
 HANG = "a test that does not end"
@@ -854,7 +854,7 @@ def run_tests(rows: list[Fault]) -> int:
 
 
 def main() -> None:
-    parser = plain_parser(__doc__)
+    parser = docstring_parser(__doc__)
     add = parser.add_argument
     add("--check", action="store_true", help="look whether each fault still has its place")
     add(

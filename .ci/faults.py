@@ -54,7 +54,17 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from broken import must_catch
-from proof import Unable, Violation, ends, install, name_of, open_log, parser, payload, say
+from proof import (
+    Unable,
+    Violation,
+    exit_on_failure,
+    install,
+    name_of,
+    open_log,
+    payload,
+    proof_parser,
+    say,
+)
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask
@@ -864,7 +874,7 @@ def check(scene: Scene, count: int, seed: int, calls: list[str]) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = proof_parser(__doc__)
     injections = "so many injections a life (default: 600)"
     options.add_argument("--sample", type=int, default=600, help=injections)
     options.add_argument("--calls", nargs="+", help="only at these, or SIGKILL")
@@ -872,7 +882,7 @@ def main() -> None:
     say(f"seed {args.seed}")
     femtoqueue._log().addHandler(logging.NullHandler())
     femtoqueue._log().propagate = False
-    with ends(args.seed), workshop():
+    with exit_on_failure(args.seed), workshop():
         install(("strace",), "strace")
         if args.self_check:
             must_catch(args.seed, lambda need: ["--sample", "100", "--calls", *need.split()])

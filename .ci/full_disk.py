@@ -14,7 +14,7 @@ import os
 import tempfile
 
 from faults import CLOCK, Ledger, Life, Note, check_end, stands
-from proof import Violation, ends, need_root, plain_parser, say, small_disk
+from proof import Violation, docstring_parser, exit_on_failure, need_root, say, small_disk
 
 from femtoqueue import FemtoQueue
 from test import memory_dir
@@ -87,7 +87,7 @@ def check_start(path: str) -> int:
 
 
 def main() -> None:
-    plain_parser(__doc__).parse_args()
+    docstring_parser(__doc__).parse_args()
     need_root()
     tempfile.tempdir = memory_dir()  # for images: full ones are full as soon in memory
     for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):
@@ -101,5 +101,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ends():
+    with exit_on_failure():
         main()

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable
 from unittest import mock
 
 from broken import must_catch
-from proof import Violation, ends, litter, looks, parser, say
+from proof import Violation, exit_on_failure, fingerprint, make_entry, proof_parser, say
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
@@ -115,7 +115,7 @@ class Names:
             self.ids.add(name[-29:])
             kind = self.chance.choice(("file",) * 6 + ("folder", "link", "fifo"))
             payload = f"{len(self.put)} {directory}/{name}".encode("utf-8", "surrogateescape")
-            litter(path, kind, record(payload), os.path.join(self.path, "target"))
+            make_entry(path, kind, record(payload), os.path.join(self.path, "target"))
             self.put[path] = state, kind, payload
 
     def run(self) -> None:
@@ -130,7 +130,7 @@ class Names:
             q.push(b"ours")
             q.push(b"ours", key="k")
             self.litter(60)
-            before = {path: looks(path) for path in self.put}
+            before = {path: fingerprint(path) for path in self.put}
             self.check_counts(q)
             waiting = "pending", "scheduled", "keys", "inflight"
             self.check_left(before, self.drain(q, *waiting))
@@ -183,7 +183,7 @@ class Names:
             old = state == "creating" and is_ours(state, name) and int(name[:20]) < now_ns
             if not old:
                 demand(os.path.lexists(path), f"{path!r} is gone")
-                demand(looks(path) == before[path], f"{path!r} was changed")
+                demand(fingerprint(path) == before[path], f"{path!r} was changed")
 
 
 class Contents:
@@ -410,13 +410,13 @@ def run(kinds: Iterable[str], minutes: float, seed: int) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = proof_parser(__doc__)
     options.add_argument("--minutes", type=float, default=1)
     options.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)
     args = options.parse_args()
     say(f"seed {args.seed}")
     femtoqueue._log().disabled = True
-    with ends(args.seed):
+    with exit_on_failure(args.seed):
         if args.self_check:
             must_catch(args.seed, lambda kind: ["--only", kind, "--minutes", "2"])
         else:

@@ -542,16 +542,19 @@ def play(hosts: Cluster, work: str, seed: int, part: str) -> None:
 
 
 def main() -> None:
-    options = proof.parser(__doc__)
+    options = proof.proof_parser(__doc__)
     options.add_argument("--only", choices=(*PARTS, *STORMS), help="run only this part")
     options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
     args = options.parse_args()
     femtoqueue._log().disabled = True
     if args.actor:
-        Actor(**json.loads(args.actor[0])).start(proof.open_log(args.actor[1]))
+        Actor(**json.loads(args.actor[0])).run(proof.open_log(args.actor[1]))
         return
     say(f"seed {args.seed}")
-    with proof.ends(args.seed), tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work:
+    with (
+        proof.exit_on_failure(args.seed),
+        tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work,
+    ):
         proof.need_root()
         if not os.path.exists("/dev/fuse"):
             raise Unable("it needs FUSE: there is no /dev/fuse")

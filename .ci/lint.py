@@ -26,7 +26,7 @@ import unittest
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from proof import PROJECT, plain_parser, read
+from proof import PROJECT, docstring_parser, read
 
 import femtoqueue
 import test
@@ -309,7 +309,7 @@ CHECKS: list[tuple[str, int, Measure]] = [
 
 
 def main() -> int:
-    plain_parser(__doc__).parse_args()
+    docstring_parser(__doc__).parse_args()
     checks = [(what, limit, measure()) for what, limit, measure in CHECKS]
     checks += [(f"weight: {name}", LIMITS[name], (it, "")) for name, it in weights().items()]
     status = 0

@@ -59,7 +59,7 @@ import verdict
 from actors import Actor
 from broken import must_catch
 from hosts import BRICK, MOUNT
-from proof import PROJECT, Unable, Violation, ends, install, parser, run, say
+from proof import PROJECT, Unable, Violation, exit_on_failure, install, proof_parser, run, say
 
 import femtoqueue
 
@@ -289,7 +289,7 @@ class Guest(machines.Guest):
 
     def act(self, number: int, settings: dict[str, Any]) -> None:
         actor = Actor(**{**settings, "offset_s": self.offset_s, "over": "/run/over"})
-        self.fork(number, lambda: actor.start(self.notes))
+        self.fork(number, lambda: actor.run(self.notes))
 
     def over(self, number: int, is_over: bool) -> None:
         if is_over:
@@ -674,7 +674,7 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = proof_parser(__doc__)
     add = options.add_argument
     add("--only", choices=PHASES, help="run only this phase, all of it")
     add("--full", action="store_true", help="run all phases, on both versions")
@@ -683,7 +683,7 @@ def main() -> None:
     if args.guest:
         Guest().serve()
     say(f"seed {args.seed}")
-    with ends(args.seed):
+    with exit_on_failure(args.seed):
         try:
             run_all(args)
         except subprocess.TimeoutExpired as error:

@@ -29,7 +29,17 @@ from collections.abc import Iterator
 
 import faults
 from broken import must_catch
-from proof import Violation, ends, make_image, mounted, need_root, parser, run, say, small_disk
+from proof import (
+    Violation,
+    exit_on_failure,
+    make_image,
+    mounted,
+    need_root,
+    proof_parser,
+    run,
+    say,
+    small_disk,
+)
 
 import femtoqueue
 from femtoqueue import FemtoQueue
@@ -172,13 +182,13 @@ def cuts(store: str, kind: str, count: int, seed: int, *, sync: bool = True) -> 
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = proof_parser(__doc__)
     options.add_argument("--cuts", type=int, default=30, help="per file system (default: 30)")
     options.add_argument("--only", choices=FILE_SYSTEMS, nargs="+", default=FILE_SYSTEMS)
     args = options.parse_args()
     say(f"seed {args.seed}")
     femtoqueue._log().disabled = True
-    with ends(args.seed):
+    with exit_on_failure(args.seed):
         need_root()
         if args.self_check:
             must_catch(args.seed, lambda kind: ["--only", kind, "--cuts", "40"])

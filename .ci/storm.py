@@ -111,10 +111,10 @@ class Role(Actor):
     slot: int = 0
     calm: bool = False
 
-    def start(self, fd: int) -> None:
+    def run(self, fd: int) -> None:
         self.ending = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: self.ending.set())
-        super().start(fd)
+        super().run(fd)
 
     def is_over(self) -> bool:
         return self.ending.is_set()
@@ -124,10 +124,10 @@ class Role(Actor):
         try:
             return super().step()
         except OSError as error:
-            self.trouble("step", "-", began_s, error)
+            self.note_error("step", "-", began_s, error)
             return 0
 
-    def trouble(self, what: str, which: object, began_s: float, error: Exception) -> None:
+    def note_error(self, what: str, which: object, began_s: float, error: Exception) -> None:
         """A full disk, or a key in flight, is only a pause."""
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise error
@@ -209,9 +209,9 @@ class Role(Actor):
         if is_ended and "delay_s" in options:
             self.note("delayed", task.id, due_s)
 
-    def end(self, task: FemtoTask, how: str, **options: Any) -> None:
+    def settle_once(self, task: FemtoTask, how: str, **options: Any) -> None:
         if not options.pop("in_processing", False):
-            super().end(task, how, **options)
+            super().settle_once(task, how, **options)
             return
         with self.q.processing(task):
             time.sleep(self.chance.choice((0, 0.1)))
@@ -246,7 +246,7 @@ def live(storm: Storm, name: str, slot: int) -> None:
         seed=f"{storm.seed} {name}",
         slot=slot,
         calm=storm.calm,
-    ).start(storm.fd)
+    ).run(storm.fd)
 
 
 # The storm
@@ -406,9 +406,9 @@ class Storm(Noter):
         name = self.chance.choice(RUBBISH_NAMES).replace("%", str(len(self.rubbish)))
         path = os.path.join(place, name)
         with contextlib.suppress(OSError):  # full; its worker took its directory away; a file
-            proof.litter(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
+            proof.make_entry(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
         with contextlib.suppress(OSError):  # a broken queue may have removed it
-            self.rubbish[path] = proof.looks(path)
+            self.rubbish[path] = proof.fingerprint(path)
 
     def blow(self, seconds: float) -> None:
         events = [*[self.kill] * 9, *[self.interrupt] * 8, *[self.stop] * 6]
@@ -713,7 +713,7 @@ def check_left(storm: Storm) -> Iterator[str]:
     root = storm.queue_path
     rubbish = {os.path.relpath(path, root) for path in storm.rubbish}
     for path, before in storm.rubbish.items():
-        if not os.path.lexists(path) or proof.looks(path) != before:
+        if not os.path.lexists(path) or proof.fingerprint(path) != before:
             yield f"rubbish was touched: {path}"
     for path in unfinished(root) - rubbish:
         if path.partition("/")[0] not in rubbish and not re.fullmatch("locks/[0-9a-f]{2}", path):
@@ -807,10 +807,10 @@ def run_again() -> int:
 
 
 def main() -> None:
-    options = proof.parser(__doc__)
+    options = proof.proof_parser(__doc__)
     options.add_argument("--seconds", type=float, default=60, help="default: 60")
     args = options.parse_args()
-    with proof.ends(args.seed):
+    with proof.exit_on_failure(args.seed):
         proof.need_root()
         if args.self_check:
             must_catch(args.seed, lambda _: ["--seconds", "8"], tries=5)
