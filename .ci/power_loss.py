@@ -57,7 +57,7 @@ SIZES = (0, 50, 5000, 100_000)
 
 
 @contextlib.contextmanager
-def workshop() -> Iterator[str]:
+def xfs_in_memory() -> Iterator[str]:
     """A directory on an xfs in memory: it can clone an image in one instant."""
     with small_disk("tmpfs", 4 << 10) as memory:
         image, store = os.path.join(memory, "image"), os.path.join(memory, "store")
@@ -150,7 +150,7 @@ def one_cut(place: str, kind: str, seed: int, sync: bool) -> int:
     work = Work(os.path.join(target, "jobs"), seed, sync)
     with mounted("-o", f"loop,{options}", image, target):
         FemtoQueue(work.path, "maker", sync_after_write=True).close()
-        note = faults.writer(log_path)
+        note = faults.note_writer(log_path)
         child = os.fork()
         if child == 0:
             faults.play(work.go_on, work.make, note, f"{seed}")
@@ -158,9 +158,9 @@ def one_cut(place: str, kind: str, seed: int, sync: bool) -> int:
         if not sync:  # as the kernel does now and then
             run("sync", "--file-system", target)
         time.sleep(chance.random() * 0.2)
-        certain = len(faults.noted(log_path))
+        certain = len(faults.read_notes(log_path))
         clone(image, after)
-        notes = faults.noted(log_path)  # what was begun meanwhile may be there
+        notes = faults.read_notes(log_path)  # what was begun meanwhile may be there
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if kind == "btrfs":
@@ -193,7 +193,7 @@ def main() -> None:
         if args.self_check:
             must_catch(args.seed, lambda kind: ["--only", kind, "--cuts", "40"])
             return
-        with workshop() as store:
+        with xfs_in_memory() as store:
             for kind in args.only:
                 cuts(store, kind, args.cuts, args.seed)
                 cuts(store, kind, max(1, args.cuts // 3), args.seed, sync=False)
