@@ -187,7 +187,7 @@ class Lab:
         for fd in self.fds:
             os.close(fd)
 
-    def lost_bricks(self) -> int:
+    def count_lost_bricks(self) -> int:
         return 0
 
     wait_until = hosts.Cluster.wait_until
@@ -531,7 +531,7 @@ class Stage(hosts.Stage):
         settings = dataclasses.asdict(actor)
         self.running[actor.name] = host, actor, host.ask("act", settings=settings)
 
-    def call_over(self, is_over: bool = True) -> None:
+    def set_over(self, is_over: bool = True) -> None:
         for machine in self.cluster.machines.values():
             if machine.is_on:
                 machine.ask("over", is_over=is_over).answer()
@@ -596,7 +596,7 @@ def power(lab: Lab, seed: int) -> None:
     its next boot is an hour earlier than it should be, and its monotonic clock begins anew."""
     stage = Stage(lab, seed, "power")
     for boot in range(4):
-        stage.call_over(False)
+        stage.set_over(False)
         for kind in ("produce", "consume") * 2:
             stage.start(1, kind, sync=True)
         stage.wait_for("ready")
@@ -605,7 +605,7 @@ def power(lab: Lab, seed: int) -> None:
             stage.cut_power(1)
             lab.behind_s += 3600
             lab.join([1])
-    stage.call_over()
+    stage.set_over()
     stage.finish(machines.CALL_S)
     stage.drain()
     events = verdict.Events(stage.log)
