@@ -5,19 +5,24 @@
 
 Each row of FAULTS replaces a text of femtoqueue.py by another one, and so breaks a promise. The
 first line of a row has the promise, and the class in test.py that should catch the fault. Then come
-the proofs that must catch the fault in their --self-check. Each proof has an argument. faults.py
-needs the system calls to inject errors at, or SIGKILL; fuzz.py needs the kind of seeds,
-power_loss.py the file system, hosts.py and nfs.py the part or phase. After "~" stands a pattern
-that the proof's failure message must match. When femtoqueue.py is rewritten, a row gets a new text
-and keeps its promise.
+the proofs that must catch the fault in their --self-check. Each proof has an argument:
+
+    faults.py            the system calls at which errors are injected, or SIGKILL
+    fuzz.py              the kind of seeds
+    power_loss.py        the file system
+    hosts.py, nfs.py     the part, the phase
+    storm.py             none
+
+After "~" stands a pattern that the proof's failure message must match. When femtoqueue.py is
+rewritten, a row gets a new text and keeps its promise.
 
 --check tests that each text is in femtoqueue.py exactly once, and that the changed source compiles.
 
 --tests first does the same. Then it tries each fault, or a random sample of N, in a copy of the
 project. It runs the class that should catch the fault, up to the first failure, and if no test of
 the class fails, the whole test.py. It prints the test that failed. In a row marked "hangs", a test
-that does not end also counts. --seed chooses the sample; the default is the date. --only takes the
-rows whose promise contains TEXT.
+that does not end also counts. The sample depends on --seed, which is the date by default. --only
+takes the rows whose promise contains TEXT.
 
 The exit status is 1 if no test catches a fault, so that a test is missing, or if --check fails.
 """
@@ -116,9 +121,9 @@ def parse_faults(text: str) -> Iterator[Fault]:
 
     The first line of a row is
     "<promise> | <class> [hangs][; <proof>: <argument>[ ~ <pattern>]]...". It may be continued on
-    lines that begin with "; ". Then come lines as in a diff: the old text is in the lines that
-    begin with "-" or " ", the new text in those that begin with "+" or " ". Without a line that
-    begins with "+" or " ", the new text is `pass`.
+    lines that begin with "; ". Then come lines as in a diff. The lines with "-" or " " in front are
+    the old text. The lines with "+" or " " in front are the new text. If there are none of these,
+    the new text is `pass`.
     """
     for part in re.split(r"\n(?=[^-+; \n])", text.strip()):
         head, *lines = part.replace("\n; ", "; ").splitlines()
@@ -839,7 +844,7 @@ def run_copy(
 ) -> tuple[int | None, str]:
     """Run a Python program in a copy of the project.
 
-    Returns its exit status and its output; or None and "" if it did not end within `limit_s`.
+    Returns the exit status and the output; or None and "" if the program ran longer than `limit_s`.
     """
     with subprocess.Popen(
         [sys.executable, "-B", *words],

@@ -5,11 +5,11 @@
 Needs strace (5.14 or later) and the right to ptrace, on Linux. Does not need root.
 
 A life is a script: a child process calls the public methods of a queue, one after the other. Each
-call is a step. The child writes notes to a file outside the queue: each step before it, and its
-result or its error after it. Each life is first played whole under strace. Each system call that
-names a path or a descriptor in the data directory is a point. Then the life is played again for
-each point and each errno that the system call may return (ENOSPC, EIO, EMFILE, EACCES, EINTR, ...),
-and for SIGKILL at the entry of the call.
+call is a step. The child writes notes to a file outside the queue: one before each step, and one
+with the result or the error after the step. Each life is first played whole under strace. Each
+system call that names a path or a descriptor in the data directory is a point. Then the life is
+played again for each point and each errno that the system call may return (ENOSPC, EIO, EMFILE,
+EACCES, EINTR, ...), and for SIGKILL at the entry of the call.
 
 The clock and the random numbers are simulated, so that the N-th system call of a kind is the same
 in each play of a life. The trace must show that the expected call was hit. (strace -P selects calls
@@ -30,8 +30,8 @@ Proved for each injection:
     payload is left. No task is delivered after its done() returned. creating/ is empty, nothing is
     in flight, and stats(), tasks() and peek() agree.
 
-Not proved: calls that fail half-way, such as a short write, or a rename that takes place and fails.
-strace does not make the call in which it injects an error. So a close() that fails leaves the
+Not proved: calls that fail half-way, for example a short write, or a rename that takes place and
+fails. strace skips the call at which it injects an error. So a close() that fails leaves the
 descriptor open, which Linux does not do. There is one process, so no races, and one fault in a
 life.
 """
@@ -435,8 +435,8 @@ class Ledger:
     def end_leases(self, is_seen: bool = False) -> None:
         """Note that all leases ended: they expired, or the process was killed.
 
-        A leased task comes back, with the payload that is buffered behind it if there is one. With
-        `is_seen` the life goes on, and may look at the queue before the tasks have come back.
+        Each leased task comes back. A buffered payload behind a task then replaces its payload.
+        With `is_seen` the life goes on, and may look at the queue before the tasks have come back.
         """
         for slot in [slot for slot in self.slots if slot.leased]:
             behind, slot.leased, slot.behind = slot.behind, "", None

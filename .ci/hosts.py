@@ -26,9 +26,9 @@ Processes are killed all the time. Proved (see verdict.py):
     and take() may miss the task of a worker that was killed.
   - Turns do not overlap. After each storm each host gets a turn. While a host is cut off, its
     ticket may be passed over.
-  - All mounts and, after healing, all bricks show the same files. Two kinds of entries may differ:
-    lease directories that Gluster forgot on one brick, which no mount shows, and files in creating/
-    of pushes that raised an error.
+  - All mounts and, after healing, all bricks show the same files. There are two exceptions. Gluster
+    may leave a lease directory on one brick, which no mount shows. A push that raised an error may
+    leave a file in creating/.
 
 What healing may do. After a replica was down or cut off, healing may bring back the old name of a
 file that was renamed meanwhile. The queue removes that name if the task has ended, and if Gluster
@@ -36,8 +36,8 @@ shows that both names are the same file. Otherwise one of the following happens.
 the cluster is not calm, it is counted and reported, and is no failure:
 
   - A finished task is delivered once more, or two hosts claim one waiting task.
-  - A keyed task is delivered after a newer one, becomes a dead letter beside a newer one, or is
-    delivered with a payload that it had before.
+  - A keyed task is delivered after a newer task of its key, becomes a dead letter beside such a
+    task, or is delivered with an earlier payload.
   - A key gets a second task, pushed while a host was cut off, which may lose its locks. One of the
     two becomes a dead letter.
   - A lease is lost before its deadline, because the replicas differ in the lease's name.
@@ -46,8 +46,7 @@ Keys and tickets, without faults. On each host two processes push tasks of one k
 keys, then of fifty. Two others pop, take, release, fail and finish these tasks. All look them up by
 contains(), peek() and take(). Proved:
 
-  - A key has at most one task that waits or is in flight, and at most one payload buffered behind
-    that task.
+  - A key has at most one task that waits or is in flight, and at most one buffered payload.
   - Deliveries of a key do not overlap in time. A delivery has a payload at least as new as the last
     push that had returned when pop() or take() was called. The last delivery has the last payload;
     of pushes that overlap in time, any may be the last.
@@ -59,7 +58,7 @@ contains(), peek() and take(). Proved:
   - No call raises an error, and no lease is lost before its deadline.
   - Turns of two members on each host do not overlap, and come in the order of their tickets.
 
-What a queue needs of another file system that hosts share:
+A queue on another file system that hosts share needs the following:
 
   - If two hosts rename() one name, exactly one succeeds.
   - O_EXCL creates a name once.
@@ -70,7 +69,7 @@ To try another file system, mount it where this program mounts the volume, and r
 one.
 
 --only runs one part: calm; key, keys or many (one key, ten keys, fifty keys); tickets; storms, or a
-single storm: brick, cut or quorum. With --self-check it tries the faults that this part must catch.
+single storm: brick, cut or quorum. With --self-check, --only chooses the faults that name a part.
 
 The hosts are namespaces without names, which end with this program, however the program ends.
 Processes, mounts, bricks and the state of glusterd end with them. The machine's own glusterd is
@@ -484,8 +483,8 @@ class Stage(Noter):
         return self.cluster.hosts[1].run("sh", "-c", f"{script} || true").splitlines()
 
     def files(self, host: int, root: str) -> set[str]:
-        """Return the paths of the queue's files that a host sees in `root`: through its mount, or
-        on its brick."""
+        """Return the paths of the queue's files that a host finds in `root`, which is on its mount
+        or its brick."""
         listing = self.cluster.machines[host].run("sh", "-c", f"cd {root} && find . -type f")
         return {line.removeprefix("./") for line in listing.splitlines()}
 
@@ -529,8 +528,8 @@ def episodes(stage: Stage) -> dict[str, Episode]:
 
 
 def without_creating(files: set[str]) -> set[str]:
-    """Return the files that are not in creating/. Pushes that raised an error may leave files
-    there, which are no tasks, and which housekeeping removes after an hour."""
+    """Return the files that are not in creating/. A push that raised an error may leave a file
+    there. This file is no task, and housekeeping removes it after an hour."""
     return {path for path in files if not path.startswith("creating/")}
 
 

@@ -17,14 +17,14 @@ power cut does not affect, and is checked as in hosts.py. The phases:
   - keys: As in hosts.py, for one key and for ten. Meanwhile the queue is listed on the server's own
     disk.
   - storm: On both clients run producers and workers of tasks with and without a key, and members of
-    a TicketQueue. They are killed all the time. The power of a client is cut and comes back, that
-    of the server is cut twice, and a client is cut off for longer than the server keeps its locks.
-    Proved is what hosts.py proves in storms, and more. No call raises an OSError, because hard
-    mounts wait. (A ticket may be passed over.) No push that raised an error is delivered. Nobody
-    gets LeaseLost for a task that was settled by the same worker, or before the deadline. Both
-    clients see the files that are on the server's disk. A client that is cut off, or that comes
-    back after the grace time, loses its locks without being told. Then a key may have two tasks.
-    One of them becomes a dead letter, which is reported and is no failure.
+    a TicketQueue, which are killed all the time. The power of a client is cut and comes back. The
+    power of the server is cut twice. A client is cut off for longer than the server keeps its
+    locks. Proved is what hosts.py proves in storms, and more. No call raises an OSError, because
+    hard mounts wait. (A ticket may be passed over.) No push that raised an error is delivered.
+    Nobody gets LeaseLost before the deadline, or after settling the task. Both clients see the
+    files that are on the server's disk. A client that is cut off, or that comes back after the
+    grace time, loses its locks without being told. Then a key may have two tasks. One of them
+    becomes a dead letter, which is reported and is no failure.
   - replay: The server carries out one request, and its power is cut before the client gets the
     reply. The client sends the request again. The server has forgotten the first request and
     answers that the file does not exist. Each call must return as if nothing had happened.

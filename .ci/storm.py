@@ -7,14 +7,14 @@ missing.
 
 The processes are producers, schedulers, producers of keyed tasks, workers, and one process that
 only reads. Workers call pop() in a loop, call work(), or run the command line. During the storm the
-program does this to the processes:
+program disturbs the processes:
 
-  - It kills them (SIGKILL), interrupts them (SIGINT), and stops them for longer than the lease.
+  - It sends SIGKILL, SIGINT, and SIGSTOP for longer than the lease.
   - It fills the file system for a second.
   - It sets the wall clock back and forth (by libfaketime).
   - It puts foreign files ("rubbish") into the queue's directories.
 
-Each process logs its calls, before them and after they have returned: see actors.py and verdict.py.
+Each process writes a line to the log before and after each call: see actors.py and verdict.py.
 After the storm, workers drain the queue undisturbed. Then this must hold:
 
     found      Each acknowledged task is in done/ or failed/, once, with its bytes. No other task is
@@ -343,7 +343,7 @@ class Storm(Noter):
             os.kill(process.pid, which)
 
     def reap(self) -> None:
-        """Forget the processes that have ended, and continue those that were stopped for long
+        """Forget the processes that have ended, and continue each process that was stopped for long
         enough."""
         for process in [*self.processes]:
             if 0 < process.stopped_until_s <= time.monotonic():
@@ -461,8 +461,8 @@ class Storm(Noter):
             time.sleep(self.chance.uniform(0.0, 0.1))
 
     def end(self) -> None:
-        """End all processes: half of them by SIGTERM, so that they finish their tasks, the others
-        by SIGKILL."""
+        """End all processes: half of them by SIGTERM, which lets a process finish its task, the
+        other half by SIGKILL."""
         self.make_room()
         for process in self.processes:
             self.continue_process(process)
@@ -531,8 +531,8 @@ RUBBISH_NAMES = (
 
 
 def order_of(name: str) -> tuple[int, ...]:
-    """Return the place of a payload among those of its key: the number of its process, and of the
-    push in that process."""
+    """Return the place of a payload in the order of its key: the process's number, and the push's
+    number in this process."""
     return tuple(map(int, re.findall(r"\d+", name)))
 
 

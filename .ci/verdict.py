@@ -1,9 +1,9 @@
 """Read the log of the actors of storm.py, hosts.py and nfs.py, and check it against the promises.
 
-Events reads the log: the deliveries, pushes, look-ups and turns. The functions below Events yield
-what is wrong. They use three facts from Events: until when a worker surely held a lease, which
-payloads had been pushed when a look-up began, and which faults the file system causes and not
-femtoqueue (these are counted in `excused`).
+Events reads the log: the deliveries, pushes, look-ups and turns. Its methods tell until when a
+worker surely held a lease, and when the cluster was calm. They also tell which faults the file
+system may have caused: such faults are counted in `excused`, and are no failure. The functions
+below Events yield the other faults.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import femtoqueue
 
 LEASE_MS = 5000  # timeout_stale_ms of all workers
 SKEW_S = 0.1  # the largest difference between the clocks of two hosts
-# The longest time that a call may take while nothing is cut off or killed. On NFS, calls of 23 s
-# were seen: eight processes wait for the lock of one key, on emulated processors, and the processes
-# of the host that holds the lock see first that it is free.
+# The longest time that a call may take while the cluster is calm. On NFS, calls of 23 s were seen.
+# There, eight processes on emulated processors wait for the lock of one key. When a process unlocks
+# it, the other processes on the same host notice that first.
 LONGEST_CALL_S = 40.0
 LOOK_UPS = ("contains", "peek", "take")
 
@@ -54,8 +54,8 @@ class Delivery:
     is_troubled: bool = False  # a call on the task raised an error
 
     def may_have_ended(self, *how: str) -> bool:
-        """Return whether the delivery ended in one of these ways, or may have: its worker was
-        killed in the call that was to settle the task."""
+        """Return whether the delivery ended in one of these ways, or may have ended so because its
+        worker was killed in the call that was to settle the task."""
         return self.how in how or (not self.how and self.tried_s < float("inf"))
 
 
@@ -133,7 +133,7 @@ class Events:
         self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
         self.gone: dict[str, float] = {}  # actor: when it was killed or began to close its queue
-        # How many events broke a promise, but for a known reason that is not femtoqueue's.
+        # How many events broke a promise because of the file system, which excuses them.
         self.excused: collections.Counter[str] = collections.Counter()
         self.errors: list[tuple[float, float, str, int]] = []  # begin, end, functions, errno
         self.refused: set[str] = set()  # payloads whose push() raised an error
@@ -242,16 +242,16 @@ class Events:
         return self.may_come_back and any(d.ended_s < until_s for d in troubled)
 
     def may_be_two(self, ident: str) -> bool:
-        """Return whether a task may exist beside another task of its key: healing brought the task
-        back, or a host pushed it after the server had dropped that host's locks."""
+        """Return whether a key may have a second task beside this one. Healing may have brought the
+        task back, or a host may have pushed it without the lock that the server had dropped."""
         return self.may_have_come_back(ident) or self.lost_locks(ident)
 
     def is_outdated_by_healing(self, it: Delivery) -> bool:
         """Return whether GlusterFS may be the reason that a delivery had an outdated payload.
 
-        Three cases, each while the cluster was not calm: the task had already ended and came back;
-        an earlier delivery of the task had a newer payload, and the older file came back; or two
-        claims got the same file (see is_split()).
+        There are three cases, each while the cluster was not calm. The task had already ended, and
+        came back. Or an earlier delivery of the task had a newer payload, and the older file came
+        back. Or two claims got the same file (see is_split()).
         """
         if not self.may_come_back:
             return False
@@ -405,8 +405,8 @@ def failed_or_slow_calls(events: Events, hard: bool) -> Iterator[str]:
 
 
 def misplaced(events: Events, files: set[str]) -> Iterator[str]:
-    """Yield the acknowledged tasks that are not exactly once in done/ or failed/, and the tasks
-    that nobody pushed. `files` are the paths of the queue's files after all tasks were finished."""
+    """Yield each acknowledged task that is missing, unfinished or there twice, and each task
+    without a push. `files` are the paths of the queue's files after all tasks were finished."""
     places: dict[str, list[str]] = collections.defaultdict(list)
     for path in files:
         state, _, name = path.partition("/")
@@ -511,7 +511,7 @@ def crowded_at_rest(events: Events, files: set[str]) -> Iterator[str]:
 
 
 def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
-    """Yield for each key its deliveries and its pushes that returned, both sorted by time."""
+    """Yield the deliveries of each key, and the pushes that returned, both sorted by time."""
     deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
     pushes: dict[str, list[Push]] = collections.defaultdict(list)
     for delivery in events.all_deliveries():
@@ -537,7 +537,7 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
 
 
 def latest_push(pushes: list[Push], at_s: float) -> Push | None:
-    """Return the push that began last among those that had returned by `at_s`."""
+    """Return the push that began last, of the pushes that had returned before `at_s`."""
     returned = bisect.bisect_left(pushes, at_s, key=lambda push: push.ended_s)
     return max(pushes[:returned], key=lambda push: push.began_s, default=None)
 
