@@ -1,15 +1,19 @@
-"""How fast femtoqueue is, side by side with its floor: the same work as bare os calls.
+"""Measure the speed of femtoqueue, and of its floor: the same work as bare os calls.
 
     python benchmark_mini.py [--dir DIR] [--runs N] [--large] [--other FILE] [--json FILE | --chart]
 
-A ratio is the floor's time over that of the queue (or of SQLite, or of another file with the
-interface of femtoqueue 0.4), measured in the same run, one after the other, on the same file
-system: 1.00 is as fast as the system calls alone. The floor is the fastest form that we know:
-directory descriptors, names and header made beforehand, no checks, no checksum; it lists
-pending/ once for each batch of names. SQLite is a table in WAL mode, not synced but where said,
-one transaction a step. Each figure is a median over the runs, with its smallest and largest in
-brackets. Every run also checks that what went in came out. The goals stand at the end: on a busy
-machine, all figures but the ratios mean little.
+A ratio is the floor's time divided by the queue's time. 1.00 means that the queue is as fast as the
+system calls alone. Both times are measured in the same run, one after the other, on the same file
+system. SQLite, and another file with the interface of femtoqueue 0.4, have ratios too.
+
+The floor is the fastest form of these system calls that we know. It uses directory descriptors, and
+names and a header made beforehand. It makes no checks and no checksum. It lists pending/ once for
+each batch of names. SQLite is a table in WAL mode with one transaction for each step, and is synced
+only in the rows that say so.
+
+Each figure is the median over the runs, with the smallest and the largest value in brackets. Each
+run also checks that all tasks that went in came out. The goals are printed at the end. On a busy
+machine, only the ratios mean much.
 """
 
 from __future__ import annotations
@@ -41,7 +45,7 @@ WORKERS = 4
 DIRS = ("creating", "pending", "done")
 CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
 
-# Row, figure, at least (or at most), so much.
+# The row, the figure in it, whether the figure must be at least or at most the limit, the limit.
 GOALS = (
     ("push", "ratio", ">=", 0.87),
     ("push", "queue_to_other", ">=", 1.45),
@@ -60,17 +64,19 @@ GOALS = (
 )
 
 
-# Of a chart: row, and how many processes it has. Each task is pushed, taken and ended.
+# The rows of the chart, and what to add to a bar's label: how many processes run. In each of these
+# rows tasks are pushed, popped and done.
 CHART = {"push + pop + done, queue empty": "", "2 producers, 2 consumers": f" x{WORKERS}"}
 
 
 class Results:
-    """Collects figures, run by run, and prints the medians."""
+    """The figures of all runs. Prints the medians."""
 
     def __init__(self) -> None:
         self.rows: dict[str, dict[str, Any]] = {}
 
     def add(self, name: str, unit: str, **figures: float) -> None:
+        """Add the figures of a run to the row `name`."""
         row = self.rows.setdefault(name, {"unit": unit, "figures": {}})
         for label, value in figures.items():
             row["figures"].setdefault(label, []).append(value)
@@ -85,10 +91,12 @@ class Results:
         self.add(name, "µs", **figures)
 
     def median(self, name: str, label: str) -> float | None:
+        """Return the median of a figure of a row, or None if it was not measured."""
         values = self.rows.get(name, {"figures": {}})["figures"].get(label)
         return statistics.median(values) if values else None
 
     def show(self) -> None:
+        """Print a line for each row."""
         for name, row in self.rows.items():
             parts = []
             for label, values in row["figures"].items():
@@ -101,18 +109,20 @@ class Results:
             print(f"{name:38} {'   '.join(parts)}")
 
     def show_chart(self, names: dict[str, str]) -> None:
-        """Print tasks per second as a chart, in the language of mermaid, for README.md."""
+        """Print tasks per second as a mermaid chart for README.md. `names` has the contenders'
+        labels."""
         bars = {}
         for row, processes in CHART.items():
             for label, name in names.items():
                 microseconds = self.median(row, label)
-                if microseconds is not None:  # else that contender failed
+                if microseconds is not None:  # None: this contender failed
                     bars[name + processes] = f"{1e6 / microseconds:.0f}"
         print("xychart-beta horizontal")
         print(f"    x-axis [{', '.join(json.dumps(bar) for bar in bars)}]")
         print(f"    bar [{', '.join(bars.values())}]")
 
     def show_goals(self) -> None:
+        """Print each goal, and whether it is met."""
         print()
         for name, label, relation, wanted in GOALS:
             value = self.median(name, label)
@@ -133,22 +143,24 @@ def _spread(values: list[float]) -> str:
 
 
 class Failed(Exception):
-    """What came out is not what went in."""
+    """The tasks that came out are not those that went in."""
 
 
 def check(what: str, got: object, wanted: object) -> None:
+    """Raise Failed unless the two are equal."""
     if got != wanted:
-        raise Failed(f"{what}: {got!r}, where {wanted!r} was to come out")
+        raise Failed(f"{what}: {got!r}, not {wanted!r}")
 
 
 def timed(work: Callable[[], object]) -> float:
+    """Return how many seconds a call takes."""
     started = perf_counter()
     work()
     return perf_counter() - started
 
 
 def repeated(work: Callable[[], object], count: int) -> float:
-    """Do it so often; microseconds for each."""
+    """Make a call `count` times, and return the microseconds for each."""
     started = perf_counter()
     for _ in range(count):
         work()
@@ -157,7 +169,8 @@ def repeated(work: Callable[[], object], count: int) -> float:
 
 @contextmanager
 def fresh_dir(base: str) -> Iterator[str]:
-    """A directory that is gone afterwards; what the run before dirtied is on the disk before."""
+    """Make a directory for a scenario, and remove it afterwards. Then sync the disk, so that the
+    dirty pages do not slow down the next scenario."""
     path = tempfile.mkdtemp(prefix="femtoqueue-benchmark-", dir=base)
     try:
         yield path
@@ -166,13 +179,14 @@ def fresh_dir(base: str) -> Iterator[str]:
         os.sync()
 
 
-# Who does the same work
+# The contenders, which do the same work
 
 
 class Floor:
-    """The bare os calls of a queue, by directory descriptors, and nothing else.
+    """The bare os calls of a queue, with directory descriptors, and nothing else.
 
-    It lists pending/ when it has no names left. A rename that finds no file lost to another.
+    pending/ is listed when no names are left in the batch. A rename that does not find its file is
+    ignored: another worker took the task.
     """
 
     def __init__(self, path: str, tag: str = "0000aaaa", inflight: str = "inflight") -> None:
@@ -180,7 +194,7 @@ class Floor:
             os.makedirs(os.path.join(path, name), exist_ok=True)
         self.fds = [os.open(os.path.join(path, name), os.O_RDONLY) for name in (*DIRS, inflight)]
         self.creating, self.pending, self.done, self.inflight = self.fds
-        self.names = iter(task_names(20_000, tag))  # of what it pushes
+        self.names = iter(task_names(20_000, tag))  # the names of the next pushes
         self.batch: list[str] = []  # names in pending/, the oldest last
 
     def close(self) -> None:
@@ -200,6 +214,7 @@ class Floor:
             os.fsync(self.pending)
 
     def take(self) -> bool:
+        """Claim, read and finish the oldest task. Return False if no task is left."""
         while self.batch or self.list():
             name = self.batch.pop()
             lease = LEASE + name
@@ -215,12 +230,13 @@ class Floor:
         return False
 
     def list(self) -> bool:
+        """Read a new batch of names. Return whether there are any."""
         self.batch = sorted(os.listdir(self.pending), reverse=True)
         return bool(self.batch)
 
 
 class Queue:
-    """Ours, or another with the interface of femtoqueue 0.4."""
+    """femtoqueue, or another module with the interface of femtoqueue 0.4."""
 
     def __init__(self, path: str, node_id: str = "bench", module: Any = femtoqueue) -> None:
         self.queue = module.FemtoQueue(path, node_id)
@@ -238,7 +254,7 @@ class Queue:
 
 
 class Sqlite:
-    """A table as a queue."""
+    """A table of SQLite as a queue."""
 
     def __init__(self, path: str, synchronous: str = "NORMAL") -> None:
         file = os.path.join(path, "queue.db")
@@ -267,7 +283,7 @@ class Sqlite:
         return bool(rows)
 
 
-Maker = Callable[[str, int], Any]  # of a contender at a directory, in a process of that number
+Maker = Callable[[str, int], Any]  # makes a contender: by its directory and its process's number
 
 CONTENDERS: dict[str, Maker] = {
     "floor": lambda path, number: Floor(path, f"0000000{number}", f"inflight-{number}"),
@@ -281,16 +297,18 @@ def task_names(count: int, tag: str = "0000aaaa") -> list[str]:
 
 
 def drain(contender: Any, limit: int | None = None) -> int:
+    """Take tasks until none is left, or up to `limit` tasks. Return how many."""
     count = 0
     while count != limit and contender.take():
         count += 1
     return count
 
 
-# What they do; each scenario returns microseconds per task, by row
+# The scenarios; those with a Maker return the microseconds per task, by row
 
 
 def one_process(make: Maker, path: str) -> dict[str, float]:
+    """Push and take tasks in one process, with many tasks waiting."""
     it = make(path, 0)
     times = {"push": repeated(it.push, 10_000)}
     times["pop + done, 10,000 waiting"] = repeated(it.take, 3000)
@@ -305,6 +323,7 @@ def one_process(make: Maker, path: str) -> dict[str, float]:
 
 
 def almost_empty(make: Maker, path: str) -> dict[str, float]:
+    """Push and take tasks one by one, in one process; and take from an empty queue."""
     it = make(path, 0)
     it.take()
     times = {"push + pop + done, queue empty": repeated(lambda: (it.push(), it.take()), 2000)}
@@ -314,7 +333,7 @@ def almost_empty(make: Maker, path: str) -> dict[str, float]:
 
 
 def workers(make: Maker, path: str) -> dict[str, float]:
-    """WORKERS processes drain one queue."""
+    """Drain one queue by WORKERS processes."""
     count = 12_000
     it = make(path, 9)
     for _ in range(count):
@@ -332,7 +351,8 @@ def workers(make: Maker, path: str) -> dict[str, float]:
 
 
 def both_sides(make: Maker, path: str) -> dict[str, float]:
-    """Half of WORKERS push while the others consume; these sleep when they find nothing."""
+    """Run WORKERS processes, of which half push while the others take tasks. A process that finds
+    no task sleeps for a moment."""
     each = 3000
     producers = WORKERS // 2
     pushed: Any = multiprocessing.get_context("fork").Semaphore(0)
@@ -350,7 +370,8 @@ def both_sides(make: Maker, path: str) -> dict[str, float]:
             return 0
         count, ended = 0, 0
         while ended < producers:
-            ended = pushed.get_value()  # before the look that must find nothing
+            # Read before the drain: after the last producer has ended, one more drain is needed.
+            ended = pushed.get_value()
             found = drain(it)
             count += found
             if not found:
@@ -363,8 +384,11 @@ def both_sides(make: Maker, path: str) -> dict[str, float]:
 
 
 def run_together(work: Callable[[int, Any], int]) -> tuple[float, int]:
-    """Run work(number, start) in WORKERS processes; return the seconds from the start until all
-    are done, and the sum of what they return."""
+    """Run work(number, start) in WORKERS processes, which begin at the barrier `start`.
+
+    Returns the seconds from the begin until all have ended, and the sum of their results. Raises
+    Failed if one of them raised an exception.
+    """
     context: Any = multiprocessing.get_context("fork")
     start = context.Barrier(WORKERS + 1)
     finished = context.SimpleQueue()
@@ -390,7 +414,7 @@ def run_together(work: Callable[[int, Any], int]) -> tuple[float, int]:
 
 
 def compare(base: str, results: Results, scenario: Callable[[Maker, str], Any]) -> None:
-    """Let each contender do a scenario, in a directory of its own."""
+    """Run a scenario for each contender, in a directory of its own, and add the results."""
     times: dict[str, dict[str, float]] = {}
     for name, make in CONTENDERS.items():
         try:
@@ -406,6 +430,7 @@ def compare(base: str, results: Results, scenario: Callable[[Maker, str], Any]) 
 
 
 def synced_push(base: str, results: Results, count: int) -> None:
+    """Push with sync: `count` tasks one by one, and a batch of 100."""
     with fresh_dir(base) as path:
         floor = Floor(path)
         times = {"floor": repeated(lambda: floor.push(sync=True), count)}
@@ -428,18 +453,19 @@ def synced_push(base: str, results: Results, count: int) -> None:
 
 
 def fill(path: str, count: int) -> None:
-    """Put `count` valid tasks into a new queue, as fast as it goes."""
+    """Put `count` tasks into a new queue, in one batch."""
     with FemtoQueue(path, "filler") as q:
         q.push_many(PAYLOAD for _ in range(count))
 
 
 def backlog(base: str, results: Results, count: int) -> None:
-    """The first pop of a fresh process, and the pops after it, with `count` tasks waiting."""
+    """Measure the first pop() of a new worker, and the pops after it, with `count` tasks
+    waiting."""
     pops = min(count // 2 - 1, 5000)
     with fresh_dir(base) as path:
         fill(path, count)
         pending = os.path.join(path, "pending")
-        os.listdir(pending)  # both find it in the cache
+        os.listdir(pending)  # now the directory is in the cache for both measurements
         list_s = timed(lambda: sorted(os.listdir(pending)))
         q = Queue(path)
         first_s = timed(q.queue.pop)
@@ -458,7 +484,7 @@ def backlog(base: str, results: Results, count: int) -> None:
         list_and_sort=list_s * 1e3,
         ratio=list_s / first_s,
     )
-    if count > 10_000:  # else one_process() has it
+    if count > 10_000:  # one_process() measures this row for fewer tasks
         with fresh_dir(base) as path:
             table = Sqlite(path)
             table.push_many(count)
@@ -468,7 +494,8 @@ def backlog(base: str, results: Results, count: int) -> None:
 
 
 def bare_replace(floor: Floor, root: str, names: list[str]) -> None:
-    """A keyed push that replaces: a lock, the state of the key, a record aside, an exchange."""
+    """Make the bare os calls of keyed pushes that replace a payload: take the key's lock, read the
+    key's state, write a record in creating/, exchange it with the waiting one."""
     import fcntl
 
     for name in names:
@@ -488,13 +515,14 @@ def bare_replace(floor: Floor, root: str, names: list[str]) -> None:
 
 
 def keyed(base: str, results: Results, count: int) -> None:
-    """Pushes that replace a waiting task of their key, and take() by key, with `count` waiting."""
+    """Measure pushes that replace the payload of a waiting keyed task, and take() by key, with
+    `count` other tasks waiting."""
     keys = [f"user:{number}" for number in range(500)]
     with fresh_dir(base) as path, FemtoQueue(path, "bench") as q:
         fill(path, count)
         for key in keys:
             q.push(PAYLOAD, key=key)
-        q.take("none")  # the first look at everything is that of any process
+        q.take("none")  # the first call of a process does all housekeeping jobs: not measured
         replace_s = timed(lambda: [q.push(PAYLOAD[1:], key=key) for key in keys])
         tasks: list[FemtoTask] = []
         take_s = timed(lambda: tasks.extend(filter(None, map(q.take, keys))))
@@ -504,7 +532,7 @@ def keyed(base: str, results: Results, count: int) -> None:
         check("keys", os.listdir(os.path.join(path, "keys")), [])
     with fresh_dir(base) as path:
         floor, names = Floor(path), task_names(len(keys))
-        for name in names:  # as the locks and the states of the queue's keys are there
+        for name in names:  # the lock files and the states of the queue's keys exist, too
             floor.push()
             os.close(os.open(name, CREATE, 0o666, dir_fd=floor.inflight))
             os.close(os.open(name, CREATE, 0o666, dir_fd=floor.done))
@@ -516,7 +544,8 @@ def keyed(base: str, results: Results, count: int) -> None:
 
 
 def polls_of_empty(path: str) -> tuple[float, int]:
-    """Microseconds per pop() of an empty queue whose batch is listed anew, and pending's size."""
+    """Drain a queue. Return the microseconds for a pop() of the empty queue, which lists pending/,
+    and the size of pending/ in bytes."""
     with FemtoQueue(path, "bench") as q:
         while task := q.pop():
             q.done(task)
@@ -524,6 +553,7 @@ def polls_of_empty(path: str) -> tuple[float, int]:
 
 
 def empty_polls(base: str, results: Results, count: int) -> None:
+    """Compare pop() of an empty queue: of a new queue, and of one that had `count` tasks."""
     with fresh_dir(base) as path:
         new_us, _ = polls_of_empty(path)
         fill(path, count)
@@ -535,7 +565,8 @@ def empty_polls(base: str, results: Results, count: int) -> None:
 
 
 def waiter(path: str, count: int, polling: bool) -> None:
-    """Another process: says "ready", then when each pop(timeout=10) returned."""
+    """Be the process that waits in wake_up(). Print "ready", and then for each task the time
+    between its push() and the return of pop(10)."""
     if polling:
         femtoqueue._libc = lambda: None  # type: ignore[assignment]
     with FemtoQueue(path, "waiter") as q:
@@ -549,7 +580,7 @@ def waiter(path: str, count: int, polling: bool) -> None:
 
 
 def wake_up(base: str, results: Results, count: int, polling: bool) -> None:
-    """From push() in one process to the return of pop(timeout=10) in another."""
+    """Measure the time from push() in one process to the return of pop(timeout=10) in another."""
     with fresh_dir(base) as path, FemtoQueue(path, "pusher") as q:
         context: Any = multiprocessing.get_context("fork")
         hears, says = context.Pipe(duplex=False)
@@ -565,7 +596,7 @@ def wake_up(base: str, results: Results, count: int, polling: bool) -> None:
             check("waiter", lines.readline(), "ready\n")
             times = []
             for _ in range(count):
-                sleep(0.02)  # long enough for it to wait again, and to poll seldom
+                sleep(0.02)  # meanwhile the other process waits again, and polls at long intervals
                 q.push(b"%.9f" % perf_counter())
                 times.append(float(lines.readline()))
         process.join()
@@ -579,7 +610,7 @@ def wake_up(base: str, results: Results, count: int, polling: bool) -> None:
 
 
 def idle(base: str, results: Results, seconds: float, polling: bool) -> None:
-    """CPU time that pop(timeout) takes of a core while nothing comes."""
+    """Measure the CPU time of pop(timeout) while no task comes, in percent of a core."""
     libc = femtoqueue._libc
     try:
         if polling:
@@ -596,7 +627,7 @@ def idle(base: str, results: Results, seconds: float, polling: bool) -> None:
 
 
 def commands(base: str, results: Results, count: int) -> None:
-    """`work -j 2 -- true` on `count` tasks, beside `xargs -P 2 -n 1 true`."""
+    """Compare `work -j 2 -- true` on `count` tasks with `xargs -P 2 -n 1 true`."""
     here = os.path.dirname(os.path.abspath(__file__))
     numbers = "".join(f"{number}\n" for number in range(count)).encode()
     with fresh_dir(base) as path:
@@ -617,6 +648,7 @@ def commands(base: str, results: Results, count: int) -> None:
 
 
 def import_time(results: Results) -> None:
+    """Measure `import femtoqueue` without and with a cached bytecode file."""
     code = "from time import perf_counter as p; s = p(); import femtoqueue; print(p() - s)"
     here = os.path.dirname(os.path.abspath(__file__))
     with tempfile.TemporaryDirectory() as cache:
@@ -630,7 +662,7 @@ def import_time(results: Results) -> None:
 
 
 def file_system(path: str) -> str:
-    """The type of the file system that holds the path, where /proc/mounts tells it."""
+    """Return the type of a path's file system by /proc/mounts, or "unknown"."""
     path, best, kind = os.path.realpath(path), "", "unknown"
     try:
         with open("/proc/mounts", encoding="utf-8") as mounts:
@@ -645,6 +677,7 @@ def file_system(path: str) -> str:
 
 
 def machine(base: str) -> dict[str, object]:
+    """Return what the figures depend on: versions, the system, the file system, the payload."""
     return {
         "femtoqueue": __version__,
         "python": f"{platform.python_implementation()} {platform.python_version()}",
@@ -657,10 +690,12 @@ def machine(base: str) -> dict[str, object]:
 
 
 def progress(text: str) -> None:
+    """Show on standard error what is measured now."""
     print(f"{text:60}", end="\r", file=sys.stderr, flush=True)
 
 
 def run(base: str, runs: int, large: bool, chart: bool) -> Results:
+    """Run all scenarios, or only those of the chart, and return the results."""
     results = Results()
     can_fork = hasattr(os, "fork")
     for number in range(1, runs + 1):
@@ -704,15 +739,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dir", help="a directory on the file system to measure (default: here)")
     parser.add_argument("--runs", type=int, default=3, help="runs of each figure (default: 3)")
     parser.add_argument(
-        "--large", action="store_true", help="also with 1,000,000 tasks: minutes, and 5 GB"
+        "--large", action="store_true", help="also with 1,000,000 tasks: takes minutes and 5 GB"
     )
     parser.add_argument(
-        "--other", metavar="FILE", help="another femtoqueue.py, of 0.4 or later, to time as well"
+        "--other", metavar="FILE", help="measure another femtoqueue.py as well (0.4 or later)"
     )
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", metavar="FILE", help="write every run's figures to FILE, too")
+    form.add_argument("--json", metavar="FILE", help="also write the figures of each run to FILE")
     form.add_argument(
-        "--chart", action="store_true", help="only tasks per second, as a mermaid chart"
+        "--chart", action="store_true", help="print only tasks per second, as a mermaid chart"
     )
     args = parser.parse_args()
     if args.runs < 1:
@@ -725,7 +760,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def load(path: str) -> Any:
-    """Import a file as a module of its own."""
+    """Import a file as the module femtoqueue_other, beside femtoqueue."""
     spec = importlib.util.spec_from_file_location("femtoqueue_other", path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,7 +1,8 @@
-"""The processes of storm.py, hosts.py and nfs.py, which use a queue and note what they do.
+"""Actors: the processes of storm.py, hosts.py and nfs.py, which use a queue and log their calls.
 
-Each notes what it is about to do and what came of it, a line each, with the time: all hosts have
-one clock, or are told how far theirs is behind. verdict.py reads and judges that.
+An actor writes a line before each call, and a line with the result after the call. A line has the
+time, the actor's name, a word and values. Hosts share one monotonic clock, or each host knows its
+offset from the proof's clock. verdict.py reads the log and checks that the queue kept its promises.
 """
 
 from __future__ import annotations
@@ -22,72 +23,79 @@ from verdict import LEASE_MS, LONGEST_CALL_S, LOOK_UPS
 
 from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask, KeyInFlight, LeaseLost, TicketQueue
 
-SETTLE_S = 240.0  # while a host is not healed, what it had cannot be settled by it
-STALE_S = 30.0  # of a ticket that another host's member does not touch
-SIZES = (0, 50, 5000, 100_000)
+# How long to retry done(), fail() or release(): these fail on a host until the cluster is healed.
+SETTLE_S = 240.0
+STALE_S = 30.0  # stale_s of a TicketQueue: after this, another host's untouched ticket is stale
+SIZES = (0, 50, 5000, 100_000)  # of payloads, in bytes
 
 
 class Noter:
-    """Who notes."""
+    """Writes lines to the log."""
 
     name: str
-    fd: int  # of what it notes, see open_log()
-    offset_s: float = 0.0  # what to add to this host's monotonic clock to get the program's
+    fd: int  # of the log, see open_log()
+    offset_s: float = 0.0  # this host's monotonic clock plus offset_s is the proof's clock
 
     def now_s(self) -> float:
-        """Return the time that all hosts have in common."""
+        """Return the time on the proof's clock, which all hosts share."""
         return time.monotonic() + self.offset_s
 
     def note(self, word: str, *values: object) -> None:
-        """One write() for a line; who is killed has noted all that it was told."""
+        """Append a line to the log by one write(). After a SIGKILL the log has each line whose
+        note() returned."""
         line = " ".join(map(str, (self.now_s(), self.name, word, *values)))
         os.write(self.fd, f"{line}\n".encode())
 
 
 @dataclass
 class Actor(Noter):
-    """A process that uses a queue: it does what its kind says, and again if that returns for how
-    long to pause before."""
+    """A process that uses a queue.
+
+    `kind` is the name of a method. The actor calls that method again and again. The method returns
+    the pause before the next call in seconds, or None if the actor is to end.
+    """
 
     kind: str
     name: str
     queue: str
-    over: str = ""  # a file that is there when it is to end
+    over: str = ""  # the actor ends when a file with this path exists
     node_id: str | None = None
     lease_ms: float = LEASE_MS
     sync: bool = False
     max_attempts: int | None = None
     idle_s: float = 0.0
     seed: int | str = 0
-    count: int = 0
-    keys: int = 0
-    pause_s: float = 0.01  # at most, between two pushes
+    count: int = 0  # of pushes, for fill()
+    keys: int = 0  # how many keys there are
+    pause_s: float = 0.01  # the longest pause between two pushes
     stale_s: float = STALE_S
-    timeout_s: float = LONGEST_CALL_S  # for a turn
+    timeout_s: float = LONGEST_CALL_S  # of the wait for a turn
     offset_s: float = 0.0
 
-    def start(self, fd: int) -> None:
-        """Runs on the host. fd: of what it notes."""
-        self.fd, self.number = fd, itertools.count(1)  # of its payloads
+    def run(self, fd: int) -> None:
+        """Act until the end, in a process on the actor's host. `fd` is the log's descriptor."""
+        self.fd, self.number = fd, itertools.count(1)  # numbers of the actor's payloads
         self.chance = random.Random(self.seed)
         self.line: TicketQueue | None = None
         with contextlib.ExitStack() as stack:
             if self.kind != "watch":
-                self.q = stack.enter_context(self.opened())
-                self.note_claims()
+                self.q = stack.enter_context(self.open_queue())
+                self.log_claims()
             self.note("ready")
             while (pause_s := self.step()) is not None and not self.is_over():
                 time.sleep(pause_s)
             self.note("closing")
 
     def step(self) -> float | None:
+        """Call the method of the actor's kind once."""
         pause_s: float | None = getattr(self, self.kind)()
         return pause_s
 
     def is_over(self) -> bool:
         return os.path.exists(self.over)
 
-    def opened(self) -> FemtoQueue:
+    def open_queue(self) -> FemtoQueue:
+        """Open the queue, and retry until that succeeds."""
         while True:
             began_s = self.now_s()
             try:
@@ -98,12 +106,16 @@ class Actor(Noter):
                     self.sync,
                     max_attempts=self.max_attempts,
                 )
-            except OSError as error:  # started while cut off
-                self.trouble("open", "-", began_s, error)
+            except OSError as error:  # the host is cut off from the others
+                self.note_error("open", "-", began_s, error)
 
-    def note_claims(self) -> None:
-        """Have pop() note what it claims, delivered or not."""
-        self.claims: list[tuple[str, float]] = []  # of this call: the task, and since when
+    def log_claims(self) -> None:
+        """Make the queue record each claim in self.claims, even if the task is not delivered.
+
+        pop() writes these claims to the log. Replaces the method claim() of the queue's lease
+        directory by a wrapper that records the task.
+        """
+        self.claims: list[tuple[str, float]] = []  # of the current pop(): id, time before the claim
         lease_dir = self.q._worker.lease_dir
         claim = lease_dir.claim
 
@@ -116,7 +128,11 @@ class Actor(Noter):
 
         lease_dir.claim = noting  # type: ignore[method-assign]
 
-    def trouble(self, what: str, which: object, began_s: float, error: Exception) -> None:
+    def note_error(self, what: str, which: object, began_s: float, error: Exception) -> None:
+        """Log an error of the call `what` on the task or payload `which`, and pause.
+
+        The line has the errno and the names of the functions that the error passed through.
+        """
         names = [frame.name for frame in traceback.extract_tb(error.__traceback__)[1:]]
         where = ">".join(name for name in names if name != "<lambda>")
         code = errno.ETIMEDOUT if isinstance(error, TimeoutError) else getattr(error, "errno", None)
@@ -132,7 +148,11 @@ class Actor(Noter):
         policy: str = "buffer",
         count: int | None = None,
     ) -> None:
-        """Push a payload; or so many, by push_many()."""
+        """Push one payload; or, if `count` is given, that many payloads by push_many().
+
+        `due_s`, if given, is the wall time at which the payload is due. OSError and KeyInFlight are
+        logged.
+        """
 
         def call() -> list[str]:
             if count is not None:
@@ -151,19 +171,22 @@ class Actor(Noter):
         except (OSError, KeyInFlight) as error:
             ids = getattr(error, "pushed_ids", [])
             for name in names[len(ids) :]:
-                self.trouble("push", name, began_s, error)
+                self.note_error("push", name, began_s, error)
         for name, ident in zip(names, ids, strict=False):
             self.note("pushed", name, ident, began_s)
 
     def produce(self) -> float:
+        """Push a payload without a key."""
         self.push()
         return self.chance.random() * 0.15
 
     def fill(self) -> None:
+        """Push `count` payloads, then end."""
         for _ in range(self.count):
             self.push()
 
     def push_keys(self) -> float:
+        """Push a payload with a key; sometimes look up that key afterwards."""
         key = self.any_key()
         self.push(key)
         if self.chance.random() < 0.3:
@@ -171,7 +194,11 @@ class Actor(Noter):
         return self.chance.random() * self.pause_s
 
     def any_key(self) -> str:
-        """Return one of the keys; half of the time the one that all hosts choose just now."""
+        """Return one of the keys.
+
+        With probability 1/2 the key depends only on the time, so that all hosts choose the same key
+        at the same time. Otherwise the key is random.
+        """
         if self.chance.random() < 0.5:
             return f"key{int(self.now_s() / 0.5) % self.keys}"
         return f"key{self.chance.randrange(self.keys)}"
@@ -179,11 +206,15 @@ class Actor(Noter):
     # Deliveries
 
     def pop(self, key: str | None = None, timeout_s: float = 0) -> FemtoTask | None:
+        """Call pop(), or take() if a key is given. Return the task, or None after an OSError.
+
+        The log gets each claim of the call, the result of take(), and the delivery.
+        """
         began_s = self.now_s()
         try:
             task = self.q.pop(timeout_s) if key is None else self.q.take(key)
         except OSError as error:
-            self.trouble("pop" if key is None else "take", "-", began_s, error)
+            self.note_error("pop" if key is None else "take", "-", began_s, error)
             return None
         finally:
             while self.claims:
@@ -196,11 +227,15 @@ class Actor(Noter):
         return task
 
     def deadline_s(self, task: FemtoTask) -> float:
-        """Return when the lease of a task ends."""
+        """Return the deadline of a task's lease on the proof's clock.
+
+        The name of the lease begins with the deadline on the queue clock.
+        """
         name = task.path.rpartition("/")[2]
         return (int(name[:20]) - self.q._clock.anchor_ns) / 1e9 + self.offset_s
 
     def consume(self) -> float:
+        """Pop a task, work on it for a while, and settle it in a random way."""
         if (task := self.pop()) is None:
             return 0.02
         self.work_on(task)
@@ -208,53 +243,66 @@ class Actor(Noter):
         return 0
 
     def work_on(self, task: FemtoTask) -> None:
+        """Sleep. Sometimes renew the lease afterwards, and sometimes sleep beyond the deadline."""
         how = self.chance.choices(("short", "long", "renewed", "late"), (90, 5, 3, 2))[0]
         time.sleep({"short": 0.02, "late": LEASE_MS / 1e3 + 1}.get(how, 1) * self.chance.random())
         if how == "renewed":
             self.extend(task)
 
     def extend(self, task: FemtoTask) -> None:
-        """Renew a lease; who lost it is told so when it settles the task."""
+        """Renew a lease. LeaseLost is ignored here: settle() will raise it again."""
         began_s = self.now_s()
         try:
             self.q.extend(task)
         except LeaseLost:
             return
         except OSError as error:
-            self.trouble("extend", task.id, began_s, error)
+            self.note_error("extend", task.id, began_s, error)
         else:
             self.note("extended", task.id, self.deadline_s(task))
 
     def settle(self, task: FemtoTask, how: str, **options: Any) -> bool:
-        """Try until it is done, or the lease is lost: then return False."""
+        """Call done(), fail() or release(), and retry after an OSError.
+
+        Returns True if the task is settled, False if the lease is lost. Ends the process after
+        SETTLE_S.
+        """
         give_up_s = self.now_s() + SETTLE_S
         while self.now_s() < give_up_s:
             began_s = self.now_s()
             try:
-                self.end(task, how, **options)
+                self.settle_once(task, how, **options)
             except LeaseLost:
                 self.note("end", "lost", task.id, began_s)
                 return False
             except OSError as error:
-                self.trouble(how, task.id, began_s, error)
+                self.note_error(how, task.id, began_s, error)
             else:
                 self.note("end", how, task.id, began_s)
                 return True
-        raise SystemExit(f"{self.name}: could not settle {task.id} within {SETTLE_S:g} s")
+        raise SystemExit(f"{self.name}: {how}() of {task.id} failed for {SETTLE_S:g} s")
 
-    def end(self, task: FemtoTask, how: str, **options: Any) -> None:
+    def settle_once(self, task: FemtoTask, how: str, **options: Any) -> None:
+        """Log that the task is about to be settled, then call the method."""
         self.note("settle", task.id)
         getattr(self.q, how)(task, **options)
 
     def hold(self) -> None:
-        """Take one task, and finish it too late: others must have had it meanwhile."""
+        """Take one task, sleep beyond its deadline, then call done().
+
+        The actor's host is cut off in between, so that another host gets the task. See
+        verdict.not_refused().
+        """
         while (task := self.pop()) is None:
             time.sleep(0.02)
         time.sleep(LEASE_MS / 1e3 + 2)
         self.settle(task, "done")
 
     def drain(self) -> None:
-        """Finish everything; what nobody has any more comes back at its deadline."""
+        """Finish tasks until no task came for `idle_s`.
+
+        `idle_s` is longer than a lease: a task whose worker was killed comes back at its deadline.
+        """
         idle_since_s = self.now_s()
         while self.now_s() < idle_since_s + self.idle_s:
             if (task := self.pop()) is not None:
@@ -266,41 +314,49 @@ class Actor(Noter):
     # Keys
 
     def take_keys(self) -> float:
-        """Get tasks in turn and by key; a delivery takes far less time than its lease. Pauses let
-        payloads be replaced while their task waits, and not only while it is in flight."""
+        """Look up a key, or pop the next task and settle it; then pause.
+
+        A delivery takes much less time than its lease. During the pauses tasks wait, so that pushes
+        replace payloads of waiting tasks too, not only of tasks in flight.
+        """
         if self.chance.random() < 0.4:
             self.look_up(self.any_key())
         else:
-            self.end_keyed(self.pop())
+            self.settle_keyed(self.pop())
         return self.chance.choice((0.02, 0.2)) * self.chance.random()
 
-    def end_keyed(self, task: FemtoTask | None) -> None:
+    def settle_keyed(self, task: FemtoTask | None) -> None:
+        """Settle a task, if there is one, in a random way after a short sleep."""
         if task is not None:
             time.sleep(self.chance.choice((0.0, 0.05)) * self.chance.random())
             self.settle(task, self.chance.choices(("done", "fail", "release"), (70, 10, 20))[0])
 
     def look_up(self, key: str) -> None:
-        """Ask for a key's task in one of three ways, and note whether there was one."""
+        """Call take(), contains() or peek() with a key, and log whether the call found a task."""
         call = self.chance.choice(LOOK_UPS)
         began_s = self.now_s()
         if call == "take":
-            self.end_keyed(self.pop(key))
+            self.settle_keyed(self.pop(key))
             return
         try:
             if call == "contains":
                 found = self.q.contains(key)
             elif found := (task := self.q.peek(key=key)) is not None:
-                name_of(task.data)  # raises if it is torn
+                name_of(task.data)  # raises Violation if the payload is torn
         except OSError as error:
-            self.trouble(call, "-", began_s, error)
+            self.note_error(call, "-", began_s, error)
         else:
             self.note("looked", call, key, began_s, int(found))
 
     def watch(self) -> None:
-        """Count the tasks of a key on this host's brick, where no cache is in between.
+        """List the queue again and again, and log each key that has more than one task.
 
-        A task that two listings in a row show was there when the first one ended, even if it was
-        renamed meanwhile. So what both show is counted, and nothing is counted twice.
+        `queue` is a brick: the directory on this host's own disk, where GlusterFS or the NFS server
+        stores the files. No client's cache is in between.
+
+        RACE: actors rename tasks during a listing. So one listing may show a task that was settled
+        meanwhile beside the next task of the same key. But a task in two listings in a row did
+        exist when the first listing ended. So only ids in both listings are counted.
         """
         looks, before = 0, verdict.places_of_keys(unfinished(self.queue))
         told = set[str]()
@@ -317,16 +373,16 @@ class Actor(Noter):
     # Turns
 
     def take_turns(self) -> float:
-        """Have one turn after the other, in line with the other members."""
+        """Take one turn of a TicketQueue; log an error."""
         began_s = self.now_s()
         try:
             self.take_turn()
         except (OSError, FemtoQueueError) as error:
-            self.trouble("turn", "-", began_s, error)
+            self.note_error("turn", "-", began_s, error)
         return self.chance.choice((0.0, 0.1)) * self.chance.random()
 
     def take_turn(self) -> None:
-        """Wait for a turn, have it, and note both."""
+        """Wait for a turn, hold it for a moment, and log its begin and end."""
         began_s = self.now_s()
         self.line = self.line or TicketQueue(f"{self.queue}-line", self.stale_s)
         with self.line.turn(self.timeout_s) as ticket:
@@ -336,9 +392,12 @@ class Actor(Noter):
 
 
 def unfinished(root: str) -> set[str]:
-    """Return the paths of what a queue's directories hold, but for those of finished tasks."""
+    """Return the paths of all directory entries of a queue, relative to its root.
+
+    Entries of creating/, done/ and failed/ are left out.
+    """
     paths = set()
     for directory in set(os.listdir(root)) - {"creating", "done", "failed"}:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a worker's own is gone
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # a worker removed its own
             paths |= {f"{directory}/{name}" for name in os.listdir(f"{root}/{directory}")}
     return paths

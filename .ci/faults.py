@@ -1,30 +1,39 @@
-"""System calls that fail, and death at system calls: each one in turn, by strace -e inject=.
+"""Make each system call of a queue fail, or kill the process at it, by strace -e inject=.
 
     python .ci/faults.py [--sample N] [--calls CALL ...] [--seed S] [--self-check]
 
-Needs strace (5.14 or later) and the right to ptrace, on Linux; no root.
+Needs strace (5.14 or later) and the right to ptrace, on Linux. Does not need root.
 
-A child lives a scripted life of tasks on a queue, through its public interface, and notes outside
-what it tries, what is acknowledged and what raises. One life is traced whole: each call in it that
-names the data directory, or a descriptor in it, is a point. Then the life is lived once more for
-each point and each errno that such a call may give (ENOSPC, EIO, EMFILE, EACCES, EINTR, ...), and
-for SIGKILL at its entry. Clock and random numbers are made up, so that the N-th call of a kind is
-the same one in each life; the trace must show that it was. (strace -P would not do: it knows
-whole paths only, and those of tasks are not known before.) By default a sample by lot, in which
-each kind of call, place and fault is; all of them (--sample 9999) take ten minutes.
+A life is a script: a child process calls the public methods of a queue, one after the other. Each
+call is a step. The child writes notes to a file outside the queue: one before each step, and one
+with the result or the error after the step. Each life is first played whole under strace. Each
+system call that names a path or a descriptor in the data directory is a point. Then the life is
+played again for each point and each errno that the system call may return (ENOSPC, EIO, EMFILE,
+EACCES, EINTR, ...), and for SIGKILL at the entry of the call.
 
-Proved for each: the error surfaces, untouched, from the step that it happened in (a chore's: from
-that pop() or a later one), which succeeds when it is done again, or turns out to be done. Or it is
-harmless: each step answers what may be without a fault, but a pop() may give another task first. No
-other exception, no traceback, no hang. Then the same object (after SIGKILL: the next
-process) pushes and drains. In the end each task that was acknowledged stands once, in the state
-that was acknowledged, with its own bytes; a push that raised left nothing (one that was to replace
-a payload: the old or the new one); what was done is not delivered again; creating/ is empty,
-nothing is in flight, and stats(), tasks() and peek() agree.
+The clock and the random numbers are simulated, so that the N-th system call of a kind is the same
+in each play of a life. The trace must show that the expected call was hit. (strace -P selects calls
+only by whole paths, and the paths of tasks are not known before.) By default a random sample of the
+injections is made, which has each combination of call, directory and fault. All injections
+(--sample 9999) take ten minutes.
 
-Not proved: an injected call is not made, so that nothing is seen of one that fails half-way (a
-short write, a rename that took place), and a close() that fails leaves the descriptor open, which
-Linux does not. One process, no races. One fault a life.
+Proved for each injection:
+  - The step in which the system call failed raises the OSError with that errno. The same step
+    succeeds when it is repeated, or finds its work done. An error in a housekeeping job is raised
+    by that pop() or a later one.
+  - Or the error has no effect: each step returns what it may return without a fault. Only the order
+    may differ: a pop() may return another task first.
+  - No other exception is raised, nothing is written to standard error, and no call hangs.
+  - Afterwards the same object (after SIGKILL: the next process) can push and drain.
+  - In the end each acknowledged task exists once, in the acknowledged state, with its own bytes. A
+    push that raised an error left no task; if it was to replace a payload, the old or the new
+    payload is left. No task is delivered after its done() returned. creating/ is empty, nothing is
+    in flight, and stats(), tasks() and peek() agree.
+
+Not proved: calls that fail half-way, for example a short write, or a rename that takes place and
+fails. strace skips the call at which it injects an error. So a close() that fails leaves the
+descriptor open, which Linux does not do. There is one process, so no races, and one fault in a
+life.
 """
 
 from __future__ import annotations
@@ -54,7 +63,17 @@ from typing import Any, NoReturn
 from unittest import mock
 
 from broken import must_catch
-from proof import Unable, Violation, ends, install, name_of, open_log, parser, payload, say
+from proof import (
+    Unable,
+    Violation,
+    exit_on_failure,
+    install,
+    name_of,
+    open_log,
+    payload,
+    proof_parser,
+    say,
+)
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoQueueError, FemtoTask
@@ -63,7 +82,8 @@ from test import Clock, memory_dir, record
 WRITES = ("ENOSPC", "EIO", "EINTR")
 CHANGES = ("ENOSPC", "EIO", "EACCES")
 STATUS = ("EIO", "EACCES")
-# What the calls of the lives may give: open(2), rename(2), ... Empty: it can't well fail.
+# The errors that the calls of the lives may return, by the man pages open(2), rename(2), ... No
+# error is injected into a call with an empty tuple.
 ERRORS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("open", "openat"), ("EIO", "EACCES", "EMFILE", "EINTR", "ENOSPC")),
     **dict.fromkeys(("write", "pwrite64", "fsync", "fdatasync", "syncfs"), WRITES),
@@ -78,7 +98,7 @@ ERRORS: dict[str, tuple[str, ...]] = {
     "close": ("EIO", "ENOSPC", "EINTR"),
     **dict.fromkeys(("lseek", "fcntl", "ioctl"), ()),
 }
-SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # a file system without flock, the queue says then
+SURFACES_AS = {errno.ENOLCK: errno.ENOTSUP}  # the queue reports a file system without flock so
 KILL = "SIGKILL"
 LIVE = ("pending", "scheduled", "inflight")
 NO_ID = f"{7:020d}-00000007"
@@ -86,14 +106,16 @@ AN_HOUR_S, LATER_S = 3600.0, 1000.0
 TIMEOUT_S = 30
 PR_SET_PDEATHSIG, PR_SET_PTRACER = 1, 0x59616D61
 
-Note = list[Any]  # [try, ok, err, lost or other word, step, its arguments..., its outcome]
+Note = list[Any]  # [a word ("try", "ok", "err", "lost", ...), step, its arguments..., its outcome]
 Noting = Callable[[Note], None]
-Maker = Callable[[str], FemtoQueue]  # of a node_id
+Maker = Callable[[str], FemtoQueue]  # makes a queue object with a node_id
 
 
 class PassingClock(Clock):
-    """A microsecond passes with each look. Ahead of the kernel's, so that for purge() each file
-    is old."""
+    """A simulated clock that advances by a microsecond each time it is read.
+
+    It is an hour ahead of the kernel's clock, so that every file is old enough for purge().
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,12 +133,12 @@ class PassingClock(Clock):
     sleep = Clock.advance
 
 
-CLOCK = PassingClock()  # read at the start, the same in all processes that are forked
+CLOCK = PassingClock()  # made once, so that all forked processes start with the same time
 
 
 @contextlib.contextmanager
 def made_up(seed: str) -> Iterator[PassingClock]:
-    """Let femtoqueue see a clock and random numbers that are the same each time."""
+    """Give femtoqueue a simulated clock and random numbers, the same in each process."""
     clock, chance = copy.copy(CLOCK), random.Random(seed)
     with (
         mock.patch.object(femtoqueue, "time", clock),
@@ -126,24 +148,29 @@ def made_up(seed: str) -> Iterator[PassingClock]:
 
 
 def data_of(name: str) -> bytes:
-    """Return the payload of a name, which may end with "/<its size>"."""
+    """Return the payload for a name, which may end with "/<size in bytes>"."""
     return payload(name, int(name.partition("/")[2] or 40))
 
 
-# A life, as the child lives it
+# A life, in the child
 
 
 class Life:
-    """Calls a queue's methods, and notes each before and after."""
+    """Calls a queue's methods, and writes a note before and after each call."""
 
     def __init__(self, make: Maker, clock: PassingClock, note: Noting) -> None:
         self.make, self.clock, self.note = make, clock, note
-        self.queues: list[FemtoQueue] = []  # kept: one that is dropped would close itself
+        self.queues: list[FemtoQueue] = []  # all of them: a collected queue object closes itself
 
     def step(
         self, call: Callable[[], Any], *what: Any, shown: Callable[[Any], Any] = lambda _: None
     ) -> Any:
-        """Do one thing; again if it raised OSError, unless it is a push."""
+        """Make a call and return its result. After an OSError repeat it, unless it is a push.
+
+        `what` are the name and the arguments of the step in the notes, and `shown` turns the result
+        into a value for the note. Returns None if the call keeps failing, or raises a
+        FemtoQueueError.
+        """
         for _ in range(1 if "push" in what[0] else 9):
             self.note(["try", *what])
             try:
@@ -189,7 +216,7 @@ class Life:
         return task
 
     def end(self, task: FemtoTask | None, how: str, **options: Any) -> None:
-        """done, fail, release or extend what was popped, if anything was."""
+        """Call done(), fail(), release() or extend() with a task, if pop() returned one."""
         if task is not None:
             method = getattr(self.queue, how)
             later = "delay_s" in options
@@ -216,8 +243,12 @@ class Life:
         self.step(call, "look", shown=lambda seen: seen)
 
     def die(self) -> None:
-        """All workers lose their locks, as if killed. They left a torn task, which no push() does,
-        one that was delivered as often as it may be, and what they were writing."""
+        """Drop the locks of all workers, as if they were killed, and put three files into the
+        queue:
+
+        a torn task (which no push() leaves), a task whose attempts are used up, and an unfinished
+        file in creating/.
+        """
         for q in self.queues:
             if held := q._worker.lease_dir._held:
                 fcntl.flock(held.fd, fcntl.LOCK_UN)
@@ -239,7 +270,7 @@ class Life:
             self.end(task, "done")
 
     def finish(self) -> None:
-        """Show that the same object works on; nothing is injected from here on."""
+        """Show that the same object still works. No error is injected after the note "end"."""
         self.note(["end"])
         self.clock.advance(LATER_S)
         for name in ("after", "afterwards"):
@@ -249,7 +280,7 @@ class Life:
 
 
 def plain(life: Life) -> None:
-    """Tasks without a key, from the first mkdir on."""
+    """Call each method with tasks without a key, beginning with the queue's first mkdir()."""
     life.open()
     life.push("a")
     life.push_many("b", "big/100000", "c", "d", "e")
@@ -280,23 +311,23 @@ def plain(life: Life) -> None:
 
 
 def keyed(life: Life) -> None:
-    """Tasks that have one."""
+    """Call each method with tasks that have a key."""
     life.open()
     life.push("k1", "k")
-    life.push("k2", "k")  # replaces
+    life.push("k2", "k")  # replaces k1
     task = life.pop("k")
-    life.push("k3", "k")  # behind it
-    life.push("k4", "k")  # in the place of k3
-    life.end(task, "release")  # k4 in its place
+    life.push("k3", "k")  # is buffered behind k2
+    life.push("k4", "k")  # replaces k3
+    life.end(task, "release")  # k4 replaces k2
     task = life.pop("k")
     life.push("k5", "k", "update")
     life.push("k6", "k")
     life.end(task, "extend", ms=60_000)
-    life.end(task, "done")  # k6 is let in
+    life.end(task, "done")  # k6 is promoted
     failed = life.pop("k")
     life.end(failed, "fail", error="why")
     life.push("l1", "l", in_s=20)
-    life.push("l2", "l", in_s=40)  # replaces, and moves
+    life.push("l2", "l", in_s=40)  # replaces l1, and moves the task to a later time
     life.push("l3", "l")
     task = life.pop()
     life.push("m1", "m", in_s=10)
@@ -311,10 +342,11 @@ def keyed(life: Life) -> None:
 
 
 def inherited(life: Life) -> None:
-    """What dead workers left: leases, of our own node too, and what is behind them."""
+    """Start a worker on a queue where two workers died, one of them with the same node_id. They
+    left leases, with buffered payloads behind them."""
     life.clock.advance(-AN_HOUR_S / 2)
     for node_id in ("n0", "n1"):
-        former(life, node_id)
+        leave_leases(life, node_id)
     life.die()
     life.clock.advance(AN_HOUR_S / 2)
     life.note(["begin"])
@@ -334,8 +366,8 @@ def inherited(life: Life) -> None:
     life.look()
 
 
-def former(life: Life, own: str) -> None:
-    """Make what `inherited` finds, and keep leases in its hands."""
+def leave_leases(life: Life, own: str) -> None:
+    """Be one of the workers that die in inherited(): make tasks, and keep leases."""
     life.open(own)
     life.push_many(*(f"{own}-{letter}" for letter in "abcd"))
     life.push(f"{own}-k1", f"k{own}")
@@ -346,34 +378,38 @@ def former(life: Life, own: str) -> None:
     life.pop()
     life.pop(f"k{own}")
     life.push(f"{own}-k2", f"k{own}")
-    life.push(f"{own}-k", "k")  # behind that of the one before
+    life.push(f"{own}-k", "k")  # for the second worker: behind the lease of the first
     life.pop("k")
 
 
-# What must be true of it
+# The states that tasks may have after a life
 
 
 @dataclasses.dataclass(eq=False)
 class Slot:
-    """A task: the payloads that it may have, one of them, and the states that it may be in."""
+    """A task. `names` are the payloads of which the task has one; `states` are its possible
+    states."""
 
     names: set[str]
     states: set[str] = dataclasses.field(default_factory=lambda: {"gone", "live"})
     key: str | None = None
-    leased: str = ""  # the payload with which it was delivered, while it is in hand
-    later: bool = False  # it may have to wait: for its time, or for the next pop()'s chores
-    behind: Slot | None = None  # the newer payload behind a leased task, seen when that ends
+    leased: str = ""  # while the task is leased to the life: the payload's name
+    later: bool = False  # pop() may not find it yet: it is due later, or needs a housekeeping job
+    behind: Slot | None = None  # the payload that is buffered behind this task
 
 
 class Ledger:
-    """Follows the notes of a life; raises Violation for what must not be answered."""
+    """Follows the notes of a life, and knows from them which states each task may be in.
+
+    Raises Violation if a step returned what it must not return.
+    """
 
     def __init__(self, notes: Iterable[Note], done: str = "done") -> None:
         self.slots: list[Slot] = []
-        self.done = done  # "gone" from when keep_done is False on
-        self._pushed: list[Slot] = []
-        self._erred: Note = []  # the step that raised last
-        self._logged: list[str] = []  # in this step
+        self.done = done  # the state after done(): "gone" if keep_done is False
+        self._pushed: list[Slot] = []  # by the step that is being followed
+        self._erred: Note = []  # the step before, if it raised an OSError
+        self._logged: list[str] = []  # the queue's log messages in this step
         for note in notes:
             self.follow(note)
 
@@ -389,7 +425,7 @@ class Ledger:
             self._logged.append(what)
         may_be_lost = self._erred == note[1:-1] and what in ("end", "retry") and rest[0] != "extend"
         if word == "lost" and not may_be_lost:
-            raise Violation(f"{note}, though the task was in hand; the error before: {self._erred}")
+            raise Violation(f"{note}, though the life held the lease; error before: {self._erred}")
         handler = getattr(self, f"_{what}", None) if word in ("try", "ok", "err", "lost") else None
         if handler is not None:
             handler(word, *rest[:-1])
@@ -397,8 +433,11 @@ class Ledger:
             self._erred = note[1:-2] if word == "err" else []
 
     def end_leases(self, is_seen: bool = False) -> None:
-        """They expired, or a process was killed: what was leased comes back, with the newer
-        payload. is_seen: the life goes on, and may look before that."""
+        """Note that all leases ended: they expired, or the process was killed.
+
+        Each leased task comes back. A buffered payload behind a task then replaces its payload.
+        With `is_seen` the life goes on, and may look at the queue before the tasks have come back.
+        """
         for slot in [slot for slot in self.slots if slot.leased]:
             behind, slot.leased, slot.behind = slot.behind, "", None
             slot.later |= is_seen
@@ -406,21 +445,21 @@ class Ledger:
                 slot.states = (slot.states - {"live"}) | {"gone"}
                 behind.later |= is_seen
                 self.slots.append(behind)
-            elif behind is not None:  # killed while that was pushed
+            elif behind is not None:  # the process was killed in the push of the buffered payload
                 slot.names |= behind.names
 
     def _look(self, word: str, found: Any = None, *_: Any) -> None:
         if word != "ok":
             return
         states, sees_k = found
-        # tasks() logs what may not be read, and leaves it out.
+        # tasks() logs each file that it has no permission to read, and leaves the file out.
         left_out = sum("Permission denied" in text for text in self._logged)
-        odd = self.misplaced(states)
-        wrong = [it for it in odd if not (it[0].later and it[1] in ("gone", "inflight"))]
+        misplaced = self.misplaced(states)
+        wrong = [it for it in misplaced if not (it[0].later and it[1] in ("gone", "inflight"))]
         if len(wrong) > left_out or any(state != "gone" for _, state in wrong):
-            raise Violation(f"seen was {states}, but: {wrong}")
+            raise Violation(f"the life saw {states}; in a wrong state: {wrong}")
         if not sees_k and any(it.key == "k" and it.states == {"live"} for it in self.slots):
-            raise Violation(f"the task of a key is not seen by it: {states}")
+            raise Violation(f"contains() or peek() does not find the task of a key: {states}")
 
     def _push(
         self, word: str, name: str, key: str | None, policy: str, later: bool, *_: Any
@@ -460,11 +499,11 @@ class Ledger:
         if name is None:
             waiting = [s for s in self.slots if s.states == {"live"} and not (s.leased or s.later)]
             if missed := [s for s in waiting if key in (None, s.key)]:
-                raise Violation(f"pop() found nothing, where there is {missed}")
+                raise Violation(f"pop() found nothing, but these tasks wait: {missed}")
             return
         slot = next((s for s in self.slots if name in s.names and "live" in s.states), None)
         if slot is None or slot.leased:
-            raise Violation(f"{name} was delivered, which was not to be had: {slot}")
+            raise Violation(f"{name} was delivered though it does not wait: {slot}")
         slot.names, slot.states, slot.leased = {name}, {"live"}, name
 
     def _litter(self, _: str) -> None:
@@ -482,10 +521,10 @@ class Ledger:
             return
         slot.states, slot.leased = {end}, ""
         if slot.behind is not None:
-            slot.behind.later |= word == "lost"  # the next pop() lets it in
+            slot.behind.later |= word == "lost"  # the next pop() promotes it
             self.slots.append(slot.behind)
             if how == "release":
-                slot.states = {"gone"}  # the newer payload is in its place
+                slot.states = {"gone"}  # the buffered payload replaced it
         slot.behind = None
 
     def _retry(self, word: str, name: str, *_: Any) -> None:
@@ -502,7 +541,7 @@ class Ledger:
                 slot.states = {after} if sure else slot.states | {after}
 
     def misplaced(self, found: dict[str, str]) -> list[tuple[Slot, str]]:
-        """Return the tasks that are in no state that they may be in, and where they are."""
+        """Return the tasks that are in a wrong state, each with that state."""
         wrong = []
         for slot in self.slots:
             there = [found[name] for name in slot.names if name in found] or ["gone"]
@@ -512,50 +551,56 @@ class Ledger:
         return wrong
 
     def compare(self, found: dict[str, str]) -> None:
-        """Each task is there, once, in a state that it may be in; and no other is there."""
+        """Raise Violation unless each task exists once, in a state that it may be in, and no other
+        task exists. `found` has the state of each payload."""
         if wrong := self.misplaced(found):
             raise Violation("; ".join(f"{slot} is {state}" for slot, state in wrong))
         if strangers := found.keys() - {name for slot in self.slots for name in slot.names}:
-            raise Violation(f"nobody acknowledged {strangers}")
+            raise Violation(f"these tasks exist but were not acknowledged: {strangers}")
 
 
 def found_in(q: FemtoQueue) -> dict[str, str]:
-    """Return the state in which each payload is; peek() must agree with it."""
+    """Return the state of each payload that tasks() yields, by name. Raises Violation if a payload
+    is there twice, or if peek() does not agree with tasks()."""
     found: dict[str, str] = {}
     for task in (task for state in femtoqueue.STATES for task in q.tasks(state)):
         name = name_of(task.data)
         if name in found:
             raise Violation(
-                f"{name} stands twice: in {found[name]} and, {task.id}, in {task.state}"
+                f"{name} is there twice: in {found[name]} and, as {task.id}, in {task.state}"
             )
         if (seen := q.peek(task.id)) != task:
-            raise Violation(f"peek() sees {seen} for {task}")
+            raise Violation(f"peek() returns {seen} for {task}")
         found[name] = task.state
     return found
 
 
-def stands(q: FemtoQueue) -> dict[str, str]:
-    """Return the state in which each payload is; stats() must agree with it. And what stats()
-    counts, but tasks() does not give: what is torn."""
+def contents_of(q: FemtoQueue) -> dict[str, str]:
+    """Return the state of each payload, and of each torn task, by name.
+
+    tasks() leaves torn tasks out, and stats() counts them, so that their number is the difference.
+    Their names here are "torn <number> <state>". Raises Violation if stats() counts fewer tasks
+    than tasks() yields.
+    """
     found, stats = found_in(q), q.stats()
     counts = Counter(found.values())
     for state in femtoqueue.STATES:
         for number in range(counts[state], getattr(stats, state)):
             found[f"torn {number - counts[state]} {state}"] = state
         if counts[state] > getattr(stats, state):
-            raise Violation(f"{stats}, tasks() gives {counts}")
+            raise Violation(f"{stats}, but tasks() yields {counts}")
     return found
 
 
 def check_end(
     q: FemtoQueue, found: dict[str, str], ledger: Ledger, kept: Collection[str] = ()
 ) -> None:
-    """After all was drained: each task is where it was acknowledged to be. kept: paths of
-    files whose unlink() failed."""
+    """Check a drained queue: each task is in the state that was acknowledged, none is waiting or in
+    flight, and creating/ is empty. `kept` are the paths of files whose unlink() failed."""
     ledger.compare(found)
     stats = q.stats()
     if stats.pending or stats.scheduled or stats.inflight or stats.buffered:
-        raise Violation(f"after all was drained: {stats}")
+        raise Violation(f"tasks are left after the queue was drained: {stats}")
     left = os.listdir(os.path.join(q.data_dir, "creating"))
     if {f"/creating/{name}" for name in left}.difference(kept):
         raise Violation(f"left in creating/: {left}")
@@ -566,6 +611,8 @@ def check_end(
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
+    """A life, with sync_after_write or without."""
+
     script: str
     sync: bool
 
@@ -575,14 +622,14 @@ class Scene:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A fault at the N-th call of a kind, which is on the data directory."""
+    """An injection: a fault at the N-th system call of a kind, which is on the data directory."""
 
     scene: Scene
     call: str
     number: int
-    text: str
-    step: int  # of the life
-    fault: str = ""
+    text: str  # the paths in the call, relative to the data directory
+    step: int  # the number of the step of the life that makes the call
+    fault: str = ""  # the name of an errno, or SIGKILL
 
     @property
     def kind(self) -> str:
@@ -597,7 +644,7 @@ SCENES = [Scene(*it) for it in itertools.product(SCRIPTS, (False, True))]
 
 
 class Stage:
-    """A directory, made anew for one life."""
+    """A new directory for one life: the queue, the notes, the trace, the child's standard error."""
 
     def __init__(self, work: str, scene: Scene) -> None:
         self.scene, self.work = scene, work
@@ -623,25 +670,27 @@ class Stage:
         )
 
     def notes(self) -> list[Note]:
-        return noted(self.file("notes"))
+        return read_notes(self.file("notes"))
 
     def ledger(self) -> Ledger:
-        """What was acknowledged in this life."""
+        """Return a Ledger that has followed the notes of this life."""
         return Ledger(self.notes(), "gone" if self.scene.script == "inherited" else "done")
 
 
-def writer(path: str) -> Noting:
+def note_writer(path: str) -> Noting:
+    """Return a function that appends a note to a file, as a line of JSON."""
     fd = open_log(path)
     return lambda note: (os.write(fd, f"{json.dumps(note)}\n".encode()), None)[1]
 
 
-def noted(path: str) -> list[Note]:
+def read_notes(path: str) -> list[Note]:
+    """Return the notes of a file. A last line that is not complete is left out."""
     with open(path, encoding="ascii") as file:
         return [json.loads(line) for line in file if line.endswith("\n")]
 
 
 def play(script: Callable[[Life], None], make: Maker, note: Noting, seed: str) -> NoReturn:
-    """In a child: live a life, to its end."""
+    """Play a life to its end, in a child process."""
     try:
         with made_up(seed) as clock:
             life = Life(make, clock, note)
@@ -650,26 +699,31 @@ def play(script: Callable[[Life], None], make: Maker, note: Noting, seed: str) -
     except BaseException:
         note(["crash", traceback.format_exc()])
     finally:
-        os._exit(0)  # as if killed: close() is a step of its own
+        os._exit(0)  # without closing the queue objects: close() is a step of the life
 
 
 def spawn(stage: Stage, go: int) -> int:
-    """Fork a child that plays the stage's script as soon as `go` is readable."""
+    """Fork a child that plays the stage's life as soon as the pipe `go` is readable. Return its
+    process id."""
     child = os.fork()
     if child == 0:
         prctl = ctypes.CDLL(None).prctl
-        prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # Yama: a sibling may trace us
+        prctl(PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)  # Yama: strace, a sibling, may trace it
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         select.select([go], [], [])
-        note = writer(stage.file("notes"))
+        note = note_writer(stage.file("notes"))
         os.dup2(os.open(stage.file("stderr"), os.O_WRONLY | os.O_CREAT, 0o600), 2)
         femtoqueue._log().addFilter(lambda record: bool(note(["log", record.getMessage()])))
         play(SCRIPTS[stage.scene.script], stage.make, note, "n1")
     return child
 
 
-def traced(stage: Stage, *options: str) -> int:
-    """Play the stage's life under strace, from its first call to its last; return its status."""
+def play_traced(stage: Stage, *options: str) -> int:
+    """Play the stage's life under strace, and return the exit status of the child.
+
+    The child waits until strace is attached, so that the trace has all its calls. Raises Violation
+    if strace can't attach, or if the child hangs.
+    """
     go, start = os.pipe()
     child = spawn(stage, go)
     command = ["strace", "-f", "-y", "-s", "4096", "-o", stage.file("trace"), *options]
@@ -685,17 +739,20 @@ def traced(stage: Stage, *options: str) -> int:
             said += strace.communicate(timeout=TIMEOUT_S)[1]
         except subprocess.TimeoutExpired:
             os.kill(child, signal.SIGKILL)
-            said += "it hangs"
+            said += "the child hangs"
         _, status = os.waitpid(child, 0)
     os.close(go)
     os.close(start)
-    if "attached" not in said or "it hangs" in said:
+    if "attached" not in said or "the child hangs" in said:
         raise Violation(f"strace: {said}")
     return status
 
 
 def points_of(stage: Stage) -> list[Job]:
-    """Return the calls on the data directory, of a life that was traced whole."""
+    """Return the system calls on the data directory in the trace of a whole life.
+
+    Calls before the note "begin", which prepare a life, and after the note "end" are left out.
+    """
     points: list[Job] = []
     numbers, step = Counter[str](), 0
     for line in stage.read("trace").splitlines():
@@ -710,78 +767,91 @@ def points_of(stage: Stage) -> list[Job]:
             if r"[\"end\"]" in line:
                 return points
         if f"<{stage.path}" in line or f'"{stage.path}' in line:
-            place = places(stage, line)
+            place = paths_in_call(stage, line)
             points.append(Job(stage.scene, match[1], numbers[match[1]], place, step))
     raise Violation(f"no end in the trace: {stage.read('notes')[-2000:]}")
 
 
-def places(stage: Stage, line: str) -> str:
-    """Return which paths a call is on: the same in each life."""
+def paths_in_call(stage: Stage, line: str) -> str:
+    """Return the paths in a line of the trace, relative to the data directory. They are the same
+    each time the life is played."""
     called = line.rpartition(" = ")[0]
     return " ".join(re.findall(f'{re.escape(stage.path)}([^>"]*)[>"]', called)) or "."
 
 
 def check_hit(stage: Stage, job: Job, status: int) -> list[str]:
-    """Was it that call, and nothing said or died but by the fault? Return its line of the trace."""
+    """Return the line of the trace in which the fault was injected.
+
+    Raises Violation if another call was hit, if the child wrote to standard error, or if it ended
+    in another way than by the fault.
+    """
     trace = stage.read("trace").splitlines()
     hit = trace[-2:-1] if job.fault == KILL else [line for line in trace if "INJECTED" in line]
-    if [places(stage, line) for line in hit] != [job.text]:
-        raise Violation(f"another call was hit: {hit}")
+    if [paths_in_call(stage, line) for line in hit] != [job.text]:
+        raise Violation(f"the fault was injected into another call: {hit}")
     said = stage.read("stderr")
     if said or status != (signal.SIGKILL if job.fault == KILL else 0):
-        raise Violation(f"exit status {status}, and it said: {said}")
+        raise Violation(f"exit status {status}, standard error: {said}")
     return hit
 
 
 def inject(job: Job, work: str) -> str:
-    """Play one life with one fault, and check; return how the fault showed."""
+    """Play a life with one fault and check it. Return "killed", "surfaced" or "harmless"."""
     stage = Stage(work, job.scene)
     what = f"signal={KILL}" if job.fault == KILL else f"error={job.fault}"
     where = f"inject={job.call}:{what}:when={job.number}"
-    status = traced(stage, "-e", f"trace={job.call}", "-e", where)
+    status = play_traced(stage, "-e", f"trace={job.call}", "-e", where)
     hit = check_hit(stage, job, status)
     ledger = stage.ledger()
     if job.fault == KILL:
-        succeed(stage, ledger)
+        check_next_process(stage, ledger)
         showed = "killed"
     else:
-        showed = outcome(job, stage.notes())
+        showed = how_it_surfaced(job, stage.notes())
     with made_up("later") as clock:
         clock.advance(2 * LATER_S)
         with FemtoQueue(stage.path, "looker") as q:
-            kept = {places(stage, line) for line in hit if "unlink" in line and "INJECTED" in line}
-            check_end(q, stands(q), ledger, kept)
+            failed = (line for line in hit if "unlink" in line and "INJECTED" in line)
+            kept = {paths_in_call(stage, line) for line in failed}
+            check_end(q, contents_of(q), ledger, kept)
     return showed
 
 
-def outcome(job: Job, notes: list[Note]) -> str:
+def how_it_surfaced(job: Job, notes: list[Note]) -> str:
+    """Return "surfaced" if a step raised the injected error, "harmless" if no step raised an error.
+
+    Raises Violation if there was another error, or if another step raised the error. Only a pop()
+    may raise the error of an earlier step, because that step's housekeeping job failed.
+    """
     errors = [note for note in notes if note[0] == "err"]
     given = getattr(errno, job.fault)
     if len(errors) > 1 or any(e[-2] not in (given, SURFACES_AS.get(given)) for e in errors):
-        raise Violation(f"{job.fault} surfaced as {errors}")
+        raise Violation(f"{job.fault} was injected, and the steps raised {errors}")
     if errors:
         before = notes[: notes.index(errors[0])]
         step = sum(note[0] == "try" for note in before)
         late = step > job.step and errors[0][1] != "pop"
         if step < job.step or late:
-            raise Violation(f"the fault in step {job.step} surfaced in {step}: {errors}")
+            raise Violation(f"the fault was in step {job.step}, and step {step} raised: {errors}")
         return "surfaced"
     return "harmless"
 
 
-def succeed(stage: Stage, ledger: Ledger) -> None:
-    """After a kill: the next process finds a legal state, and drains it."""
+def check_next_process(stage: Stage, ledger: Ledger) -> None:
+    """Play a next process after a kill: open the queue, read it and drain it. The ledger follows
+    the steps."""
     ledger.end_leases()
     with made_up("next") as clock:
-        clock.advance(AN_HOUR_S + LATER_S)  # leftovers are removed when they are an hour old
+        clock.advance(AN_HOUR_S + LATER_S)  # files in creating/ are removed after an hour
         life = Life(stage.make, clock, ledger.follow)
         life.open()
-        stands(life.queue)
+        contents_of(life.queue)
         life.finish()
 
 
 def run(job: Job) -> tuple[Job, str, str]:
-    """Return the job, how the fault showed, and what was wrong."""
+    """Make an injection. Return the job, the result of inject() and ""; or the job, "violations"
+    and what was wrong."""
     work = os.path.join(WORK, str(os.getpid()))
     try:
         return job, inject(job, work), ""
@@ -790,20 +860,21 @@ def run(job: Job) -> tuple[Job, str, str]:
         return job, "violations", str(error) if known else traceback.format_exc()
 
 
-# All of them
+# All injections
 
 
 def jobs_of(scene: Scene) -> list[Job]:
-    """Live once without a fault, and return an injection for each call and each fault."""
+    """Play a life without a fault, and return an injection for each of its system calls and each
+    fault. Raises Violation if a step fails, Unable if ERRORS lacks a system call."""
     stage = Stage(os.path.join(WORK, "usual"), scene)
-    traced(stage, "-e", "trace=%file,%desc")
+    play_traced(stage, "-e", "trace=%file,%desc")
     notes = stage.notes()
     stage.ledger()
     if any(note[0] in ("err", "lost") for note in notes) or stage.read("stderr"):
-        raise Violation(f"without a fault: {stage.read('stderr')} {notes}")
+        raise Violation(f"a step failed without a fault: {stage.read('stderr')} {notes}")
     points = points_of(stage)
     if unknown := {point.call for point in points} - ERRORS.keys():
-        raise Unable(f"no errno is known for {unknown}; put it into ERRORS")
+        raise Unable(f"ERRORS has no entry for {unknown}")
     return [
         dataclasses.replace(point, fault=fault)
         for point in points
@@ -813,8 +884,8 @@ def jobs_of(scene: Scene) -> list[Job]:
 
 
 def warm_up() -> None:
-    """Live each life here, so that what Python imports when it is first needed is there: a child
-    must not make other calls than the one before it."""
+    """Play each life once in this process, so that all modules that Python imports on first use are
+    loaded. Otherwise the system calls of the children would differ."""
     for scene in SCENES:
         stage = Stage(os.path.join(WORK, "warm"), scene)
         with made_up("n1") as clock:
@@ -825,9 +896,9 @@ WORK = ""
 
 
 @contextlib.contextmanager
-def workshop() -> Iterator[None]:
+def work_dir() -> Iterator[None]:
+    """Make the directory WORK for the stages. It is in memory: no fault here concerns the disk."""
     global WORK
-    # Nothing here is about what is on disk.
     with tempfile.TemporaryDirectory(prefix="femtoqueue-faults-", dir=memory_dir()) as WORK:
         warm_up()
         yield
@@ -839,7 +910,8 @@ def results(jobs: list[Job]) -> Iterator[tuple[Job, str, str]]:
 
 
 def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
-    """Choose by lot: one of each kind first (call, directory and fault), then a second, ..."""
+    """Choose injections at random: first one of each kind (call, directories and fault), then a
+    second one of each kind, and so on."""
     chance, kinds = random.Random(seed), Counter[tuple[str, ...]]()
     ranked = []
     for job in chance.sample(jobs, len(jobs)):
@@ -850,8 +922,10 @@ def sample(jobs: list[Job], count: int, seed: int) -> list[Job]:
 
 
 def check(scene: Scene, count: int, seed: int, calls: list[str]) -> None:
-    """Inject so many faults into a life; calls: only at these. Raises Violation if it was not as it
-    must be."""
+    """Make `count` injections into a life; if `calls` is not empty, only at these system calls.
+
+    Prints how many there were of each result. Raises Violation if one of them broke a promise.
+    """
     all_jobs = [job for job in jobs_of(scene) if not calls or job.kind in calls]
     jobs, counts, violations = sample(all_jobs, count, seed), Counter[str](), list[str]()
     for job, showed, wrong in results(jobs):
@@ -864,15 +938,16 @@ def check(scene: Scene, count: int, seed: int, calls: list[str]) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    injections = "so many injections a life (default: 600)"
+    options = proof_parser(__doc__)
+    injections = "injections into each life (default: 600)"
     options.add_argument("--sample", type=int, default=600, help=injections)
-    options.add_argument("--calls", nargs="+", help="only at these, or SIGKILL")
+    calls = "inject only at these system calls; SIGKILL: only kill"
+    options.add_argument("--calls", nargs="+", help=calls)
     args = options.parse_args()
     say(f"seed {args.seed}")
     femtoqueue._log().addHandler(logging.NullHandler())
     femtoqueue._log().propagate = False
-    with ends(args.seed), workshop():
+    with exit_on_failure(args.seed), work_dir():
         install(("strace",), "strace")
         if args.self_check:
             must_catch(args.seed, lambda need: ["--sample", "100", "--calls", *need.split()])

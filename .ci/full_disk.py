@@ -1,9 +1,11 @@
-"""A queue on a disk that is really full: tmpfs and ext4 mounts of a few MiB. Needs root, on Linux.
+"""Use a queue on a full disk: tmpfs and ext4 file systems of a few MiB. Needs root, on Linux.
 
-Fills the file system by pushing until ENOSPC, then shows: the push that raised left nothing
-behind, every acknowledged task is there and whole, pop() and done() work on the full disk, and
-when there is room again the same object pushes on. Where inodes have run out, and mkdir() fails,
-a worker that starts now drains the queue all the same.
+The program pushes tasks until a push raises ENOSPC, and then shows:
+  - this push left no file, and every acknowledged task exists with its bytes;
+  - pop() and done() work on the full disk;
+  - the same object can push again when there is room;
+  - a worker can start on a file system without a free inode, where mkdir() fails, and drain the
+    queue.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import itertools
 import os
 import tempfile
 
-from faults import CLOCK, Ledger, Life, Note, check_end, stands
-from proof import Violation, ends, need_root, plain_parser, say, small_disk
+from faults import CLOCK, Ledger, Life, Note, check_end, contents_of
+from proof import Violation, docstring_parser, exit_on_failure, need_root, say, small_disk
 
 from femtoqueue import FemtoQueue
 from test import memory_dir
@@ -28,7 +30,10 @@ def expect(condition: bool, message: str) -> None:
 
 
 class Filler(Life):
-    """A life on a full disk, whose answers a Ledger checks. keep_done=False: room comes back."""
+    """A life on a full disk. A Ledger checks the result of each step.
+
+    keep_done is False, so that draining the queue makes room.
+    """
 
     def __init__(self, path: str, sync: bool = False) -> None:
         self.path, self.notes, self.ledger = path, list[Note](), Ledger([], "gone")
@@ -44,52 +49,54 @@ class Filler(Life):
         self.ledger.follow(note)
 
     def fill(self, size: int, *, many: bool = False) -> int:
-        """Push until ENOSPC. Return how many tasks fitted: all that were acknowledged, no other."""
+        """Push until a push raises ENOSPC. Check that the queue has exactly the acknowledged tasks,
+        and return their number."""
         names = (f"{number}/{size}" for number in itertools.count())
         while self.notes[-1][0] != "err":
             if many:
                 self.push_many(*itertools.islice(names, 8))
             else:
                 self.push(next(names))
-        expect(self.notes[-1][-2] == errno.ENOSPC, f"ENOSPC was to surface: {self.notes[-1]}")
-        expect(not os.listdir(f"{self.path}/creating"), "creating/ was to be empty")
-        found = stands(self.queue)
+        expect(self.notes[-1][-2] == errno.ENOSPC, f"not ENOSPC: {self.notes[-1]}")
+        expect(not os.listdir(f"{self.path}/creating"), "creating/ is not empty")
+        found = contents_of(self.queue)
         self.ledger.compare(found)
         return len(found)
 
     def drain_all(self) -> None:
-        """Drain the full disk, at the first attempt; then the same object works on."""
+        """Drain the queue on the full disk, without any error, then use the same object again."""
         self.drain(10**6)
-        expect(sum(note[0] == "err" for note in self.notes) == 1, "only the push was to raise")
+        expect(sum(note[0] == "err" for note in self.notes) == 1, "a call raised besides the push")
         self.finish()
         with FemtoQueue(self.path, "looker") as q:
-            check_end(q, stands(q), self.ledger)
+            check_end(q, contents_of(q), self.ledger)
 
 
 def check(path: str, size: int, *, sync: bool, many: bool) -> int:
-    """Fill, drain on the full disk, push again. Return how many tasks fitted."""
+    """Fill the disk, drain the queue, push again. Return how many tasks fitted."""
     life = Filler(os.path.join(path, "jobs"), sync)
     life.push("first")
-    life.drain()  # the lease directory is there
+    life.drain()  # makes the lease directory before the disk is full
     fitted = life.fill(size, many=many)
     life.drain_all()
     return fitted
 
 
 def check_start(path: str) -> int:
-    """Use up all inodes; then let a new worker start and drain. Return how many tasks fitted."""
+    """Use up all inodes; then start a new worker, which drains the queue. Return how many tasks
+    fitted."""
     life = Filler(os.path.join(path, "jobs"))
     fitted = life.fill(100)
     life.open("n2")
     life.drain_all()
-    expect(os.path.isdir(os.path.join(life.path, "spare")), "the spare directory was to be back")
+    expect(os.path.isdir(os.path.join(life.path, "spare")), "spare/ was not made again")
     return fitted
 
 
 def main() -> None:
-    plain_parser(__doc__).parse_args()
+    docstring_parser(__doc__).parse_args()
     need_root()
-    tempfile.tempdir = memory_dir()  # for images: full ones are full as soon in memory
+    tempfile.tempdir = memory_dir()  # for the images: faster than on a disk
     for kind, size_mib in (("tmpfs", 4), ("ext4", 12)):
         for size, sync, many in itertools.product(PAYLOADS, (False, True), (False, True)):
             with small_disk(kind, size_mib) as path:
@@ -101,5 +108,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ends():
+    with exit_on_failure():
         main()

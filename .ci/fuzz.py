@@ -1,15 +1,19 @@
-"""Fuzz: random lives of a queue against a model, names and contents that are not as they should be.
+"""Fuzz femtoqueue: random operations, random file names, damaged files.
 
     python .ci/fuzz.py [--minutes N] [--seed S] [--only KIND ...] [--self-check]
 
-Three kinds of seeds take turns, until the minutes are over. `lives` is test.py's Fuzz: random
-operations of several objects, whose outcome has to be as in a model in memory after each of them.
-`names` puts mutated names into every directory: what is of no form is never delivered, moved,
-changed or removed, what is of one is a task like any, and nothing crashes. `contents` damages the
-files of tasks and of keys: what is not a whole record is never delivered, what was not damaged is.
-What is a name and what a record is decided here, by other code than femtoqueue's.
+Three kinds of seeds take turns until the minutes are over:
+  - `lives` is the class Fuzz of test.py. Several objects make random operations on a queue. After
+    each operation the result must be the same as that of a model in memory.
+  - `names` puts files with mutated names into every directory. A file whose name has a valid form
+    is a task like any other. A file with another name is never delivered, moved, changed or
+    removed. No call crashes.
+  - `contents` damages the files of tasks and of key states. A file that is not a whole record is
+    never delivered. A task that was not damaged is delivered.
+Whether a name or a record is valid is decided by code of test.py, not by that of femtoqueue.
 
-A failure ends it with the seed; `--seed S --only KIND --minutes 0` runs that one again.
+The first failure ends the program and prints the seed. `--seed S --only KIND --minutes 0` runs that
+seed again.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from collections.abc import Callable, Iterable
 from unittest import mock
 
 from broken import must_catch
-from proof import Violation, ends, litter, looks, parser, say
+from proof import Violation, exit_on_failure, fingerprint, make_entry, proof_parser, say
 
 import femtoqueue
 from femtoqueue import FemtoQueue, FemtoTask, KeyInFlight
@@ -46,17 +50,17 @@ from test import (
     record,
 )
 
-STEPS = 400  # of one seed of lives
-PATIENCE_S = 60  # of real time, for one seed
+STEPS = 400  # operations in a seed of `lives`
+PATIENCE_S = 60  # the real time that a seed may take
 
 
-def hangs(*_: object) -> None:
-    """A lock that is never let go is a failure, too."""
-    raise AssertionError(f"it hangs for {PATIENCE_S} s")
+def raise_hang(*_: object) -> None:
+    """Raise AssertionError: a call hangs, for example because a lock is never released."""
+    raise AssertionError(f"the seed did not end within {PATIENCE_S} s")
 
 
 class Names:
-    """Files with random names in every directory."""
+    """A seed of `names`: files with random names in every directory."""
 
     DIRECTORIES = (
         *("", "creating", "pending", "pending", "scheduled", "done", "failed", "keys"),
@@ -70,12 +74,14 @@ class Names:
         self.delivered: Counter[bytes] = Counter()
 
     def number(self) -> str:
+        """Return 20 digits for a name: often a limit of the valid range, or a time near now."""
         now_ns = int(self.clock.time() * 1e9)
         numbers = (0, 1, now_ns - 10**13, now_ns - 10**10, now_ns + 10**10, 4 * 10**18)
         special = self.chance.choice((*numbers, 9 * 10**18 - 1, 9 * 10**18, 10**20 - 1))
         return f"{special + self.chance.randrange(-9, 9) if special > 9 else special:020d}"[-20:]
 
     def valid(self) -> str:
+        """Return a name in one of the forms of femtoqueue. Its numbers may be out of range."""
         ident = f"{self.number()}-{self.chance.getrandbits(32):08x}"
         attempts = self.chance.choice(("0", "1", "7", "000001", "999999", "1000000"))
         boot = f"{self.chance.getrandbits(32):08x}"
@@ -83,6 +89,7 @@ class Names:
         return self.chance.choice(stamps) + ident
 
     def mutated(self, name: str) -> str:
+        """Return a name with a random change, or without any."""
         at = self.chance.randrange(len(name))
         new = self.chance.choice("0123456789abcfgAFx~-. \n%é٠²\u0967\udcff\U0001f40d")
         return self.chance.choice(
@@ -104,7 +111,8 @@ class Names:
             )
         )
 
-    def litter(self, count: int) -> None:
+    def put_random(self, count: int) -> None:
+        """Put up to `count` entries with mutated names into random directories."""
         for _ in range(count):
             directory, name = self.chance.choice(self.DIRECTORIES), self.mutated(self.valid())
             path = os.path.join(self.path, directory, name)
@@ -115,7 +123,7 @@ class Names:
             self.ids.add(name[-29:])
             kind = self.chance.choice(("file",) * 6 + ("folder", "link", "fifo"))
             payload = f"{len(self.put)} {directory}/{name}".encode("utf-8", "surrogateescape")
-            litter(path, kind, record(payload), os.path.join(self.path, "target"))
+            make_entry(path, kind, record(payload), os.path.join(self.path, "target"))
             self.put[path] = state, kind, payload
 
     def run(self) -> None:
@@ -124,13 +132,13 @@ class Names:
         with open(os.path.join(self.path, "target"), "wb") as file:
             file.write(record(b"of a link"))
         if self.chance.random() < 0.3:
-            self.litter(20)  # before there is a clock
+            self.put_random(20)  # before there is a clock
         with mock.patch.object(femtoqueue, "time", self.clock):
             q = FemtoQueue(self.path, "n", timeout_stale_ms=5000)
             q.push(b"ours")
             q.push(b"ours", key="k")
-            self.litter(60)
-            before = {path: looks(path) for path in self.put}
+            self.put_random(60)
+            before = {path: fingerprint(path) for path in self.put}
             self.check_counts(q)
             waiting = "pending", "scheduled", "keys", "inflight"
             self.check_left(before, self.drain(q, *waiting))
@@ -141,23 +149,29 @@ class Names:
             self.check_left(before, now_ns)
 
     def named(self, state: str) -> list[tuple[str, str, bytes]]:
-        """Return name, kind and payload of what was put and is a task of that state."""
+        """Return name, kind and payload of each entry that was put and is a task in that state."""
         rows = ((os.path.basename(path), *it) for path, it in self.put.items())
         return [(it[0], *it[2:]) for it in rows if it[1] == state and is_task(state, it[0])]
 
     def check_counts(self, q: FemtoQueue) -> None:
+        """Check that stats() and tasks() show the entries with valid names, and only these."""
         stats = q.stats()
         for state in (*femtoqueue.STATES, "keys"):
             count = stats.buffered if state == "keys" else getattr(stats, state)
             named, more = self.named(state), 2 * (state == "pending")
-            demand(count == len(named) + more, f"{count} in {state}, not {len(named) + more}")
+            wanted = len(named) + more
+            demand(count == wanted, f"stats() counts {count} in {state}, not {wanted}")
             if state != "keys":
                 found = {task.data for task in q.tasks(state)} - {b"ours"}
                 files = {payload for _, kind, payload in named if kind == "file"}
-                demand(found == files, f"tasks({state}) has {found ^ files} wrong")
+                demand(found == files, f"tasks({state!r}) differs by {found ^ files}")
 
     def drain(self, q: FemtoQueue, *states: str) -> int:
-        """Deliver all there is, for 20 minutes: by now each task of those states came, once."""
+        """Pop tasks for 20 simulated minutes, then check what was delivered.
+
+        Each task in one of these states that was due five minutes before the end must have been
+        delivered once. Returns that time on the queue clock, in nanoseconds.
+        """
         for _ in range(4):
             while task := q.pop():
                 self.delivered[task.data] += 1
@@ -171,11 +185,11 @@ class Names:
                 if kind == "file" and not (timed and int(name[:20]) > clock_ns):
                     expected[payload] += 1
         had = self.delivered
-        demand(had == expected, f"wrong: {had - expected}, not: {expected - had}")
+        demand(had == expected, f"too often: {had - expected}; missing: {expected - had}")
         return now_ns
 
     def check_left(self, before: dict[str, tuple[int, ...]], now_ns: int) -> None:
-        """What is none of the queue's is as it was."""
+        """Check that each entry with a foreign name still exists and was not changed."""
         for path, (state, _, _) in self.put.items():
             name = os.path.basename(path)
             if is_ours(state, name) and state in (*femtoqueue.STATES, "keys"):
@@ -183,21 +197,21 @@ class Names:
             old = state == "creating" and is_ours(state, name) and int(name[:20]) < now_ns
             if not old:
                 demand(os.path.lexists(path), f"{path!r} is gone")
-                demand(looks(path) == before[path], f"{path!r} was changed")
+                demand(fingerprint(path) == before[path], f"{path!r} was changed")
 
 
 class Contents:
-    """Tasks and keys whose files are damaged."""
+    """A seed of `contents`: damaged files of tasks and of key states."""
 
     KEYS = ("a", "b", "c", "größe %", "k3985819", "k4420602")
 
     def __init__(self, path: str, seed: int) -> None:
         self.path, self.chance, self.clock = path, random.Random(seed), Clock(2e9, 1000)
         self.numbers = iter(range(10**9))
-        self.keys: dict[bytes, str | None] = {}  # by payload
-        self.pushed: dict[str, bytes] = {}  # by id, the newest
-        self.newest: dict[str | None, bytes] = {}  # by key
-        self.damaged: dict[str, Record | None] = {}  # by id: what its file says now
+        self.keys: dict[bytes, str | None] = {}  # the key of each payload
+        self.pushed: dict[str, bytes] = {}  # the newest payload of each id
+        self.newest: dict[str | None, bytes] = {}  # the newest payload of each key
+        self.damaged: dict[str, Record | None] = {}  # the record now in the file of each id, if any
         self.delivered: Counter[bytes] = Counter()
 
     def payload(self) -> bytes:
@@ -212,7 +226,7 @@ class Contents:
         self.keys[data], self.pushed[ident], self.newest[key] = key, data, data
 
     def fill(self, q: FemtoQueue) -> None:
-        """Tasks in all states, with newer payloads behind those of some keys."""
+        """Make tasks in all states, some of them keyed and with a payload buffered behind them."""
         for _ in range(6):
             self.push(q)
         for key in self.KEYS:
@@ -234,15 +248,17 @@ class Contents:
     # Damage
 
     def damage_record(self, path: str) -> None:
+        """Damage the file of a task, in place or as a new content."""
         with open(path, "rb") as file:
             content = file.read()
-        content = self.chance.choice((self.bent, self.lying))(content)
+        content = self.chance.choice((self.corrupted, self.mislabelled))(content)
         with open(path, "r+b" if self.chance.random() < 0.5 else "wb") as file:
             file.truncate(len(content))
             file.write(content)
         self.damaged[path[-29:]] = read_record(content)
 
-    def bent(self, content: bytes) -> bytes:
+    def corrupted(self, content: bytes) -> bytes:
+        """Return a content with flipped, missing or additional bytes, or another content."""
         at = self.chance.randrange(len(content))
         if self.chance.random() < 0.5:
             at = self.chance.randrange(min(len(content), 40))  # in the header
@@ -261,9 +277,12 @@ class Contents:
             )
         )
 
-    def lying(self, content: bytes) -> bytes:
-        """A record of a key that nobody quotes so, or is not its id's; or a header with its
-        checksum or length written otherwise."""
+    def mislabelled(self, content: bytes) -> bytes:
+        """Return a whole record with a wrong header.
+
+        Either its key is not the key of the id, or is quoted in a way that femtoqueue never uses.
+        Or the checksum or the length is written in another form.
+        """
         payload = content.partition(b"\n")[2]
         if self.chance.random() < 0.3:
             names = b"", b"b", *b"% %4 %zz %41 %61 %6a %FF%FE %00 a,b %61b".split(), b"a" * 201
@@ -273,31 +292,35 @@ class Contents:
         fields[at] = self.chance.choice((*(way % fields[at] for way in ways), fields[at].upper()))
         return b" ".join(fields) + b"\n" + payload
 
-    def damage_hint(self, path: str, others: list[str]) -> None:
+    def damage_key_state(self, path: str, others: list[str]) -> None:
+        """Damage the state file of a key: random bytes, or the path of another task from `others`.
+
+        No task of another key with the same hash is chosen: femtoqueue cannot detect that.
+        """
         with open(path, "rb") as file:
             content = file.read()
-        # To another's task, but not of another key of the same hash: that would be believed.
         others = [other for other in others if other[-8:] != path[-8:]]
         other = os.path.relpath(self.chance.choice(others), self.path).encode()
         key = content.partition(b" ")[0] or b"a"
         astray = b"%b %b -\n\n" % (key, other)
         behind = b"%b %b\n\n" % (b" ".join(content.split(b" ")[:2]), os.path.basename(other))
-        bent = self.bent(content) if content else b"\0" * 100
+        bent = self.corrupted(content) if content else b"\0" * 100
         ways = (b"", b"\n\n", bent, bent, content * 2, astray, astray, behind)
         with open(path, "wb") as file:
             file.write(self.chance.choice(ways))
 
     def run(self) -> None:
+        """Fill a queue, damage some files, let workers go on, and check what they got."""
         with mock.patch.object(femtoqueue, "time", self.clock):
             q = FemtoQueue(self.path, "filler", timeout_stale_ms=30_000)
             self.fill(q)
             paths = sorted(glob.glob(os.path.join(self.path, "*", "*")))
-            hints = [it for it in paths if re.fullmatch(TAG, os.path.basename(it))]
+            key_states = [it for it in paths if re.fullmatch(TAG, os.path.basename(it))]
             paths = [it for it in paths if is_id(it[-29:]) and "/done/" not in it]
             for path in self.chance.sample(paths, min(len(paths), self.chance.randrange(6))):
                 self.damage_record(path)
-            for path in self.chance.sample(hints, self.chance.randrange(len(hints) + 1)):
-                self.damage_hint(path, paths)
+            for path in self.chance.sample(key_states, self.chance.randrange(len(key_states) + 1)):
+                self.damage_key_state(path, paths)
             if self.chance.random() < 0.5:
                 q.close()
             current = {path[-29:] for path in paths}
@@ -305,10 +328,10 @@ class Contents:
             self.check(current)
 
     def work(self) -> None:
-        """Two workers go on, for half an hour."""
+        """Let two workers use the queue, for at least half a simulated hour."""
         workers = [FemtoQueue(self.path, node, timeout_stale_ms=30_000) for node in "mn"]
         pushing = self.chance.random() < 0.5
-        for key in self.KEYS if pushing else ():  # while what the hints lead to is still there
+        for key in self.KEYS if pushing else ():  # while the tasks that the key states name exist
             if self.chance.random() < 0.5:
                 self.push_newer(self.chance.choice(workers), key)
         for _ in range(120):
@@ -334,6 +357,7 @@ class Contents:
             q.close()
 
     def push_newer(self, q: FemtoQueue, key: str) -> None:
+        """Push another payload of a key. The older payload then need not be delivered."""
         data = self.payload()
         policy = self.chance.choice(("buffer", "update", "reject"))
         self.keys[data] = key
@@ -342,19 +366,24 @@ class Contents:
             self.newest.pop(key, None)
 
     def deliver(self, q: FemtoQueue, task: FemtoTask | None) -> None:
+        """Check that a task has a payload that was pushed, or that a damaged file has; finish
+        it."""
         if task is None:
             return
         was = task.data, task.key
         pushed = task.data in self.keys and self.keys[task.data] == task.key
-        # A newer payload may take the place of the task before it, so not only by the id.
+        # A payload may move to the id of an older task of its key, so the id is not compared.
         damaged = was in self.damaged.values()
-        demand(pushed or damaged, f"{was!r:.99} was delivered as {task.id}: it is in no file")
+        demand(pushed or damaged, f"{was!r:.99} was delivered as {task.id}, but is in no file")
         self.delivered[task.data] += 1
         q.done(task)
 
     def check(self, current: set[str]) -> None:
-        """What was not damaged was delivered; of a key the newest, which may be a dead letter when
-        the hints of its key led nowhere."""
+        """Check that each task that was not damaged was delivered.
+
+        For a key only the newest payload counts. This payload may also be in a dead letter, if the
+        damaged state of the key did not name its task.
+        """
         q = FemtoQueue(self.path, "checker")
         dead = {task.data for task in q.tasks("failed")}
         q.close()
@@ -362,9 +391,10 @@ class Contents:
             data = self.pushed[ident]
             key = self.keys[data]
             if key is None:
-                as_told = self.delivered[data] or ident in self.failed
-                demand(as_told, f"{ident} was not damaged, and never delivered")
-                demand(data not in dead or ident in self.failed, f"{ident} is set aside")
+                is_found = self.delivered[data] or ident in self.failed
+                demand(is_found, f"{ident} was not damaged, but never delivered")
+                is_wanted = data not in dead or ident in self.failed
+                demand(is_wanted, f"{ident} was not damaged, but is quarantined")
             elif self.newest.get(key) == data:
                 demand(self.delivered[data] or data in dead, f"{ident} of {key!r} was lost")
 
@@ -379,12 +409,12 @@ KINDS: dict[str, Callable[[str, int], object]] = {
 }
 
 
-def one(kind: str, seed: int) -> None:
-    """Run a seed. Raises what is wrong."""
+def run_seed(kind: str, seed: int) -> None:
+    """Run a seed. Raises an AssertionError, or another exception, if something is wrong."""
     directory = tempfile.TemporaryDirectory(
         prefix="femtoqueue-fuzz-", dir=memory_dir(), ignore_cleanup_errors=True
     )
-    signal.signal(signal.SIGALRM, hangs)
+    signal.signal(signal.SIGALRM, raise_hang)
     signal.alarm(PATIENCE_S)
     try:
         with directory as path:
@@ -393,14 +423,14 @@ def one(kind: str, seed: int) -> None:
         signal.alarm(0)
 
 
-def run(kinds: Iterable[str], minutes: float, seed: int) -> None:
-    """Seeds of all kinds, for so long; at least one of each. Raises Violation at the first that
-    fails."""
+def run_seeds(kinds: Iterable[str], minutes: float, seed: int) -> None:
+    """Run seeds of these kinds in turn for some minutes, at least one of each kind. Raises
+    Violation for the first seed that fails."""
     end_s = time.monotonic() + minutes * 60
     for count in itertools.count(1):
         for kind in kinds:
             try:
-                one(kind, seed + count - 1)
+                run_seed(kind, seed + count - 1)
             except Exception as error:
                 what = f"{kind}, seed {seed + count - 1}: {type(error).__name__}"
                 raise Violation(f"{what}: {error}") from error
@@ -410,17 +440,18 @@ def run(kinds: Iterable[str], minutes: float, seed: int) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--minutes", type=float, default=1)
-    options.add_argument("--only", choices=KINDS, nargs="+", default=KINDS)
+    options = proof_parser(__doc__)
+    options.add_argument("--minutes", type=float, default=1, help="default: 1")
+    only = "only seeds of these kinds"
+    options.add_argument("--only", choices=KINDS, nargs="+", default=KINDS, help=only)
     args = options.parse_args()
     say(f"seed {args.seed}")
     femtoqueue._log().disabled = True
-    with ends(args.seed):
+    with exit_on_failure(args.seed):
         if args.self_check:
             must_catch(args.seed, lambda kind: ["--only", kind, "--minutes", "2"])
         else:
-            run(args.only, args.minutes, args.seed)
+            run_seeds(args.only, args.minutes, args.seed)
 
 
 if __name__ == "__main__":

@@ -1,60 +1,79 @@
-"""Many hosts, one queue: on GlusterFS nothing acknowledged is lost, and no task is leased twice.
+"""Use one queue on three hosts that share a GlusterFS volume, while bricks and networks fail.
 
     python .ci/hosts.py [--seed S] [--only PART] [--self-check]
 
 Needs root, on Linux, with FUSE, iproute2 and util-linux; installs glusterfs-server and
 glusterfs-client (Debian) if they are missing. Takes six minutes.
 
-Three hosts on this machine, each with a network, mounts, processes and a boot id of its own, are
-joined by a bridge, and hold a volume of three replicas, which each of them mounts. In storms,
-producers and workers of tasks without a key and with one, and a member of a line of tickets, run on
-all three, while a brick is killed and comes back, a host is cut off and comes back, both at once
-(no quorum: nobody may write), and processes are killed all the time. Proved (see verdict.py):
+The three hosts are on this machine. Each has its own network, mounts, processes and boot id. A
+bridge joins their networks. Each host stores one of three replicas of a volume in its brick, a
+directory in memory, and mounts the volume.
 
-  - each push that returned ends in done/ or failed/, once, with its own bytes;
-  - no task is leased twice: whoever has it lives, has not settled it, and its lease has not ended;
-  - done() and fail() of one who was cut off raise LeaseLost once another has had the task, and what
-    is done or failed is never delivered again (but see below);
-  - while all is well nothing raises, and no call takes longer than 40 s;
-  - tasks of a producer are claimed in the order of their pushes by each worker;
-  - of one key in one storm, and of fifty in the next, what is said below, but that peek() and
-    take() may miss the task of one who was killed; turns do not overlap, and after each storm each
-    host gets one, but a ticket may be passed over while a host is cut off;
-  - all mounts and, after healing, all bricks show the same files (but for lease directories that
-    Gluster forgot on one brick, which no mount shows, and what raised pushes left in creating/).
+Storms. On each host run producers and workers of tasks with and without a key, and a member of a
+TicketQueue. Meanwhile a brick is killed and comes back. In the next storm a host is cut off and
+comes back. In the third storm both happen at once, so that no host has a quorum and may write.
+Processes are killed all the time. Proved (see verdict.py):
 
-After a replica was down or cut off, healing may bring back a name that had been renamed meanwhile.
-The queue drops it if the task has ended, as far as Gluster shows that both are one file. Else a
-task that had ended comes once more, or one that waits is claimed by two hosts: both are counted,
-and no failure while not all is well; nor is what follows for a key: such a task is delivered after
-a newer one, or is a dead letter beside it; or the payload comes once more that a task had before.
-Nor is a key's second task that was pushed while a host was cut off, which may lose its locks. Such
-dead letters are counted, and the leases that were lost early meanwhile, for the replicas did not
-agree on their names.
+  - Each task whose push() returned ends in done/ or failed/, once, with its own bytes.
+  - No task is delivered during the lease of another delivery. A lease lasts until its deadline,
+    until the task is settled, or until its worker dies.
+  - If a worker's host was cut off and another worker got the task, done() and fail() raise
+    LeaseLost. A finished task is never delivered again (but see below).
+  - While the cluster is calm (nothing is cut off or killed, and all is healed), no call raises an
+    error, and no call takes longer than 40 s.
+  - Each worker claims the tasks of a producer in the order of their pushes.
+  - For one key in one storm, and for fifty keys in the next, the promises below hold. But peek()
+    and take() may miss the task of a worker that was killed.
+  - Turns do not overlap. After each storm each host gets a turn. While a host is cut off, its
+    ticket may be passed over.
+  - All mounts and, after healing, all bricks show the same files. There are two exceptions. Gluster
+    may leave a lease directory on one brick, which no mount shows. A push that raised an error may
+    leave a file in creating/.
 
-Without faults, two processes on each host push, two take, release, fail and finish tasks of one
-key, then of ten, then of fifty, and all ask for them: contains(), peek() and take(). Proved:
+What healing may do. After a replica was down or cut off, healing may bring back the old name of a
+file that was renamed meanwhile. The queue removes that name if the task has ended, and if Gluster
+shows that both names are the same file. Otherwise one of the following happens. If it happens while
+the cluster is not calm, it is counted and reported, and is no failure:
 
-  - a key has at most one task that waits or is in flight, and at most one payload behind it;
-  - deliveries of a key do not overlap in time, and carry a payload at least as new as the last push
-    that had returned when pop() or take() was called, the last one the last payload (of pushes that
-    overlap in time, any may be the last); failed/ holds only what a worker gave to fail();
-  - a key whose push had returned, on any host, is not absent: contains() finds it until a delivery
-    of that payload or a newer one is about to end, peek() unless it is pushed or moves meanwhile,
-    take() unless it is in flight, though a mount shows files as they were up to a second ago;
-  - no call raises anything, and no lease is lost before its deadline;
-  - turns of two members on each host do not overlap, and come in the order of their tickets.
+  - A finished task is delivered once more, or two hosts claim one waiting task.
+  - A keyed task is delivered after a newer task of its key, becomes a dead letter beside such a
+    task, or is delivered with an earlier payload.
+  - A key gets a second task, pushed while a host was cut off, which may lose its locks. One of the
+    two becomes a dead letter.
+  - A lease is lost before its deadline, because the replicas differ in the lease's name.
 
-What a queue needs of another shared file system, between its hosts: of two rename() of one name
-one succeeds, and that one only; O_EXCL makes a name once; flock() excludes, and ends with its host;
-a name that one call made is found by the next call of any host, or within a second. To try: mount
-it where this volume is mounted below, and run the parts one by one.
+Keys and tickets, without faults. On each host two processes push tasks of one key, then of ten
+keys, then of fifty. Two others pop, take, release, fail and finish these tasks. All look them up by
+contains(), peek() and take(). Proved:
 
---only runs one part, with --self-check the faults that it must catch: calm; key, keys and many (one
-key, ten, fifty); tickets; storms, or one of these: brick, cut, quorum.
+  - A key has at most one task that waits or is in flight, and at most one buffered payload.
+  - Deliveries of a key do not overlap in time. A delivery has a payload at least as new as the last
+    push that had returned when pop() or take() was called. The last delivery has the last payload;
+    of pushes that overlap in time, any may be the last.
+  - failed/ holds only tasks that a worker gave to fail().
+  - After a push of a key has returned on any host, the key's task can be found until that payload,
+    or a newer one, is delivered and settled. contains() always finds the task. peek() may miss it
+    while a push or a claim moves it, and take() while it is in flight. This holds although a mount
+    may show files as they were a second ago.
+  - No call raises an error, and no lease is lost before its deadline.
+  - Turns of two members on each host do not overlap, and come in the order of their tickets.
 
-The hosts are nameless namespaces that end with this program, however it ends: processes, mounts,
-bricks (in memory) and glusterd's state go with them, and the machine's own are never touched.
+A queue on another file system that hosts share needs the following:
+
+  - If two hosts rename() one name, exactly one succeeds.
+  - O_EXCL creates a name once.
+  - flock() excludes other hosts, and a lock ends when its host dies.
+  - A name that one call made is found by the next call on any host, or within a second.
+
+To try another file system, mount it where this program mounts the volume, and run the parts one by
+one.
+
+--only runs one part: calm; key, keys or many (one key, ten keys, fifty keys); tickets; storms, or a
+single storm: brick, cut or quorum. With --self-check, --only chooses the faults that name a part.
+
+The hosts are namespaces without names, which end with this program, however the program ends.
+Processes, mounts, bricks and the state of glusterd end with them. The machine's own glusterd is
+never touched.
 """
 
 from __future__ import annotations
@@ -87,7 +106,7 @@ PACKAGES = ("glusterfs-server", "glusterfs-client")
 TOOLS = ("glusterd", "gluster", "mount.glusterfs", "ip", "unshare", "nsenter", "setpriv")
 HOSTS = (1, 2, 3)
 MOUNT, BRICK, LOG = "/run/mnt", "/run/brick/b", "/var/log/glusterfs/run-mnt.log"
-# Private, so that the machine's own glusterd, if it has one, is not touched.
+# These mounts are private to a host, so that the machine's own glusterd is not touched.
 PREPARE = """set -e
 for dir in /var/lib/glusterd /var/log/glusterfs /run; do mount -t tmpfs none $dir; done
 mkdir -p /run/gluster /run/brick /run/mnt
@@ -97,41 +116,44 @@ cat /proc/sys/kernel/random/uuid >/run/boot_id
 mount --bind /run/boot_id /proc/sys/kernel/random/boot_id
 glusterd
 """
-# The first process of a host, which must reap what dies, and end when we do.
+# The first process of a host. It ignores SIGCHLD, so that the kernel reaps dead orphans. It ends
+# when this program closes its standard input.
 INIT = """
 import signal, sys
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 print("ready", flush=True)
 sys.stdin.read()
 """
-# A host that does not answer for so long is cut off: a busy machine must not take so long. After
+# A host that does not answer for 10 s counts as cut off, so a busy machine must answer faster. With
 # the defaults, 42 s and 10 minutes, the same would happen later.
 OPTIONS = {
     "network.ping-timeout": "10",
     "server.tcp-user-timeout": "10",
     "cluster.heal-timeout": "5",
     "cluster.shd-max-threads": "4",
-    # A name whose file was replaced on one brick only stays unhealed without it, now and then.
+    # Without this option, a name whose file was replaced on one brick only sometimes stays
+    # unhealed.
     "cluster.favorite-child-policy": "majority",
 }
-HEAL_S = 240.0  # 54 were seen, on a busy machine
+HEAL_S = 240.0  # 54 s were seen, on a busy machine
 KEYS = {"key": 1, "keys": 10, "many": 50}
-STORMS = ("brick", "cut", "quorum")  # one after the other: see episodes()
+STORMS = ("brick", "cut", "quorum")  # in this order: see episodes()
 PARTS = ("calm", *KEYS, "tickets", "storms")
-KEYS_S = 10.0  # for one key, again for ten and for fifty, and for tickets
-STORM_STALE_S = 10.0  # of a ticket that another host's member does not touch
-CLEAR_S = 90.0  # for a turn, in a storm
-STORM_KEYS = (1, 50)  # in one storm after the other
+KEYS_S = 10.0  # how long each of the parts key, keys, many and tickets takes
+STORM_STALE_S = 10.0  # stale_s of a TicketQueue in a storm
+CLEAR_S = 90.0  # timeout of a turn in a storm
+STORM_KEYS = (1, 50)  # the number of keys in one storm and in the next
 
 
-Found = Mapping[str, Iterable[str]]  # what is wrong, by what was promised
+Found = Mapping[str, Iterable[str]]  # what is wrong, by broken promise
 
 
 # Hosts
 
 
 class Host:
-    """Namespaces, held by a process that ends with our end of its pipe."""
+    """A host: namespaces that a process holds. The process ends when close() or the end of this
+    program closes its standard input."""
 
     def __init__(self, number: int) -> None:
         self.number, self.address = number, f"10.77.0.{number}"
@@ -145,9 +167,12 @@ class Host:
         assert self.holder.stdout is not None
         assert self.holder.stderr is not None
         if not self.holder.stdout.readline():
-            raise Unable(f"no namespaces here: {self.holder.stderr.read().decode().strip()}")
+            raise Unable(
+                f"unshare(1) cannot make namespaces: {self.holder.stderr.read().decode().strip()}"
+            )
 
     def command(self, *command: str) -> list[str]:
+        """Return the command that runs `command` on this host."""
         pid = self.holder.pid
         enter = ("nsenter", f"--target={pid}", "--mount", "--net")
         return [*enter, f"--pid=/proc/{pid}/ns/pid_for_children", *command]
@@ -165,13 +190,14 @@ class Host:
 
 
 class Cluster:
-    """Three hosts, a switch between them, and a volume that each has mounted."""
+    """Three hosts, a switch between them, and a volume that each host mounts."""
 
     def __init__(self) -> None:
         self.switch = Host(0)
         self.hosts = self.machines = {number: Host(number) for number in HOSTS}
 
     def build(self) -> None:
+        """Connect the hosts, start glusterd on each, create the volume and mount it."""
         self.switch.ip("link", "add", "bridge", "type", "bridge")
         self.switch.ip("link", "set", "bridge", "up")
         for number, host in self.hosts.items():
@@ -193,10 +219,11 @@ class Cluster:
         self.gluster("volume", "start", "queue")
         for host in self.hosts.values():
             host.run("mount", "-t", "glusterfs", f"{host.address}:/queue", MOUNT)
-        self.wait_until(self.whole, 60, "all bricks are connected")
+        self.wait_until(self.is_whole, 60, "all bricks are connected")
 
     def gluster(self, *arguments: str, tries: int = 30) -> str:
-        """Tell glusterd, which needs a moment until its peers have met."""
+        """Run gluster(8) on host 1 and return its output. Retry if it fails, because glusterd needs
+        some time to connect to its peers."""
         for _ in range(tries - 1):
             with contextlib.suppress(Unable):
                 return self.hosts[1].run("gluster", "--mode=script", *arguments)
@@ -204,20 +231,23 @@ class Cluster:
         return self.hosts[1].run("gluster", "--mode=script", *arguments)
 
     def kill(self, number: int) -> None:
+        """Kill the brick of a host."""
         self.hosts[number].run("sh", "-c", "kill -9 $(cat /run/gluster/vols/queue/*.pid)")
 
     def revive(self) -> None:
+        """Start the bricks that do not run."""
         self.gluster("volume", "start", "queue", "force")
 
     def cut(self, number: int) -> None:
-        """Out of the bridge: packets go nowhere, and nobody is told."""
+        """Cut off a host: take it out of the bridge, so that its packets are lost silently."""
         self.switch.ip("link", "set", f"port{number}", "nomaster")
 
     def join(self, number: int) -> None:
+        """Connect a host to the bridge."""
         self.switch.ip("link", "set", f"port{number}", "master", "bridge")
 
-    def whole(self) -> bool:
-        """Whether all bricks run, all mounts have all of them, and nothing is left to heal."""
+    def is_whole(self) -> bool:
+        """Return whether all mounts are connected to all bricks, and no entry is left to heal."""
         clients = f"cat {MOUNT}/.meta/graphs/active/queue-client-?/private"
         for host in self.hosts.values():
             if host.run("sh", "-c", clients).count("connected = 1") < len(HOSTS):
@@ -225,16 +255,18 @@ class Cluster:
         heal = self.gluster("volume", "heal", "queue", "info")
         return heal.count("Number of entries: 0") == len(HOSTS)
 
-    def to_heal(self) -> list[str]:
+    def entries_to_heal(self) -> list[str]:
+        """Return the paths or ids of the files that Gluster still has to heal."""
         heal = self.gluster("volume", "heal", "queue", "info").splitlines()
         return [line for line in heal if line.startswith(("/", "<"))]
 
-    def lost_bricks(self) -> int:
-        """Return how often a mount found that a brick did not answer."""
+    def count_lost_bricks(self) -> int:
+        """Return how often, by the logs, a mount found that a brick did not answer."""
         count = f"grep -c 'has not responded in the last' {LOG} || true"
         return sum(int(host.run("sh", "-c", count)) for host in self.hosts.values())
 
     def wait_until(self, true: Callable[[], bool], seconds: float, what: str) -> None:
+        """Wait until `true()` holds. Raises Violation after so many seconds."""
         end_s = time.monotonic() + seconds
         while not true():
             if time.monotonic() > end_s:
@@ -251,44 +283,45 @@ class Cluster:
 
 @dataclass
 class Episode:
-    """What happens in a storm, and when. holder: a host where a task is held meanwhile; cuts_off: a
-    host that goes on is not reached for a while."""
+    """The fault of a storm."""
 
-    fault_s: float
-    text: str
+    fault_s: float  # when `fault` is called, after the begin of the storm
+    text: str  # what the program prints then
     fault: Callable[[], object]
-    cure_s: float
+    cure_s: float  # when `cure` is called
     cure: Callable[[], object]
-    cuts_off: bool = False
-    holder: int = 0
+    cuts_off: bool = False  # the network of a running host is cut
+    holder: int = 0  # the host that is cut off while a `hold` actor there has a task; 0: none
 
 
 class Stage(Noter):
-    """Actors on the hosts of a cluster, and what they noted."""
+    """Actors on the hosts of a cluster, and their log."""
 
     name = "storm"
-    bricks: Iterable[int] = HOSTS  # where files can be seen that no cache is in front of
-    is_hard = False  # no call raises, however long the hosts are cut off
-    tail_s = 6.0  # of a storm, after its last event
+    bricks: Iterable[int] = HOSTS  # the hosts on which a brick can be listed, past all caches
+    is_hard = False  # True: no call may raise an OSError, however long the hosts are cut off
+    tail_s = 6.0  # how long a storm lasts after the cure
 
     def __init__(self, cluster: Cluster, log: str, seed: int, part: str) -> None:
         self.cluster, self.log = cluster, log
         self.chance = random.Random(seed)
         self.queue = f"{MOUNT}/jobs-{part}"
         self.running: dict[str, tuple[Any, Actor, Any]] = {}  # host, actor, process
-        self.dying: list[Any] = []  # processes that were killed, and wait
-        self.starts = itertools.count(1)
-        self.lost = cluster.lost_bricks()
-        self.at_rest: list[set[str]] = []  # the queue's files whenever nothing runs
+        self.dying: list[Any] = []  # processes that were killed and have not been waited for
+        self.starts = itertools.count(1)  # numbers of the actors
+        self.lost = cluster.count_lost_bricks()
+        self.at_rest: list[set[str]] = []  # the queue's files, each time when no actor runs
         self.over = f"{self.log}.over"
         self.fd = proof.open_log(self.log)
 
     def start(self, host: int, kind: str, **settings: Any) -> None:
+        """Start an actor of a kind on a host, with these fields."""
         settings = {"queue": self.queue, **settings}
         self.start_as(host, Actor(kind, "", over=self.over, **settings))
 
     def launch(self, host: Host, actor: Actor) -> None:
-        # Who kills nsenter kills the actor.
+        """Start a process for an actor on a host."""
+        # kill_one() kills nsenter; by setpriv the actor dies with nsenter.
         command = ("setpriv", "--pdeathsig", "KILL", sys.executable, __file__)
         process = subprocess.Popen(
             host.command(*command, "--actor", json.dumps(dataclasses.asdict(actor)), self.log),
@@ -299,29 +332,34 @@ class Stage(Noter):
         self.running[actor.name] = host, actor, process
 
     def kill_one(self) -> None:
-        """Kill a producer or a worker, and start it again under its node_id, if it has one."""
+        """Kill an actor other than a `hold` actor, and start another one with the same settings.
+        The new worker also has the same node_id, if the settings give one."""
         names = [name for name in self.running if not name.startswith("hold")]
         host, actor, process = self.running.pop(self.chance.choice(names))
         self.note("killed", actor.name)
         process.kill()
-        self.dying.append(process)  # one that waits where the network is cut dies after that
+        self.dying.append(process)  # a process that waits for a cut network dies only later
         self.start_as(host.number, actor)
 
     def start_as(self, host: int, actor: Actor) -> None:
-        """Start an actor like this one, under a name of its own."""
+        """Start an actor with the settings of `actor`, under a new name."""
         name, seed = f"{actor.kind}{host}.{next(self.starts)}", self.chance.randrange(10**9)
         self.launch(self.cluster.machines[host], dataclasses.replace(actor, name=name, seed=seed))
 
     def finish(self, timeout_s: float) -> None:
-        """Wait for all actors, and those that were killed."""
+        """Wait until all actors have ended, also those that were killed.
+
+        Raises Violation if an actor fails or hangs; but Unable if it hangs while a killed process
+        still hangs in a system call.
+        """
         hang: type[Exception] = Violation
         end_s = time.monotonic() + timeout_s
         for process in self.dying:
             try:
                 process.communicate(timeout=max(1, end_s - time.monotonic()))
-            except subprocess.TimeoutExpired:  # GlusterFS may never answer it
-                say("a process that was killed still waits in a call")
-                hang = Unable  # as do those who want what it has locked, for no fault of theirs
+            except subprocess.TimeoutExpired:  # GlusterFS may never answer its system call
+                say("a killed process still waits in a system call")
+                hang = Unable  # other processes may wait for its locks: that is no fault of theirs
         self.dying.clear()
         for host, actor, process in self.running.values():
             try:
@@ -330,14 +368,16 @@ class Stage(Noter):
                 process.kill()
                 raise hang(f"{actor.name} on host {host.number} hangs") from None
             if process.returncode:
-                raise Violation(f"{actor.name} ended with {process.returncode}: {output}")
+                raise Violation(f"{actor.name} has exit status {process.returncode}: {output}")
         self.running.clear()
 
     def check_machine(self) -> None:
-        if self.cluster.lost_bricks() > self.lost:
-            raise Unable("this machine is too busy: a brick did not answer while all was well")
+        """Raise Unable if a brick did not answer in time though there was no fault."""
+        if self.cluster.count_lost_bricks() > self.lost:
+            raise Unable("this machine is too busy: a brick did not answer, without a fault")
 
-    def fault(self, episode: Episode) -> None:
+    def make_fault(self, episode: Episode) -> None:
+        """Begin the fault of a storm: first let the `hold` actor get a task, if there is one."""
         if episode.holder:
             self.start(episode.holder, "hold")
             self.wait_for("got", "hold")
@@ -347,18 +387,19 @@ class Stage(Noter):
         episode.fault()
 
     def wait_for(self, word: str, kind: str = "") -> None:
-        """Until all that run, or those of a kind, have noted it."""
+        """Wait until all running actors, or those of a kind, have logged a word."""
 
         def noted() -> bool:
             with open(self.log, encoding="ascii") as file:
                 names = {line.split()[1] for line in file if line.split()[2] == word}
             return all(name in names for name in self.running if name.startswith(kind))
 
-        self.cluster.wait_until(noted, 120, f"all are {word}")
+        self.cluster.wait_until(noted, 120, f"all actors have logged {word!r}")
 
     def storm(self, episode: Episode, keys: int) -> None:
-        """Let all do what they do, while something happens; then see what is left."""
-        self.call_over(False)
+        """Run all kinds of actors during a fault and its cure; kill actors all the time. Then heal
+        the cluster, let each host have a turn, and list the queue's files."""
+        self.set_over(False)
         for host in self.cluster.hosts:
             self.start(host, "produce")
             self.start(host, "consume", node_id=f"fixed{host}")
@@ -370,7 +411,7 @@ class Stage(Noter):
         began_s = time.monotonic()
         next_kill_s, end_s = began_s + 2, began_s + episode.cure_s + self.tail_s
         steps: list[tuple[float, Callable[[], object]]] = [
-            (episode.fault_s, lambda: self.fault(episode)),
+            (episode.fault_s, lambda: self.make_fault(episode)),
             (episode.cure_s, episode.cure),
         ]
         while steps or time.monotonic() < end_s:
@@ -381,15 +422,16 @@ class Stage(Noter):
                 self.kill_one()
                 next_kill_s = time.monotonic() + 1 + 4 * self.chance.random()
             time.sleep(0.05)
-        self.call_over()
+        self.set_over()
         self.finish(120)
         self.heal()
         self.on_all(120, "take_turn", stale_s=STORM_STALE_S)
         self.at_rest.append(self.files(1, self.queue))
 
     def play(self, seconds: float, kinds: Iterable[str], watcher: int = 0, **settings: Any) -> None:
-        """Let actors of these kinds do what they do, on each host, for so long."""
-        self.call_over(False)
+        """Run actors of these kinds on each host for some seconds, without faults, and list the
+        queue's files. If `watcher` is a host, a `watch` actor lists its brick meanwhile."""
+        self.set_over(False)
         for host, kind in itertools.product(self.cluster.hosts, kinds):
             self.start(host, kind, **settings)
         self.wait_for("ready")
@@ -397,64 +439,71 @@ class Stage(Noter):
             self.start(watcher, "watch", queue=self.queue.replace(MOUNT, BRICK))
             self.wait_for("ready")
         time.sleep(seconds)
-        self.call_over()
+        self.set_over()
         self.finish(60)
         self.at_rest.append(self.files(1, self.queue))
 
-    def call_over(self, is_over: bool = True) -> None:
-        """Tell the actors that run until they are told to stop."""
+    def set_over(self, is_over: bool = True) -> None:
+        """Make the file that tells the actors to end; or, with is_over=False, remove it."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.over)
         if is_over:
             os.close(os.open(self.over, os.O_CREAT, 0o600))
 
     def heal(self) -> None:
+        """Wait until the volume is healed. Raises Unable if that takes longer than HEAL_S."""
         began_s = time.monotonic()
         try:
-            self.cluster.wait_until(self.cluster.whole, HEAL_S, "the volume is healed")
+            self.cluster.wait_until(self.cluster.is_whole, HEAL_S, "the volume is healed")
         except Violation:
-            left = self.cluster.to_heal()
+            left = self.cluster.entries_to_heal()
             if not left or any("/inflight-" not in line for line in left):
                 say(self.cluster.gluster("volume", "heal", "queue", "info", "split-brain"))
                 raise Unable(f"GlusterFS did not heal within {HEAL_S:.0f} s: {left}") from None
-            # Gluster leaves a worker's directory that was removed where two bricks were cut off.
+            # A worker removed its lease directory while two bricks were cut off. Gluster does not
+            # heal that: the directory stays on one brick.
             say("a lease directory stays on one brick, unhealed")
-        self.lost = self.cluster.lost_bricks()
+        self.lost = self.cluster.count_lost_bricks()
         self.note("healed")
         say(f"healed after {time.monotonic() - began_s:.0f} s")
 
     def on_all(self, timeout_s: float, kind: str, **settings: Any) -> None:
-        """Let an actor on each host do what it does, to its end."""
+        """Run an actor on each host to its end."""
         for host in self.cluster.hosts:
             self.start(host, kind, **settings)
         self.finish(timeout_s)
 
     def drain(self) -> None:
+        """Finish all tasks, by an actor on each host."""
         self.on_all(120, "drain", idle_s=LEASE_MS / 1e3 + 3)
 
     def reasons(self) -> list[str]:
-        """Return the lines "./<id>.error:<reason>" of the dead letters that have one."""
+        """Return the lines "./<id>.error:<reason>" of all dead letters that have a reason."""
         script = f"cd {self.queue}/failed && find . -name '*.error' -exec grep -H . {{}} +"
         return self.cluster.hosts[1].run("sh", "-c", f"{script} || true").splitlines()
 
     def files(self, host: int, root: str) -> set[str]:
-        """Return what a host sees of the queue, through its mount or on its brick."""
+        """Return the paths of the queue's files that a host finds in `root`, which is on its mount
+        or its brick."""
         listing = self.cluster.machines[host].run("sh", "-c", f"cd {root} && find . -type f")
         return {line.removeprefix("./") for line in listing.splitlines()}
 
     def judge(self, events: verdict.Events, found: Found, hard: bool = False) -> None:
-        """Judge what was noted, and what is left. found: what else is wrong, by promise. Raises
-        Violation if anything is."""
+        """Check the log and the files that are left; see verdict.judge(). `found` adds what is
+        wrong by other checks. Raises Violation if a promise is broken."""
         for number, files in enumerate(self.at_rest, 1):
             wrong = verdict.crowded_at_rest(events, files)
             events.crowds += (f"at rest {number}: {it}" for it in wrong)
-        left = lasting(self.files(1, self.queue))
+        left = without_creating(self.files(1, self.queue))
         verdict.judge(events, left, self.reasons(), found, hard)
 
 
 def episodes(stage: Stage) -> dict[str, Episode]:
-    """Return what happens in storms between which the volume heals, as it has to be given the time
-    to: a host that goes while another is not whole takes the newest state along."""
+    """Return the faults of the storms, by name.
+
+    The volume must heal between two storms. If a host failed while another one is not healed, the
+    newest state of a file could be on the failed host only.
+    """
     one, two, three = stage.chance.sample(HOSTS, 3)
     net = stage.cluster
     no_quorum = f"host {three} is cut off and the brick of host {one} killed: no quorum"
@@ -478,13 +527,14 @@ def episodes(stage: Stage) -> dict[str, Episode]:
 # Parts
 
 
-def lasting(files: set[str]) -> set[str]:
-    """Return files but for what raised pushes have left: no tasks, and swept away in an hour."""
+def without_creating(files: set[str]) -> set[str]:
+    """Return the files that are not in creating/. A push that raised an error may leave a file
+    there. This file is no task, and housekeeping removes it after an hour."""
     return {path for path in files if not path.startswith("creating/")}
 
 
 def calm(stage: Stage, count: int) -> None:
-    """A backlog from all hosts, pushed at once; then a worker on each of them."""
+    """Push tasks on all hosts at once; then drain them by a worker on each host."""
     stage.on_all(60, "fill", count=count)
     time.sleep(1.1)
     stage.on_all(60, "drain", idle_s=1)
@@ -493,7 +543,7 @@ def calm(stage: Stage, count: int) -> None:
 
 
 def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> None:
-    """Push, take and finish tasks of a few keys, on all hosts at once."""
+    """Push, take and finish tasks of some keys on all hosts at once."""
     stage.play(seconds, ("push_keys", "take_keys") * 2, watcher, keys=keys)
     stage.on_all(60, "drain", idle_s=2)
     stage.check_machine()
@@ -501,7 +551,7 @@ def keyed(stage: Stage, keys: int, watcher: int, seconds: float = KEYS_S) -> Non
 
 
 def tickets(stage: Stage) -> None:
-    """Take turns, by two members on each host."""
+    """Take turns by two members on each host."""
     stage.play(KEYS_S, ("take_turns",) * 2)
     stage.check_machine()
     events = verdict.Events(stage.log)
@@ -512,15 +562,16 @@ def tickets(stage: Stage) -> None:
 
 
 def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
-    """Have one storm after the other, of few keys and of many; then finish what is left."""
+    """Run storms one after the other, in turn with one key and with fifty. Then finish all tasks,
+    compare the files that the mounts and the bricks show, and check the log."""
     for episode, keys in zip(episodes, itertools.cycle(STORM_KEYS)):
         stage.storm(episode, keys)
     stage.drain()
     events, hosts = verdict.Events(stage.log, not stage.is_hard), [*stage.cluster.hosts]
-    there, brick = lasting(stage.files(1, stage.queue)), stage.queue.replace(MOUNT, BRICK)
+    there, brick = without_creating(stage.files(1, stage.queue)), stage.queue.replace(MOUNT, BRICK)
     found = {"hosts have no turn": verdict.without_turn(events, hosts), "views differ": []}
     for host, root in (*((it, stage.queue) for it in hosts), *((it, brick) for it in stage.bricks)):
-        stray = lasting(stage.files(host, root)) ^ there
+        stray = without_creating(stage.files(host, root)) ^ there
         is_forgotten = root == brick and all(path.startswith("inflight-") for path in stray)
         if stray and not (is_forgotten and events.may_come_back):
             found["views differ"].append(f"{root} of host {host}: {stray}")
@@ -528,7 +579,7 @@ def storms(stage: Stage, episodes: Iterable[Episode]) -> None:
 
 
 def play(hosts: Cluster, work: str, seed: int, part: str) -> None:
-    """Run a part. Raises Violation if a promise is broken."""
+    """Run a part on a queue of its own. Raises Violation if a promise is broken."""
     stage = Stage(hosts, f"{work}/{part}", seed, part)
     if part == "calm":
         calm(stage, 100)
@@ -542,19 +593,22 @@ def play(hosts: Cluster, work: str, seed: int, part: str) -> None:
 
 
 def main() -> None:
-    options = proof.parser(__doc__)
+    options = proof.proof_parser(__doc__)
     options.add_argument("--only", choices=(*PARTS, *STORMS), help="run only this part")
     options.add_argument("--actor", nargs=2, help=argparse.SUPPRESS)  # its settings, and its log
     args = options.parse_args()
     femtoqueue._log().disabled = True
     if args.actor:
-        Actor(**json.loads(args.actor[0])).start(proof.open_log(args.actor[1]))
+        Actor(**json.loads(args.actor[0])).run(proof.open_log(args.actor[1]))
         return
     say(f"seed {args.seed}")
-    with proof.ends(args.seed), tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work:
+    with (
+        proof.exit_on_failure(args.seed),
+        tempfile.TemporaryDirectory(prefix="femtoqueue-hosts-") as work,
+    ):
         proof.need_root()
         if not os.path.exists("/dev/fuse"):
-            raise Unable("it needs FUSE: there is no /dev/fuse")
+            raise Unable("this proof needs FUSE: /dev/fuse does not exist")
         proof.install(TOOLS, *PACKAGES)
         if args.self_check:
             is_wanted = lambda part: args.only in (None, part)  # noqa: E731

@@ -1,14 +1,15 @@
-"""What the text promises of itself: rooms, README, and weights that may only fall.
+"""Check the text of femtoqueue.py and README.md: the order of the rooms, the tables, the size.
 
     python .ci/lint.py
 
-Nothing runs here but imports of femtoqueue and test: the sources and the README are read. One line
-for each check: its figure, the most that it may be, and what is checked; below it, what is wrong.
-Exit status 1: one of them is over its limit.
+The program reads the sources and the README, and imports femtoqueue and test. It prints a line for
+each check: the figure, its limit, and what is checked. If the figure is over the limit, the lines
+below say what is wrong, and the exit status is 1.
 
-A weight is a ratchet: its limit is what it was when it was last written down in LIMITS. A commit
-that makes the code lighter writes the new figure there; one that makes it heavier says why. Only
-code has weights. Lines of prose are not counted: a limit on them makes the sentences worse.
+A weight is a measure of the size of the code, and its limit in LIMITS is the last known figure. A
+commit that makes the code smaller also writes the new figure into LIMITS. A commit that makes the
+code larger raises the limit and says why. Lines of prose are not counted, because a limit on prose
+would make the sentences worse.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import unittest
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from proof import PROJECT, plain_parser, read
+from proof import PROJECT, docstring_parser, read
 
 import femtoqueue
 import test
@@ -35,11 +36,11 @@ LIMITS = {
     "tokens of code": 35_591,
     "lines of code": 3_980,
 }
-DOORS = {  # names of annexes that a room above them may use
+DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
     *("_read_checkpoint", "_save_checkpoint"),
 }
-HELPERS = {  # they rename or unlink, and are no step of the docstring's table
+HELPERS = {  # methods that rename or unlink, but are not a step in the docstring's table
     *("_Files.move", "_Files.move_over", "_Files.remove", "_Files.shrink_pending"),
     *("_Housekeeper.remove_stale_files", "FemtoQueue.resume", "TicketQueue.remove"),
     *("_Numbers.remove_dir", "_SharedNumbers.draw"),
@@ -66,17 +67,17 @@ BANNERS = [
 
 
 def room_of(line: int) -> int:
-    """Return the number of the room in which a line stands; 0 before the first."""
+    """Return the number of the room in which a line is; 0 before the first room."""
     return sum(start <= line for start, _, _ in BANNERS)
 
 
 def differences(found: Iterable[object], wanted: Iterable[object]) -> list[str]:
-    """Return where two lists differ."""
+    """Return the pairs of items that differ between two lists."""
     return [f"{a} / {b}" for a, b in itertools.zip_longest(found, wanted) if a != b]
 
 
 def rooms_not_as_listed() -> list[str]:
-    """Return where the banners differ from the docstring's list of rooms, or are misnumbered."""
+    """Return the banners that differ from the docstring's list of rooms, or have a wrong number."""
     text = DOCSTRING.partition("\nRooms: ")[2]
     listed = re.findall(r"^ +\d+\. [A-Z][A-Za-z ]+?(?=  )", text, re.MULTILINE)
     numbered = [f"{number}. {name}" for number, (_, name, _) in enumerate(BANNERS, 1)]
@@ -85,9 +86,10 @@ def rooms_not_as_listed() -> list[str]:
 
 
 def used_from_below() -> list[str]:
-    """Return what a room uses of rooms below it, and private names of other rooms' objects."""
-    homes: dict[str, int] = {}  # of the names at top level
-    private: dict[int, set[str]] = {}  # names of attributes that belong to a room's own classes
+    """Return the uses of a name from a room below, and of a private attribute of another room's
+    class."""
+    homes: dict[str, int] = {}  # the room of each name at top level
+    private: dict[int, set[str]] = {}  # by room: the private attributes of its classes
     for node in TREE.body:
         for name in names_made_by(node):
             homes.setdefault(name, room_of(node.lineno))
@@ -108,8 +110,11 @@ def used_from_below() -> list[str]:
 
 
 def parts_of(node: ast.AST) -> Iterator[Any]:
-    """Yield the parts of a syntax tree, but for annotations, which name what a caller passes in,
-    and where a worker makes its parts, which are of all rooms."""
+    """Yield the nodes of a syntax tree, except two kinds.
+
+    Annotations are left out, because they name types of the caller's arguments. So is
+    _Worker.__init__, where a worker makes its parts, which are classes of all rooms.
+    """
     yield node
     for field, value in ast.iter_fields(node):
         for part in value if isinstance(value, list) else [value]:
@@ -120,7 +125,7 @@ def parts_of(node: ast.AST) -> Iterator[Any]:
 
 
 def names_made_by(node: ast.stmt) -> list[str]:
-    """Return the names that a statement at top level makes."""
+    """Return the names that a statement at top level defines."""
     if isinstance(node, DEFINITIONS):
         return [node.name]
     names = [part for part in ast.walk(node) if isinstance(part, ast.Name)]
@@ -128,7 +133,8 @@ def names_made_by(node: ast.stmt) -> list[str]:
 
 
 def private_names_of(node: ast.stmt) -> set[str]:
-    """Return the private names of methods and attributes that a class has."""
+    """Return the private names of the methods and attributes of a class; of another statement, an
+    empty set."""
     parts = [*ast.walk(node)] if isinstance(node, ast.ClassDef) else []
     own = [it for it in parts if isinstance(it, ast.Attribute) and ast.unparse(it.value) == "self"]
     names = {it.attr for it in own} | {it.name for it in parts if isinstance(it, ast.FunctionDef)}
@@ -136,6 +142,8 @@ def private_names_of(node: ast.stmt) -> set[str]:
 
 
 def longest_room() -> tuple[int, str]:
+    """Return the lines of code, and the name, of the longest room but FemtoQueue and Command
+    line."""
     ends = [start for start, _, _ in BANNERS[1:]] + [len(SOURCE.splitlines()) + 1]
     _, code = code_of()
     lengths = [
@@ -155,8 +163,11 @@ def longest_class() -> tuple[int, str]:
 
 
 def calls_of_own_name() -> list[str]:
-    """Return the functions that call one of their name, but of os and of a base class: on the way
-    of a task each name means one function."""
+    """Return the calls of a method with the name of the calling function.
+
+    Methods of os and of a base class are allowed. The rule: along the way of a task through the
+    code, each name means one function.
+    """
     found = []
     for function in ast.walk(TREE):
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -175,13 +186,14 @@ STEPS = {*re.findall(r"\w+\.\w+", DOCSTRING.partition("    step       room")[2].
 
 
 def steps_without_a_method() -> list[str]:
+    """Return the methods that the docstring's table names but femtoqueue.py does not have."""
     pairs = (name.split(".") for name in sorted(STEPS))
     return [f"{a}.{b}" for a, b in pairs if not hasattr(getattr(femtoqueue, a, None), b)]
 
 
 def moves_without_a_step() -> list[str]:
-    """Return the public methods that call for a rename or an unlink themselves, and stand neither
-    in the table nor in HELPERS."""
+    """Return the public methods that rename or unlink, and are neither in the docstring's table nor
+    in HELPERS."""
     methods = [
         (f"{owner.name}.{it.name}", ast.unparse(it))
         for owner in CLASSES
@@ -196,7 +208,8 @@ def moves_without_a_step() -> list[str]:
 
 
 def section(title: str) -> str:
-    """Return the text of a section; of what stands before the first one, for ""."""
+    """Return the text of the section whose title begins with `title`; for "", the text before the
+    first section."""
     parts = re.split(r"(?m)^## (.*)\n", README)
     titles = ["", *parts[1::2]]
     return next(
@@ -205,28 +218,31 @@ def section(title: str) -> str:
 
 
 def column(number: int, text: str) -> list[str]:
-    """Return the cells of a column of a section's tables, without headings."""
+    """Return the cells of a column of all tables in a text, without the headings."""
     tables = re.findall(r"(?m)(?:^\|.*\n)+", text)
     rows = [row.strip("|").split("|") for it in tables for row in it.splitlines()[2:]]
     return [row[number].strip() for row in rows if len(row) > number]
 
 
 def sections_out_of_order() -> list[str]:
+    """Return the sections that differ from SECTIONS, by the first word of the title."""
     return differences(re.findall(r"(?m)^## (\w+)", README), SECTIONS)
 
 
-def moves_of_no_diagram() -> list[str]:
-    """Return what is no state, and what is no method, of the first diagram."""
+def wrong_names_in_the_diagram() -> list[str]:
+    """Return the names in the README's first diagram that are not states, or not methods of
+    FemtoQueue; and the states that the diagram lacks."""
     (diagram,) = re.findall(r"(?ms)^```mermaid\n(.*?)^```", section(""))
     edges = re.findall(r"(?m)^    (\S+) --> (\S+): (\w+)", diagram)
     states = {name for edge in edges for name in edge[:2]}
     calls = {move for _, to, move in edges if (to, move) != ("pending", "its")}
-    odd = states ^ {*femtoqueue.STATES, "[*]"}
-    return [*odd, *(it for it in calls if not callable(getattr(femtoqueue.FemtoQueue, it, None)))]
+    wrong = states ^ {*femtoqueue.STATES, "[*]"}
+    return [*wrong, *(it for it in calls if not callable(getattr(femtoqueue.FemtoQueue, it, None)))]
 
 
 def missing_in_the_interface() -> list[str]:
-    """Return the parameters, public methods, fields and errors that its tables do not name."""
+    """Return the parameters, public methods, fields and errors that the README's tables of the
+    interface do not name."""
     text, queue = section("Interface"), femtoqueue.FemtoQueue
     parameters = [*inspect.signature(queue).parameters]
     listed = [it.strip("`") for it in column(0, text)[: len(parameters)]]
@@ -238,8 +254,9 @@ def missing_in_the_interface() -> list[str]:
     return missing + differences(listed, parameters)
 
 
-def proofs_that_are_not_there() -> list[str]:
-    """Return what the table of guarantees names besides classes of tests, and programs."""
+def unknown_proofs() -> list[str]:
+    """Return the names in the README's table of guarantees that are neither a class of test.py nor
+    a program in .ci/."""
     types = [it for it in vars(test).values() if isinstance(it, type)]
     cases = [it for it in types if issubclass(it, unittest.TestCase)]
     known = {it.__name__ for it in cases if unittest.defaultTestLoader.getTestCaseNames(it)}
@@ -248,12 +265,13 @@ def proofs_that_are_not_there() -> list[str]:
     return [it for it in named if it.strip("`") not in known]
 
 
-def named_rooms_that_are_none() -> list[str]:
-    """Return the numbers of rooms that "How it works" has and femtoqueue.py has not."""
+def unknown_rooms() -> list[str]:
+    """Return the numbers of rooms that the README's "How it works" names but femtoqueue.py does not
+    have."""
     numbers = {str(number) for _, _, number in BANNERS}
     named = re.findall(r"\(([\d, ]+)\)", section("How it works").split("rooms of femtoqueue.py")[1])
     if len(named) < 8:
-        return [f"only {len(named)} are named"]
+        return [f"only {len(named)} rooms are named"]
     return [it for text in named for it in text.split(", ") if it not in numbers]
 
 
@@ -261,13 +279,16 @@ def named_rooms_that_are_none() -> list[str]:
 
 
 def code_of() -> tuple[int, set[int]]:
-    """Return how many tokens the code has, and the numbers of its lines."""
+    """Return the number of tokens of femtoqueue.py, and the numbers of the lines that they are on,
+    without comments and docstrings."""
     spans = ((it.lineno, it.end_lineno or 0) for it in docstrings())
     documented = {number for start, end in spans for number in range(start, end + 1)}
     code: set[int] = set()
     tokens = 0
     no_code = ("COMMENT", "NL", "NEWLINE", "ENDMARKER", "INDENT", "DEDENT")
-    depth = 0  # of f-strings: from Python 3.12 on they are many tokens, here one
+    depth = (
+        0  # of f-strings: Python 3.12 and later splits them into tokens; here each counts as one
+    )
     for token in tokenize.generate_tokens(io.StringIO(SOURCE).readline):
         name = tokenize.tok_name[token.type]
         if name not in no_code and token.start[0] not in documented:
@@ -288,28 +309,28 @@ def docstrings() -> Iterator[ast.stmt]:
             yield node.body[0]
 
 
-# What is checked
+# The checks
 
-# Returns what is wrong; or a figure, and what is behind it.
+# Returns a list of what is wrong; or a figure, and a name that explains it.
 Measure = Callable[[], "list[str] | tuple[int, str]"]
 CHECKS: list[tuple[str, int, Measure]] = [
-    ("rooms out of number, or that the docstring lists otherwise", 0, rooms_not_as_listed),
-    ("uses of a room below, or of its private names", 0, used_from_below),
-    ("functions that call another of their name", 0, calls_of_own_name),
-    ("lines of code of a room, but FemtoQueue and Command line", 300, longest_room),
-    ("lines of code of a class, but FemtoQueue", 280, longest_class),
-    ("steps of its table that are no methods", 0, steps_without_a_method),
-    ("methods that move a task and are no step of it", 0, moves_without_a_step),
+    ("rooms with a wrong number, or not as the docstring lists them", 0, rooms_not_as_listed),
+    ("uses of a name from a room below, or of another room's private name", 0, used_from_below),
+    ("functions that call another function of their name", 0, calls_of_own_name),
+    ("lines of code in the longest room, but FemtoQueue and Command line", 300, longest_room),
+    ("lines of code in the longest class, but FemtoQueue", 280, longest_class),
+    ("steps of the docstring's table that are not methods", 0, steps_without_a_method),
+    ("methods that rename or unlink and are not in that table", 0, moves_without_a_step),
     ("README: sections out of order", 0, sections_out_of_order),
-    ("README: moves of the diagram that are none", 0, moves_of_no_diagram),
-    ("README: names that the interface lacks", 0, missing_in_the_interface),
-    ("README: proofs that are not there", 0, proofs_that_are_not_there),
-    ("README: rooms that are none", 0, named_rooms_that_are_none),
+    ("README: wrong or missing names in the diagram", 0, wrong_names_in_the_diagram),
+    ("README: names that the tables of the interface lack", 0, missing_in_the_interface),
+    ("README: proofs that do not exist", 0, unknown_proofs),
+    ("README: rooms that do not exist", 0, unknown_rooms),
 ]
 
 
 def main() -> int:
-    plain_parser(__doc__).parse_args()
+    docstring_parser(__doc__).parse_args()
     checks = [(what, limit, measure()) for what, limit, measure in CHECKS]
     checks += [(f"weight: {name}", LIMITS[name], (it, "")) for name, it in weights().items()]
     status = 0

@@ -1,17 +1,17 @@
 """Virtual machines with kernels of their own, for proofs that cut their power or their network.
 
-A Machine boots Debian's kernel, in QEMU without KVM, in some ten seconds, from an archive of this
-machine's own Python, tools and libraries (build_image()). Its disk and its image are files in
-memory, its network is this program (Network), and it ends with this program, however that ends:
-nothing is left behind, and no packet leaves.
+A Machine boots Debian's kernel in QEMU without KVM, in about ten seconds. The image is an archive
+of this machine's own Python, tools and libraries (build_image()). The image and the disk are files
+in memory. All network packets go through this program (Network). A machine ends with this program,
+however the program ends: no file is left behind, and no packet leaves.
 
-The first process in a machine is a Guest: it takes orders from the program, sets the date, and
-starts processes. What these note is with the program when their write() has returned, so that a
-power cut, which is a SIGKILL of QEMU, loses none of it. What a machine had not yet given to its
-disk is lost with its power; the disk keeps the rest.
+The first process in a machine is a Guest. It takes orders from this program, sets the date and
+starts processes. These processes write their log to a port. When such a write() returns, this
+program has the line. A power cut is a SIGKILL of QEMU: it loses no line of the log. Data that the
+machine had not yet written to its disk is lost, and the disk keeps the rest.
 
-A session is a process there that evaluates Python, line by line, as an interactive one does, and
-keeps its variables.
+A session is a process in a machine that evaluates lines of Python, as an interactive interpreter
+does, and keeps its variables.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ from proof import Unable, run
 QEMU = "qemu-system-x86_64"
 KERNELS = "/boot/vmlinuz-*-cloud-*"
 MODULES = "virtio_pci virtio_console virtio_net virtio_blk ext4 nfsv3 nfsv4 nfsd"
-UNNEEDED = shutil.ignore_patterns(  # of Python's library
+UNNEEDED = shutil.ignore_patterns(  # parts of Python's library that no machine needs
     *("test", "tests", "idlelib", "lib2to3", "ensurepip", "turtledemo", "tkinter"),
     *("*-packages", "config-*", "*.opt-?.pyc"),
 )
 MEMORY_MB = 384
-BOOT_S, CALL_S = 120.0, 120.0  # here, where three machines share two cores with other work
-# hpet: the other clocks are calibrated at boot, which a busy machine disturbs; so it does a check.
+# How long a boot and a call may take. Three machines share two cores with other work.
+BOOT_S, CALL_S = 120.0, 120.0
+# hpet and no_timer_check: a busy machine disturbs the calibration of other clocks at boot, and the
+# check of the timer.
 BOOT = "console=ttyS0 quiet panic=-1 clocksource=hpet no_timer_check mitigations=off apparmor=0"
 INIT = """#!/bin/busybox sh
 /bin/busybox mkdir -p /proc /sys /dev /run /tmp /sbin /usr/bin /usr/sbin
@@ -72,7 +74,8 @@ exec {python} {main}
 
 
 def libraries(programs: Iterable[str]) -> set[str]:
-    """Return the shared libraries that programs are linked with."""
+    """Return the shared libraries that programs are linked with. Raises Unable if one is
+    missing."""
     output = subprocess.run(["ldd", *programs], check=False, capture_output=True, text=True).stdout
     if missing := re.findall(r"(\S+) => not found", output):
         raise Unable(f"missing libraries: {', '.join(missing)}")
@@ -80,12 +83,13 @@ def libraries(programs: Iterable[str]) -> set[str]:
 
 
 def find_kernel() -> str:
-    """Return the path of Debian's newest kernel for virtual machines, "" if there is none."""
+    """Return the path of Debian's newest kernel for virtual machines, or "" if none is
+    installed."""
     return max(glob.glob(KERNELS), default="")
 
 
 def module_files() -> list[str]:
-    """Return the files of MODULES and what they depend on, in the order in which they load."""
+    """Return the files of MODULES and of the modules that they need, in the order of loading."""
     release = find_kernel().partition("vmlinuz-")[2]
     command = ("modprobe", "-C", "/dev/null", "-S", release, "--show-depends", "-a")
     return [*dict.fromkeys(re.findall(r"insmod (\S+)", run(*command, *MODULES.split())))]
@@ -94,8 +98,13 @@ def module_files() -> list[str]:
 def build_image(
     root: str, main: str, sources: dict[str, str], programs: Iterable[str], texts: dict[str, str]
 ) -> bytes:
-    """Return an archive of Python, Python files (by source: the directory in the machine),
-    programs, for /sbin, and texts. root: where to put them together; main: what Python runs."""
+    """Return an initial file system for a machine, as a cpio archive.
+
+    The archive holds Python and its library. `sources` maps more files to their directories in the
+    machine. `programs` go to /sbin, with the libraries that they need. `texts` maps paths in the
+    machine to the texts of files. `root` is a directory in which all files are collected. `main`
+    are the arguments with which the machine starts Python.
+    """
     python = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
     linked, modules = [python, *programs], module_files()
     for library in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")}:
@@ -106,7 +115,7 @@ def build_image(
     for source, directory in places.items():
         os.makedirs(f"{root}{directory}", exist_ok=True)
         shutil.copy2(source, f"{root}{directory}")
-    for directory in {*sources.values()}:  # a machine is slow
+    for directory in {*sources.values()}:  # compiled here, because a machine is slow
         compileall.compile_dir(f"{root}{directory}", maxlevels=0, quiet=1)
     init = INIT.format(modules=" ".join(modules), python=python, main=main)
     for path, text in {"/init": init, **texts}.items():
@@ -121,7 +130,7 @@ def build_image(
 
 
 def memory_file(name: str, content: bytes = b"") -> int:
-    """Return a descriptor of a file in memory: it goes with us, however we end."""
+    """Return a descriptor of a file in memory. The file ends with this process."""
     fd = os.memfd_create(name, 0)
     view = memoryview(content)
     while view:
@@ -129,19 +138,22 @@ def memory_file(name: str, content: bytes = b"") -> int:
     return fd
 
 
-# The network: all frames between machines pass through here
+# The network, through which all frames between machines pass
 
 
 class Network(threading.Thread):
-    """A switch. What a machine in `cut` sends or should get goes nowhere, and so does what
-    holds() is true of; nobody is told."""
+    """A switch between machines.
+
+    Frames from and to a machine in `cut` are dropped silently. So are the frames for which drops()
+    returns true.
+    """
 
     def __init__(self, numbers: Iterable[int]) -> None:
         super().__init__(daemon=True)
         kind = (socket.AF_UNIX, socket.SOCK_DGRAM)
         self.ports = {number: socket.socketpair(*kind) for number in numbers}
         self.cut: set[int] = set()
-        self.holds: Callable[[int, bytes], bool] = lambda source, frame: False
+        self.drops: Callable[[int, bytes], bool] = lambda source, frame: False
 
     def run(self) -> None:
         selector = selectors.DefaultSelector()
@@ -152,15 +164,18 @@ class Network(threading.Thread):
                 self.forward(key.data, self.ports[key.data][0].recv(1 << 16))
 
     def forward(self, source: int, frame: bytes) -> None:
-        if source in self.cut or self.holds(source, frame):
+        """Pass on a frame: to all machines, or to the one in the last byte of its address."""
+        if source in self.cut or self.drops(source, frame):
             return
         targets = set(self.ports) - {source} if frame[0] & 1 else {frame[5]} & set(self.ports)
         for number in targets - self.cut:
-            with contextlib.suppress(BlockingIOError):  # it is off, or too slow: the frame is lost
+            with contextlib.suppress(
+                BlockingIOError
+            ):  # the machine is off or too slow: drop the frame
                 self.ports[number][0].send(frame, socket.MSG_DONTWAIT)
 
     def plug(self, number: int) -> int:
-        """Return the descriptor of a port, without the frames that a machine left in it."""
+        """Return the descriptor of a machine's port, after removing the frames left in it."""
         port = self.ports[number][1]
         with contextlib.suppress(BlockingIOError):
             while port.recv(1 << 16, socket.MSG_DONTWAIT):
@@ -172,7 +187,8 @@ class Network(threading.Thread):
 
 
 class Call:
-    """Something that a machine was asked for; like subprocess.Popen if it is a process."""
+    """An order that a machine was given. If the order starts a process, the call has the methods
+    communicate() and kill() of subprocess.Popen."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.number = machine, number
@@ -180,6 +196,7 @@ class Call:
         self.returncode: int | None = None
 
     def answer(self, timeout_s: float = CALL_S) -> Any:
+        """Wait for the answer and return it. Raises subprocess.TimeoutExpired."""
         try:
             return self.answers.get(timeout=timeout_s)
         except queue.Empty:
@@ -193,25 +210,27 @@ class Call:
     def kill(self) -> None:
         self.machine.ask("kill", process=self.number)
 
-    def tell(self, code: str) -> Call:
-        """Have a session evaluate an expression, or execute a statement."""
-        return self.machine.ask("tell", session=self.number, code=code)
+    def evaluate(self, code: str) -> Call:
+        """Let this session evaluate an expression or execute a statement; return that call."""
+        return self.machine.ask("evaluate", session=self.number, code=code)
 
 
 class Machine:
-    """A virtual machine. It ends with us, and power_off() is a power cut.
+    """A virtual machine, which ends with this program. power_off() is a power cut.
 
-    Its program (Guest) has two ports: over one it gets orders and answers them; over the other its
-    processes note what they do. A write to a port returns when we have it.
+    The program in the machine (Guest) has two ports. It gets orders and answers them over one. Its
+    processes write their log to the other. A write to a port returns when this program has the
+    data.
     """
 
     def __init__(self, number: int, network: Network, image: int, disk: int = -1):
         self.number, self.network, self.image, self.disk = number, network, image, disk
-        self.heard: Callable[[str], object] = lambda line: None
+        self.on_line: Callable[[str], object] = lambda line: None
         self.numbers = itertools.count(1)
         self.is_on = False
 
     def boot(self) -> None:
+        """Switch the machine on. Call wait_until_up() next."""
         control, notes = socket.socketpair(), socket.socketpair()
         port, self.console = self.network.plug(self.number), memory_file("console")
         fds = (port, control[1].fileno(), notes[1].fileno(), self.image, self.disk)
@@ -234,12 +253,15 @@ class Machine:
             reader.start()
         self.is_on = True
 
-    def join(self, behind_s: float) -> None:
-        """Wait until it is up, learn what its monotonic clock shows, and set its date."""
+    def wait_until_up(self, behind_s: float) -> None:
+        """Wait until the machine is up. Then tell the machine the offset of its monotonic clock
+        from this program's, and set the machine's date to `behind_s` before the date here."""
         try:
             self.calls[0].answer(BOOT_S)
         except subprocess.TimeoutExpired:
-            raise Unable(f"machine {self.number} does not boot: {self.said()[-2000:]}") from None
+            raise Unable(
+                f"machine {self.number} does not boot: {self.console_text()[-2000:]}"
+            ) from None
         best_s = float("inf")
         for _ in range(10):
             began_s = time.monotonic()
@@ -250,6 +272,7 @@ class Machine:
         self.ask("set_clock", offset_s=offset_s, wall_s=time.time() - behind_s).answer()
 
     def command(self, port: int, control: int, notes: int, image: int, disk: int) -> list[str]:
+        """Return the command that runs QEMU with these descriptors."""
         options = f"""
             -accel tcg -cpu max -m {MEMORY_MB} -nodefaults -no-user-config -no-reboot
             -display none -serial stdio -kernel {find_kernel()} -initrd /dev/fd/{image}
@@ -268,7 +291,8 @@ class Machine:
             """
         return ["setpriv", "--pdeathsig", "KILL", QEMU, *options.split(), "-append", BOOT]
 
-    def said(self) -> str:
+    def console_text(self) -> str:
+        """Return what the machine has printed on its console."""
         return os.pread(self.console, 1 << 20, 0).decode(errors="replace")
 
     def read_answer(self, line: str) -> None:
@@ -276,32 +300,38 @@ class Machine:
         self.calls[number].answers.put(answer)
 
     def read_note(self, line: str) -> None:
-        """A session answers here, too: its own process does, when it is done."""
+        """Pass on a line of the log. A line that begins with "[" is the answer of a session, whose
+        process writes to this port, too."""
         if line.startswith("["):
             self.read_answer(line)
         else:
-            self.heard(line)
+            self.on_line(line)
 
     def ask(self, what: str, **settings: Any) -> Call:
-        """Give an order, which Guest.<what> carries out."""
+        """Send an order to the machine, where the method `what` of Guest carries it out."""
         call = Call(self, next(self.numbers))
         self.calls[call.number] = call
         line = json.dumps({"what": what, "number": call.number, **settings})
-        with contextlib.suppress(BrokenPipeError):  # it is off: nobody answers
+        with contextlib.suppress(BrokenPipeError):  # the machine is off: the call has no answer
             self.control.sendall(f"{line}\n".encode())
         return call
 
     def run(self, *command: str) -> str:
+        """Run a command in the machine and return its output. Raises Unable if it fails or
+        hangs."""
         call = self.ask("run", command=command)
         try:
             output, _ = call.communicate()
         except subprocess.TimeoutExpired:
-            raise Unable(f"{command} hangs on host {self.number}: {self.said()[-2000:]}") from None
+            raise Unable(
+                f"{command} hangs on host {self.number}: {self.console_text()[-2000:]}"
+            ) from None
         if call.returncode:
             raise Unable(f"{' '.join(command)} on host {self.number}: {output}")
         return output
 
     def power_off(self) -> None:
+        """Cut the machine's power: kill QEMU."""
         self.is_on = False
         self.process.kill()
         self.process.wait()
@@ -312,7 +342,7 @@ class Machine:
 
 
 def read_lines(port: socket.socket, heard: Callable[[str], object]) -> None:
-    """Hand over each whole line until the other end is gone."""
+    """Call heard() with each whole line, until the other end is closed."""
     with contextlib.suppress(ConnectionError), port.makefile("r", encoding="utf-8") as lines:
         for line in lines:
             if line.endswith("\n"):
@@ -323,7 +353,10 @@ def read_lines(port: socket.socket, heard: Callable[[str], object]) -> None:
 
 
 class Guest:
-    """The first process of a machine. Processes are forked: to start Python takes seconds here."""
+    """The first process of a machine, which carries out orders.
+
+    It forks the other processes, because starting Python takes seconds in a machine.
+    """
 
     def __init__(self, names: dict[str, Any]) -> None:
         ports = {}
@@ -333,12 +366,13 @@ class Guest:
         self.control, self.notes = (
             os.open(ports[name], os.O_RDWR) for name in ("control", "notes")
         )
-        self.children: dict[int, tuple[int, int]] = {}  # by pid: number and output
-        self.pipes: dict[int, int] = {}
-        self.offset_s = 0.0
-        self.names = names  # that sessions know
+        self.children: dict[int, tuple[int, int]] = {}  # by pid: the call's number, the output's fd
+        self.pipes: dict[int, int] = {}  # by a session's number: the pipe to its process
+        self.offset_s = 0.0  # this machine's monotonic clock plus offset_s is the program's
+        self.names = names  # the global names of the sessions
 
     def serve(self) -> None:
+        """Carry out orders, and reap children, for ever."""
         self.answer(0, "ready")
         rest = b""
         while True:
@@ -350,11 +384,13 @@ class Guest:
                     getattr(self, order.pop("what"))(**order)
 
     def answer(self, number: int, what: Any) -> None:
+        """Answer the order with this number."""
         line = memoryview(f"{json.dumps([number, what])}\n".encode())
         while line:
             line = line[os.write(self.control, line) :]
 
     def reap(self) -> None:
+        """Answer the orders whose processes have ended, by exit status and output."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 number, output = self.children.pop(ended[0], (0, -1))
@@ -364,7 +400,7 @@ class Guest:
                     self.answer(number, [os.waitstatus_to_exitcode(ended[1]), text])
 
     def fork(self, number: int, main: Callable[[], None]) -> None:
-        """Run main() in a process of its own."""
+        """Run main() in a new process. Its exit status and output are the order's answer."""
         output = memory_file("output")
         pid = os.fork()
         if pid:
@@ -398,17 +434,18 @@ class Guest:
         self.answer(number, None)
 
     def session(self, number: int) -> None:
-        """Start a process that evaluates what it is sent."""
+        """Start a process that evaluates the lines from a pipe."""
         ours, its = os.pipe()
         self.pipes[number] = its
-        self.fork(number, lambda: converse(ours, self.notes, self.names))
+        self.fork(number, lambda: run_session(ours, self.notes, self.names))
 
-    def tell(self, number: int, session: int, code: str) -> None:
+    def evaluate(self, number: int, session: int, code: str) -> None:
         os.write(self.pipes[session], f"{json.dumps([number, code])}\n".encode())
 
 
-def converse(orders: int, notes: int, names: dict[str, Any]) -> None:
-    """Evaluate expressions, or execute statements, one a line."""
+def run_session(orders: int, notes: int, names: dict[str, Any]) -> None:
+    """Evaluate an expression, or execute a statement, for each line from the pipe `orders`. Answer
+    with "" and the repr() of the result, or with an exception's name and message."""
     with open(orders, encoding="utf-8") as lines:
         for line in lines:
             number, code = json.loads(line)
@@ -425,6 +462,6 @@ def converse(orders: int, notes: int, names: dict[str, Any]) -> None:
 
 
 def where(error: BaseException) -> str:
-    """Return the functions that an error came through."""
+    """Return the names of the functions that an exception passed through."""
     frames = traceback.extract_tb(error.__traceback__)
     return " > ".join(frame.name for frame in frames[2:])

@@ -1,37 +1,41 @@
-"""Real NFS, one queue: two clients and a server in virtual machines, power cuts and lost replies.
+"""Use one queue over NFS, by two clients and a server in virtual machines whose power is cut.
 
     python .ci/nfs.py [--seed S] [--only PHASE] [--full] [--self-check]
 
-Needs Linux on x86_64 and Debian's qemu-system-x86, linux-image-cloud-amd64, nfs-common, rpcbind
-and busybox-static; installs them if they are missing, and fetches nfs-kernel-server to unpack it:
-no server is started on this machine. Takes five minutes, without KVM; --full takes half an hour.
+Needs Linux on x86_64 and Debian's qemu-system-x86, linux-image-cloud-amd64, nfs-common, rpcbind and
+busybox-static; installs them if they are missing. Downloads nfs-kernel-server and only unpacks it,
+so that no server starts on this machine. Takes five minutes without KVM; --full takes half an hour.
 
-Three machines (machines.py) with Debian's kernel: a server, with an ext4 disk that it exports with
-sync, and two clients that mount it with default options (hard); leases and grace time of the server
-are 10 s. Their processes tell this program what they do through a port that a power cut does not
-touch. They are those of actors.py, and judged as in hosts.py. Phases:
+There are three machines (machines.py) with Debian's kernel. The server exports its ext4 disk with
+the option sync. Two clients mount it with default options (hard). The server's leases and its grace
+time are 10 s. The processes in the machines are actors.py's. Their log comes through a port that a
+power cut does not affect, and is checked as in hosts.py. The phases:
 
-  - basic: what one client does, the other one sees: schedule, the fence, processing, waiting, a
-    pause (what else there is, keys, storm and replay show);
-  - calm: a backlog from both clients is taken in order, each task once;
-  - keys: as in hosts.py, for one key and for ten; the server's own disk is watched meanwhile;
-  - storm: producers and workers on both clients, of tasks without a key and with one, and members
-    of a line of tickets, killed all the time, while the power of a client is cut and comes back,
-    that of the server twice, and a client is cut off for longer than the server grants it locks.
-    As in hosts.py; besides, no call ever raises an error, for hard mounts wait (but a ticket may
-    be passed over); no push that raised is delivered; nobody is told that his lease was lost who
-    had ended the task, or whose deadline is still to come; both clients see what the server's disk
-    has. A client that is cut off, or comes after the grace time, loses its locks, and is not told:
-    if a key has two tasks then, the dead letter that one becomes is printed, and no failure;
-  - replay: the server carries out one request, and its power is cut before the client has the
-    answer. The client asks again, and the server, which has forgotten, says that there is no such
-    file. Each call must return as if nothing had happened;
-  - power: no NFS: a machine with a queue on its own ext4 disk, sync_after_write, loses its power
-    three times and comes back with an earlier date, another boot id and a new monotonic clock.
-    What was acknowledged is there, what was done stays done, order is that of the pushes.
+  - basic: A client sees what the other client does. This covers schedule(), the fence,
+    processing(), waiting and a pause; the phases keys, storm and replay cover the rest.
+  - calm: Both clients push tasks, and then drain them in order, each task once.
+  - keys: As in hosts.py, for one key and for ten. Meanwhile the queue is listed on the server's own
+    disk.
+  - storm: On both clients run producers and workers of tasks with and without a key, and members of
+    a TicketQueue, which are killed all the time. The power of a client is cut and comes back. The
+    power of the server is cut twice. A client is cut off for longer than the server keeps its
+    locks. Proved is what hosts.py proves in storms, and more. No call raises an OSError, because
+    hard mounts wait. (A ticket may be passed over.) No push that raised an error is delivered.
+    Nobody gets LeaseLost before the deadline, or after settling the task. Both clients see the
+    files that are on the server's disk. A client that is cut off, or that comes back after the
+    grace time, loses its locks without being told. Then a key may have two tasks. One of them
+    becomes a dead letter, which is reported and is no failure.
+  - replay: The server carries out one request, and its power is cut before the client gets the
+    reply. The client sends the request again. The server has forgotten the first request and
+    answers that the file does not exist. Each call must return as if nothing had happened.
+  - power: Without NFS. A machine has a queue with sync_after_write on its own ext4 disk. It loses
+    its power three times, and boots with an earlier date, another boot id and a new monotonic
+    clock. Each acknowledged task exists, no finished task comes back, and ids have the order of the
+    pushes.
 
-Without options it runs keys, a storm with one power cut of each kind, and three replays, on NFS
-4.2. --only runs one phase, all of it; --full all phases, or that one, on NFS 4.2 and 3.
+Without options the program runs keys, a storm with one power cut of each kind, and three replays,
+on NFS 4.2. --only runs one whole phase. --full runs all phases, or the one of --only, on NFS 4.2
+and 3.
 """
 
 from __future__ import annotations
@@ -59,20 +63,20 @@ import verdict
 from actors import Actor
 from broken import must_catch
 from hosts import BRICK, MOUNT
-from proof import PROJECT, Unable, Violation, ends, install, parser, run, say
+from proof import PROJECT, Unable, Violation, exit_on_failure, install, proof_parser, run, say
 
 import femtoqueue
 
 PACKAGES = "qemu-system-x86 linux-image-cloud-amd64 nfs-common rpcbind busybox-static libsqlite3-0"
-UNPACKED = "nfs-kernel-server"  # installed, it would start a server on this machine
+UNPACKED = "nfs-kernel-server"  # an installation would start a server on this machine
 SERVER_TOOLS = ("nfsdcld", "exportfs", "rpc.mountd", "rpc.nfsd")
 CLIENT_TOOLS = ("mount.nfs", "rpc.statd", "rpcbind", "sm-notify")
 TOOLS = (machines.QEMU, "busybox", "modprobe", "mkfs.ext4", *CLIENT_TOOLS)
 SERVER, CLIENTS = 9, (1, 2)
 DISK_BYTES = 1 << 30
-GRACE_S = 10  # of the server, and how long its leases are
+GRACE_S = 10  # the server's grace time, and the length of its leases
 KEYS_S = 25.0  # a call takes a hundred times as long here as on a real machine
-HOME = "/femtoqueue"  # of the program in a machine
+HOME = "/femtoqueue"  # the directory of the project in a machine
 TEXTS = {
     "/etc/exports": f"{BRICK} 10.77.0.0/24(rw,sync,no_root_squash,no_subtree_check)\n",
     "/etc/group": "root:x:0:\n_rpc:x:1:\n",
@@ -119,11 +123,12 @@ LOCAL = "local"
 MOUNTS = {LOCAL: f"mount -t ext4 /dev/vda {MOUNT}", "4.2": JOIN % "4.2", "3": JOIN % "3"}
 
 
-# The laboratory: a server and two clients
+# A server and two clients
 
 
 def build(work: str) -> bytes:
-    """Return the image. The programs of the server are from Debian's package, unpacked only."""
+    """Return the image of the machines. The server's programs come from Debian's package, which is
+    only unpacked."""
     run("sh", "-c", f"cd {work} && apt-get download -q {UNPACKED}", timeout_s=120)
     run("dpkg", "-x", *glob.glob(f"{work}/{UNPACKED}_*.deb"), f"{work}/server")
     sources = {f"{PROJECT}/femtoqueue.py": HOME}
@@ -135,12 +140,14 @@ def build(work: str) -> bytes:
 
 
 class Lab:
-    """A server with a disk and its clients; or, for LOCAL, one machine with a disk. It stands in
-    for hosts.Cluster."""
+    """A server with a disk, and its clients; or, for LOCAL, one machine with a disk.
+
+    Has the methods of hosts.Cluster that Stage needs.
+    """
 
     def __init__(self, version: str) -> None:
         self.version, self.behind_s = version, 0.0
-        self.kept = dict.fromkeys(CLIENTS, "")  # an archive of what a client has on its disk
+        self.kept = dict.fromkeys(CLIENTS, "")  # an archive of rpc.statd's files on each client
         self.network = machines.Network((SERVER, *CLIENTS))
         with tempfile.TemporaryDirectory(prefix="femtoqueue-nfs-") as work:
             image = machines.memory_file("image", build(work))
@@ -158,27 +165,30 @@ class Lab:
         self.fds = (image, disk)
         self.network.start()
 
-    def join(self, numbers: Iterable[int]) -> None:
-        """Boot machines; the server offers its disk, and a client mounts it."""
+    def start(self, numbers: Iterable[int]) -> None:
+        """Boot machines. The server exports its disk, and a client mounts it."""
         machines = [self.machines[number] for number in numbers]
         for machine in machines:
             machine.boot()
         for machine in machines:
-            machine.join(self.behind_s)
+            machine.wait_until_up(self.behind_s)
             script = SERVE if machine.number == SERVER else MOUNTS[self.version]
             script = (PREPARE + script).replace("NUMBER", str(machine.number))
             machine.run("sh", "-exc", script.replace("KEPT", self.kept.get(machine.number, "")))
 
     def keep_statd(self, number: int) -> None:
-        """Save what rpc.statd has on the disk of a client, which is in memory here. After a reboot
-        rpc.statd reads it, and tells a server of NFS 3 to drop the locks of this client."""
+        """Save the files of a client's rpc.statd, for the next boot.
+
+        rpc.statd keeps these files on disk, and a client here has no disk. After a reboot rpc.statd
+        reads them and tells the NFS 3 server to drop the locks of this client.
+        """
         if self.version == "3":
             command = "tar -c -C /var/lib/nfs sm state | base64 | tr -d '\n'"
             self.kept[number] = self.machines[number].run("sh", "-c", command)
 
     def serve(self) -> None:
-        """Bring the server back."""
-        self.join([SERVER])
+        """Boot the server again."""
+        self.start([SERVER])
 
     def close(self) -> None:
         for machine in self.machines.values():
@@ -187,29 +197,31 @@ class Lab:
         for fd in self.fds:
             os.close(fd)
 
-    def lost_bricks(self) -> int:
+    def count_lost_bricks(self) -> int:
+        """Return 0: there are no bricks. See hosts.Cluster."""
         return 0
 
     wait_until = hosts.Cluster.wait_until
 
 
-# One answer that is lost
+# A lost reply
 
 
 class Trap:
-    """Lets one call of a client through to the server, and nothing from the server after that."""
+    """Passes on one call from a client to the server, and from then on drops the server's
+    frames."""
 
     def __init__(self, call: str) -> None:
-        self.pattern = re.compile(call)
-        self.xid = b""
-        self.caught = threading.Event()
+        self.pattern = re.compile(call)  # matches the call, in the form of nfs_call()
+        self.xid = b""  # the transaction id of the call, after it was passed on
+        self.caught = threading.Event()  # set when the server has sent the reply, which is dropped
 
-    def holds(self, source: int, frame: bytes) -> bool:
-        """Whether a frame must not be passed on."""
+    def drops(self, source: int, frame: bytes) -> bool:
+        """Return whether a frame must be dropped."""
         if source == SERVER:
             answer = tcp_payload(frame)
             if self.xid and answer[4:12] == self.xid + b"\0\0\0\1":
-                if any(answer[28:32]):  # an error: it asks for patience
+                if any(answer[28:32]):  # an error: the server tells the client to retry later
                     self.xid = b""
                 else:
                     self.caught.set()
@@ -219,12 +231,13 @@ class Trap:
         return False
 
 
-def open_to_all(source: int, frame: bytes) -> bool:
+def drop_nothing(source: int, frame: bytes) -> bool:
+    """Return False: every frame is passed on."""
     return False
 
 
 def tcp_payload(frame: bytes) -> bytes:
-    """Return what a TCP segment over IPv4 carries, b"" if the frame is none."""
+    """Return the payload of a TCP segment over IPv4, or b"" if the frame is something else."""
     if frame[12:14] != b"\x08\0" or frame[23] != 6:
         return b""
     packet = frame[14 : 14 + int.from_bytes(frame[16:18], "big")]
@@ -233,7 +246,7 @@ def tcp_payload(frame: bytes) -> bytes:
 
 
 class Parts:
-    """Reads what XDR (RFC 4506) has put into a message."""
+    """Reads the values of a message in XDR (RFC 4506), one after the other."""
 
     def __init__(self, message: bytes, at: int) -> None:
         self.message, self.at = message, at
@@ -250,11 +263,11 @@ class Parts:
 
 
 def nfs_call(payload: bytes) -> str:
-    """Return "rename <old> <new>" or "remove <name>" if a segment begins with that call, else "".
+    """Return "rename <old> <new>" or "remove <name>" if a segment begins with such a call, else "".
 
-    A call is: length, xid, 0, 2, program 100003, version, procedure, credentials and verifier
-    (RFC 5531). Version 3 names handle and name, twice for a rename (RFC 1813); version 4 has a
-    sequence of operations, each with its arguments (RFC 8881).
+    A call consists of length, xid, 0, 2, program 100003, version, procedure, credentials and
+    verifier (RFC 5531). In version 3, a file handle and a name follow, twice for a rename (RFC
+    1813). In version 4, a sequence of operations follows, each with its arguments (RFC 8881).
     """
     if payload[8:20] != struct.pack(">III", 0, 2, 100003):
         return ""
@@ -270,9 +283,9 @@ def nfs_call(payload: bytes) -> str:
     parts.at += 8  # the minor version, and the number of operations
     operation = 0
     while parts.at < len(payload) and (operation := parts.number()) in (22, 32, 53):
-        if operation == 22:  # PUTFH; 32, SAVEFH, has no arguments
+        if operation == 22:  # PUTFH: a file handle; 32, SAVEFH, has no arguments
             parts.opaque()
-        elif operation == 53:  # SEQUENCE: a session, four numbers
+        elif operation == 53:  # SEQUENCE: a session id and four numbers
             parts.at += 32
     what, count = {28: ("remove", 1), 29: ("rename", 2)}.get(operation, ("", 0))
     return " ".join([what, *[parts.opaque() for _ in range(count)]])
@@ -289,7 +302,7 @@ class Guest(machines.Guest):
 
     def act(self, number: int, settings: dict[str, Any]) -> None:
         actor = Actor(**{**settings, "offset_s": self.offset_s, "over": "/run/over"})
-        self.fork(number, lambda: actor.start(self.notes))
+        self.fork(number, lambda: actor.run(self.notes))
 
     def over(self, number: int, is_over: bool) -> None:
         if is_over:
@@ -299,9 +312,10 @@ class Guest(machines.Guest):
         self.answer(number, None)
 
 
-# Scripts: one call a line, on client a or b, and what it must return, as repr() has it, or
-# raise. `a&` does not wait, `a=` waits for that call. `cut` is about the next call: what the server
-# answers to the request that it names is lost, with the server's memory.
+# Scripts. A line is a call on client a or b; after "=>" stands the repr() of the result, or the
+# name of the exception that the call must raise. `a&` begins a call and does not wait; `a=` waits
+# for it. `cut <pattern>` applies to the next call: when the server has carried out the request that
+# matches the pattern, its reply is dropped, and the server's power is cut.
 
 BASIC = r"""
 # a time
@@ -328,7 +342,7 @@ b& (t := q.pop(60)) and t.data
 a  q.push(b"soon") and None
 b=  => b'soon'
 b  q.done(t)
-# a pause
+# pause
 b  q.paused  => False
 a  q.pause()
 a  q.push(b"paused") and None
@@ -439,17 +453,18 @@ b  [q.done(t) or t.data for t in q.drain()]  => [b'2']
 
 
 class Script:
-    """Plays a script on two clients, each with a session and a queue object of its own."""
+    """Plays a script on two clients, each with its own session and queue object."""
 
     def __init__(self, lab: Lab, name: str, settings: str) -> None:
         self.lab, self.name = lab, name
         self.sessions = {who: lab.hosts[n].ask("session") for n, who in enumerate("ab", 1)}
         self.waiting: dict[str, machines.Call] = {}
-        self.pattern = ""
+        self.pattern = ""  # of the last `cut`, until the next call
         for who in self.sessions:
             self.step(f"{who}  q = FemtoQueue('{MOUNT}/{name}', {settings})")
 
     def play(self, script: str) -> None:
+        """Play a script. Raises Violation if a call does not return or raise what it must."""
         for line in script.strip().splitlines():
             if line.startswith("# "):
                 say(f"{self.name}: {line[2:]}")
@@ -461,12 +476,12 @@ class Script:
             session.kill()
 
     def step(self, line: str) -> None:
-        """Make a call. Raises Violation if it is not answered as it must be."""
+        """Carry out a line of a script. Raises Violation if the result is not the wanted one."""
         who, mode, code, wanted = re.fullmatch(  # type: ignore[union-attr]
             r"(\w)([ &=])\s*(.*?)(?:  => (.*))?", line
         ).groups()
         if mode != "=":
-            self.waiting[who] = self.start(self.sessions[who], code)
+            self.waiting[who] = self.begin_call(self.sessions[who], code)
         if mode == "&":
             return
         try:
@@ -477,22 +492,25 @@ class Script:
         if not is_right:
             raise Violation(f"{self.name}: {line}\n    but: {kind} {text}")
 
-    def start(self, session: machines.Call, code: str) -> machines.Call:
+    def begin_call(self, session: machines.Call, code: str) -> machines.Call:
+        """Begin a call. After a `cut`, wait for the request, then cut the server's power and boot
+        the server again."""
         if not self.pattern:
-            return session.tell(code)
+            return session.evaluate(code)
         trap, self.pattern = Trap(self.pattern), ""
-        self.lab.network.holds = trap.holds
-        call = session.tell(code)
+        self.lab.network.drops = trap.drops
+        call = session.evaluate(code)
         if not trap.caught.wait(machines.CALL_S):
-            raise Violation(f"{self.name}: no request was {trap.pattern.pattern}")
+            raise Violation(f"{self.name}: no request matched {trap.pattern.pattern}")
         self.lab.server.power_off()
-        self.lab.network.holds = open_to_all
+        self.lab.network.drops = drop_nothing
         self.lab.serve()
         return call
 
 
 def replays() -> Iterator[tuple[str, str]]:
-    """Yield the titles of the replays, and their scripts, which begin as their group does."""
+    """Yield the title and the script of each replay. The first lines of a group are put in front of
+    each script of the group."""
     for group in re.split("(?m)^## .*\n", REPLAYS)[1:]:
         beginning, *scripts = re.split("(?m)^# ", group)
         for title, script in (it.split("\n", 1) for it in scripts):
@@ -500,45 +518,45 @@ def replays() -> Iterator[tuple[str, str]]:
 
 
 def replay(lab: Lab, names: Iterable[str]) -> None:
-    """Calls whose only answer is lost with the server's power."""
+    """Play these replays, or all of them."""
     scripts = dict(replays())
     for name in names or scripts:
         script = Script(lab, name.replace(" ", "-"), "timeout_stale_ms=600_000")
         script.play(scripts[name])
-        say(f"replay of {name}: holds")
+        say(f"replay of {name}: passed")
 
 
-# Keys and storms: as on GlusterFS, see hosts.py
+# Keys and storms, as in hosts.py
 
 
 class Stage(hosts.Stage):
-    """Actors in the machines of a laboratory."""
+    """Actors in the machines of a Lab."""
 
     cluster: Any  # a Lab
     bricks = (SERVER,)
     is_hard = True
-    tail_s = GRACE_S + 5.0  # in the grace time nobody gets a lock
+    tail_s = GRACE_S + 5.0  # the server grants no new lock during its grace time
 
     def __init__(self, lab: Lab, seed: int, phase: str) -> None:
         log = f"/proc/self/fd/{machines.memory_file(phase)}"
         super().__init__(lab, log, seed, phase)  # type: ignore[arg-type]
-        self.off: list[Actor] = []  # what ran on a host whose power was cut
-        self.lost_locks = dict.fromkeys(CLIENTS, 0)  # how often, since it was booted
+        self.off: list[Actor] = []  # the actors that ran on a host whose power was cut
+        self.lost_locks = dict.fromkeys(CLIENTS, 0)  # how often a client did, since its boot
         for machine in lab.machines.values():
-            machine.heard = lambda line: os.write(self.fd, line.encode())
+            machine.on_line = lambda line: os.write(self.fd, line.encode())
 
     def launch(self, host: Any, actor: Actor) -> None:
         settings = dataclasses.asdict(actor)
         self.running[actor.name] = host, actor, host.ask("act", settings=settings)
 
-    def call_over(self, is_over: bool = True) -> None:
+    def set_over(self, is_over: bool = True) -> None:
         for machine in self.cluster.machines.values():
             if machine.is_on:
                 machine.ask("over", is_over=is_over).answer()
 
     def cut_power(self, number: int) -> None:
-        """End a client, and all that runs there."""
-        self.cluster.keep_statd(number)  # first: it takes a while
+        """Cut the power of a client, on which actors run."""
+        self.cluster.keep_statd(number)  # takes a while, so before the log says "killed"
         for name, (host, actor, _) in list(self.running.items()):
             if host.number == number:
                 self.note("killed", name)
@@ -549,8 +567,8 @@ class Stage(hosts.Stage):
         self.lost_locks[number] = 0
 
     def restore(self, number: int) -> None:
-        """Bring a client back, and start there what ran."""
-        self.cluster.join([number])
+        """Boot a client, and start its actors again."""
+        self.cluster.start([number])
         while self.off:
             actor = self.off.pop()
             self.start_as(number, actor)
@@ -562,10 +580,11 @@ class Stage(hosts.Stage):
             self.cluster.machines[number].run("touch", f"{MOUNT}/healed{number}")
             self.note_lost_locks(number)
         self.note("healed")
-        say(f"all is well after {time.monotonic() - began_s:.0f} s")
+        say(f"all clients reach the server after {time.monotonic() - began_s:.0f} s")
 
     def note_lost_locks(self, number: int) -> None:
-        """Note, if its kernel says so, that a client was cut off, or came after the grace time."""
+        """Log it if the kernel of a client says that the client has lost its locks: it was cut off,
+        or came back after the server's grace time."""
         found = "dmesg | grep -c 'lost .* locks' || true"
         count = int(self.cluster.machines[number].run("sh", "-c", found))
         if count > self.lost_locks[number]:
@@ -575,7 +594,7 @@ class Stage(hosts.Stage):
 
 
 def episodes(stage: Stage) -> dict[str, hosts.Episode]:
-    """Return what happens in storms, one after the other."""
+    """Return the faults of the storms, by name."""
     one, other = (stage.chance.choice(CLIENTS) for _ in range(2))
     lab, server, cut = stage.cluster, stage.cluster.server, stage.cluster.network.cut
     end, restore = lambda: stage.cut_power(one), lambda: stage.restore(one)
@@ -584,7 +603,9 @@ def episodes(stage: Stage) -> dict[str, hosts.Episode]:
         "server": hosts.Episode(4, "the server's power is cut", server.power_off, 5, lab.serve),
         "client": hosts.Episode(4, f"host {one}'s power is cut", end, 5, restore),
         "net": hosts.Episode(2, f"host {other} is cut off", go, until_s, cut.clear, True, other),
-        "server again": hosts.Episode(4, "and once more", server.power_off, 5, lab.serve),
+        "server again": hosts.Episode(
+            4, "the server's power is cut again", server.power_off, 5, lab.serve
+        ),
     }
 
 
@@ -592,11 +613,13 @@ def episodes(stage: Stage) -> dict[str, hosts.Episode]:
 
 
 def power(lab: Lab, seed: int) -> None:
-    """Cut the power of a machine with a queue on its own disk, three times. Each time the date of
-    its next boot is an hour earlier than it should be, and its monotonic clock begins anew."""
+    """Cut the power of a machine with a queue on its own disk, three times.
+
+    After each boot the machine's date is another hour behind, and its monotonic clock begins again.
+    """
     stage = Stage(lab, seed, "power")
     for boot in range(4):
-        stage.call_over(False)
+        stage.set_over(False)
         for kind in ("produce", "consume") * 2:
             stage.start(1, kind, sync=True)
         stage.wait_for("ready")
@@ -604,29 +627,29 @@ def power(lab: Lab, seed: int) -> None:
         if boot < 3:
             stage.cut_power(1)
             lab.behind_s += 3600
-            lab.join([1])
-    stage.call_over()
+            lab.start([1])
+    stage.set_over()
     stage.finish(machines.CALL_S)
     stage.drain()
     events = verdict.Events(stage.log)
     of = {it.ident: it for it in events.tried.values() if it.ident}
     early = [
-        f"{second} was pushed after {first} had been, and sorts before it"
+        f"{second} was pushed after {first}, but sorts before {first}"
         for first, second in itertools.permutations(of, 2)
         if of[first].ended_s < of[second].began_s and first > second
     ]
     stage.judge(events, {"ids out of order": early})
 
 
-# Everything
+# All phases
 
 PHASES = ("basic", "calm", "keys", "storm", "replay", "power")
-SHORT = ("keys", "storm", "replay")  # and not all of the last two
+SHORT = ("keys", "storm", "replay")  # run by default; of storm and replay only these parts:
 SHORT_STORM, SHORT_REPLAYS = ("client", "server", "net"), ("push", "claim", "done")
 
 
 def prove(lab: Lab, seed: int, phase: str, short: bool) -> None:
-    """Run a phase, on a queue of its own. Raises Violation if a promise is broken."""
+    """Run a phase on a queue of its own. Raises Violation if a promise is broken."""
     if phase == "basic":
         Script(lab, "basic", "timeout_stale_ms=4000").play(BASIC)
     elif phase == "calm":
@@ -645,21 +668,21 @@ def prove(lab: Lab, seed: int, phase: str, short: bool) -> None:
 
 
 def prove_all(version: str, seed: int, phases: Iterable[str], short: bool = False) -> None:
-    """Run phases, one after the other, on machines of their own."""
+    """Boot machines, and run phases on them one after the other."""
     with contextlib.closing(Lab(version)) as lab:
         began_s = time.monotonic()
-        lab.join(lab.machines)
+        lab.start(lab.machines)
         for what in ("boot", *phases):
             if what != "boot":
                 prove(lab, seed, what, short)
-            say(f"{what}, {version}: holds, {time.monotonic() - began_s:.0f} s")
+            say(f"{what}, {version}: passed, {time.monotonic() - began_s:.0f} s")
             began_s = time.monotonic()
 
 
 def run_all(args: argparse.Namespace) -> None:
-    """Run what was asked for. Raises Violation if a promise is broken."""
+    """Run the phases that the options choose. Raises Violation if a promise is broken."""
     if sys.platform != "linux" or os.uname().machine != "x86_64":
-        raise Unable("it needs Linux on x86_64")
+        raise Unable("this proof needs Linux on x86_64")
     install((*TOOLS, machines.KERNELS), *PACKAGES.split())
     if args.self_check:
         must_catch(args.seed, lambda phase: ["--only", phase])
@@ -674,16 +697,16 @@ def run_all(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    options = parser(__doc__)
+    options = proof_parser(__doc__)
     add = options.add_argument
-    add("--only", choices=PHASES, help="run only this phase, all of it")
-    add("--full", action="store_true", help="run all phases, on both versions")
+    add("--only", choices=PHASES, help="run only this phase, the whole of it")
+    add("--full", action="store_true", help="run all phases, on both versions of NFS")
     add("--guest", action="store_true", help=argparse.SUPPRESS)
     args = options.parse_args()
     if args.guest:
         Guest().serve()
     say(f"seed {args.seed}")
-    with ends(args.seed):
+    with exit_on_failure(args.seed):
         try:
             run_all(args)
         except subprocess.TimeoutExpired as error:

@@ -1,18 +1,24 @@
-"""Power loss on ext4, xfs and btrfs: what sync_after_write acknowledged is there afterwards.
+"""Cut the power of a queue on ext4, xfs and btrfs: with sync_after_write nothing is lost.
 
     python .ci/power_loss.py [--cuts N] [--only KIND ...] [--seed S] [--self-check]
 
 Needs root, on Linux, with loop devices, e2fsprogs, xfsprogs and btrfs-progs.
 
-A life, as in faults.py, pushes, schedules, pops, finishes, fails, releases and replaces keyed tasks
-on a file system in an image, and notes each step outside, before it and when it was acknowledged.
-It takes half a second, in which the kernel writes only what it must: what is dirty it keeps for
-30 s. At a random moment the image is cloned in one instant (FICLONE, on an xfs that holds it): what
-was not written by then is lost. The clone is mounted, which replays its journal, and opened as
-after a reboot. Proved, by the Ledger of faults.py: each acknowledged task is there once, in the
-state that was acknowledged (or the next, if that was under way), with its own bytes; nothing torn
-is delivered; the queue works on until it is drained. Without sync_after_write: nothing torn,
-nothing crashes.
+A life, as in faults.py, uses a queue on a file system in an image. It pushes, schedules, pops,
+finishes, fails and releases tasks, and replaces keyed tasks. It writes a note outside the image
+before each step and after the step has returned. The life takes half a second. In this time the
+kernel writes only what it must, because it keeps dirty pages for 30 s.
+
+At a random moment the image is cloned at once, by FICLONE on the xfs that holds the image. Data
+that was not written by then is lost. The clone is mounted, which replays its journal, and the queue
+is opened as after a reboot.
+
+Proved, by the Ledger of faults.py:
+  - Each acknowledged task exists once, with its own bytes, in the state that was acknowledged, or
+    in the next state if a step was under way.
+  - No torn task is delivered.
+  - The queue works until it is drained.
+Without sync_after_write the last two points are proved.
 """
 
 from __future__ import annotations
@@ -29,14 +35,25 @@ from collections.abc import Iterator
 
 import faults
 from broken import must_catch
-from proof import Violation, ends, make_image, mounted, need_root, parser, run, say, small_disk
+from proof import (
+    Violation,
+    exit_on_failure,
+    make_image,
+    mounted,
+    need_root,
+    proof_parser,
+    run,
+    say,
+    small_disk,
+)
 
 import femtoqueue
 from femtoqueue import FemtoQueue
 from test import on_boot
 
 FICLONE = 0x40049409
-# MiB, how it is made, and how it is mounted: nothing is written that fsync did not ask for.
+# Size in MiB, command to make it, mount options. With commit=3600 the kernel writes only what
+# fsync() asks for.
 FILE_SYSTEMS = {
     "ext4": (64, "mkfs.ext4 -q -F", "commit=3600"),
     "xfs": (320, "mkfs.xfs -q -f", "nouuid"),
@@ -47,8 +64,8 @@ SIZES = (0, 50, 5000, 100_000)
 
 
 @contextlib.contextmanager
-def workshop() -> Iterator[str]:
-    """A directory on an xfs in memory: it can clone an image in one instant."""
+def xfs_in_memory() -> Iterator[str]:
+    """Make an xfs in memory, which can clone an image at once; yield its mount point."""
     with small_disk("tmpfs", 4 << 10) as memory:
         image, store = os.path.join(memory, "image"), os.path.join(memory, "store")
         os.mkdir(store)
@@ -58,13 +75,14 @@ def workshop() -> Iterator[str]:
 
 
 def clone(source: str, target: str) -> None:
+    """Clone a file by FICLONE."""
     with open(source, "rb") as old, open(target, "wb") as new:
         fcntl.ioctl(new.fileno(), FICLONE, old.fileno())
 
 
 class Work:
-    """What a life does on the file system that will be cut. The task of a key never is in flight
-    when the next one is pushed."""
+    """The life on the file system whose power is cut. When it pushes a payload of a key, no task of
+    that key is in flight."""
 
     def __init__(self, path: str, seed: int, sync: bool) -> None:
         self.path, self.seed, self.sync = path, seed, sync
@@ -76,7 +94,8 @@ class Work:
             self.path, node_id, None, sync_after_write=self.sync, keep_done=self.keep_done
         )
 
-    def go_on(self, life: faults.Life) -> None:
+    def play_forever(self, life: faults.Life) -> None:
+        """Make random steps until the process is killed."""
         chance = random.Random(self.seed)
         names = (f"{number}/{chance.choice(SIZES)}" for number in itertools.count())
         life.open()
@@ -95,12 +114,15 @@ class Work:
                 life.end(life.pop(), how, **delay)
 
     def check(self, notes: list[faults.Note], certain: int) -> int:
-        """Open the queue after the cut, and drain it; return how many tasks were there. certain: so
-        many of the notes are from before the cut, and the first ones of the others may be."""
+        """Open the queue after the cut, drain it and check it. Return how many tasks it had.
+
+        The first `certain` notes were written before the cut. The notes after them were written
+        during the clone, so that the cut may be between any two of these.
+        """
         with on_boot("the next boot"), faults.made_up("next") as clock:
             clock.advance(faults.AN_HOUR_S + faults.LATER_S)
             q = self.make("n1")
-            found = faults.found_in(q)  # of a batch that was under way, some may be torn
+            found = faults.found_in(q)  # a push_many() that was under way may leave torn tasks
             if self.sync:
                 ledger = self.agreeing(notes, certain, found)
             else:
@@ -119,7 +141,8 @@ class Work:
     def agreeing(
         self, notes: list[faults.Note], certain: int, found: dict[str, str]
     ) -> faults.Ledger:
-        """Return the first ledger that agrees with what was found; else raise what the last says"""
+        """Return the first ledger, of those with `certain` notes, one more, and so on, that agrees
+        with the tasks that were found. Raises Violation if no ledger does."""
         for cut in range(certain, len(notes) + 1):
             ledger = faults.Ledger(notes[:cut], self.done)
             with contextlib.suppress(Violation):
@@ -130,7 +153,8 @@ class Work:
 
 
 def one_cut(place: str, kind: str, seed: int, sync: bool) -> int:
-    """Cut the power of a life once, in an empty directory; return how many tasks were there."""
+    """Cut the power of a life once, in the empty directory `place`. Return how many tasks the queue
+    had afterwards."""
     chance = random.Random(seed)
     paths = (os.path.join(place, name) for name in ("image", "after", "mnt", "log"))
     image, after, target, log_path = paths
@@ -140,17 +164,17 @@ def one_cut(place: str, kind: str, seed: int, sync: bool) -> int:
     work = Work(os.path.join(target, "jobs"), seed, sync)
     with mounted("-o", f"loop,{options}", image, target):
         FemtoQueue(work.path, "maker", sync_after_write=True).close()
-        note = faults.writer(log_path)
+        note = faults.note_writer(log_path)
         child = os.fork()
         if child == 0:
-            faults.play(work.go_on, work.make, note, f"{seed}")
+            faults.play(work.play_forever, work.make, note, f"{seed}")
         time.sleep(0.05 + chance.random() * 0.2)
-        if not sync:  # as the kernel does now and then
+        if not sync:  # as the kernel does from time to time
             run("sync", "--file-system", target)
         time.sleep(chance.random() * 0.2)
-        certain = len(faults.noted(log_path))
+        certain = len(faults.read_notes(log_path))
         clone(image, after)
-        notes = faults.noted(log_path)  # what was begun meanwhile may be there
+        notes = faults.read_notes(log_path)  # also the notes written during the clone
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
     if kind == "btrfs":
@@ -160,7 +184,8 @@ def one_cut(place: str, kind: str, seed: int, sync: bool) -> int:
 
 
 def cuts(store: str, kind: str, count: int, seed: int, *, sync: bool = True) -> None:
-    """Cut the power of so many lives. Raises Violation for the first that is not as it must be."""
+    """Cut the power of `count` lives, and print the result. Raises Violation for the first life
+    that broke a promise."""
     tasks = 0
     for number in range(seed, seed + count):
         try:
@@ -172,18 +197,20 @@ def cuts(store: str, kind: str, count: int, seed: int, *, sync: bool = True) -> 
 
 
 def main() -> None:
-    options = parser(__doc__)
-    options.add_argument("--cuts", type=int, default=30, help="per file system (default: 30)")
-    options.add_argument("--only", choices=FILE_SYSTEMS, nargs="+", default=FILE_SYSTEMS)
+    options = proof_parser(__doc__)
+    per = "power cuts per file system (default: 30)"
+    options.add_argument("--cuts", type=int, default=30, help=per)
+    only = "only these file systems"
+    options.add_argument("--only", choices=FILE_SYSTEMS, nargs="+", default=FILE_SYSTEMS, help=only)
     args = options.parse_args()
     say(f"seed {args.seed}")
     femtoqueue._log().disabled = True
-    with ends(args.seed):
+    with exit_on_failure(args.seed):
         need_root()
         if args.self_check:
             must_catch(args.seed, lambda kind: ["--only", kind, "--cuts", "40"])
             return
-        with workshop() as store:
+        with xfs_in_memory() as store:
             for kind in args.only:
                 cuts(store, kind, args.cuts, args.seed)
                 cuts(store, kind, max(1, args.cuts // 3), args.seed, sync=False)

@@ -1,4 +1,8 @@
-"""What the proofs have in common: options, what they print, commands, mounts, payloads, notes."""
+"""Functions that several proofs use: options, messages, commands, mounts, payloads, files.
+
+A proof is a program in .ci/ that tests promises of femtoqueue on real processes, disks or networks.
+Its exit status is 0 if they hold, 1 if one is broken, 3 if this machine cannot run the proof.
+"""
 
 from __future__ import annotations
 
@@ -14,42 +18,46 @@ import tempfile
 from collections.abc import Iterable, Iterator
 
 PROJECT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, PROJECT)  # who imports this module finds femtoqueue
+sys.path.insert(0, PROJECT)  # a program that imports this module can import femtoqueue next
 PROGRAM = os.path.basename(sys.argv[0]).removesuffix(".py")
 
 
 class Unable(Exception):
-    """This machine can't show it."""
+    """This machine cannot run the proof: a tool, a right or a device is missing."""
 
 
 class Violation(Exception):
-    """A promise is broken."""
+    """femtoqueue broke a promise."""
 
 
 def say(text: str) -> None:
-    """Print a line of the report at once."""
+    """Print a line of the report, with the program's name in front, and flush it."""
     print(f"{PROGRAM}: {text}", flush=True)
 
 
-def plain_parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser that shows a docstring as it stands."""
+def docstring_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser whose --help prints a docstring with its line breaks."""
     shown = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=doc, formatter_class=shown)
 
 
-def parser(doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser for the options that most proofs have."""
-    made = plain_parser(doc)
+def proof_parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with --seed and --self-check, which most proofs have."""
+    made = docstring_parser(doc)
     add, seed = made.add_argument, random.randrange(10**6)
-    add("--seed", type=int, default=seed, help="default: random; it is printed")
-    add("--self-check", action="store_true", help="catch the faults of broken.py that name it")
+    add("--seed", type=int, default=seed, help="default: random; the seed is printed")
+    catch = "show that this proof catches each fault of broken.py that names this proof"
+    add("--self-check", action="store_true", help=catch)
     return made
 
 
 @contextlib.contextmanager
-def ends(seed: int | None = None) -> Iterator[None]:
-    """Let what goes wrong in the block end the program, with a line that says it: with status 1 if
-    a promise is broken, 3 if this machine can't show it."""
+def exit_on_failure(seed: int | None = None) -> Iterator[None]:
+    """Turn Violation and Unable, raised in the block, into an exit of the program.
+
+    A Violation is printed with the seed, and the exit status is 1. An Unable is printed as "NOT
+    PROVED", and the exit status is 3.
+    """
     try:
         yield
     except Unable as error:
@@ -65,11 +73,14 @@ def ends(seed: int | None = None) -> Iterator[None]:
 
 def need_root() -> None:
     if os.geteuid() != 0:
-        raise Unable("it needs root")
+        raise Unable("this proof needs root")
 
 
 def run(*command: str, timeout_s: float = 60) -> str:
-    """Return what a command prints; raises Unable if there is none, or it fails."""
+    """Run a command and return its standard output.
+
+    Raises Unable if the command does not exist or fails, and subprocess.TimeoutExpired.
+    """
     try:
         result = subprocess.run(
             command, check=False, capture_output=True, text=True, timeout=timeout_s
@@ -82,8 +93,11 @@ def run(*command: str, timeout_s: float = 60) -> str:
 
 
 def install(wanted: Iterable[str], *packages: str) -> None:
-    """Install Debian's packages if a command, or a file of a pattern, is missing; raises Unable if
-    it still is."""
+    """Install Debian packages if one of the wanted commands or files is missing.
+
+    `wanted` holds names of commands and glob patterns of files. Only root can install packages.
+    Raises Unable if a command or a file is still missing afterwards.
+    """
 
     def missing() -> list[str]:
         return [it for it in wanted if not (shutil.which(it) or glob.glob(it))]
@@ -93,22 +107,23 @@ def install(wanted: Iterable[str], *packages: str) -> None:
         run("apt-get", "update", timeout_s=300)
         run("apt-get", "install", "-y", "--no-install-recommends", *packages, timeout_s=900)
     if missing():
-        raise Unable(f"it needs {', '.join(missing())}")
+        raise Unable(f"this proof needs {', '.join(missing())}")
 
 
 @contextlib.contextmanager
 def mounted(*what: str) -> Iterator[None]:
-    """Run mount(8); its last argument is where to."""
+    """Run mount(8) with these arguments, of which the last is the mount point. Unmount at the end
+    of the block."""
     run("mount", *what)
     try:
         yield
     finally:
         if subprocess.call(["umount", what[-1]], stderr=subprocess.DEVNULL):
-            run("umount", "--lazy", what[-1])  # a process that was killed is not gone yet
+            run("umount", "--lazy", what[-1])  # a killed process has not exited yet
 
 
 def make_image(path: str, size_mib: int, *mkfs: str) -> None:
-    """Make a file system in a file."""
+    """Make a file of this size, and a file system in the file with the command `mkfs`."""
     with open(path, "wb") as file:
         file.truncate(size_mib << 20)
     run(*mkfs, path)
@@ -116,7 +131,11 @@ def make_image(path: str, size_mib: int, *mkfs: str) -> None:
 
 @contextlib.contextmanager
 def small_disk(kind: str, size_mib: int, options: str = "") -> Iterator[str]:
-    """A small file system of a kind, mounted on a directory that is gone afterwards."""
+    """Make and mount a small file system ("tmpfs", "ext4", "xfs", ...); yield the mount point.
+
+    `options` are further mount options of a tmpfs. At the end of the block the file system is
+    unmounted and deleted.
+    """
     with tempfile.TemporaryDirectory() as work:
         target, image = os.path.join(work, "mnt"), os.path.join(work, "image")
         os.mkdir(target)
@@ -128,15 +147,16 @@ def small_disk(kind: str, size_mib: int, options: str = "") -> Iterator[str]:
             yield target
 
 
-# Payloads that prove their own bytes
+# Payloads whose bytes can be checked without a copy
 
 
 def payload(name: str, size: int) -> bytes:
+    """Return a line with the name and the size, and `size` random bytes seeded by the name."""
     return f"{name} {size}\n".encode() + random.Random(name).randbytes(size)
 
 
 def name_of(data: bytes) -> str:
-    """Return what payload() was given; raises Violation unless each byte is as it was pushed."""
+    """Return the name that payload() was given. Raises Violation if a byte has changed since."""
     head, _, rest = data.partition(b"\n")
     name = head.decode(errors="replace").rpartition(" ")[0]
     if data != payload(name, len(rest)):
@@ -153,8 +173,13 @@ def read(name: str) -> str:
         return file.read()
 
 
-def litter(path: str, kind: str, content: bytes, target: str = "nowhere") -> None:
-    """Make a file, a folder with a file in it, an empty one, a link or a FIFO."""
+def make_entry(path: str, kind: str, content: bytes, target: str = "nowhere") -> None:
+    """Make a directory entry of a kind.
+
+    "file": a file with this content. "link": a symbolic link to `target`. "fifo": a FIFO. "folder":
+    a directory that holds a file of this content, with a task's name. Any other kind: an empty
+    directory.
+    """
     if kind == "link":
         os.symlink(target, path)
     elif kind == "fifo":
@@ -165,16 +190,19 @@ def litter(path: str, kind: str, content: bytes, target: str = "nowhere") -> Non
     else:
         os.mkdir(path)
         if kind == "folder":
-            litter(os.path.join(path, f"{1:020d}-00000001"), "file", content)
+            make_entry(os.path.join(path, f"{1:020d}-00000001"), "file", content)
 
 
-def looks(path: str) -> tuple[int, ...]:
-    """Return what changes if anybody touches it."""
+def fingerprint(path: str) -> tuple[int, ...]:
+    """Return inode, mode, size and mtime of a path. A change of the file changes one of them."""
     status = os.lstat(path)
     return status.st_ino, status.st_mode, status.st_size, status.st_mtime_ns
 
 
 def open_log(path: str) -> int:
-    """Return a descriptor for what is noted: a line by one write(), so that whoever is killed
-    leaves whole lines."""
+    """Open a log for appending and return its descriptor.
+
+    Several processes write to a log. Each writes a line by one write(), so that a process that is
+    killed leaves only whole lines.
+    """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -1,32 +1,38 @@
-"""A storm over one queue: all kinds of processes, killed, stopped, out of room, out of time.
+"""Use one queue by many processes that are killed and stopped, on a full disk, with a set clock.
 
     python .ci/storm.py [--seconds N] [--seed S] [--self-check]
 
-Needs root, on Linux, to mount a small file system, and Debian's faketime (installed if missing).
+Needs Linux, root to mount a small file system, and Debian's faketime, which is installed if it is
+missing.
 
-Producers (push, push_many), schedulers, keyed producers, workers (loops, work(), the command
-line) and an onlooker run on one queue. Meanwhile they are killed, interrupted (SIGINT) and stopped
-for longer than the lease, the file system is full for a second, the wall clock is set back and
-forth under their feet (libfaketime), and rubbish appears in the queue's directories.
-Each process notes its steps outside, before it and when it was acknowledged: see verdict.py. Then
-the storm ends, calm workers drain the queue, and this must hold:
+The processes are producers, schedulers, producers of keyed tasks, workers, and one process that
+only reads. Workers call pop() in a loop, call work(), or run the command line. During the storm the
+program disturbs the processes:
 
-    found      what was acknowledged is in done/ or failed/, once, with its bytes; what was never
-               tried, or was refused, is not
-    settled    one end for each task: what done() or fail() acknowledged is there, was not delivered
-               again, and LeaseLost came to nobody whose lease was running
-    held       no two workers had one task, or one key, as long as the first one's lease ran
-    first      first deliveries are in the order of push(), across all processes
-    due        nothing was delivered before its time, by the wall clock as it was then
-    keys       of each key, values came in order, and the last acknowledged one came last
-    left over  no task in pending/, scheduled/, inflight-*/, keys/; in creating/ at most what the
-               killed left there; rubbish is as it was
-    crashed    no exception but LeaseLost, KeyInFlight, and ENOSPC while the disk is full
+  - It sends SIGKILL, SIGINT, and SIGSTOP for longer than the lease.
+  - It fills the file system for a second.
+  - It sets the wall clock back and forth (by libfaketime).
+  - It puts foreign files ("rubbish") into the queue's directories.
 
-Order: a listing may miss one of two tasks that are pushed while it runs. So a task may overtake an
-older one if one pop() of who took it ran while both were pushed.
+Each process writes a line to the log before and after each call: see actors.py and verdict.py.
+After the storm, workers drain the queue undisturbed. Then this must hold:
 
-Interrupted workers give tasks back uncounted; near a SIGINT, order is not looked at.
+    found      Each acknowledged task is in done/ or failed/, once, with its bytes. No other task is
+               there: none that was never pushed, and none whose push() raised an error.
+    settled    Each task ends once. A task whose done() or fail() returned is in done/ or failed/
+               and was not delivered again. No worker got LeaseLost before its deadline.
+    held       Two workers never had the same task, or the same key, during the first one's lease.
+    first      First deliveries are in the order of push(), across all processes.
+    due        No task was delivered before its due time, by the wall clock at that moment.
+    keys       The values of a key were delivered in order, and the last acknowledged value last.
+    left over  No task is in pending/, scheduled/, inflight-*/ or keys/. creating/ has at most one
+               file for each killed process. The rubbish is unchanged.
+    crashed    No exception was raised but LeaseLost, KeyInFlight, and ENOSPC while the disk was
+               full.
+
+A listing may miss one of two tasks that are pushed during the listing. So the check "first" accepts
+that a worker gets the younger task first, if one pop() of that worker ran during both pushes. The
+check also ignores deliveries near a SIGINT, because interrupted workers put tasks back uncounted.
 """
 
 from __future__ import annotations
@@ -67,11 +73,11 @@ from femtoqueue import FemtoQueue, FemtoTask
 LEASE_S = 2.0
 SIZE_MIB = 256
 FULL_S = 1.0
-SLACK_S = 1.0  # of what a process does between two lines that it notes
+SLACK_S = 1.0  # the longest time between an event in a process and the line that logs it
 CLOCK_SLACK_S = 0.01
-CALM_S = 60.0  # to drain the queue in
-STEPS_S = (0, 0, 0.7, -0.7, 30, -30, 3600, -3600, 86400, -86400, -365 * 86400)
-AFTER_ALL_S = 400 * 86400  # later than anything that was scheduled
+CALM_S = 60.0  # how long draining the queue may take
+STEPS_S = (0, 0, 0.7, -0.7, 30, -30, 3600, -3600, 86400, -86400, -365 * 86400)  # clock settings
+AFTER_ALL_S = 400 * 86400  # a clock setting at which every scheduled task is due
 ENDS = (*["done"] * 25, "fail", "extend", "release", "forget", "process")
 REASONS = ("storm", "max_attempts", "exit")
 WORKERS = ("loop", "work", "command")
@@ -82,7 +88,7 @@ SLOTS = (
 )
 KEYED = [slot for slot, role in enumerate(SLOTS) if role == "keyed"]
 
-# The command line's CMD: what Role.handle() does, in a process that starts in 30 ms.
+# The CMD of the command line's `work`. It does what Role.handle() does, and starts in 30 ms.
 HANDLER = r"""
 import os, random, select, sys, time
 from proof import Violation, name_of, open_log
@@ -106,15 +112,15 @@ sys.exit(random.random() < 0.05)
 
 @dataclass
 class Role(Actor):
-    """A process, until SIGTERM: its kind is its role in SLOTS."""
+    """An actor of the storm, which ends at SIGTERM. Its kind is its role in SLOTS."""
 
     slot: int = 0
     calm: bool = False
 
-    def start(self, fd: int) -> None:
+    def run(self, fd: int) -> None:
         self.ending = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: self.ending.set())
-        super().start(fd)
+        super().run(fd)
 
     def is_over(self) -> bool:
         return self.ending.is_set()
@@ -124,31 +130,36 @@ class Role(Actor):
         try:
             return super().step()
         except OSError as error:
-            self.trouble("step", "-", began_s, error)
+            self.note_error("step", "-", began_s, error)
             return 0
 
-    def trouble(self, what: str, which: object, began_s: float, error: Exception) -> None:
-        """A full disk, or a key in flight, is only a pause."""
+    def note_error(self, what: str, which: object, began_s: float, error: Exception) -> None:
+        """Log the error of a full disk or a key in flight, and pause. Raise any other OSError."""
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise error
-        # With sync, what a consumer was quicker to take stays his.
+        # A synced push that raises ENOSPC removes its task again, unless a worker has claimed the
+        # task meanwhile. Logged as "kept", the payload does not count as refused.
         call = "kept" if what == "push" and self.sync else what
         self.note("error", call, which, began_s, getattr(error, "errno", 0), what)
         time.sleep(0.02 if what == "push" else 0.05)
 
     def produce(self) -> float:
+        """Push one payload, or a batch."""
         self.push(count=self.chance.randrange(9) if self.chance.random() < 0.1 else None)
         return self.chance.choice((0, 0, 0, 0, 0.01, 0.03))
 
     def schedule(self) -> float:
+        """Push a payload that is due soon, or already."""
         self.push(due_s=time.time() + self.chance.uniform(-0.5, 2))
         return self.chance.choice((0, 0.01, 0.04))
 
     def update(self) -> float:
+        """Push a payload with a key, with the policy "update"."""
         return self.keyed("update")
 
     def keyed(self, *policies: str) -> float:
-        """One producer at a time has a key: its values have an order."""
+        """Push a payload with a key of this slot. Only one process at a time has the slot, so that
+        the values of a key have an order."""
         policy = self.chance.choice(policies or ("buffer", "buffer", "reject"))
         is_later = self.chance.random() < 0.1
         due_s = time.time() + self.chance.uniform(-0.5, 1) if is_later else None
@@ -159,6 +170,8 @@ class Role(Actor):
         return f"ключ/{slot}:{self.chance.randrange(5)}"
 
     def loop(self) -> float:
+        """Pop a task, sometimes by key or with a timeout, and settle it in a random way. A worker
+        that drains the queue (`calm`) always calls done()."""
         key, timeout_s, before_s = None, 0.0, self.now_s()
         if not self.calm and self.chance.random() < 0.1:
             key = self.key_of(self.chance.choice(KEYED))
@@ -173,12 +186,13 @@ class Role(Actor):
         return 0
 
     def work(self) -> float:
-        """Until SIGTERM or SIGINT, which work() takes as the wish to end."""
+        """Call work(), which returns after SIGTERM or SIGINT; then end."""
         self.q.work(self.handle, concurrency=self.chance.choice((1, 3)), stop=self.ending)
         self.ending.set()
         return 0
 
     def handle(self, task: FemtoTask) -> None:
+        """Be the handler of work(). Raise an error for one task in 20."""
         self.note("got", task.id, "-", "-", task.attempts, name_of(task.data))
         self.work_on(task)
         self.note("settle", task.id)
@@ -186,14 +200,15 @@ class Role(Actor):
             raise RuntimeError("storm")
 
     def work_on(self, task: FemtoTask) -> None:
-        """Be at work for a while: now and then for too long."""
+        """Sleep for a random time, sometimes for longer than the lease."""
         if not self.calm:
             chance = self.chance.random()
             time.sleep(0 if chance < 0.85 else 0.05 if chance < 0.997 else LEASE_S + 0.5)
 
     def finish(self, task: FemtoTask, how: str) -> None:
+        """Settle a task in a way of ENDS."""
         if how == "forget":
-            return  # as a handler that hangs: the task comes back at its deadline
+            return  # like a handler that hangs: the task comes back at its deadline
         options: dict[str, Any] = {}
         if how == "extend":
             self.extend(task)
@@ -209,15 +224,16 @@ class Role(Actor):
         if is_ended and "delay_s" in options:
             self.note("delayed", task.id, due_s)
 
-    def end(self, task: FemtoTask, how: str, **options: Any) -> None:
+    def settle_once(self, task: FemtoTask, how: str, **options: Any) -> None:
         if not options.pop("in_processing", False):
-            super().end(task, how, **options)
+            super().settle_once(task, how, **options)
             return
         with self.q.processing(task):
             time.sleep(self.chance.choice((0, 0.1)))
             self.note("settle", task.id)
 
     def onlook(self) -> float:
+        """Only read the queue: stats(), keys(), contains() and tasks()."""
         state = self.chance.choice(femtoqueue.STATES[:3])
         self.q.stats()
         list(self.q.keys(state))
@@ -227,8 +243,8 @@ class Role(Actor):
         return 0.2
 
 
-def live(storm: Storm, name: str, slot: int) -> None:
-    """One process of the storm, until it is told to end."""
+def run_process(storm: Storm, name: str, slot: int) -> None:
+    """Be the process of a slot until SIGTERM; or, for the command line, exec femtoqueue.py."""
     role, chance = SLOTS[slot], random.Random(f"{storm.seed} {name}")
     if role == "command":
         handler = [sys.executable, "-S", "-c", HANDLER, storm.log, name]
@@ -246,7 +262,7 @@ def live(storm: Storm, name: str, slot: int) -> None:
         seed=f"{storm.seed} {name}",
         slot=slot,
         calm=storm.calm,
-    ).start(storm.fd)
+    ).run(storm.fd)
 
 
 # The storm
@@ -254,14 +270,16 @@ def live(storm: Storm, name: str, slot: int) -> None:
 
 @dataclass
 class Process:
+    """A process of the storm that has not been waited for."""
+
     pid: int
     name: str
     slot: int
-    stopped_until_s: float = 0.0  # 0: it runs
+    stopped_until_s: float = 0.0  # when to send SIGCONT; 0: the process is not stopped
 
 
 class Storm(Noter):
-    """Runs the processes, and does to them what the docstring says."""
+    """Runs the processes, and disturbs them as the module's docstring says."""
 
     name = "storm"
 
@@ -286,11 +304,12 @@ class Storm(Noter):
         self.note("wall", wall_s)
         self.set_clock(3600)
         if not 3599 < time.time() - time.monotonic() - wall_s < 3601:
-            raise Unable("libfaketime does not set the clock, or not that alone")
+            raise Unable("libfaketime does not set the wall clock, or sets another clock too")
         self.set_clock(0)
         FemtoQueue(self.queue_path).close()
 
     def start(self, slot: int) -> None:
+        """Fork a process for a slot."""
         self.count += 1
         name = f"{'calm' if self.calm else SLOTS[slot]}{self.count}"
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -301,43 +320,47 @@ class Storm(Noter):
         self.processes.append(Process(pid, name, slot))
 
     def be_child(self, name: str, slot: int) -> None:
+        """In the forked child: run the process, log an unexpected exception, and exit."""
         try:
             os.setpgid(0, 0)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.dup2(proof.open_log(os.path.join(self.logs, f"{name}.err")), 2)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            live(self, name, slot)
+            run_process(self, name, slot)
         except KeyboardInterrupt:
             pass
         except BaseException as error:
-            if getattr(error, "errno", None) != errno.ENOSPC:  # it could not even start
+            if getattr(error, "errno", None) != errno.ENOSPC:  # the disk is full at the start
                 self.note("crashed", ascii(traceback.format_exc()))
         finally:
             os._exit(0)
 
     def signal(self, process: Process, which: signal.Signals) -> None:
+        """Log, count and send a signal."""
         self.note("signal", process.name, which.name)
         self.counts[which.name] += 1
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, which)
 
     def reap(self) -> None:
-        """Notice who has ended, and who has been stopped for long enough."""
+        """Forget the processes that have ended, and continue each process that was stopped for long
+        enough."""
         for process in [*self.processes]:
             if 0 < process.stopped_until_s <= time.monotonic():
-                self.go_on(process)
+                self.continue_process(process)
             if os.waitpid(process.pid, os.WNOHANG)[0]:
                 self.processes.remove(process)
 
-    def go_on(self, process: Process) -> None:
+    def continue_process(self, process: Process) -> None:
         process.stopped_until_s = 0.0
         os.kill(process.pid, signal.SIGCONT)
         self.note("signal", process.name, "SIGCONT")
 
-    # What it does to them
+    # Disturbances
 
     def victim(self) -> Process:
-        """A command line takes longer to start than the others live."""
+        """Return a random process. The command line is chosen less often, because it needs longer
+        to start than other processes live."""
         process = self.chance.choice(self.processes)
         if SLOTS[process.slot] == "command" and self.chance.random() < 0.7:
             return self.chance.choice(self.processes)
@@ -347,11 +370,13 @@ class Storm(Noter):
         self.signal(self.victim(), signal.SIGKILL)
 
     def interrupt(self) -> None:
-        """In one second of five: in the others order is checked, see put_back()."""
+        """Send SIGINT to a process, but only in one second of five. In the other seconds the order
+        of deliveries can be checked: see may_have_put_back()."""
         if time.monotonic() % 5 < 1:
             self.signal(self.victim(), signal.SIGINT)
 
     def stop(self) -> None:
+        """Stop a process, in half of the cases for longer than the lease; at most three at once."""
         workers = [process for process in self.processes if SLOTS[process.slot] in WORKERS]
         process = self.chance.choice(self.chance.choice((self.processes, workers)))
         if process.stopped_until_s or sum(p.stopped_until_s > 0 for p in self.processes) >= 3:
@@ -367,6 +392,8 @@ class Storm(Noter):
         self.counts["clock steps"] += 1
 
     def set_clock(self, offset_s: float) -> None:
+        """Set the wall clock of all processes to the real time plus an offset. libfaketime reads
+        the offset from a file."""
         clock = os.environ["FAKETIME_TIMESTAMP_FILE"]
         with open(f"{clock}.new", "w", encoding="ascii") as file:
             file.write(f"{offset_s:+f}\n")
@@ -375,7 +402,8 @@ class Storm(Noter):
         self.note("stepped", offset_s)
 
     def fill(self) -> None:
-        """Take all room there is; again and again, for somebody makes some."""
+        """Fill the disk with a file, the ballast. Called repeatedly, because processes free
+        space."""
         if self.ballast < 0:
             self.counts["full disks"] += 1
             self.ballast = os.open(os.path.join(self.path, "ballast"), os.O_WRONLY | os.O_CREAT)
@@ -388,16 +416,19 @@ class Storm(Noter):
                 size //= 2
 
     def make_room(self) -> None:
+        """Remove the ballast."""
         if self.ballast >= 0:
-            os.ftruncate(self.ballast, 0)  # children that began meanwhile have it, too
+            os.ftruncate(self.ballast, 0)  # not only unlinked: forked children have it open, too
             os.close(self.ballast)
             os.unlink(os.path.join(self.path, "ballast"))
         self.ballast, self.room_at_s = -1, math.inf
         self.full_at_s = time.monotonic() + self.chance.uniform(3, 7)
 
-    def litter(self) -> None:
-        """In the queue's directory, or in one below; but what is in spare/ goes along when that
-        becomes a worker's directory."""
+    def put_rubbish(self) -> None:
+        """Put a foreign entry into the queue's directory, or into a directory below.
+
+        spare/ is left out: it is renamed to a worker's directory with all its entries.
+        """
         root = self.queue_path
         places = [f"{root}/{name}" for name in os.listdir(root) if name != "spare"]
         places = [place for place in places if place not in self.rubbish]
@@ -405,14 +436,16 @@ class Storm(Noter):
         place = self.chance.choice((root, *self.chance.choice((standing, places))))
         name = self.chance.choice(RUBBISH_NAMES).replace("%", str(len(self.rubbish)))
         path = os.path.join(place, name)
-        with contextlib.suppress(OSError):  # full; its worker took its directory away; a file
-            proof.litter(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
-        with contextlib.suppress(OSError):  # a broken queue may have removed it
-            self.rubbish[path] = proof.looks(path)
+        # An OSError: the disk is full, a worker removed its directory, or `place` is a file.
+        with contextlib.suppress(OSError):
+            proof.make_entry(path, self.chance.choice(RUBBISH), b"FQ1 00000000 3\nnot a task")
+        with contextlib.suppress(OSError):  # with a fault of broken.py, the queue may remove it
+            self.rubbish[path] = proof.fingerprint(path)
 
-    def blow(self, seconds: float) -> None:
+    def rage(self, seconds: float) -> None:
+        """Disturb the processes for some seconds, and start a new one for each that has ended."""
         events = [*[self.kill] * 9, *[self.interrupt] * 8, *[self.stop] * 6]
-        events += [*[self.step_clock] * 3, *[self.litter] * 4]
+        events += [*[self.step_clock] * 3, *[self.put_rubbish] * 4]
         end_s = time.monotonic() + seconds
         while time.monotonic() < end_s:
             self.reap()
@@ -428,15 +461,18 @@ class Storm(Noter):
             time.sleep(self.chance.uniform(0.0, 0.1))
 
     def end(self) -> None:
-        """Half of them may finish what they do."""
+        """End all processes: half of them by SIGTERM, which lets a process finish its task, the
+        other half by SIGKILL."""
         self.make_room()
         for process in self.processes:
-            self.go_on(process)
+            self.continue_process(process)
             gently = self.chance.random() < 0.5
             self.signal(process, signal.SIGTERM if gently else signal.SIGKILL)
         self.wait_for_all(15)
 
     def wait_for_all(self, seconds: float) -> None:
+        """Wait for all processes, then kill them. A process that did not end in time is logged as
+        crashed."""
         end_s = time.monotonic() + seconds
         groups = [process.pid for process in self.processes]
         while self.processes and time.monotonic() < end_s:
@@ -444,7 +480,7 @@ class Storm(Noter):
             time.sleep(0.02)
         for process in self.processes:
             self.note("crashed", f"{process.name} does not end")
-        for group in groups:  # a killed command line leaves its handlers
+        for group in groups:  # a command line that was killed leaves its CMD processes
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
         for process in self.processes:
@@ -452,27 +488,30 @@ class Storm(Noter):
         self.processes = []
 
     def drain(self) -> None:
-        """Let calm workers finish it all, when all of it is due."""
+        """Set the clock so that all tasks are due, and let workers finish all of them
+        undisturbed."""
         self.set_clock(AFTER_ALL_S)
         self.calm = True
         for slot in (SLOTS.index("loop"),) * 3:
             self.start(slot)
         end_s = time.monotonic() + CALM_S
         with FemtoQueue(self.queue_path) as q:
-            empty = 0  # looks in a row: one may miss a task that moves meanwhile
+            # How many times in a row stats() showed no task. One stats() may miss a task that
+            # moves.
+            empty = 0
             while empty < 3 and time.monotonic() < end_s:
                 time.sleep(0.1)
                 stats = q.stats()
                 left = stats.pending + stats.scheduled + stats.inflight + stats.buffered
                 empty = 0 if left else empty + 1
             if empty < 3:
-                self.note("crashed", f"not drained in {CALM_S:g} s: {stats}")
+                self.note("crashed", f"the queue is not drained after {CALM_S:g} s: {stats}")
         for process in self.processes:
             self.signal(process, signal.SIGTERM)
         self.wait_for_all(15)
-        with FemtoQueue(self.queue_path) as q:  # a newcomer does all chores at once
+        with FemtoQueue(self.queue_path) as q:  # the first pop() does all housekeeping jobs
             if q.pop() is not None:
-                self.note("crashed", "a task was there when all was drained")
+                self.note("crashed", "pop() returned a task after the queue was drained")
 
 
 RUBBISH = ("file", "folder", "empty", "fifo", "link")
@@ -488,38 +527,44 @@ RUBBISH_NAMES = (
 )
 
 
-# What it came to
+# The checks
 
 
 def order_of(name: str) -> tuple[int, ...]:
-    """Of the values of one key: processes and their pushes are numbered."""
+    """Return the place of a payload in the order of its key: the process's number, and the push's
+    number in this process."""
     return tuple(map(int, re.findall(r"\d+", name)))
 
 
 def role_of(actor: str) -> str:
+    """Return the role in an actor's name, which is "<role><number>"."""
     return actor.rstrip("0123456789")
 
 
 class History(verdict.Events):
-    """What was noted, and what the storm did. Of a delivery by work() or the command line nobody
-    knows when it began; its lease ran for LEASE_S in any case."""
+    """The events of the log, with the disturbances of the storm.
+
+    For a delivery by work() or the command line, the log does not say when pop() began. The lease
+    is assumed to last for LEASE_S from an estimated time on.
+    """
 
     skew_s = 0.0
 
     def __init__(self, directory: str) -> None:
-        self.found: dict[str, list[str]] = defaultdict(list)  # what is wrong, by what was promised
-        self.released: list[tuple[str, float, float]] = []  # id, when, due
-        self.interrupts: list[float] = []
-        self.stops: dict[str, list[list[float]]] = defaultdict(list)
-        self.steps: list[list[float]] = []  # from, to, offset
-        self.pops: dict[str, list[tuple[float, float]]] = defaultdict(list)
-        self.wall_s = 0.0  # minus the monotonic clock, without the steps
+        self.found: dict[str, list[str]] = defaultdict(list)  # what is wrong, by broken promise
+        self.released: list[tuple[str, float, float]] = []  # release() with a delay: id, when, due
+        self.interrupts: list[float] = []  # when a SIGINT, or a SIGTERM, was sent
+        self.stops: dict[str, list[list[float]]] = defaultdict(list)  # by process: from, to
+        self.steps: list[list[float]] = []  # settings of the clock: from, to, offset
+        self.pops: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by process: from, to
+        self.wall_s = 0.0  # the real wall clock minus the monotonic clock
         super().__init__(os.path.join(directory, "log"))
         for path in glob.glob(os.path.join(directory, "*.err")):
             self.read_stderr(path)
 
     def read_stderr(self, path: str) -> None:
-        """Of work() and the command line: a traceback that nobody expected."""
+        """Read the standard error of a process for exceptions. work() and the command line print
+        tracebacks there."""
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
         for found in re.findall(r"^\w*(?:Error|Exception)\b.*$", text, re.MULTILINE):
@@ -530,7 +575,8 @@ class History(verdict.Events):
         self.found["crashed"].append(f"{actor}: {' '.join(map(str, text))}")
 
     def read_torn(self, at: float, actor: str, ident: str) -> None:
-        """Not of a command whose worker was killed as it wrote the payload."""
+        """Read that a CMD got a torn payload. That is allowed if its worker was killed: the worker
+        may have died while it wrote the payload to the CMD."""
         if actor not in self.gone:
             self.found["torn"].append(f"{ident}, of {actor}")
 
@@ -556,20 +602,21 @@ class History(verdict.Events):
             self.last(actor, which).is_troubled = True
 
     def may_lose(self, it: Delivery) -> bool:
-        """What was in the way of one call may have let the task go."""
+        """Return whether a call on the task raised ENOSPC: then the lease may be lost early."""
         return it.is_troubled
 
     def is_replaced(self, it: Delivery, by: Push) -> bool:
-        """One producer at a time has a key."""
+        """Return whether `by` comes after the delivered payload in the order of their key."""
         return order_of(it.name) < order_of(by.name)
 
     def must_be_seen(self, push: Push) -> bool:
-        """Not an update: done() may have ended it before."""
+        """Return False for a push with "update": it may replace the payload of a task in flight,
+        which done() then ends without a delivery of the new payload."""
         return f"/{SLOTS.index('update')}:" not in push.key
 
     def is_doubled(self, first: Delivery, second: Delivery) -> bool:
-        """Whether the second's lease was over when it was noted, or it was of a command whose
-        worker is dead."""
+        """Return whether the second delivery was logged only after its lease had ended, or after
+        its worker had died: a CMD may start after its worker was killed."""
         return second.got_s >= self.held_until_s(second)
 
     def read_wall(self, at: float, _: str, wall_s: float) -> None:
@@ -579,7 +626,8 @@ class History(verdict.Events):
         self.steps.append([at, math.inf, offset_s])
 
     def read_stepped(self, at: float, _: str, offset_s: float) -> None:
-        if len(self.steps) > 1:  # meanwhile, one may have seen the old or the new one
+        # Until the step is complete, a process may see the old offset or the new one.
+        if len(self.steps) > 1:
             self.steps[-2][1] = at
 
     def read_signal(self, at: float, _: str, whom: str, which: str) -> None:
@@ -595,12 +643,13 @@ class History(verdict.Events):
             self.interrupts.append(at)
 
     def awake_since(self, who: str, from_s: float, to_s: float) -> float:
-        """Return from_s, or when a stop of that process began that lasted until then."""
+        """Return `from_s`. If the process was stopped between the two times, return the begin of
+        that stop, less SLACK_S, if it is earlier."""
         spans = [stop for stop in self.stops[who] if stop[0] < to_s and stop[1] > from_s]
         return min([from_s, *(stop[0] - SLACK_S for stop in spans)])
 
     def latest_wall_s(self, from_s: float, to_s: float) -> float:
-        """Return what the wall clock was at most between two times."""
+        """Return the latest time that the wall clock showed between two times of the log."""
         ends = (
             min(to_s, until_s) + offset_s
             for since_s, until_s, offset_s in self.steps
@@ -610,19 +659,24 @@ class History(verdict.Events):
 
 
 def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
+    """Yield what is wrong with the ends of tasks: the promise "settled"."""
     for ident, deliveries in history.deliveries.items():
         ends = [it for it in deliveries if it.how in ("done", "fail")]
         state = states.get(ident, "nowhere")
         if len(ends) > 1:
             yield f"{ident} was finished {len(ends)} times: {ends}"
         elif ends and not state.startswith(ends[0].how):
-            yield f"{ident} was ended by {ends[0].how}() and is {state}"
+            yield f"{ident} was ended by {ends[0].how}(), but its state is: {state}"
     yield from verdict.not_fenced(history)
     yield from verdict.lost_early(history)
 
 
 def check_first(history: History) -> Iterator[str]:
-    """A delivery with attempts 1 is the first one, whatever was not noted, or was given back."""
+    """Yield the first deliveries that are not in the order of push(): the promise "first".
+
+    The first delivery of a task is the one with attempts 1. Deliveries that were not logged, or
+    were put back uncounted, do not matter.
+    """
     firsts: dict[str, tuple[Push, Delivery]] = {}
     for delivery in history.all_deliveries():
         push = history.tried.get(delivery.name)
@@ -635,22 +689,26 @@ def check_first(history: History) -> Iterator[str]:
         while len(older) < len(by_ack) and by_ack[len(older)][0].ended_s < push.began_s:
             older.append(by_ack[len(older)])
             latest_s = max(latest_s, older[-1][1].began_s)
-        if latest_s <= delivery.got_s or put_back(history, delivery):
+        if latest_s <= delivery.got_s or may_have_put_back(history, delivery):
             continue
         for before, late in older:
-            if late.began_s > delivery.got_s and not missed(history, before, push, delivery.actor):
+            if late.began_s > delivery.got_s and not may_have_missed(
+                history, before, push, delivery.actor
+            ):
                 yield f"{delivery} came before {late}, pushed {before} and {push}"
 
 
-def put_back(history: History, early: Delivery) -> bool:
-    """Whether an interrupted worker may have had the older one just before, and gave it back,
-    which others see at their next listing."""
+def may_have_put_back(history: History, early: Delivery) -> bool:
+    """Return whether a SIGINT explains that a task was delivered before an older one. The
+    interrupted worker may have had the older task and put it back, and other workers see that only
+    at their next listing."""
     from_s = history.awake_since(early.actor, early.began_s - 2 * SLACK_S, early.got_s)
     return any(from_s < at_s < early.got_s + SLACK_S / 5 for at_s in history.interrupts)
 
 
-def missed(history: History, older: Push, younger: Push, who: str) -> bool:
-    """Whether one pop() of that process ran while both were pushed."""
+def may_have_missed(history: History, older: Push, younger: Push, who: str) -> bool:
+    """Return whether one pop() of that process ran while both tasks were pushed, so that its
+    listing may have missed the older task."""
     looks = history.pops.get(who)
     if looks is None:
         return older.ended_s > history.awake_since(who, younger.began_s - SLACK_S, younger.began_s)
@@ -658,11 +716,12 @@ def missed(history: History, older: Push, younger: Push, who: str) -> bool:
 
 
 def check_due(history: History) -> Iterator[str]:
-    """Of tasks without a key; the time of a key's task may change."""
+    """Yield the deliveries before their due time: the promise "due". Only tasks without a key are
+    checked, because the due time of a keyed task may change."""
     pushes = [it for it in history.tried.values() if it.key == "-" and it.due_s is not None]
     timed = [(it.ident, it.began_s, it.due_s or 0) for it in pushes if it.ident]
     for ident, from_s, due_s in (*timed, *history.released):
-        # Who woke it may have read his clock and been stopped before he looked.
+        # The process that moved the task to pending/ may have read the clock and then been stopped.
         awake_s = [history.awake_since(who, from_s - 0.2, from_s) for who in history.stops]
         since_s = min([from_s - 0.2, *awake_s])
         for it in history.deliveries[ident]:
@@ -672,6 +731,7 @@ def check_due(history: History) -> Iterator[str]:
 
 
 def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
+    """Yield what is wrong with the values of a key: the promise "keys"."""
     ended: dict[str, tuple[int, ...]] = defaultdict(tuple)
     for name in history.tried.keys() & found:
         key = history.tried[name].key
@@ -679,14 +739,18 @@ def check_keys(history: History, found: Iterable[str]) -> Iterator[str]:
     for _, pushes in verdict.by_key(history):
         key, last = pushes[0].key, max(order_of(push.name) for push in pushes)
         if last > ended[key]:
-            yield f"the last value of {key} is {last}; the last one finished is {ended[key]}"
+            yield f"the last value of {key} is {last}, but the last finished one is {ended[key]}"
     yield from itertools.chain(*verdict.key_faults(history).values())
 
 
 def check_found(
     history: History, queue_path: str, found: dict[str, str], states: dict[str, str]
 ) -> Iterator[str]:
-    """Fill `found` with the ids of the finished tasks, by name, and `states`, by id."""
+    """Yield what is wrong with the finished tasks: the promise "found".
+
+    Fills `found` with the id of each finished task, by its payload's name, and `states` with its
+    state, by id.
+    """
     q = FemtoQueue(queue_path)
     for state in ("done", "failed"):
         for task in q.tasks(state):
@@ -698,23 +762,26 @@ def check_found(
             if name in found or task.id in states:
                 yield f"{name} is there twice, as {task.id} and {found.get(name)}"
             found[name], states[task.id] = task.id, state
-            # No reason: it was killed before it was written, or there was no room.
+            # Without a reason: the worker was killed before it wrote the reason, or ENOSPC.
             if task.error and not any(reason in task.error for reason in REASONS):
                 yield f"{task.id} failed: {task.error}"
     for name in found:
         if name not in history.tried or name in history.refused:
-            yield f"{name}, which was {'refused' if name in history.tried else 'never pushed'}"
+            why = "its push() raised an error" if name in history.tried else "it was never pushed"
+            yield f"{name} is finished, but {why}"
     for push in history.tried.values():
         if push.ident and push.key == "-" and found.get(push.name) != push.ident:
-            yield f"{push} is there as {found.get(push.name)}"
+            yield f"{push} is finished as {found.get(push.name)}"
 
 
 def check_left(storm: Storm) -> Iterator[str]:
+    """Yield the files that are left in the queue, and the rubbish that was changed: the promise
+    "left over"."""
     root = storm.queue_path
     rubbish = {os.path.relpath(path, root) for path in storm.rubbish}
     for path, before in storm.rubbish.items():
-        if not os.path.lexists(path) or proof.looks(path) != before:
-            yield f"rubbish was touched: {path}"
+        if not os.path.lexists(path) or proof.fingerprint(path) != before:
+            yield f"rubbish was changed or removed: {path}"
     for path in unfinished(root) - rubbish:
         if path.partition("/")[0] not in rubbish and not re.fullmatch("locks/[0-9a-f]{2}", path):
             yield path
@@ -725,16 +792,16 @@ def check_left(storm: Storm) -> Iterator[str]:
     creating = {f"creating/{name}" for name in os.listdir(f"{root}/creating")} - rubbish
     deaths = storm.counts["SIGKILL"] + storm.counts["SIGINT"]
     if len(creating) > deaths:
-        yield f"{len(creating)} in creating/, {deaths} were killed: {creating}"
+        yield f"{len(creating)} files in creating/, but {deaths} processes were killed: {creating}"
     storm.counts["left in creating/"] = len(creating)
 
 
 def check(storm: Storm) -> History:
-    """Return what was noted, with what is wrong."""
+    """Check the log and the queue. Return the history, which has in `found` what is wrong."""
     history = History(storm.logs)
     found: dict[str, str] = {}
     states: dict[str, str] = {}
-    rules = {  # the first one fills both
+    rules = {  # the first generator fills `found` and `states`
         "found": check_found(history, storm.queue_path, found, states),
         "settled": check_settled(history, states),
         "held": verdict.leased_twice(history),
@@ -748,11 +815,12 @@ def check(storm: Storm) -> History:
 
 
 def one_storm(args: argparse.Namespace) -> History:
+    """Run a storm on a small disk, check it, and print a report."""
     work = os.path.dirname(os.environ["FAKETIME_TIMESTAMP_FILE"])
     with proof.small_disk("ext4", SIZE_MIB) as path:
         storm = Storm(path, work, args.seed)
         try:
-            storm.blow(args.seconds)
+            storm.rage(args.seconds)
             storm.end()
             storm.drain()
         finally:
@@ -770,17 +838,18 @@ def one_storm(args: argparse.Namespace) -> History:
     return history
 
 
-# Under a clock that can be set
+# A clock that can be set
 
 
-def run_again() -> int:
-    """Run this program once more, with a wall clock that a file sets."""
+def run_with_faketime() -> int:
+    """Run this program again under libfaketime, with a wall clock whose offset is in a file. Return
+    its exit status."""
     proof.install((FAKETIME,), "faketime")
     with tempfile.TemporaryDirectory(prefix="femtoqueue-storm-") as work:
         with open(os.path.join(work, "clock"), "w", encoding="ascii") as file:
             file.write("+0\n")
         with open(os.path.join(work, "sitecustomize.py"), "w", encoding="ascii") as file:
-            # clock_nanosleep() fails when only the wall clock is faked.
+            # clock_nanosleep() fails if only the wall clock is set, so sleep by select().
             file.write("import select, time\n")
             file.write("time.sleep = lambda s: select.select([], [], [], max(s, 0)) and None\n")
         process = subprocess.Popen(
@@ -791,7 +860,7 @@ def run_again() -> int:
                 "FAKETIME_TIMESTAMP_FILE": os.path.join(work, "clock"),
                 "FAKETIME_NO_CACHE": "1",
                 "DONT_FAKE_MONOTONIC": "1",
-                # The fix would make a thread that waits for the GIL wait for 0.1 s at a time.
+                # With this fix, a thread that waits for the GIL would wait for 0.1 s at a time.
                 "FAKETIME_FORCE_MONOTONIC_FIX": "0",
                 "NO_FAKE_STAT": "1",
                 "PYTHONPATH": f"{work}:{proof.PROJECT}/.ci",
@@ -801,25 +870,26 @@ def run_again() -> int:
         try:
             return process.wait()
         finally:
-            for name in ("faketime_shm", "sem.faketime_sem"):  # of one who was killed
+            for name in ("faketime_shm", "sem.faketime_sem"):  # left by a killed process
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(f"/dev/shm/{name}_{process.pid}")
 
 
 def main() -> None:
-    options = proof.parser(__doc__)
-    options.add_argument("--seconds", type=float, default=60, help="default: 60")
+    options = proof.proof_parser(__doc__)
+    seconds = "length of the storm (default: 60)"
+    options.add_argument("--seconds", type=float, default=60, help=seconds)
     args = options.parse_args()
-    with proof.ends(args.seed):
+    with proof.exit_on_failure(args.seed):
         proof.need_root()
         if args.self_check:
             must_catch(args.seed, lambda _: ["--seconds", "8"], tries=5)
             return
         if "FAKETIME_TIMESTAMP_FILE" not in os.environ:
-            sys.exit(run_again())
+            sys.exit(run_with_faketime())
         logging.getLogger("femtoqueue").disabled = True
         if os.path.isdir("/dev/shm"):
-            tempfile.tempdir = "/dev/shm"  # an image on a busy disk would make a lull of the storm
+            tempfile.tempdir = "/dev/shm"  # the image would be too slow on a busy disk
         say(f"seed {args.seed}")
         history = one_storm(args)
         verdict.raise_any(history, history.found)

@@ -1,7 +1,9 @@
-"""What actors noted, read back and judged: of storm.py, hosts.py and nfs.py.
+"""Read the log of the actors of storm.py, hosts.py and nfs.py, and check it against the promises.
 
-It tells who had a task, when, and by right; what had been pushed when a look-up began; and what may
-be excused.
+Events reads the log: the deliveries, pushes, look-ups and turns. Its methods tell until when a
+worker surely held a lease, and when the cluster was calm. They also tell which faults the file
+system may have caused: such faults are counted in `excused`, and are no failure. The functions
+below Events yield the other faults.
 """
 
 from __future__ import annotations
@@ -21,20 +23,22 @@ from proof import Violation, say
 
 import femtoqueue
 
-LEASE_MS = 5000  # of all workers
-SKEW_S = 0.1  # by which the clocks of hosts may differ
-# While all is well. On NFS, 23 were seen: eight processes want one key, on emulated processors, and
-# those of the host that has its lock are the first to see it free.
+LEASE_MS = 5000  # timeout_stale_ms of all workers
+SKEW_S = 0.1  # the largest difference between the clocks of two hosts
+# The longest time that a call may take while the cluster is calm. On NFS, calls of 23 s were seen.
+# There, eight processes on emulated processors wait for the lock of one key. When a process unlocks
+# it, the other processes on the same host notice that first.
 LONGEST_CALL_S = 40.0
 LOOK_UPS = ("contains", "peek", "take")
 
 
-# What was noted
+# The log
 
 
 @dataclass
 class Delivery:
-    """A lease of a task: from got_s until the first of what ends it."""
+    """A lease of a task. It began at got_s, when pop() returned; see Events.held_until_s() for its
+    end."""
 
     actor: str
     id: str
@@ -43,21 +47,26 @@ class Delivery:
     deadline_s: float
     attempts: int
     name: str
-    tried_s: float = float("inf")
-    ended_s: float = float("inf")
-    how: str = ""
-    called_s: float = float("inf")  # of the call that succeeded
-    is_troubled: bool = False  # a call about it had raised
+    tried_s: float = float("inf")  # the first call that was to settle the task began
+    ended_s: float = float("inf")  # the last such call returned
+    how: str = ""  # "done", "fail", "release", or "lost" after LeaseLost
+    called_s: float = float("inf")  # the last such call began
+    is_troubled: bool = False  # a call on the task raised an error
 
     def may_have_ended(self, *how: str) -> bool:
-        """Whether it ended so, or was about to end when its worker was killed."""
+        """Return whether the delivery ended in one of these ways, or may have ended so because its
+        worker was killed in the call that was to settle the task."""
         return self.how in how or (not self.how and self.tried_s < float("inf"))
 
 
 @dataclass
 class Claim:
-    """A task was out of others' reach, at most from began_s to ended_s. It may have gone back to
-    its place, undelivered: because the lease ended before its key's lock was free, say."""
+    """A call of pop() that claimed a task. Between began_s and ended_s others may not find the
+    task.
+
+    The call may have put the task back undelivered, for example because the lease ended before the
+    lock of the task's key was free.
+    """
 
     actor: str
     began_s: float
@@ -66,7 +75,8 @@ class Claim:
 
 @dataclass
 class Push:
-    """One payload, and the times at which push() was called and returned. key: "-" if none."""
+    """A payload, and the times at which push() was called and returned. `key` is "-" if the payload
+    has no key."""
 
     actor: str
     name: str
@@ -74,12 +84,12 @@ class Push:
     key: str
     due_s: float | None = None
     ended_s: float = float("inf")
-    ident: str = ""  # when it was acknowledged
+    ident: str = ""  # the task's id, if push() returned
 
 
 @dataclass
 class LookUp:
-    """A call that asked for the task of a key, and whether it was told of one."""
+    """A call of contains(), peek() or take() with a key, and whether the call found a task."""
 
     actor: str
     call: str
@@ -90,7 +100,7 @@ class LookUp:
 
 @dataclass
 class Turn:
-    """A member of a line had its turn from got_s to ended_s."""
+    """A turn of a TicketQueue, which a member had from got_s to ended_s."""
 
     ticket: int
     actor: str
@@ -100,7 +110,7 @@ class Turn:
 
 
 def value_of(text: str) -> Any:
-    """Return a number, or the text that is none."""
+    """Return the number that a text stands for, or the text if it is no number."""
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             return kind(text)
@@ -108,7 +118,11 @@ def value_of(text: str) -> Any:
 
 
 class Events:
-    """What was noted, read back. may_come_back: healing brings names back (GlusterFS)."""
+    """The events of a log.
+
+    `may_come_back` is true on GlusterFS: when a replica that was away is healed, names of files
+    that were renamed or removed meanwhile may come back.
+    """
 
     skew_s = SKEW_S
 
@@ -118,19 +132,20 @@ class Events:
             self.lines = sorted(file.read().splitlines(), key=lambda line: float(line.split()[0]))
         self.tried: dict[str, Push] = {}  # by "<producer>:<number>"
         self.deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
-        self.gone: dict[str, float] = {}  # actor -> when it was killed, or gave up its place
-        self.excused: collections.Counter[str] = collections.Counter()  # odd, for a known reason
+        self.gone: dict[str, float] = {}  # actor: when it was killed or began to close its queue
+        # How many events broke a promise because of the file system, which excuses them.
+        self.excused: collections.Counter[str] = collections.Counter()
         self.errors: list[tuple[float, float, str, int]] = []  # begin, end, functions, errno
-        self.refused: set[str] = set()  # payloads whose push() raised
-        self.faults: list[float] = []
-        self.cuts: list[float] = []  # those of the faults that took a host's locks away
-        self.heals: list[float] = []
-        self.calls: list[tuple[float, float, str]] = []
+        self.refused: set[str] = set()  # payloads whose push() raised an error
+        self.faults: list[float] = []  # when the proof cut off a host, killed a brick, ...
+        self.cuts: list[float] = []  # the times of those faults that took a host's locks away
+        self.heals: list[float] = []  # when all was well again after a fault
+        self.calls: list[tuple[float, float, str]] = []  # begin, end, name
         self.looks = self.killed = 0
         self.crowds: list[str] = []
         self.look_ups: dict[str, list[LookUp]] = collections.defaultdict(list)  # by key
         self.turns: list[Turn] = []
-        # By the last part of the task's id, which is a hash of its key.
+        # By the last 8 characters of the task's id, which are a hash of its key.
         self.claims: dict[str, list[Claim]] = collections.defaultdict(list)
         for line in self.lines:
             at, actor, word, *values = line.split()
@@ -209,27 +224,35 @@ class Events:
         turn.ended_s = at
 
     def is_doubled(self, first: Delivery, second: Delivery) -> bool:
-        """Whether GlusterFS made two of one file. Both deliveries are the same one: each was a
-        rename of the file from where it waited, and only one such rename can succeed."""
+        """Return whether GlusterFS let two claims of one file succeed.
+
+        Then both deliveries have the same id, attempts and payload, on different hosts, while the
+        cluster was not calm. Each claim was a rename of the waiting file, and on a correct file
+        system only one of the two can succeed.
+        """
         one, other = ((it.id, it.attempts, it.name) for it in (first, second))
         is_same = one == other and host_of(first.actor) != host_of(second.actor)
         return self.may_come_back and is_same and not self.is_calm(second.began_s, second.got_s)
 
     def may_have_come_back(self, ident: str, until_s: float = float("inf")) -> bool:
-        """Whether a task had ended by then, while not all was well: GlusterFS may bring it back."""
+        """Return whether GlusterFS may bring a task back: done() or fail() of it returned before
+        `until_s`, while the cluster was not calm."""
         ends = (d for d in self.deliveries.get(ident, ()) if d.how in ("done", "fail"))
         troubled = (d for d in ends if not self.is_calm(d.began_s, d.ended_s))
         return self.may_come_back and any(d.ended_s < until_s for d in troubled)
 
     def may_be_two(self, ident: str) -> bool:
-        """Whether a task may stand beside another one of its key: healing brought it back, or a
-        host without its locks pushed it."""
+        """Return whether a key may have a second task beside this one. Healing may have brought the
+        task back, or a host may have pushed it without the lock that the server had dropped."""
         return self.may_have_come_back(ident) or self.lost_locks(ident)
 
     def is_outdated_by_healing(self, it: Delivery) -> bool:
-        """Whether GlusterFS may have kept the payload of a delivery: its task had ended; or another
-        delivery, which ended before while not all was well, had a newer one in its place; or two
-        claims got the same file just then, and one of them took the newer payload along."""
+        """Return whether GlusterFS may be the reason that a delivery had an outdated payload.
+
+        There are three cases, each while the cluster was not calm. The task had already ended, and
+        came back. Or an earlier delivery of the task had a newer payload, and the older file came
+        back. Or two claims got the same file (see is_split()).
+        """
         if not self.may_come_back:
             return False
         of_task = self.deliveries[it.id]
@@ -241,47 +264,56 @@ class Events:
         return is_back or any(self.is_split(*two) for two in itertools.product(older, of_task))
 
     def is_newer(self, old: Delivery, new: Delivery) -> bool:
+        """Return whether the payload of `new` was acknowledged after that of `old`."""
         return self.tried[old.name].ended_s < self.tried[new.name].ended_s
 
     def is_replaced(self, it: Delivery, by: Push) -> bool:
-        """Whether the payload of a delivery was, or had to be, replaced by another one."""
+        """Return whether the push `by` came after the payload of a delivery, and so replaced it."""
         return self.tried[it.name].ended_s < by.began_s
 
     def must_be_seen(self, push: Push) -> bool:
-        """Whether an acknowledged payload of a key must be delivered, if no newer one is."""
+        """Return whether an acknowledged payload of a key, or a newer one, must be delivered."""
         return True
 
     def is_split(self, old: Delivery, new: Delivery) -> bool:
-        """Whether GlusterFS let two claims of one file through, and one took a newer payload along:
-        both are the same delivery, and were claimed while not all was well, at the same time."""
+        """Return whether GlusterFS let two claims of one file succeed, and `new` took along a newer
+        payload. Then both deliveries have the same attempts, and both claims were made at the same
+        time, while the cluster was not calm."""
         is_same = self.is_newer(old, new) and old.attempts == new.attempts
         is_at_once = old.began_s < new.got_s and new.began_s < old.got_s
         return is_same and is_at_once and not self.is_calm(old.began_s, old.got_s)
 
     def gone_s(self, actor: str) -> float:
+        """Return when an actor was killed or began to close its queue; infinity if it did not."""
         return self.gone.get(actor, float("inf"))
 
     def held_until_s(self, it: Delivery) -> float:
-        """Return until when a worker had a task by right. It ends when it is settled, which is
-        sure to happen only after the call began. Each host has a queue clock of its own, and they
-        are set one after the other."""
+        """Return the time until which a worker surely held the lease of a delivery.
+
+        The lease ends at the deadline, with the worker, or when the task is settled. The log does
+        not tell when exactly the task was settled, so the begin of that call counts. `skew_s` is
+        subtracted from the deadline because the hosts' queue clocks differ a little.
+        """
         return min(it.deadline_s - self.skew_s, it.tried_s, self.gone_s(it.actor))
 
     def may_lose(self, it: Delivery) -> bool:
-        """Whether a lease may be lost early: on GlusterFS, while not all is well, whose replicas
-        then do not agree on its name."""
+        """Return whether a lease may be lost before its deadline. That may happen on GlusterFS
+        while the cluster is not calm, because the replicas then differ in the lease's name."""
         return self.may_come_back and not self.is_calm(it.got_s, it.ended_s)
 
     def all_deliveries(self) -> list[Delivery]:
-        """Return the deliveries of all tasks, by time."""
+        """Return the deliveries of all tasks, sorted by time."""
         return sorted(itertools.chain(*self.deliveries.values()), key=lambda it: it.got_s)
 
     def last(self, actor: str, ident: str) -> Delivery:
+        """Return the latest delivery of a task to an actor."""
         return next(d for d in reversed(self.deliveries[ident]) if d.actor == actor)
 
     def lost_locks(self, ident: str) -> bool:
-        """Whether a task may have been pushed after a host was cut off, and before all was well:
-        the server takes the locks of such a host away, which knows nothing of it."""
+        """Return whether a push of a task may have run between a cut of a host and the next heal.
+
+        The NFS server drops the locks of a host that is cut off for long, and the host is not told.
+        """
         ends = ((cut, min(h for h in [*self.heals, float("inf")] if h > cut)) for cut in self.cuts)
         times = [(it.began_s, min(it.ended_s, self.gone_s(it.actor))) for it in self.pushes(ident)]
         return any(
@@ -289,23 +321,26 @@ class Events:
         )
 
     def pushes(self, ident: str) -> list[Push]:
-        """Return the pushes that a task is from, or may be: those that returned its id, the first
-        and those that replaced its payload, and of a key with its hash those that did not return.
+        """Return the pushes that may have made a task or replaced its payload.
+
+        These are the pushes that returned the task's id. A push that did not return is among them
+        if the hash of its key is in the id.
         """
         tag_of = functools.lru_cache(lambda key: femtoqueue._key_tag(femtoqueue._encode_key(key)))
         lost = [it for it in self.tried.values() if it.ended_s == float("inf") and it.key != "-"]
         known = [it for it in self.tried.values() if it.ident == ident]
         return known + [it for it in lost if tag_of(it.key) == ident[-8:]]
 
-    def tell(self, ident: str) -> None:
-        """Print what was noted of a task, or of all that have its key, and all faults."""
+    def print_log_of(self, ident: str) -> None:
+        """Print the log's lines about a task, or about all tasks of its key, and about faults."""
         told = ident[-8:] if femtoqueue._is_keyed(ident) else ident
         for line in self.lines:
             if told in line or line.split()[2] in ("fault", "healed", "killed"):
                 say(f"  {line}")
 
     def is_calm(self, began_s: float, ended_s: float) -> bool:
-        """Whether all was well: nothing was cut off or killed, and all was healed."""
+        """Return whether the cluster was calm between two times: no host was cut off, no brick was
+        killed, and the cluster was healed after each earlier fault."""
         times = itertools.zip_longest(self.faults, self.heals, fillvalue=float("inf"))
         return all(ended_s < fault or began_s > heal for fault, heal in times)
 
@@ -314,12 +349,13 @@ class Events:
 
 
 def host_of(actor: str) -> str:
+    """Return the number of an actor's host; the actor's name is "<kind><host>.<number>"."""
     return actor.partition(".")[0][-1]
 
 
 def leased_twice(events: Events) -> Iterator[str]:
-    """Yield the deliveries that began while another had the task by right, but for those that did
-    so because the file system had made two of one file; see Events.is_doubled()."""
+    """Yield each pair of deliveries of a task of which the second began during the lease of the
+    first. Pairs that Events.is_doubled() explains are excused."""
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             until_s = events.held_until_s(first)
@@ -332,8 +368,12 @@ def leased_twice(events: Events) -> Iterator[str]:
 
 
 def not_fenced(events: Events) -> Iterator[str]:
-    """Yield what was settled after another delivery began, and what came back that had ended: none
-    may on NFS, and none whose deliveries all ended while all was well."""
+    """Yield each call that settled a task after another delivery had begun, and each delivery of a
+    task after a done() or fail() of the task.
+
+    The latter is excused on GlusterFS, unless all earlier deliveries of the task ended while the
+    cluster was calm.
+    """
     for ident, deliveries in events.deliveries.items():
         for first, second in itertools.combinations(deliveries, 2):
             late = first.how in ("done", "fail", "release") and second.got_s < first.called_s
@@ -348,13 +388,16 @@ def not_fenced(events: Events) -> Iterator[str]:
                     events.excused["delivered once more after they had ended"] += 1
 
 
-def troubled(events: Events, hard: bool) -> Iterator[str]:
-    """Yield the calls that raised or took too long while all was well, or waited for a turn in
-    vain. hard: those that raised while it was not, too; but that a ticket was passed over, a
-    FemtoQueueError, may be then."""
+def failed_or_slow_calls(events: Events, hard: bool) -> Iterator[str]:
+    """Yield the calls that raised an error or took too long while the cluster was calm, and the
+    waits for a turn that timed out at any time.
+
+    With `hard`, also yield the calls that raised an OSError while the cluster was not calm. A
+    FemtoQueueError (code 0) is allowed then: it says that the member's ticket was passed over.
+    """
     for began_s, ended_s, what, code in events.errors:
-        is_in_vain = "turn" in what and code == errno.ETIMEDOUT
-        if is_in_vain or events.is_calm(began_s, ended_s) or (hard and code):
+        is_timeout = "turn" in what and code == errno.ETIMEDOUT
+        if is_timeout or events.is_calm(began_s, ended_s) or (hard and code):
             yield f"{what} raised {error_name(code)}, at {began_s:.3f}"
     for began_s, ended_s, what in events.calls:
         if ended_s - began_s > LONGEST_CALL_S and events.is_calm(began_s, ended_s):
@@ -362,15 +405,15 @@ def troubled(events: Events, hard: bool) -> Iterator[str]:
 
 
 def misplaced(events: Events, files: set[str]) -> Iterator[str]:
-    """Yield the acknowledged tasks that are not in done/ or failed/, once, and what is there
-    though it was not begun."""
+    """Yield each acknowledged task that is missing, unfinished or there twice, and each task
+    without a push. `files` are the paths of the queue's files after all tasks were finished."""
     places: dict[str, list[str]] = collections.defaultdict(list)
     for path in files:
         state, _, name = path.partition("/")
         if not state.startswith(("creating", "clock-", "locks")) and not name.endswith(".error"):
             places[name[-29:]].append(path)
     for push in (it for it in events.tried.values() if it.ident and it.ident not in places):
-        # Those of a key may have been replaced: see key_faults().
+        # A keyed payload may have been replaced before its delivery: see key_faults().
         if push.key == "-" or events.deliveries[push.ident]:
             yield f"{push.name}, {push.ident}, was acknowledged and is lost"
     for ident, paths in places.items():
@@ -381,29 +424,30 @@ def misplaced(events: Events, files: set[str]) -> Iterator[str]:
         )
         ended = all(path.startswith(("done/", "failed/")) for path in paths)
         if femtoqueue._is_keyed(ident) and events.may_have_come_back(ident):
-            ends += 1  # beside a newer task of its key it became a dead letter
+            ends += 1  # it came back, met a newer task of its key, and became a dead letter
         if not ended or len(paths) > max(1, ends):
             yield f"{ident} stands in {' and '.join(sorted(paths))}"
         names = {delivery.name for delivery in events.deliveries[ident]}
         if not names <= events.tried.keys():
-            yield f"{ident} is {names}, which nobody pushed"
+            yield f"{ident} has the payloads {names}, which nobody pushed"
 
 
-def not_so(events: Events, files: set[str]) -> Iterator[str]:
-    """Yield the calls that raised though they did what they were to do."""
+def wrong_answers(events: Events, files: set[str]) -> Iterator[str]:
+    """Yield the calls that raised an error though they took effect."""
     for ident, deliveries in events.deliveries.items():
         for name in {it.name for it in deliveries} & events.refused:
             yield f"the push of {name} raised, and {ident} was delivered"
         hows = {it.how for it in deliveries}
         places = {f"done/{ident}", f"failed/{ident}"}
-        if events.lost_locks(ident):  # a dead letter that nobody made: see wrong_dead_letters()
+        if events.lost_locks(ident):  # femtoqueue may have moved it there: see wrong_dead_letters()
             places.discard(f"failed/{ident}")
         if files & places and not hows & {"done", "fail", ""}:
-            yield f"{ident} has ended, but those who had it were told {hows}"
+            yield f"{ident} is in done/ or failed/, but its workers' calls ended with {hows}"
 
 
 def out_of_order(events: Events) -> Iterator[str]:
-    """Yield who got a producer's tasks in another order, as of what nobody had before."""
+    """Yield the actors that got the tasks of a producer in another order than that of the pushes.
+    Only first deliveries count."""
     numbers: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
     for delivery in events.all_deliveries():
         if delivery.attempts == 1:
@@ -415,12 +459,13 @@ def out_of_order(events: Events) -> Iterator[str]:
 
 
 def error_name(code: int) -> str:
-    """Return the name of an errno; of 0 that of an error that has none."""
+    """Return the name of an errno, or "FemtoQueueError" for 0."""
     return errno.errorcode.get(code, "FemtoQueueError")
 
 
 def report(events: Events) -> None:
-    """Say what there was, so that it can be seen if it was too little."""
+    """Print how many pushes, deliveries, errors and so on the log has, so that a reader can see
+    whether the proof had enough to check."""
     deliveries = events.all_deliveries()
     ends = collections.Counter(d.how or "unsettled" for d in deliveries)
     errors = collections.Counter(f"{what} {error_name(n)}" for _, _, what, n in events.errors)
@@ -430,14 +475,15 @@ def report(events: Events) -> None:
     say(f"{events.killed} processes killed; errors: {dict(errors)}")
     say(f"longest call: {longest[2]}, {longest[1] - longest[0]:.1f} s")
     if events.turns or events.looks:
-        say(f"{len(events.turns)} turns, {events.looks} looks at a brick")
+        say(f"{len(events.turns)} turns, {events.looks} listings of a brick")
 
 
 # Keys
 
 
 def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
-    """Return the ids of keyed tasks that wait or are in flight, and of those behind them."""
+    """Return the ids of the keyed tasks that wait or are in flight, and those of the buffered
+    payloads."""
     live, behind = set(), set()
     for path in paths:
         state, _, name = path.partition("/")
@@ -450,22 +496,22 @@ def places_of_keys(paths: Iterable[str]) -> tuple[set[str], set[str]]:
 
 
 def crowded(places: Iterable[set[str]]) -> Iterator[str]:
-    """Yield what is wrong with the number of tasks of a key, whose hash an id ends with, and with
-    that of the payloads behind them."""
-    for ids, what in zip(places, ("live tasks", "payloads behind"), strict=True):
+    """Yield each key that has several live tasks, or several buffered payloads. An id ends with the
+    hash of the key. `places` is from places_of_keys()."""
+    for ids, what in zip(places, ("live tasks", "buffered payloads"), strict=True):
         for tag, count in collections.Counter(ident[-8:] for ident in ids).items():
             if count > 1:
                 yield f"a key has {count} {what}: {sorted(it for it in ids if it[-8:] == tag)}"
 
 
 def crowded_at_rest(events: Events, files: set[str]) -> Iterator[str]:
-    """The same of what is there when nothing runs, but for those that are excused."""
+    """Yield the same for the queue's files when no actor runs, without the excused tasks."""
     alone = ({it for it in ids if not events.may_be_two(it)} for ids in places_of_keys(files))
     return crowded(alone)
 
 
 def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
-    """Yield the deliveries of each key, by time, and the pushes of it that returned, by time."""
+    """Yield the deliveries of each key, and the pushes that returned, both sorted by time."""
     deliveries: dict[str, list[Delivery]] = collections.defaultdict(list)
     pushes: dict[str, list[Push]] = collections.defaultdict(list)
     for delivery in events.all_deliveries():
@@ -478,7 +524,7 @@ def by_key(events: Events) -> Iterator[tuple[list[Delivery], list[Push]]]:
 
 
 def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
-    """Yield what is wrong with the deliveries of a key that began during another one."""
+    """Yield the deliveries of a key that began while another task of the key was leased."""
     held_until_s, holder = 0.0, None
     for it in deliveries:
         if holder and it.got_s < held_until_s and not events.is_doubled(holder, it):
@@ -491,14 +537,13 @@ def overlapping(events: Events, deliveries: list[Delivery]) -> Iterator[str]:
 
 
 def latest_push(pushes: list[Push], at_s: float) -> Push | None:
-    """Return the push that began last among those that had returned by then."""
+    """Return the push that began last, of the pushes that had returned before `at_s`."""
     returned = bisect.bisect_left(pushes, at_s, key=lambda push: push.ended_s)
     return max(pushes[:returned], key=lambda push: push.began_s, default=None)
 
 
 def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> Iterator[str]:
-    """Yield what is wrong with the deliveries of a key whose payload had been replaced before their
-    calls began."""
+    """Yield the deliveries of a key whose payload had been replaced before pop() was called."""
     for it in deliveries:
         newer = latest_push(pushes, it.began_s)
         if newer and events.is_replaced(it, newer) and not events.is_outdated_by_healing(it):
@@ -509,7 +554,7 @@ def outdated(events: Events, deliveries: list[Delivery], pushes: list[Push]) -> 
 def never_delivered(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[str]:
-    """Yield the pushes of a key after which no payload as new was delivered."""
+    """Yield the pushes of a key whose payload was not delivered, nor any newer payload."""
     for push in filter(events.must_be_seen, pushes):
         later = (it for it in reversed(deliveries) if it.got_s > push.began_s)
         if all(events.is_replaced(it, push) for it in later):
@@ -519,29 +564,35 @@ def never_delivered(
 def must_find(
     events: Events, it: LookUp, newest: Push, deliveries: list[Delivery], pushes: list[Push]
 ) -> bool:
-    """Whether a look-up had to find a task, as the newest push that had returned before it tells:
-    a delivery ends when it is settled, and other than by release() only then is the key absent."""
+    """Return whether a look-up had to find a task.
+
+    `newest` is the latest push of the key that had returned before the look-up. The key has a task
+    until this payload, or a newer one, is delivered and then settled by done() or fail().
+    """
     for d in deliveries:
         is_as_new = events.tried[d.name].ended_s >= newest.began_s
         if is_as_new and d.how != "release" and d.tried_s < it.ended_s:
             return False
     claims, moves = events.claims[newest.ident[-8:]], list[tuple[float, float]]()
-    if it.call == "take":  # None, too, if another has the task in flight
+    if it.call == "take":  # take() may return None while another actor has the task in flight
         moves = [(d.got_s, d.ended_s) for d in deliveries if d.actor != it.actor]
         moves += [(claim.began_s, claim.ended_s) for claim in claims if claim.actor != it.actor]
-    elif it.call == "peek":  # None, too, if it moves: by a claim, when settled, by a push
+    elif it.call == "peek":  # may return None while a claim, a push or the settling moves the task
         moves = [(claim.began_s, claim.ended_s) for claim in claims]
         moves += [(d.tried_s, d.ended_s) for d in deliveries]
         moves += [(push.began_s, push.ended_s) for push in pushes]
     return not any(began < it.ended_s and ended > it.began_s for began, ended in moves)
 
 
-def bound(
+def look_ups_that_must_find(
     events: Events, deliveries: list[Delivery], pushes: list[Push]
 ) -> Iterator[tuple[LookUp, Push]]:
-    """Yield the look-ups of a key that had to find a task, and the push that tells so. While
-    workers are killed, nothing notes when others take back what those had: only contains() has to
-    find it then."""
+    """Yield the look-ups of a key that had to find a task, each with the latest push before it.
+
+    If workers were killed, only calls of contains() are yielded. Other workers reclaim the tasks of
+    a killed worker at times that the log does not have, and peek() and take() may miss a task that
+    moves.
+    """
     calls = ("contains",) if events.killed else LOOK_UPS
     for it in events.look_ups[pushes[0].key]:
         push = latest_push(pushes, it.began_s)
@@ -549,8 +600,8 @@ def bound(
             yield it, push
 
 
-def unseen(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
-    """Yield what is wrong with the look-ups that had to find a task."""
+def failed_look_ups(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
+    """Yield the look-ups that found no task. `looked` is from look_ups_that_must_find()."""
     for it, push in looked:
         if not it.found:
             late_s = it.began_s - push.ended_s
@@ -560,12 +611,15 @@ def unseen(looked: Iterable[tuple[LookUp, Push]]) -> Iterator[str]:
 
 
 def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -> Iterator[str]:
-    """Yield what is wrong with the dead letters: no worker gave them to fail(), which writes no
-    reason here. reasons: lines "./<id>.error:<reason>"."""
+    """Yield the dead letters that no worker made by fail().
+
+    `reasons` are the lines "./<id>.error:<reason>" of failed/. The actors call fail() without a
+    reason, so femtoqueue itself wrote each of these.
+    """
     doubles = set()
     for line in reasons:
         ident = line.removeprefix("./")[:29]
-        both = ident, line[-29:]  # of two tasks of a key, either may be the one too many
+        both = ident, line[-29:]  # the reason ends with the id of the other task of the key
         if "has a task already" in line and any(map(events.may_be_two, both)):
             events.excused["dead letters beside a task of their key"] += 1
             doubles.add(ident)
@@ -579,40 +633,44 @@ def wrong_dead_letters(events: Events, left: set[str], reasons: Iterable[str]) -
         if events.may_have_come_back(name):
             events.excused["dead letters that came back"] += 1
         else:
-            yield f"{name} is in failed/ after {[d.how for d in deliveries]}"
+            hows = [d.how for d in deliveries]
+            yield f"{name} is in failed/ though its deliveries ended with {hows}"
 
 
 def lost_early(events: Events) -> Iterator[str]:
-    """Yield the leases that were lost before their deadline, but for those that may be."""
+    """Yield the leases that were lost before their deadline. Those that Events.may_lose() explains
+    are excused."""
     for it in events.all_deliveries():
         if it.how == "lost" and it.ended_s < it.deadline_s - events.skew_s:
             if events.may_lose(it):
                 events.excused["leases lost before their deadline"] += 1
             else:
-                yield f"{it.actor} lost the lease of {it.id}, which ended later"
+                yield f"{it.actor} lost the lease of {it.id} before its deadline"
 
 
 def not_refused(events: Events) -> Iterator[str]:
-    """Yield the done() of those who were cut off that took effect though others had the task. A
-    call that hung may have left no time for others: then the late done() is right."""
+    """Yield the calls of done() by a `hold` actor, whose host was cut off, that took effect though
+    others had got the task. If the actor's call hung so long that nobody else got the task, a late
+    done() is right."""
     for it in events.all_deliveries():
         if it.actor.startswith("hold"):
             others = [d for d in events.deliveries[it.id] if it.got_s < d.got_s < it.ended_s]
-            say(f"done() of one who was cut off: {it.how}; others who had the task: {len(others)}")
+            count = len(others)
+            say(f"done() on a host that was cut off: {it.how}; deliveries to others: {count}")
             if it.how != "lost" and others:
-                yield f"{it.actor} was cut off, and its done() was not refused: {it}, {others}"
+                yield f"done() of {it.actor} did not raise LeaseLost: {it}, {others}"
 
 
 def key_faults(events: Events) -> dict[str, list[str]]:
-    """Judge the deliveries and look-ups of each key. Return what is wrong, by what was promised."""
+    """Check the deliveries and look-ups of each key. Return what is wrong, by broken promise."""
     found: dict[str, list[str]] = collections.defaultdict(list)
     looked: list[tuple[LookUp, Push]] = []
     for deliveries, pushes in by_key(events):
-        looked += bound(events, deliveries, pushes)
+        looked += look_ups_that_must_find(events, deliveries, pushes)
         found["overlapping deliveries"] += overlapping(events, deliveries)
         found["outdated deliveries"] += outdated(events, deliveries, pushes)
         found["pushes never delivered"] += never_delivered(events, deliveries, pushes)
-    found["look-ups that found nothing"] += unseen(looked)
+    found["look-ups that found nothing"] += failed_look_ups(looked)
     if calls := collections.Counter(it.call for it, _ in looked):
         say(f"look-ups that had to find a task: {dict(calls)}")
     return found
@@ -622,6 +680,7 @@ def key_faults(events: Events) -> dict[str, list[str]]:
 
 
 def turns_at_once(events: Events) -> Iterator[str]:
+    """Yield each pair of turns of which the second began before the first had ended."""
     turns = sorted(events.turns, key=lambda it: it.got_s)
     for first, second in itertools.pairwise(turns):
         if second.got_s < min(first.ended_s, events.gone_s(first.actor)):
@@ -629,10 +688,11 @@ def turns_at_once(events: Events) -> Iterator[str]:
 
 
 def without_turn(events: Events, hosts: Iterable[int]) -> list[str]:
+    """Return the hosts whose members had no turn."""
     return [*{str(host) for host in hosts}.difference(host_of(it.actor) for it in events.turns)]
 
 
-# All of it
+# All checks
 
 
 def judge(
@@ -642,21 +702,23 @@ def judge(
     found: Mapping[str, Iterable[str]] | None = None,
     hard: bool = False,
 ) -> None:
-    """Judge all that was noted, the files that are left, and reasons() of dead letters. found: what
-    else is wrong, by what was promised. hard: no call raises, whatever happens. Raise Violation if
-    anything is wrong."""
+    """Check the log, the files that are left, and the reasons of dead letters.
+
+    `found` adds what is wrong by other checks, by broken promise. With `hard`, no call may raise an
+    OSError, even while the cluster is not calm. Raises Violation if a promise is broken.
+    """
     report(events)
     faults = {
         **key_faults(events),
         "crowded keys": events.crowds,
-        "dead letters of no fail()": wrong_dead_letters(events, files, reasons),
+        "dead letters without a fail()": wrong_dead_letters(events, files, reasons),
         "leases lost early": lost_early(events),
         "double leases": leased_twice(events),
-        "fences passed": not_fenced(events),
-        "done() that were not refused": not_refused(events),
-        "answers that were not so": not_so(events, files) if hard else (),
+        "settled without a lease": not_fenced(events),
+        "done() after a lost lease": not_refused(events),
+        "errors of calls that took effect": wrong_answers(events, files) if hard else (),
         "turns overlap": turns_at_once(events),
-        "troubles": troubled(events, hard),
+        "failed or slow calls": failed_or_slow_calls(events, hard),
         "misplaced": misplaced(events, files),
         **(found or {}),
     }
@@ -664,14 +726,14 @@ def judge(
 
 
 def raise_any(events: Events, found: Mapping[str, Iterable[str]]) -> None:
-    """Print how often each promise was broken, and of what, and raise Violation if one was. And how
-    often that is excused: not all was well just then, or was on the way of a call."""
+    """Print how often each promise was broken, with an example and the log's lines about it; and
+    how many events were excused. Raises Violation if a promise was broken."""
     faults = {what: wrong for what, texts in found.items() if (wrong := [*texts])}
     if events.excused:
         say(f"excused: {dict(events.excused)}")
     for what, wrong in faults.items():
         for ident in re.findall(r"0[0-9]{19}-[0-9a-f]{8}", wrong[0])[:1]:
-            events.tell(ident)
+            events.print_log_of(ident)
         say(f"{len(wrong)} {what}; the first: {wrong[0]}")
     if faults:
         raise Violation("; ".join(f"{len(it)} {what}: {it[0]}" for what, it in faults.items()))
