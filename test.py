@@ -7893,25 +7893,21 @@ class Documents(QueueCase):
         self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
-    def test_the_commands_of_cron_and_of_the_image_are_commands(self) -> None:
-        """The one pushes a job once, the next does it; the last is that of PID 1."""
-        crontab, image = self.block("--key", "crontab"), self.block("CMD", "dockerfile")
-        lines = [line.split(None, 5)[5] for line in crontab.splitlines()]
-        commands = [line.replace("/usr/local/bin/", "").replace("/srv/", "") for line in lines]
-        (words,) = map(json.loads, re.findall(r"(?m)^CMD (.*)$", image))
-        last = shlex.join(words).replace("python ", "python3 ").replace("/jobs", "jobs")
-        last = last.replace(" work ", " work --drain -q ").replace("./resize", "cat")
-        begin = (
-            "report() { :; }\nmkdir bin; printf '#!/bin/sh\ncat' > bin/report; chmod +x bin/report"
-        )
-        push, work = commands
-        script = f"{begin}\nPATH=$PWD/bin:$PATH\n{push}\n{push}\n{work}\n{push}\n{last}"
-        first, again, report, third, end = self.sh(
-            script.replace("cat'", "cat; echo'")
-        ).splitlines()
-        self.assertEqual((first, report), (again, "nightly report"))
-        self.assertNotEqual(first, third)
-        self.assertEqual(end, "nightly report")
+    def test_the_commands_of_cron_and_of_the_image_work_on_what_is_pushed(self) -> None:
+        """A job of yesterday that was not done does not wait twice; the last is that of PID 1."""
+        push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
+        words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
+        self.assertEqual(words.pop(0), "python")
+        image = f"python3 {shlex.join(words).replace(' work ', ' work -q --drain ')}"
+        for name in ("report", "resize"):
+            os.chmod(self.put(name, b"#!/bin/sh\ncat; echo\n", ""), 0o755)
+        script = "\n".join((push, push, work.replace("10s", "0s"), push, image))
+        for place, here in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
+            script = script.replace(place, here)
+        said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
+        self.assertEqual((said[0], said[2]), (said[1], "nightly report"))
+        self.assertNotEqual(said[0], said[3])
+        self.assertEqual(said[4:], ["nightly report"])
 
     @FORK
     def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
