@@ -293,7 +293,9 @@ def proofs_that_are_not_there() -> list[str]:
 def named_rooms_that_are_none() -> list[str]:
     """Return the numbers of rooms that "How it works" has and femtoqueue.py has not."""
     numbers = {str(number) for _, _, number in BANNERS}
-    named = re.findall(r"\(([\d, ]+)\)", section("How it works").split("rooms of femtoqueue.py")[1])
+    named = re.findall(
+        r"\(([\d, ]+)\)", section("How it works").split("rooms of `femtoqueue.py`")[1]
+    )
     if len(named) < 8:
         return [f"only {len(named)} are named"]
     return [it for text in named for it in text.split(", ") if it not in numbers]
