@@ -37,6 +37,7 @@ import hashlib
 import importlib
 import io
 import itertools
+import json
 import linecache
 import logging
 import os
@@ -8258,7 +8259,11 @@ class Documents(QueueCase):
     def setUp(self) -> None:
         super().setUp()
         self.addCleanup(os.chdir, os.getcwd())
-        os.chdir(self.path)
+        self.go_to(self.path)
+
+    def go_to(self, path: str) -> None:
+        """Work in a directory from here on, beside a copy of femtoqueue.py."""
+        os.chdir(path)
         shutil.copy(os.path.join(HERE, "femtoqueue.py"), ".")
 
     def run_it(self, *command: str) -> str:
@@ -8270,31 +8275,49 @@ class Documents(QueueCase):
     def run_python(self, code: str) -> str:
         return self.run_it(sys.executable, "-S", "-W", "error", "-c", code)
 
-    def section(self, title: str) -> str:
-        """Return a section of the README; what stands before the first one, for ""."""
+    def blocks(self, language: str = "") -> list[tuple[str, str]]:
+        """Return the README's blocks of code, each with its language; or those of one language."""
         with open(os.path.join(HERE, "README.md"), encoding="utf-8") as file:
-            parts = re.split(r"(?m)^## ", file.read())
-        return next(text for text in parts if text.startswith(title))
+            found = re.findall(r"(?ms)^```(\w+)\n(.*?)^```$", file.read())
+        return [it for it in found if language in ("", it[0])]
 
-    def blocks(self, language: str, text: str) -> list[str]:
-        """Return the blocks of code in a text."""
-        return re.findall(rf"(?ms)^```{language}\n(.*?)^```", text)
+    def block(self, start: str, language: str = "python") -> str:
+        """Return the only block that has this text."""
+        (found,) = (code for _, code in self.blocks(language) if start in code)
+        return found
 
-    def recipe(self, start: str) -> str:
-        """Return a recipe in Python by its start, with the lines that each of them goes on from."""
-        text = self.section("Recipes")
-        match = re.search(r"(?m)^After `(.*?)`, `(.*?)` and `(.*?)`:$", text)
-        assert match is not None
-        blocks = re.split(r"(?<!\n)\n\n+(?!\n|asyncio)", "\n\n".join(self.blocks("python", text)))
-        (found,) = (it for it in blocks if it.startswith(start))
-        return "\n".join([*match.groups(), found])
+    def plain(self, text: str) -> list[str]:
+        """Return lines without what differs each time: ids, deadlines, times, and widths."""
+        for pattern, plain in (
+            (r"\d{20}~(?=\d+~)", "DEADLINE~"),
+            (r"\d{20}-[0-9a-f]{8}", "ID"),
+            (r"\d\d:\d\d:\d\d", "CLOCK"),
+            (r"\b\d+s\b", "AGE"),
+            (r" +", " "),
+        ):
+            text = re.sub(pattern, plain, text)
+        return text.splitlines()
 
-    def test_the_first_examples_work_on_their_tasks(self) -> None:
+    def test_the_example_of_the_docstring_works_on_its_task(self) -> None:
         match = re.search(r"\n\n((?:    .*\n|\n)+)", femtoqueue.__doc__ or "")
         assert match is not None
-        of_docstring = "\n".join(line[4:] for line in match[1].splitlines())
-        for code in (of_docstring, *self.blocks("python", self.section(""))):
-            self.assertIn("resize 42.png", self.run_python(code))
+        code = "\n".join(line[4:] for line in match[1].splitlines())
+        self.assertIn("resize 42.png", self.run_python(code))
+
+    def test_each_program_of_the_readme_prints_what_it_says(self) -> None:
+        """What stands in the block of text after it, or in comments behind its print()s. One whose
+        first line is the name of a file is part of a service, which has a test of its own."""
+        blocks, count = [*self.blocks(), ("", "")], 0
+        for (language, code), (next_language, text) in itertools.pairwise(blocks):
+            if language != "python" or re.match(r"# \w+\.py\n|import os, time|.*\bhashlib", code):
+                continue
+            said = re.findall(r"(?m)^ *print\(.*\)  # (.*)$", code)
+            wanted = text.splitlines() if next_language == "text" else said
+            count += 1
+            self.go_to(self.new_dir(self.memory))
+            with self.subTest(code):
+                self.assertEqual(self.run_python(code).splitlines(), wanted)
+        self.assertGreater(count, 10)
 
     def test_the_import_brings_no_heavy_modules(self) -> None:
         heavy = {
@@ -8305,38 +8328,77 @@ class Documents(QueueCase):
         code = f"import femtoqueue, sys; print({heavy} & {{*sys.modules}})"
         self.assertEqual(self.run_python(code).strip(), "set()")
 
+    def sh(self, script: str) -> str:
+        """Run a script, in which `femtoqueue` is the command; return all that it prints."""
+        python = f"{sys.executable} -W error"
+        begin = f'python3() {{ {python} "$@"; }}; femtoqueue() {{ python3 -m femtoqueue "$@"; }}'
+        env = {**os.environ, "LC_ALL": "C"}
+        return run_guarded("sh", "-uc", f"{begin}\nexec 2>&1\n{script}", env=env)[1]
+
     @FORK
-    def test_the_commands_run_one_after_the_other(self) -> None:
-        os.mkdir("photos")
-        for name in ("a b.jpg", "c.jpg"):
-            self.put(name, b"x" * 7, "photos")
-        blocks = self.blocks("sh", self.section("") + self.section("Recipes"))
-        self.assertEqual(len(blocks), 2)
-        script = "\n".join(blocks).replace("python ", f"{sys.executable} -W error ")
-        script = script.replace(" work ", " work -q ")  # what it reports is not an error
-        said = self.run_it("sh", "-euc", script)
-        for text in ("working on resize 43.png", "7 photos/a b.jpg", '"pending": 0, '):
+    def test_each_transcript_shows_what_its_commands_print(self) -> None:
+        """But ids, times and the widths of columns."""
+        transcripts = [text for _, text in self.blocks("console") if "curl" not in text]
+        self.assertGreater(len(transcripts), 3)
+        for text in transcripts:
+            self.go_to(self.new_dir(self.memory))
+            commands = re.findall(r"(?m)^\$ (.*)$", text)
+            said = self.sh("\n".join(f"echo {shlex.quote(f'$ {it}')}\n{it}" for it in commands))
+            with self.subTest(text):
+                self.assertEqual(self.plain(said), self.plain(text))
+
+    @FORK
+    def test_the_script_of_files_works_on_each_name(self) -> None:
+        said = self.sh(self.block("photos", "sh"))
+        for text in ("photos/a b.jpg", "photos/c.jpg", '"pending": 0, "scheduled": 0, "inflight"'):
             self.assertIn(text, said)
         self.assertNotIn("waits too long", said)
 
     @FORK
-    def test_short_recipes_say_what_they_say_they_do(self) -> None:
-        """The service handles what it pushed, the inbox hands out the latest value only, the turn
-        comes, and the nightly job is there once after two starts."""
-        nightly = self.recipe("if not q.contains")
-        due = "at_s = q.peek(key='backup').until.timestamp(); "
-        due += "print(q.stats().scheduled, at_s % 86400, 0 < at_s - time.time() <= 86400)"
-        for start, then, said in (
-            ("async def", "print(q.stats().done)", "handling b'hello'\n1\n"),
-            ('q.push(b"balance', "print(q.pop())", "b'balance 20'\nNone\n"),
-            ("with Ticket", "", "my turn\n"),
-            ("if not q.contains", f"{nightly}\n{due}", "1 0.0 True\n"),
-        ):
-            self.assertEqual(self.run_python(f"{self.recipe(start)}\n{then}"), said)
+    def test_the_web_service_takes_tasks_that_the_worker_beside_it_does(self) -> None:
+        """It says what its transcript says. Its port is another one, which is free."""
+        import http.client
+        import socket
+
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        process: Any = None
+        parts = [code for _, code in self.blocks("python") if re.match(r"# \w+\.py\n", code)]
+        for code in parts:
+            self.put(code[2 : code.index("\n")], code.replace("8000", str(port)).encode(), "")
+            worker = [sys.executable, code[2 : code.index("\n")]]
+            process = subprocess.Popen(worker, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+            self.addCleanup(process.communicate)
+            self.addCleanup(process.kill)
+        worked = process.stdout  # of worker.py, the last of them
+
+        def ask(method: str, path: str, body: str | None = None) -> str:
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)
+            with contextlib.closing(connection):
+                connection.request(method, path, body)
+                return connection.getresponse().read().decode()
+
+        def has_answered() -> bool:
+            with contextlib.suppress(ConnectionRefusedError):
+                return bool(ask("GET", "/"))
+            return False
+
+        until(has_answered)
+        (transcript,) = (text for _, text in self.blocks("console") if "curl" in text)
+        said = [ask("POST", "/", "42.png")]
+        self.assertEqual(worked.readline(), b"resizing 42.png\n")
+        path = "/" + json.loads(said[0])["id"]
+        until(lambda: "done" in ask("GET", path))
+        said += [ask("GET", path), ask("GET", "/unknown")]
+        shown = [it for it in transcript.splitlines() if not it.startswith("$")]
+        self.assertEqual(
+            self.plain("".join(said)), [*self.plain("\n".join(shown)), '{"state": null}']
+        )
 
     def test_the_long_work_resumes_where_a_killed_worker_stopped(self) -> None:
         """Its worker is killed after seven rows; the next one saves the last three only."""
-        work = self.recipe('q.push(b"10 rows")')
+        work = self.block('q.push(b"10 rows")')
         dying = f"import os\n{work}\n            if row == 6: os.kill(os.getpid(), 9)\n"
         died = subprocess.run([sys.executable, "-c", dying], check=False)
         self.assertEqual(died.returncode, -signal.SIGKILL)
@@ -8348,7 +8410,7 @@ class Documents(QueueCase):
         import sqlite3
 
         for _ in range(2):
-            self.run_python(self.recipe("db = "))
+            self.run_python(self.block("db = "))
             for name in self.names("jobs/done"):
                 os.rename(f"jobs/done/{name}", f"jobs/pending/{name}")
         with contextlib.closing(sqlite3.connect("app.db")) as db:
@@ -8356,9 +8418,16 @@ class Documents(QueueCase):
         self.assertEqual(rows, [(b"invoice 7",)] * 2)  # of three deliveries
 
     @FORK
+    def test_the_nightly_job_is_there_once_after_two_starts(self) -> None:
+        nightly = self.block("if not q.contains")
+        due = "at_s = q.peek(key='backup').until.timestamp(); "
+        due += "print(q.stats().scheduled, at_s % 86400, 0 < at_s - time.time() <= 86400)"
+        self.assertEqual(self.run_python(f"{nightly}\n{nightly}\n{due}"), "1 0.0 True\n")
+
+    @FORK
     def test_the_pool_of_the_unit_file_works_and_stops_when_systemd_says_so(self) -> None:
-        (unit,) = self.blocks("ini", self.section("Recipes"))
-        settings = dict(line.split("=", 1) for line in unit.splitlines()[1:])
+        ((_, unit),) = self.blocks("ini")
+        settings = dict(line.split("=", 1) for line in unit.splitlines() if "=" in line)
         command = settings["ExecStart"].replace("/srv/jobs", "jobs")
         command = command.replace("/usr/local/bin/femtoqueue", f"{sys.executable} -m femtoqueue")
         command = command.replace("/usr/local/bin/resize", "cat")
@@ -8368,9 +8437,26 @@ class Documents(QueueCase):
         self.assertEqual((sorted(said.split()), settings["Restart"]), (["a", "b"], "always"))
 
     @FORK
+    def test_the_commands_of_cron_and_of_the_image_work_on_what_is_pushed(self) -> None:
+        """A job of yesterday that was not done does not wait twice; the last is that of PID 1."""
+        push, work = (it.split(None, 5)[5] for it in self.block("--key", "crontab").splitlines())
+        words = json.loads(self.block("CMD", "dockerfile").partition("CMD ")[2])
+        self.assertEqual(words.pop(0), "python")
+        image = f"python3 {shlex.join(words).replace(' work ', ' work -q --drain ')}"
+        for name in ("report", "resize"):
+            os.chmod(self.put(name, b"#!/bin/sh\ncat; echo\n", ""), 0o755)
+        script = "\n".join((push, push, work.replace("10s", "0s"), push, image))
+        for place, here in (("/usr/local/bin/femtoqueue", "femtoqueue"), ("/usr/local/bin", ".")):
+            script = script.replace(place, here)
+        said = self.sh(re.sub("(/srv)?/jobs", "jobs", script)).splitlines()
+        self.assertEqual((said[0], said[2]), (said[1], "nightly report"))
+        self.assertNotEqual(said[0], said[3])
+        self.assertEqual(said[4:], ["nightly report"])
+
+    @FORK
     def test_an_element_of_the_slurm_array_gives_back_what_it_can_not_finish(self) -> None:
         """And one with nothing to do leaves. The scheduler signals the shell only."""
-        (script,) = self.blocks("bash", self.section("Recipes"))
+        script = self.block("#SBATCH", "bash")
         for here, there in (("sleep 45", "sleep 1"), ("5m", "0s"), ("python3", sys.executable)):
             self.assertIn(here, script)
             script = script.replace(here, there)
@@ -8389,7 +8475,7 @@ class Documents(QueueCase):
 
     def test_the_idea_of_it_works_on_bare_system_calls(self) -> None:
         """In at most 25 lines, and from a second process as from the first."""
-        (code,) = self.blocks("python", self.section("How it works"))
+        code = self.block("import os, time")
         self.assertLessEqual(len(code.splitlines()), 25)
         for state in ("creating", "pending", "inflight", "done"):
             os.mkdir(state)
@@ -8420,7 +8506,7 @@ class Documents(QueueCase):
         self.write_old("scheduled", due_us, b"later")
         stay = [self.write_old("pending", 10**15, b"torn", bytes(16))]
         stay += [self.write_old(state, 10**15, b"x") for state in ("creating", "done", "failed")]
-        q, (code,) = FemtoQueue("new"), self.blocks("python", self.section("Changes"))
+        q, code = FemtoQueue("new"), self.block("import hashlib")
         for _ in range(2):
             self.assertEqual(self.run_python(code), "")
             self.assertEqual([task.data for task in q.tasks("pending")], payloads)

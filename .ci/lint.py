@@ -47,8 +47,9 @@ HELPERS = {  # methods that rename or unlink, but are not a step in the docstrin
 }
 MOVES = re.compile(r"\b(os\.rename|os\.unlink|os\.replace|_move|_exchange|_unlink_if_\w+)\(")
 SECTIONS = [
-    *("Install", "Interface", "Recipes", "Guarantees", "Operating", "More", "Speed", "Compared"),
-    *("How", "Develop", "Changes"),
+    *("Thirty seconds", "When to use it", "Install", "Guide", "The command line", "Deploying"),
+    *("More than one machine", "Guarantees", "Speed", "Compared with others", "Reference"),
+    *("How it works", "Developing", "Changes", "Licence"),
 ]
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
@@ -225,37 +226,76 @@ def column(number: int, text: str) -> list[str]:
 
 
 def sections_out_of_order() -> list[str]:
-    """Return the sections that differ from SECTIONS, by the first word of the title."""
-    return differences(re.findall(r"(?m)^## (\w+)", README), SECTIONS)
+    return differences(re.findall(r"(?m)^## (.+)", README), SECTIONS)
+
+
+def links_that_lead_nowhere() -> list[str]:
+    """Return the relative links and the anchors that the README uses and that do not exist."""
+    text = re.sub(r"(?ms)^```.*?^```$", "", README)
+    headings = re.findall(r"(?m)^#+ (.+)", text)
+    anchors = {"#" + re.sub(r"[^\w -]", "", it.lower()).replace(" ", "-") for it in headings}
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    files = [it for it in links if not re.match("#|https://", it)]
+    missing = [it for it in files if not os.path.exists(os.path.join(PROJECT, it))]
+    return missing + [it for it in links if it[0] == "#" and it not in anchors]
 
 
 def wrong_names_in_the_diagram() -> list[str]:
-    """Return the names in the README's first diagram that are not states, or not methods of
-    FemtoQueue; and the states that the diagram lacks."""
-    (diagram,) = re.findall(r"(?ms)^```mermaid\n(.*?)^```", section(""))
-    edges = re.findall(r"(?m)^    (\S+) --> (\S+): (\w+)", diagram)
+    """Return the names in the README's diagrams that are not states, or not methods of
+    FemtoQueue; and the states that the diagrams lack."""
+    diagrams = re.findall(r"(?ms)^```mermaid\n(.*?)^```", section("How it works"))
+    edges = re.findall(r"(?m)^    (\S+) --> (\S+): (\w+)", "".join(diagrams))
     states = {name for edge in edges for name in edge[:2]}
     calls = {move for _, to, move in edges if (to, move) != ("pending", "its")}
     wrong = states ^ {*femtoqueue.STATES, "[*]"}
     return [*wrong, *(it for it in calls if not callable(getattr(femtoqueue.FemtoQueue, it, None)))]
 
 
-def missing_in_the_interface() -> list[str]:
-    """Return the parameters, public methods, fields and errors that the README's tables of the
-    interface do not name."""
-    text, queue = section("Interface"), femtoqueue.FemtoQueue
+def call_of(name: str, function: Callable[..., Any]) -> str:
+    """Return how a method is called, with its parameters and their defaults, as the tables do."""
+    parameters = inspect.signature(function).parameters.values()
+    plain = [it.replace(annotation=inspect.Parameter.empty) for it in parameters]
+    text = str(inspect.Signature([it for it in plain if it.name != "self"]))
+    return f"{name}{text}".replace("'", '"')
+
+
+def missing_in_the_reference() -> list[str]:
+    """Return the parameters, methods with their parameters, fields, and errors that its tables do
+    not have."""
+    text, queue, line = section("Reference"), femtoqueue.FemtoQueue, femtoqueue.TicketQueue
+    missing = []
+    for owner in queue, line:
+        methods = inspect.getmembers(owner, inspect.isfunction)
+        calls = [call_of(name, it) for name, it in methods if name[0] != "_"]
+        missing += [it for it in calls if not re.search(f"`(await )?{re.escape(it)}`", text)]
+    listed = [it.strip("`") for it in column(0, text)]
+    rows = dict(zip(listed, column(1, text), strict=True))
     parameters = [*inspect.signature(queue).parameters]
-    listed = [it.strip("`") for it in column(0, text)[: len(parameters)]]
-    names = [name for name in vars(queue) if name[0] != "_" and name != "paused"]
-    names += [it for it in femtoqueue.FemtoTask.__annotations__ if it[0] != "_"]
-    public = [getattr(femtoqueue, it) for it in femtoqueue.__all__]
-    names += [it.__name__ for it in public if isinstance(it, type) and issubclass(it, Exception)]
-    missing = [name for name in names if not re.search(rf"`(with |await )?{name}\b", text)]
-    return missing + differences(listed, parameters)
+    for name in femtoqueue.__all__:
+        it = getattr(femtoqueue, name)
+        if isinstance(it, type) and it not in (queue, line):
+            fields = getattr(it, "_fields", None) or public_fields_of(it)
+            fields = [field for field in fields if f"`{field}`" not in rows.get(name, "")]
+            missing += [f"{name}.{field}" for field in fields] if name in rows else [name]
+    missing += [it for it in ("paused", call_of("TicketQueue", line)) if it not in text]
+    return missing + differences(listed[: len(parameters)], parameters)
+
+
+def public_fields_of(it: type) -> list[str]:
+    """Return the public fields and properties of FemtoTask; of another class none."""
+    if it is not femtoqueue.FemtoTask:
+        return []
+    names = {*it.__slots__, *(n for n, value in vars(it).items() if isinstance(value, property))}
+    return sorted(name for name in names if name[0] != "_")
+
+
+def commands_not_in_its_table() -> list[str]:
+    named = re.findall(r"`(\w+)`", " ".join(column(0, section("The command line"))))
+    return [name for name in femtoqueue._COMMANDS if name not in named]
 
 
 def unknown_proofs() -> list[str]:
-    """Return the names in the README's table of guarantees that are neither a class of test.py nor
+    """Return the names in the README's tables of guarantees that are neither a class of test.py nor
     a program in .ci/."""
     types = [it for it in vars(test).values() if isinstance(it, type)]
     cases = [it for it in types if issubclass(it, unittest.TestCase)]
@@ -269,7 +309,9 @@ def unknown_rooms() -> list[str]:
     """Return the numbers of rooms that the README's "How it works" names but femtoqueue.py does not
     have."""
     numbers = {str(number) for _, _, number in BANNERS}
-    named = re.findall(r"\(([\d, ]+)\)", section("How it works").split("rooms of femtoqueue.py")[1])
+    named = re.findall(
+        r"\(([\d, ]+)\)", section("How it works").split("rooms of `femtoqueue.py`")[1]
+    )
     if len(named) < 8:
         return [f"only {len(named)} rooms are named"]
     return [it for text in named for it in text.split(", ") if it not in numbers]
@@ -322,8 +364,10 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("steps of the docstring's table that are not methods", 0, steps_without_a_method),
     ("methods that rename or unlink and are not in that table", 0, moves_without_a_step),
     ("README: sections out of order", 0, sections_out_of_order),
+    ("README: links and anchors that do not exist", 0, links_that_lead_nowhere),
     ("README: wrong or missing names in the diagram", 0, wrong_names_in_the_diagram),
-    ("README: names that the tables of the interface lack", 0, missing_in_the_interface),
+    ("README: calls and fields that the reference lacks", 0, missing_in_the_reference),
+    ("README: commands that it does not name", 0, commands_not_in_its_table),
     ("README: proofs that do not exist", 0, unknown_proofs),
     ("README: rooms that do not exist", 0, unknown_rooms),
 ]
