@@ -133,7 +133,10 @@ door, which is named below.
     18. Inspection          check()
     19. Tickets             TicketQueue
     20. Other file systems  NFS, GlusterFS and similar; systems without flock: _open_files()
-    21. Command line        `femtoqueue COMMAND`: main()
+    21. Output and progress  standard streams, and the line that `work` shows: _Progress
+    22. Jobs                the processes of a command: _Processes, _Relay, _start_watchdog()
+    23. Command runner      a command for each task, for `femtoqueue work`: _CommandPool
+    24. Command line        `femtoqueue COMMAND`: main()
 """
 
 from __future__ import annotations
@@ -151,7 +154,7 @@ import threading
 import time
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -6331,9 +6334,785 @@ class _SharedNumbers(_Numbers):
 
 
 # ==================================================================================================
-# 21. Command line: a function for each command, with its arguments. Its docstring is the help.
+# 21. Output and progress: the standard streams of the command line, and what is shown on them.
+#     Invariant: data is written to a stream as a whole, or an error is raised.
+# ==================================================================================================
+
+_REDRAW_S = 0.5  # between two forms of the line at the bottom of a terminal
+_OPEN_LINE_S = 10.0  # for which an unfinished line keeps other jobs from writing
+_OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
+
+
+# Output and progress: standard streams, which may be non-blocking
+
+
+def _writable(fd: int) -> None:
+    """Wait until a descriptor can be written to, or for 50 ms."""
+    import select
+
+    with suppress(ValueError):  # a descriptor of 1024 or more, without poll(): the caller looks
+        if hasattr(select, "poll"):
+            poll = select.poll()
+            poll.register(fd, select.POLLOUT)
+            poll.poll(50)
+        else:
+            select.select([], [fd], [], 0.05)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    """Write all of the data to a descriptor.
+
+    write(2) may take a part of the data, as when the process is stopped and continued. A
+    descriptor may be non-blocking, because another process that shares it has made it so.
+    """
+    left = memoryview(data)
+    while left:
+        try:
+            left = left[os.write(fd, left) :]
+        except BlockingIOError:
+            _writable(fd)
+
+
+def _read_some(fd: int) -> bytes:
+    """Wait for bytes of a descriptor, which may be non-blocking; return b"" at its end."""
+    while True:
+        try:
+            return os.read(fd, 1 << 16)
+        except BlockingIOError:
+            _readable([fd], 1.0)
+
+
+class _Progress:
+    """How much of a queue is left, how fast it gets less, and how long that will take.
+
+    The rate is the queue's: it comes from how the number of tasks that wait or run shrinks, with
+    all workers and producers. The number of tasks that this worker has ended is the least that the
+    rate can be: if producers push as fast as workers take, the number that is left says nothing.
+    """
+
+    _SPAN_S, _SPAN_TASKS = 10.0, 20  # what a rate is taken from, at least, if there is so much
+    _NOISE_TASKS = 2  # a queue that is longer by no more than that does not grow
+    _MAX_SAMPLES = 120
+
+    def __init__(self, data_dir: str) -> None:
+        self._root = os.path.abspath(data_dir)  # the current directory may be removed later
+        self._samples: list[tuple[float, int, int]] = []  # when, how many were left, and ended
+        self._next_s = 0.0
+        self.waiting, self.running = 0, 0
+
+    def names(self, directory: str) -> set[str]:
+        """Return the names of the tasks in a directory."""
+        path = os.path.join(self._root, directory)
+        return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
+
+    def latest_dead_letters(self, count: int = 5) -> list[str]:
+        """Return the ids of the latest dead letters, the last one first; of a thousand, those of
+        the youngest tasks."""
+
+        def moved_s(name: str) -> float:
+            with suppress(OSError):  # it has just been retried
+                return os.stat(os.path.join(self._root, "failed", name)).st_ctime
+            return 0.0
+
+        youngest = sorted(self.names("failed"))[-1000:]
+        return sorted(youngest, key=moved_s)[: -count - 1 : -1]
+
+    def look(self, ended: int, now: bool = False) -> None:
+        """Count what is left, unless that was done just now: counting takes at most 1 % of the
+        time. `ended` is how many tasks this worker has ended. Raises OSError."""
+        began_s = time.monotonic()
+        if began_s < self._next_s and not now:
+            return
+        self.waiting = sum(len(self.names(it)) for it in _WAITING_DIRS)
+        self.running = 0
+        for directory in filter(_parse_node_dir, os.listdir(self._root)):
+            with suppress(FileNotFoundError, NotADirectoryError):  # the worker has ended
+                self.running += len(self.names(directory))
+        now_s = time.monotonic()
+        self._next_s = now_s + 100 * (now_s - began_s)
+        self.note(now_s, self.waiting + self.running, ended)
+
+    def note(self, now_s: float, left: int, ended: int = 0) -> None:
+        """Keep a sample; of old ones, every second one goes if there are many."""
+        self._samples.append((now_s, left, ended))
+        if len(self._samples) > self._MAX_SAMPLES:
+            del self._samples[1 : self._MAX_SAMPLES // 2 : 2]
+
+    def estimate(self) -> tuple[float, float | None, bool]:
+        """Return the rate (tasks per second, 0 if it is not known), the seconds until nothing is
+        left (None if that is not known), and whether the queue grows."""
+        rate, shrinks, span_s = 0.0, 0.0, 0.0
+        now_s, left, ended = self._samples[-1] if self._samples else (0.0, 0, 0)
+        for since_s, before, ended_before in reversed(self._samples[:-1]):
+            span_s = now_s - since_s
+            if span_s >= 1:
+                shrinks = (before - left) / span_s
+                rate = max(shrinks, (ended - ended_before) / span_s)
+            changed = max(abs(before - left), ended - ended_before)
+            if span_s >= self._SPAN_S and changed >= self._SPAN_TASKS:
+                break
+        grows = shrinks * span_s < -self._NOISE_TASKS
+        return rate, left / shrinks if shrinks > 0 else None, grows
+
+    def pace_text(self) -> str:
+        """Return the rate and the time left in words; "" if neither is known."""
+        rate, left_s, grows = self.estimate()
+        texts = []
+        if rate > 0:
+            unit, per_unit = next(it for it in _RATE_UNITS if rate * it[1] >= 1 or it[0] == "d")
+            number = rate * per_unit
+            texts.append(f"{number:.0f}/{unit}" if number >= 10 else f"{number:.1f}/{unit}")
+        if grows:
+            texts.append("growing")
+        elif left_s is not None and left_s > 0:
+            texts.append(f"about {_rough_time(left_s)} left")
+        return "  ".join(texts)
+
+    def text(self, counts: Mapping[str, int]) -> str:
+        """Return the line of progress. `counts`: by the fields of WorkCounts, this worker's."""
+        ended = [f"{counts.get(it, 0)} {it}" for it in _OUTCOMES if counts.get(it)]
+        parts = ["  ".join(ended or ["0 done"])]
+        parts.append(f"{self.running} running  {self.waiting} waiting")
+        return "femtoqueue  " + " | ".join(filter(None, [*parts, self.pace_text()]))
+
+
+_RATE_UNITS = (("s", 1), ("min", 60), ("h", 3600), ("d", 86400))
+
+
+def _rough_time(seconds: float) -> str:
+    """Return a span of time as people say it: 40 s, 3 min, 2 h, 5 d."""
+    seconds = round(seconds, -1) if seconds > 10 else max(1, round(seconds))
+    for unit, size, limit in (("s", 1, 60), ("min", 60, 90), ("h", 3600, 36)):
+        if seconds < size * limit:
+            return f"{round(seconds / size)} {unit}"
+    return f"{round(seconds / 86400)} d"
+
+
+class _Output:
+    """The worker's standard output and standard error, which all of its threads write to.
+
+    A line that a job has begun is finished before other jobs write, unless that takes too long. On
+    a terminal a line at the bottom shows the progress; it is cleared before anything is written.
+    """
+
+    def __init__(self) -> None:
+        # Held while a thread writes. Two of them: the log must not wait for a standard output that
+        # nobody reads, or a job could not fail. One, if both streams lead to the same file.
+        self._turns = {fd: threading.Condition() for fd in (1, 2)}
+        with suppress(OSError):
+            if os.path.sameopenfile(1, 2):
+                self._turns[1] = self._turns[2]
+        self._owners: dict[threading.Condition, object] = {}  # of lines that have begun
+        self.has_terminal = os.isatty(2)
+        self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
+        self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
+        self._shown = 0  # the length of the line that is shown
+        self._is_at_start = True  # of a line: nothing that is unfinished stands there
+
+    def put(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
+        """Write bytes of a job (its `owner`) or of the worker; they end a line if is_whole."""
+        if not data:
+            return
+        turn = self._turns[fd]
+        with turn:
+            turn.wait_for(lambda: self._owners.get(turn) in (None, owner), _OPEN_LINE_S)
+            self._owners[turn] = None if is_whole else owner
+            turn.notify_all()
+            if self.has_terminal and turn is self._turns[2]:
+                _write_all(2, self._clearing())
+                self._shown, self._is_at_start = 0, data.endswith(b"\n")
+            _write_all(fd, data)
+
+    def show(self, text: str) -> None:
+        """Show a line at the bottom of the terminal, in place of the last one; "": none."""
+        with self._turns[2]:
+            if not self._is_at_start:
+                return
+            line = text[: self._columns()]
+            shown = line
+            if self._has_colours:  # failed tasks in red
+                shown = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
+            _write_all(2, self._clearing() + shown.encode("ascii", "backslashreplace"))
+            self._shown = len(line)
+
+    def clear_now(self) -> bytes:
+        """Return what begins a new line, for a signal handler: that must not wait for a lock."""
+        return self._clearing() if self._shown else b"\n"
+
+    def _columns(self) -> int:
+        with suppress(OSError):
+            return os.get_terminal_size(2).columns or 80
+        return 80
+
+    def _clearing(self) -> bytes:
+        """Return what clears the line that is shown. If the terminal is narrower by now than the
+        line, the line is in several rows."""
+        if not self._shown:
+            return b""
+        if self._is_dumb:
+            return b"\r" + b" " * self._shown + b"\r"
+        rows_up = (self._shown - 1) // self._columns()
+        return b"\r" + (b"\x1b[%dA" % rows_up if rows_up else b"") + b"\x1b[J"
+
+
+# ==================================================================================================
+# 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
+#     A job is CMD's process, which leads a session, and every process that descends from it.
+#     Invariant: a job that may run is known to the watchdog, which kills it if this worker dies.
+# ==================================================================================================
+
+_GRACE_S = 5.0  # between a signal to a job and SIGKILL
+_REASON_BYTES = 4096  # of the end of CMD's standard error
+_SH_NAME = "femtoqueue work"  # what sh calls itself in messages; CMD may be a femtoqueue
+# Run by sh, in the process that becomes CMD. CRASH: if the worker dies after its fork(), the
+# watchdog's pipe has a writer until CMD is known: the watchdog kills it. Not a preexec_fn: that
+# would run Python in a fork with threads. CMD itself has descriptors 0, 1 and 2 only.
+_START = 'echo $$ >&{0}; exec "$@" {0}>&-'
+
+
+class _Relay(threading.Thread):
+    """Passes on what a job writes to one pipe, in a thread of its own, until nobody has the pipe
+    any longer, or until _LINGER_S after CMD has ended and its last bytes were passed on: programs
+    that CMD leaves in the background may have the pipe for ever.
+
+    tail: the end of what came. error: what ended the relay. is_through: set when all that CMD
+    wrote before its end has been passed on.
+    """
+
+    def __init__(self, pipe: Any, fd: int, process: Any, pool: Any) -> None:
+        super().__init__(daemon=True)  # a stalled reader must not keep the worker alive
+        self._pipe, self._fd, self._process, self._pool = pipe, fd, process, pool
+        self.tail, self._rest = b"", b""  # the rest: of a line, to be written with its end
+        self._is_open = False  # the beginning of a line has been passed on
+        self.error: Exception | None = None
+        self.is_through = threading.Event()
+
+    def run(self) -> None:
+        try:
+            with self._pipe:
+                self._pass_on_all(self._pipe.fileno())
+        except Exception as error:
+            self.error = error
+        finally:
+            self.is_through.set()
+            self._process.woken.set()
+
+    def _pass_on_all(self, pipe: int) -> None:
+        """Read the pipe to its end. RACE: a background program writes all the time. So the bytes
+        that are in the pipe when CMD has ended are counted, and no others are waited for."""
+        left, end_s = None, float("inf")
+        while time.monotonic() < end_s:
+            if left is None and self._process.status is not None:
+                left = _bytes_in(pipe)
+            if left is not None and left <= 0 and not self.is_through.is_set():
+                self._end_line()
+                self.is_through.set()
+                end_s = time.monotonic() + _LINGER_S
+            if _readable([pipe], 0.1):
+                data = os.read(pipe, 1 << 16)
+                if not data:
+                    break
+                left = left and left - len(data)
+                self._take(data)
+        self._end_line()
+
+    def _take(self, data: bytes) -> None:
+        """Pass on whole lines, and the beginning of a line that is too long to be kept; with one
+        job at a time, whatever comes."""
+        self.tail = (self.tail + data)[-_REASON_BYTES:]
+        if self._pool.jobs == 1:
+            self._pool.pass_on(self._fd, data)
+            return
+        self._rest += data
+        end = self._rest.rfind(b"\n") + 1
+        if end:
+            self._pool.pass_on(self._fd, self._rest[:end], self._process)
+            self._rest, self._is_open = self._rest[end:], False
+        if len(self._rest) > 1 << 16:
+            self._pool.pass_on(self._fd, self._rest, self._process, is_whole=False)
+            self._rest, self._is_open = b"", True
+
+    def _end_line(self) -> None:
+        """End the last line of a job, if jobs run side by side."""
+        if self._rest or self._is_open:
+            self._pool.pass_on(self._fd, self._rest + b"\n", self._process)
+        self._rest, self._is_open = b"", False
+
+
+def _bytes_in(pipe: int) -> int:
+    """Return how many bytes a pipe holds."""
+    import termios
+
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+
+class _Process:
+    """CMD's process. `status` is None while it runs, then its exit status, or -N if signal N ended
+    it. `woken` is set when it has ended, and when a relay of its output has."""
+
+    def __init__(self, popen: Any) -> None:
+        self.pid, self._popen = popen.pid, popen
+        self.status: int | None = None
+        self.is_watched = True  # the watchdog was told of its end
+        self.woken = threading.Event()
+
+    def end(self, status: int) -> None:
+        self.status = self._popen.returncode = status
+        self.woken.set()
+
+
+class _Processes:
+    """The processes of CMD that run, and the thread that reaps them.
+
+    The worker is a child subreaper where the system has that (Linux, prctl(2)). A process whose
+    parent ends becomes the worker's child, and no zombie of it is left, also if the worker or its
+    parent is PID 1 of a container.
+    """
+
+    def __init__(self, watchdog: int) -> None:
+        self._watchdog = watchdog
+        self._lock = threading.Lock()  # held from before a process starts until it is in `running`
+        self.running: dict[int, _Process] = {}  # by pid
+        with suppress(OSError):
+            _call_libc("prctl", "", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+        threading.Thread(target=self._reap_all, daemon=True).start()
+
+    def start(self, words: list[Any], **settings: Any) -> tuple[_Process, Any]:
+        """Start CMD as the leader of a session, and return it, and its Popen. Raises OSError or
+        ValueError if the words can't be arguments."""
+        import subprocess
+
+        with self._lock:
+            popen = subprocess.Popen(
+                ["/bin/sh", "-c", _START.format(self._watchdog), _SH_NAME, *words],
+                bufsize=0,
+                pass_fds=[self._watchdog],
+                start_new_session=True,  # a Ctrl-C is for the worker, which finishes
+                **settings,
+            )
+            process = self.running[popen.pid] = _Process(popen)
+        return process, popen
+
+    def _reap_all(self) -> None:
+        while True:
+            for pid in self._ended():
+                with self._lock:  # it may have been started just now
+                    self._reap(pid)
+
+    def _ended(self) -> list[int]:
+        """Wait until a child has ended; return those that may have. None is reaped."""
+        with suppress(AttributeError, ChildProcessError):  # macOS before Python 3.13; no child
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+            return [ended.si_pid] if ended else []
+        time.sleep(0.05)
+        return [*self.running]
+
+    def _reap(self, pid: int) -> None:
+        """Reap a child that has ended. The watchdog is told first: afterwards the number may be
+        another process's, which it must not kill."""
+        process = self.running.get(pid)
+        with suppress(ChildProcessError):  # a CMD that could not be started: Popen has reaped it
+            if process is not None and self._has_ended(pid):
+                try:
+                    os.write(self._watchdog, b"-%d\n" % pid)
+                except BrokenPipeError:
+                    process.is_watched = False
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended and process is not None:
+                del self.running[pid]
+                process.end(os.waitstatus_to_exitcode(status))
+
+    def _has_ended(self, pid: int) -> bool:
+        if not hasattr(os, "waitid"):
+            return False
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None
+
+
+class _Member(NamedTuple):
+    """A process of a job. Its pid alone does not name it for long: pids are used again."""
+
+    started: int  # proc(5): starttime
+    pid: int
+    group: int
+
+
+def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Member]:
+    """Return the processes of jobs that run, given the pids of the jobs' leaders: those in a
+    leader's session, those that descend from one of these, and those of `known`. A zombie does not
+    count: it runs no more, and its parent may never reap it."""
+    leaders, known = {*leaders}, {*known}
+    if not os.path.exists("/proc/self/stat"):  # no Linux: the process group is all that is known
+        return _signal([_Member(0, pid, pid) for pid in leaders], 0)
+    found, zombies = set[_Member](), set[_Member]()
+    children = defaultdict[int, list[_Member]](list)
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, *fields = file.read().rpartition(b")")[2].split()
+        except OSError:  # it has just ended
+            continue
+        parent, group, session = map(int, fields[:3])
+        member = _Member(int(fields[18]), int(name), group)
+        children[parent].append(member)
+        if state in (b"Z", b"X"):
+            zombies.add(member)
+        if member.pid in leaders or session in leaders or member in known:
+            found.add(member)
+    descendants = [*found]
+    for it in descendants:
+        new = [child for child in children[it.pid] if child not in found]
+        found.update(new)
+        descendants += new
+    return found - zombies
+
+
+def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
+    """Signal the groups of processes, that of the oldest process first; return the processes that
+    can be signalled. RACE: if a shell's child got the signal before the shell, the shell would go
+    on as if its child had ended by itself. A group gets a signal as a whole."""
+    members, reached = sorted(members), dict[int, bool]()
+    for it in members:
+        if it.group not in reached:
+            reached[it.group] = False
+            with suppress(OSError):  # it has just ended, or is another user's
+                for number in numbers:
+                    os.killpg(it.group, number)
+                reached[it.group] = True
+    return {it for it in members if reached[it.group]}
+
+
+def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
+    """End jobs: signal each of their processes, and kill what still runs after _GRACE_S. A process
+    that is stopped is continued, or it could not hear of the signal."""
+    import signal
+
+    leaders, end_s = [*leaders], time.monotonic() + _GRACE_S
+    members = _signal(_members(leaders), number, signal.SIGCONT)
+    while members and time.monotonic() < end_s:
+        time.sleep(0.02)
+        members = _signal(_members(leaders, members), 0)
+    while members := _signal(_members(leaders, members), signal.SIGKILL):
+        time.sleep(0.02)  # RACE: a process may have forked just before
+
+
+def _start_watchdog() -> int:
+    """Fork a process that kills the jobs of a worker that was killed: their tasks are delivered
+    again at once, and must not be worked on twice. Return the pipe that it reads.
+
+    A command writes its pid to the pipe itself, before it begins (see _START), and the worker
+    writes when it has ended. The pipe ends when the worker is gone, and each command that was
+    about to begin has either written or died: there is none that the watchdog doesn't know.
+    """
+    import signal
+
+    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    reading, writing = os.pipe()
+    # Signals to all processes of a group, or of a scheduler's job, are not for the watchdog.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    if os.fork():
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(reading)
+        watchdog: int = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, 3)
+        os.close(writing)
+        if watchdog > 9:  # sh names no other descriptors
+            raise OSError(errno.EMFILE, "descriptors 3 to 9 are in use; work needs one of them")
+        return watchdog
+    try:
+        os.close(writing)
+        os.setsid()
+        leaders: set[int] = set()
+        for report in map(int, os.fdopen(reading, closefd=False)):
+            (leaders.add if report > 0 else leaders.discard)(abs(report))
+        while members := _signal(_members(leaders), signal.SIGKILL):
+            leaders.update(it.pid for it in members)  # their children
+            time.sleep(0.001)
+    finally:
+        os._exit(0)
+
+
+# ==================================================================================================
+# 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
+#     Threads, none of which can hold up another: each job has one that keeps its time and judges
+#     its end, and one for each pipe that CMD writes to; one thread reaps, one reports progress.
+#     Invariant: of a queue, only public methods are used.
+# ==================================================================================================
+
+_REPORT_S = 10.0  # between two lines of progress
+
+
+class _CommandPool(_WorkerPool):
+    """The pool of `work`: its handler runs CMD for a task. At the second signal jobs are ended;
+    the threads that run them give their tasks back."""
+
+    # HUP: the terminal is gone. Schedulers send USR1 and USR2 as a warning.
+    stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
+
+    def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
+        limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
+        super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
+        self._is_threaded = True  # no signal must come between a command's start and its report
+        self._options, self.jobs = options, options.jobs
+        self._processes = _Processes(watchdog)
+        self._output, self._progress = _Output(), _Progress(os.fspath(queue.data_dir))
+        self._relays: list[_Relay] = []  # that may still run
+        self._is_told = threading.Event()  # that the first signal came
+        self._is_over = threading.Event()  # nothing more is reported as it goes
+        self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
+
+    def run_reported(self) -> int:
+        """Work until told to stop, report what was done, and return the exit status."""
+        before = self._dead_letters()
+        reporter = threading.Thread(target=self._report_all, daemon=True)
+        if not self._options.quiet:
+            reporter.start()
+        try:
+            self.run()
+        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
+            self._end_report(f"femtoqueue: {error}\n")
+            return 2
+        if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
+            return 128 + self.signals[-1]
+        for relay in self._relays:
+            relay.join(_GRACE_S)
+        self._end_report()
+        has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
+        return int(self._drain and (has_failed or not self._queue.join(0)))
+
+    # Progress, and what is written
+
+    def _report_all(self) -> None:
+        """Report the progress again and again: on a terminal in a line that is rewritten in place,
+        elsewhere by a line now and then."""
+        pause_s = _REDRAW_S if self._output.has_terminal else _REPORT_S
+        while not self._is_over.wait(pause_s):
+            text = self._progress_text()
+            if self._is_over.is_set() or not text:
+                continue
+            with suppress(OSError):  # the terminal is gone; what runs is finished
+                if self._output.has_terminal:
+                    self._output.show(text)
+                else:
+                    self.write(f"{text}\n")
+
+    def _progress_text(self, now: bool = False) -> str:
+        with suppress(OSError):  # pop() meets it, too
+            self._progress.look(sum(self.counts[it] for it in _ENDED), now)
+            return self._progress.text(self.counts)
+        return ""
+
+    def _end_report(self, text: str = "") -> None:
+        """Write a text, and the last line of progress; nothing is shown below them."""
+        self._is_over.set()
+        report = "" if self._options.quiet else self._progress_text(now=True)
+        self.write(text + (report and f"{report}\n"))
+
+    def _dead_letters(self) -> set[str]:
+        """Return the names in failed/, if the exit status is to tell of those that pop() sets aside
+        there, and they may be seen."""
+        if self._drain:
+            with suppress(PermissionError):
+                return self._progress.names("failed")
+        return set()
+
+    def write(self, text: str) -> None:
+        """Write to standard error, also for the log."""
+        with suppress(OSError):  # the terminal is gone; what runs is finished
+            self._output.put(2, text.encode("utf-8", "backslashreplace"))
+
+    def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
+        """Write what a command wrote. Ctrl-C ends `| tee log`, too, and a terminal may be gone:
+        what runs is finished then, and nobody hears of it."""
+        try:
+            self._output.put(fd, data, owner, is_whole)
+        except OSError as error:
+            is_gone = error.errno in (errno.EPIPE, errno.EIO)
+            if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
+                raise
+
+    # Signals
+
+    def _tell_stop(self) -> None:
+        """Tell of the first signal, in its handler, unless that would block."""
+        import select
+
+        self._is_told.set()
+        with suppress(OSError, ValueError):
+            if select.select([], [2], [], 0)[1]:
+                text = b"femtoqueue: finishing what runs; a second signal ends it\n"
+                os.write(2, self._output.clear_now() + text)
+
+    def _abort(self) -> None:
+        """Pass the second signal to all jobs that run, and wait until they have ended."""
+        self._is_over.set()
+        _terminate([*self._processes.running], self.signals[-1])
+        with self._changed:
+            self._changed.wait_for(lambda: not self._running, 1.0)
+        super()._abort()
+
+    # A task
+
+    def _run_command(self, task: FemtoTask) -> None:
+        """Run CMD for a task. Raises _CommandFailed if CMD fails. Raises SystemExit for trouble of
+        this worker: the worker ends, and the task is given back, uncounted."""
+        try:
+            with ExitStack() as files:
+                payload = files.enter_context(self._payload_file(task))
+                outputs = self._open_outputs(task, files)
+                sizes = [os.fstat(it.fileno()).st_size for it in outputs]
+                process, relays = self._start(task, payload, outputs)
+                status, is_stopped = self._follow(task, process, relays)
+                tail = relays[-1].tail if relays else _end_of_file(outputs[-1], sizes[-1])
+            text = tail.decode("utf-8", "replace")
+            if is_stopped and process.is_watched:
+                self._queue.release(task, front=True, counted=False)
+            else:
+                self._judge(task, process, status, text)
+        except (_CommandFailed, LeaseLost):
+            raise
+        except Exception as error:  # no descriptors, memory or room; no module; nobody reads
+            raise SystemExit(str(error) or type(error).__name__) from error
+
+    def _payload_file(self, task: FemtoTask) -> Any:
+        """Return a file that has no name, with the payload. Raises OSError."""
+        import tempfile
+
+        file = tempfile.TemporaryFile()  # noqa: SIM115
+        try:
+            file.write(task.data)
+            file.seek(0)  # and it is flushed
+        except OSError:  # perhaps it alone is too large: others' turn comes first
+            self._queue.release(task, counted=False)
+            with suppress(OSError):
+                file.close()
+            raise
+        return file
+
+    def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
+        """Open the files in --output-dir. A disk or a quota that is full fails the try."""
+        if self._output_dir is None:
+            return []
+        paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
+        try:
+            return [files.enter_context(open(path, "ab+")) for path in paths]
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise _CommandFailed(f"its output can't be written: {error}") from None
+            raise
+
+    def _start(
+        self, task: FemtoTask, payload: Any, outputs: list[Any]
+    ) -> tuple[_Process, list[_Relay]]:
+        """Start CMD, with relays of its output unless that goes to files."""
+        import subprocess
+
+        words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
+        env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
+        # As UTF-8, whatever the locale is.
+        env["FEMTOQUEUE_KEY"] = os.fsdecode((task.key or "").replace("\0", "%00").encode())
+        out, err = outputs or [subprocess.PIPE] * 2
+        try:
+            process, popen = self._processes.start(
+                words, env=env, stdin=payload, stdout=out, stderr=err
+            )
+        except (OSError, ValueError) as error:  # ValueError: a zero byte
+            if getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
+                raise
+            self._refuse(task, str(error))
+        pipes = [] if outputs else [(popen.stdout, 1), (popen.stderr, 2)]
+        relays = [_Relay(pipe, fd, process, self) for pipe, fd in pipes]
+        self._relays = [*filter(threading.Thread.is_alive, self._relays), *relays]
+        try:
+            for relay in relays:
+                relay.start()
+        except BaseException:  # no more threads
+            _terminate([process.pid])
+            raise
+        return process, relays
+
+    def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
+        """Make a dead letter of a task at once: another try would end in the same way."""
+        text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
+        self._queue.fail(task, text)
+        raise _CommandFailed(text)
+
+    def _follow(
+        self, task: FemtoTask, process: _Process, relays: list[_Relay]
+    ) -> tuple[int | None, bool]:
+        """Wait until CMD has ended, and what it wrote is passed on. Return its exit status, None if
+        its time was over and the job was ended, and whether it failed as this worker is told to
+        stop. Raises the OSError of a relay."""
+        time_limit_s = self._options.task_timeout or None
+        end_s = _end_s(time_limit_s)
+        status: int | None = None
+        try:
+            if len(self.signals) > 1:  # RACE: _abort() may not have seen this process
+                raise SystemExit
+            while process.status is None and time.monotonic() < end_s:
+                process.woken.wait(time_limit_s and max(0.0, end_s - time.monotonic()))
+                if process.status is None:
+                    process.woken.clear()
+                    _raise_first(relays)
+            status = process.status
+        finally:
+            if process.status is None:
+                _terminate([process.pid])
+        # A reader that has stalled does not keep a job beyond its time.
+        passed_s = max(end_s, time.monotonic() + _GRACE_S)
+        for relay in relays:
+            relay.is_through.wait(time_limit_s and passed_s - time.monotonic())
+        _raise_first(relays)
+        is_stopped = self._ended_by_stop(status, task)
+        # CMD may be a shell whose program still saves its state: not twice at once.
+        while is_stopped and _members([process.pid]):
+            if time.monotonic() >= end_s:
+                _terminate([process.pid])
+            time.sleep(0.05)
+        return status, is_stopped
+
+    def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
+        """Raise _CommandFailed if CMD failed, SystemExit if it could not be run."""
+        if status and not process.is_watched:
+            raise SystemExit("the watchdog of this worker was killed")
+        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # says sh
+            if os.strerror(errno.E2BIG) in tail:
+                self._refuse(task, os.strerror(errno.E2BIG))
+            raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
+        if status != 0:
+            if status is None:
+                what = f"killed after {self._options.task_timeout:.9g}s"
+            else:
+                what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
+            raise _CommandFailed(f"{what}\n{tail}".rstrip())
+
+    def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
+        """Whether CMD failed as this worker is told to stop. RACE: a scheduler signals CMD and us;
+        CMD may end of it before ours has come. So that is waited for, where it may be so."""
+        if not status:
+            return False
+        may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
+        may_be |= task.attempts == self._options.max_attempts
+        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
+
+
+def _raise_first(relays: Iterable[_Relay]) -> None:
+    """Raise the error that ended a relay."""
+    for relay in relays:
+        if relay.error is not None:
+            raise relay.error
+
+
+def _end_of_file(file: Any, begin: int) -> bytes:
+    """Return the end of what was written to a file, from `begin` on."""
+    size = os.fstat(file.fileno()).st_size
+    start = max(begin, size - _REASON_BYTES)
+    return os.pread(file.fileno(), max(0, size - start), start)
+
+
+# ==================================================================================================
+# 24. Command line: a function for each command, with its arguments. Its docstring is the help.
 #     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
-#     uses _WorkerPool (17), _readable (15), _CommandFailed, _end_s (3), and parsers of names (2).
+#     uses the runner (23), streams and progress (21), _readable (15), and parsers of names (2).
 # ==================================================================================================
 
 
@@ -6362,6 +7141,15 @@ def main(argv: list[str] | None = None) -> int:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
+def _import_only_libraries() -> None:
+    """Let modules that are imported late come from Python, not from the directory of this file, or
+    from the one that `python -m` was called in: a user may have a random.py there."""
+    ours = {"", os.path.dirname(os.path.abspath(__file__))}
+    if not getattr(sys.flags, "safe_path", False):
+        ours.update(sys.path[:1])
+    sys.path[:] = [path for path in sys.path if path not in ours]
+
+
 def _open_closed_streams() -> None:
     """Open /dev/null in place of a standard stream that is closed (`>&-`): otherwise the next
     file that is opened, a task's, would get its descriptor and what is printed to it."""
@@ -6373,7 +7161,70 @@ def _open_closed_streams() -> None:
 def _write_error(text: str) -> None:
     """Write one line to standard error; if that fails, there is no other place to report it."""
     with suppress(OSError):
-        print("femtoqueue:", *text.splitlines(), file=sys.stderr, flush=True)
+        _put(sys.stderr, " ".join(["femtoqueue:", *text.splitlines()]) + "\n")
+
+
+def _put(stream: Any, data: str | bytes) -> None:
+    """Write all of a text or of bytes to a standard stream. A letter that the stream's encoding
+    lacks is escaped. Raises OSError."""
+    stream.flush()
+    try:
+        fd = stream.fileno()
+    except (OSError, ValueError):  # a stream that a program has put there
+        (stream if isinstance(data, str) else stream.buffer).write(data)
+        stream.flush()
+        return
+    if isinstance(data, str):
+        data = data.encode(stream.encoding or "ascii", "backslashreplace")
+    _write_all(fd, data)
+
+
+def _print(*texts: object) -> None:
+    """Print each text as a line."""
+    _put(sys.stdout, "".join(f"{it}\n" for it in texts))
+
+
+def _print_all(lines: Iterable[str]) -> None:
+    """Print lines, many at a time."""
+    lines = iter(lines)
+    while some := [*itertools.islice(lines, 500)]:
+        _print(*some)
+
+
+def _input() -> Iterator[bytes]:
+    """Yield what comes on standard input, piece by piece."""
+    try:
+        read: Callable[[], bytes] = functools.partial(_read_some, sys.stdin.fileno())
+    except (OSError, ValueError):  # a stream that a program has put there
+        read = functools.partial(sys.stdin.buffer.read, 1 << 16)
+    return iter(read, b"")
+
+
+@contextmanager
+def _showing(text: Callable[[], str]) -> Iterator[None]:
+    """On a terminal, show a text below while the block runs, on standard error: how far a long
+    command has come."""
+    output, is_over = _Output(), threading.Event()
+
+    def redraw() -> None:
+        pause_s = _REDRAW_S
+        while not is_over.wait(pause_s):
+            began_s = time.monotonic()
+            with suppress(OSError, FemtoQueueError):
+                output.show(text())
+            pause_s = max(_REDRAW_S, 20 * (time.monotonic() - began_s))
+
+    thread = threading.Thread(target=redraw, daemon=True)
+    if output.has_terminal:
+        thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        if output.has_terminal:
+            thread.join()
+            with suppress(OSError):
+                output.show("")
 
 
 # Command line: how commands are declared, and parsed
@@ -6428,6 +7279,11 @@ def _parse_arguments(argv: list[str]) -> Any:
         for group, names, settings in arguments:
             groups[group].add_argument(*names, **settings)
     if not argv or argv[0] not in commands.choices:
+        import difflib
+
+        word = argv[0] if argv else ""
+        for meant in difflib.get_close_matches(word, [*commands.choices], 1):
+            parser.error(f"there is no command {word!r}; did you mean {meant}?")
         parser.parse_args(argv[:1])  # exits
     dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
     options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
@@ -6572,24 +7428,33 @@ def _push_command(options: Any) -> None:
         options.error("--if-in-flight goes with --key")
     payloads: Iterable[bytes] = map(os.fsencode, words)
     if end:
-        payloads = _read_pieces(sys.stdin.buffer, end)
+        payloads = _pieces(_input(), end)
     elif not words:
-        payloads = [sys.stdin.buffer.read()]
+        payloads = [b"".join(_input())]
         if payloads == [b""]:
             options.error("standard input is empty; for an empty task, give '' as PAYLOAD")
     due_s = options.at if options.delay is None else time.time() + options.delay
     with FemtoQueue(options.dir, sync_after_write=options.sync) as q:
         push = q.push if due_s is None else functools.partial(q.schedule, time_us=due_s * 1e6)
-        for payload in payloads:
-            ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
-            with suppress(BrokenPipeError):  # the other payloads are pushed all the same
-                print(ident, flush=True)
+        count, lost = 0, None
+        with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
+            for payload in payloads:
+                ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
+                count += 1
+                if lost is None:
+                    try:
+                        _print(ident)
+                    except OSError as error:  # the other payloads are pushed all the same
+                        lost = error
+    # Status 0: a caller that tries again would add them twice.
+    if lost is not None and not isinstance(lost, BrokenPipeError):
+        _write_error(f"all {count} tasks are pushed, but their ids can't be printed: {lost}")
 
 
-def _read_pieces(stream: Any, end: bytes) -> Iterator[bytes]:
+def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     """Yield the pieces of a stream, each as soon as the byte that ends it is there."""
     rest = bytearray()
-    while chunk := stream.read1(1 << 16):
+    for chunk in chunks:
         rest += chunk
         if end in chunk:
             *pieces, rest = rest.split(end)
@@ -6599,14 +7464,6 @@ def _read_pieces(stream: Any, end: bytes) -> Iterator[bytes]:
 
 
 # Command line: work
-
-_GRACE_S = 5.0  # between a signal to a command's group and SIGKILL
-_REPORT_S = 10.0  # between two lines of progress
-_SH_NAME = "femtoqueue work"  # what sh calls itself in messages; CMD may be a femtoqueue
-# Run by sh, in the process that becomes CMD: standard input is the watchdog's pipe at first, and
-# then the payload. CRASH: if the worker dies after its fork(), the pipe has a writer until CMD is
-# known: the watchdog kills it. Not a preexec_fn: that would run Python in a fork with threads.
-_START = 'echo $$ >&0; payload=$1; shift; exec "$@" <"$payload"'
 
 
 @_command(
@@ -6636,7 +7493,7 @@ def _work_command(options: Any) -> int:
     If CMD exits with 0, the task is done. Else it is tried again later, and in the
     end a dead letter, whose reason is the end of CMD's standard error. Output comes
     by whole lines with -j 2 or more, else at once. Progress is a line on standard
-    error at the end, and when a task ends 10 s or more after the last such line.
+    error, every 10 s and at the end; on a terminal it is rewritten in place.
 
     SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are finished.
     A second one (at least 0.3 s later) goes to their process groups, which are
@@ -6652,8 +7509,13 @@ def _work_command(options: Any) -> int:
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
+    # All that a job needs is imported before the first task is taken: the worker's Python may be
+    # replaced or removed while it works.
     import logging
     import shutil
+    import subprocess  # noqa: F401
+    import tempfile
+    import traceback  # noqa: F401
 
     command = options.after_dashes
     if options.words or not command:
@@ -6662,10 +7524,13 @@ def _work_command(options: Any) -> int:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
         options.error(f"{command[0]}: command not found")
-    if not (hasattr(os, "fork") and os.path.isdir("/dev/fd")):
-        options.error("no fork() or /dev/fd here; use FemtoQueue.work() in a program of your own")
+    if not hasattr(os, "fork"):
+        options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
+    tempfile.TemporaryFile().close()  # TMPDIR is looked for now
+    if options.drain and not os.path.isdir(os.path.abspath(options.dir)):
+        _write_error(f"{options.dir}: there was no queue; an empty one is made")
     watchdog = _start_watchdog()  # before there is a thread
     with FemtoQueue(
         *(options.dir, options.node, options.timeout * 1000, options.sync),
@@ -6679,295 +7544,6 @@ def _work_command(options: Any) -> int:
     if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
         os._exit(status)
     return status
-
-
-class _CommandPool(_WorkerPool):
-    """The pool of `work`: its handler runs CMD for a task. At the second signal commands are ended;
-    threads give the tasks back. Invariant: a process that may run is in _processes. _output is held
-    while standard output or error is written, so that lines are not mixed."""
-
-    # HUP: the terminal is gone. Schedulers send USR1 and USR2 as a warning.
-    stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
-
-    def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
-        limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
-        super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
-        self._is_threaded = True  # no signal must come between a command's start and its report
-        self._watchdog, self._options = watchdog, options
-        self._processes: set[Any] = set()
-        self._output = threading.Lock()
-        self._is_told = threading.Event()  # that the first signal came
-
-    def run_reported(self) -> int:
-        """Work until told to stop, report what was done, and return the exit status."""
-        before = self._dead_letters()
-        self._next_report_s = time.monotonic() + _REPORT_S
-        try:
-            self.run()
-        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
-            self.write(f"femtoqueue: {error}\n")
-            self._report()
-            return 2
-        if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
-            return 128 + self.signals[-1]
-        self._report()
-        has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
-        return int(self._drain and (has_failed or not self._queue.join(0)))
-
-    def _count(self, task: FemtoTask, outcome: str) -> None:
-        super()._count(task, outcome)
-        if time.monotonic() >= self._next_report_s and len(self.signals) < 2:
-            self._report()
-
-    def _report(self) -> None:
-        """Write how many tasks ended how, and how many wait."""
-        if self._options.quiet:
-            return
-        began_s, self._next_report_s = time.monotonic(), float("inf")  # not two threads at once
-        with suppress(OSError):  # pop() meets it, too
-            waiting = sum(map(len, map(self._names, _WAITING_DIRS)))
-            counts = [f"{name} {count}, " for name, count in self.counts.items()]
-            self.write(f"femtoqueue: {''.join(counts)}waiting {waiting}\n")
-        now_s = time.monotonic()
-        self._next_report_s = now_s + max(_REPORT_S, 20 * (now_s - began_s))
-
-    def _names(self, directory: str) -> set[str]:
-        path = os.path.join(os.path.abspath(self._queue.data_dir), directory)
-        return {*filter(_FORMS[directory], os.listdir(path))}
-
-    def _dead_letters(self) -> set[str]:
-        """Return the names in failed/, if the exit status is to tell of those that pop() sets aside
-        there, and they may be seen."""
-        if self._drain:
-            with suppress(PermissionError):
-                return self._names("failed")
-        return set()
-
-    def write(self, text: str) -> None:
-        """Write to standard error, also for the log."""
-        with suppress(OSError):  # the terminal is gone; what runs is finished
-            self._write(2, text.encode("utf-8", "backslashreplace"))
-
-    def _write(self, fd: int, data: bytes) -> None:
-        if data:
-            with self._output:
-                while data:
-                    data = data[os.write(fd, data) :]
-
-    def _pass_on(self, fd: int, data: bytes) -> None:
-        """Write what a command wrote. Ctrl-C ends `| tee log`, too, and a terminal may be gone:
-        what runs is finished then, and nobody hears of it."""
-        try:
-            self._write(fd, data)
-        except OSError as error:
-            is_gone = fd <= 2 and error.errno in (errno.EPIPE, errno.EIO)
-            if not (is_gone and self._is_told.wait(_ONE_SIGNAL_S)):
-                raise
-
-    def _run_command(self, task: FemtoTask) -> None:
-        """Run CMD for a task. Raises _CommandFailed unless that ends with status 0, and SystemExit
-        if it can't be run: that is no fault of the task's."""
-        import tempfile
-
-        fds, output_dir = [1, 2], self._options.output_dir  # where its output goes
-        try:
-            with ExitStack() as files:
-                payload = files.enter_context(tempfile.TemporaryFile())
-                try:
-                    payload.write(task.data)
-                    payload.seek(0)  # and it is flushed; /dev/fd may share the position with us
-                except OSError:  # perhaps it alone is too large: others' turn comes first
-                    self._queue.release(task, counted=False)
-                    raise
-                if output_dir is not None:
-                    paths = [f"{output_dir}/{task.id}.{it}" for it in ("out", "err")]
-                    fds = [files.enter_context(open(it, "ab")).fileno() for it in paths]
-                process = files.enter_context(self._start(task, payload.fileno()))
-                self._follow(task, process, fds)
-        except OSError as error:  # no descriptors, memory or room; nobody reads what it wrote
-            raise SystemExit(error) from error
-
-    def _tell_stop(self) -> None:
-        """Tell of the first signal, in its handler, unless that would block."""
-        import select
-
-        self._is_told.set()
-        with suppress(OSError, ValueError):
-            if select.select([], [2], [], 0)[1]:
-                os.write(2, b"\nfemtoqueue: finishing what runs; a second signal ends it\n")
-
-    def _abort(self) -> None:
-        """Pass the second signal to all commands that run, and wait until they have ended."""
-        self._terminate([*self._processes], self.signals[-1])
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running, 1.0)
-        super()._abort()
-
-    def _start(self, task: FemtoTask, payload: int) -> Any:
-        """Start CMD in a process group of its own: a Ctrl-C is for the worker, which finishes."""
-        import subprocess
-
-        words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
-        env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
-        # As UTF-8, whatever the locale is.
-        env["FEMTOQUEUE_KEY"] = os.fsdecode((task.key or "").replace("\0", "%00").encode())
-        try:
-            return subprocess.Popen(
-                ["/bin/sh", "-c", _START, _SH_NAME, f"/dev/fd/{payload}", *words],
-                env=env,
-                stdin=self._watchdog,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                pass_fds=[payload],
-                start_new_session=True,
-            )
-        except (OSError, ValueError) as error:  # ValueError: a zero byte
-            if getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
-                raise
-            text = f"the payload can't be an argument of the command, in place of {{}}: {error}"
-            self._queue.fail(task, text)  # now: another try would end so, too
-            raise _CommandFailed(text) from None
-
-    def _follow(self, task: FemtoTask, process: Any, fds: list[int]) -> None:
-        """Wait until the process of a task has ended, or its time is over, and judge that; see
-        _run_command(). If it fails as this worker is told to stop, the task is given back."""
-        self._processes.add(process)
-        try:
-            if len(self.signals) > 1:  # RACE: _abort() may not have seen this process
-                raise SystemExit
-            end_s = _end_s(self._options.task_timeout)
-            status, tail = self._relay(process, fds, end_s)
-            is_stopped = self._ended_by_stop(status, task)
-            # CMD may be a shell whose program still saves its state: not twice at once.
-            while is_stopped and self._is_alive(process):
-                if time.monotonic() >= end_s:
-                    self._terminate([process])
-                time.sleep(0.05)
-                self._relay(process, fds, time.monotonic() + 0.1)
-        finally:
-            self._forget(process)
-        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # says sh
-            raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
-        if is_stopped:
-            self._queue.release(task, front=True, counted=False)
-        elif status != 0:
-            if status is None:
-                what = f"killed after {self._options.task_timeout:.9g}s"
-            else:
-                what = f"exit status {status}" if status > 0 else f"killed by signal {-status}"
-            raise _CommandFailed(f"{what}\n{tail}".rstrip())
-
-    def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
-        """Whether CMD failed as this worker is told to stop. RACE: a scheduler signals CMD and us;
-        CMD may end of it before ours has come. So that is waited for, where it may be so."""
-        if not status:
-            return False
-        may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
-        may_be |= task.attempts == self._options.max_attempts
-        return self._is_told.wait(_ONE_SIGNAL_S * may_be)
-
-    def _forget(self, process: Any) -> None:
-        """Let a process be over, for us and for the watchdog."""
-        if process.returncode is None:
-            self._terminate([process])
-        self._processes.discard(process)
-        try:
-            os.write(self._watchdog, b"-%d\n" % process.pid)
-        except BrokenPipeError:
-            if process.returncode:
-                raise SystemExit("the watchdog of this worker was killed") from None
-
-    def _relay(self, process: Any, fds: list[int], end_s: float) -> tuple[int | None, str]:
-        """Relay what a process writes until it ends, or end_s. Return its exit status (None: it
-        runs), and the end of its standard error."""
-        import subprocess
-
-        tail, rests = b"", dict.fromkeys(fds, b"")  # rests: of lines
-        pipes = {process.stdout.fileno(): fds[0], process.stderr.fileno(): fds[1]}
-        relay_end_s = end_s
-        while pipes and time.monotonic() < relay_end_s:
-            for pipe in _readable(pipes, 0.1):
-                data, fd = os.read(pipe, 1 << 16), pipes[pipe]
-                if fd == fds[1]:
-                    tail = (tail + data)[-4096:]  # enough for a reason
-                if not data:
-                    del pipes[pipe]
-                rests[fd] = self._write_lines(fd, rests[fd] + data)
-            if process.poll() is not None:
-                # What it left running in the background still has the pipes, and may write.
-                relay_end_s = min(relay_end_s, time.monotonic() + 0.1)
-        for fd, rest in rests.items():
-            self._pass_on(fd, rest and rest + b"\n")
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(self._options.task_timeout and end_s - time.monotonic())
-        return process.returncode, tail.decode("utf-8", "replace")
-
-    def _write_lines(self, fd: int, data: bytes) -> bytes:
-        """Write whole lines, and return the rest; where no others come between, write all."""
-        end = data.rfind(b"\n") + 1
-        if self._options.jobs == 1 or fd > 2 or len(data) - end > 1 << 16:  # too long to wait for
-            end = len(data)
-        self._pass_on(fd, data[:end])
-        return data[end:]
-
-    def _terminate(self, processes: list[Any], number: int = 15) -> None:  # SIGTERM
-        """Signal the groups of processes, wait, and kill after _GRACE_S what still runs in them."""
-        import signal
-
-        end_s = time.monotonic() + _GRACE_S
-        for process in processes:
-            _signal_group(process.pid, number)
-        while any(map(self._is_alive, processes)) and time.monotonic() < end_s:
-            time.sleep(0.01)
-        for process in processes:
-            _signal_group(process.pid, signal.SIGKILL)
-            process.wait()
-
-    def _is_alive(self, process: Any) -> bool:
-        """Whether anything of a process's group still runs."""
-        if process.poll() is not None:  # one that has ended is in it until then
-            with suppress(ChildProcessError):  # it has others, if we are not init
-                os.waitpid(-process.pid, os.WNOHANG)
-        return _signal_group(process.pid, 0)
-
-
-def _signal_group(group: int, number: int) -> bool:
-    """Signal a process group; 0: only look. False: all of it has ended."""
-    with suppress(OSError):
-        os.killpg(group, number)
-        return True
-    return False
-
-
-def _start_watchdog() -> int:
-    """Fork a process that kills the commands of a worker that was killed: their tasks are delivered
-    again at once, and must not be worked on twice. Return the pipe that it reads.
-
-    A command writes its process group to the pipe itself, before it begins (see _START), and the
-    worker writes when it has ended. The pipe ends when the worker is gone, and each command that
-    was about to begin has either written or died: there is none that the watchdog doesn't know.
-    """
-    import signal
-
-    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    reading, writing = os.pipe()
-    # Signals to all processes of a group, or of a scheduler's job, are not for the watchdog.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    if os.fork():
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        os.close(reading)
-        return writing
-    try:
-        os.close(writing)
-        os.setsid()
-        groups: set[int] = set()
-        for report in map(int, os.fdopen(reading, closefd=False)):
-            (groups.add if report > 0 else groups.discard)(abs(report))
-        for group in groups:
-            _signal_group(group, signal.SIGKILL)
-    finally:
-        os._exit(0)
 
 
 # Command line: leases
@@ -7001,9 +7577,8 @@ def _pop_command(options: Any) -> int:
             return 1
         try:
             if options.payload:
-                sys.stdout.buffer.write(task.data)
-                sys.stdout.flush()
-            print(task.path, file=sys.stderr if options.payload else sys.stdout, flush=True)
+                _put(sys.stdout, task.data)
+            _put(sys.stderr if options.payload else sys.stdout, f"{task.path}\n")
         except BaseException as error:  # a lease that was not printed can not be settled
             q.release(task, front=True, counted=False)
             if isinstance(error, BrokenPipeError):  # elsewhere that is no failure
@@ -7071,7 +7646,7 @@ def _release_command(options: Any) -> int:
         return _for_each_id(options, lambda q, name: q.release(q.attach(name), **to))
     with _open_queue(options) as q:
         tasks = [it for it in q.tasks("inflight", data=False) if options.node in (None, it.node)]
-        print(f"released {sum(_release(q, it, to) for it in tasks)}")
+        _print(f"released {sum(_release(q, it, to) for it in tasks)}")
     return 0
 
 
@@ -7098,7 +7673,10 @@ def _extend_command(options: Any) -> int:
     def renew(q: FemtoQueue, name: str) -> None:
         task = q.attach(name)
         q.extend(task, options.timeout * 1000)
-        print(task.path)
+        try:
+            _print(task.path)
+        except OSError as error:  # the lease is renewed: its holder must learn how to name it
+            _write_error(f"renewed, but standard output fails: {error}; new path: {task.path}")
 
     return _for_each_id(options, renew)
 
@@ -7126,8 +7704,7 @@ def _ls_command(options: Any) -> None:
     q = _open_queue(options)
     tasks = itertools.chain(*[q.tasks(state, data=False) for state in states])
     rows = map(json.dumps, map(_task_row, tasks))
-    for line in rows if options.json else _task_table(tasks):
-        print(line)
+    _print_all(rows if options.json else _task_table(tasks))
 
 
 @_command(_argument("id ID"), _argument("--payload", "print the payload only"))
@@ -7142,8 +7719,8 @@ def _show_command(options: Any) -> None:
         raise TaskNotFound(f"no task {ident}")
     if not options.payload:
         reason = {} if task.error is None else {"reason": task.error}
-        print(*_fields(_task_row(task) | reason), "\n", sep="\n", end="", flush=True)
-    sys.stdout.buffer.write(task.data)
+        _print(*_fields(_task_row(task) | reason), "")
+    _put(sys.stdout, task.data)
 
 
 @_command(
@@ -7154,12 +7731,15 @@ def _show_command(options: Any) -> None:
 def _stat_command(options: Any) -> int:
     """Count the tasks in each state; for monitors, too.
 
+    A task that moves from one state to another just then may be missed, or counted
+    twice.
+
     Example: femtoqueue stat jobs --max-age 10m
     """
     import json
 
     figures = _figures(_open_queue(options))
-    print(*[json.dumps(figures)] if options.json else _fields(figures), sep="\n")
+    _print(*[json.dumps(figures)] if options.json else _fields(figures))
     age_s = figures["oldest_pending_age_s"] or 0
     return int(figures["pending"] > options.max_pending or age_s > options.max_age)
 
@@ -7173,25 +7753,85 @@ def _figures(q: FemtoQueue) -> dict[str, Any]:
     return {**figures, "paused": q.paused}
 
 
+@_command(_argument("--timeout TIME", "wait for TIME at most (default: as long as it takes)"))
+def _join_command(options: Any) -> int:
+    """Wait until no task is left, but do none.
+
+    A task is left if it waits, due or not, or is in flight. Status 1: the TIME
+    is over, and tasks are left.
+
+    Example: femtoqueue join jobs --timeout 1h && echo all done
+    """
+    return int(not _open_queue(options).join(options.timeout))
+
+
 @_command(_argument("--interval TIME", "between two looks", default="1s"))
 def _top_command(options: Any) -> None:
-    """Show the queue live: what `stat` and `ls DIR inflight` say.
+    """Show the queue live: rate, workers, what runs, dead letters.
 
-    Ctrl-C ends it. On a terminal it clears the screen for each look.
+    q or Ctrl-C ends it. On a terminal it is redrawn in place, as far as it fits.
 
     Example: femtoqueue top jobs
     """
     import shutil
 
-    q = _open_queue(options)
-    while True:
-        columns, rows = shutil.get_terminal_size((999, 999))  # no terminal: it all fits
-        table = _task_table(q.tasks("inflight", data=False))
-        title = f"{options.dir} {time.strftime('%H:%M:%S')}"
-        lines = itertools.chain([title], _fields(_figures(q)), table)
-        text = "\n".join(line[:columns] for line in itertools.islice(lines, rows - 1))
-        print("\x1b[H\x1b[2J" * sys.stdout.isatty() + text, flush=True)
-        time.sleep(min(options.interval, 86400))
+    q, progress = _open_queue(options), _Progress(options.dir)
+    begins, ends, ends_all = ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
+    with _keyboard() as wait_for_key:
+        while True:
+            columns, rows = shutil.get_terminal_size((999, 999))  # no terminal: it all fits
+            lines = itertools.islice(_top_lines(options.dir, q, progress), rows - 1)
+            text = "".join(f"{line[:columns]}{ends}\n" for line in lines)
+            _put(sys.stdout, begins + text + ends_all)
+            if wait_for_key(min(options.interval, 86400)) in ("q", "Q"):
+                return
+
+
+def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
+    """Yield the lines of one look, the most important ones first."""
+    figures, nodes = _figures(q), q.stats().nodes
+    left = sum(figures[it] for it in ("pending", "scheduled", "inflight"))
+    progress.note(time.monotonic(), left)
+    yield f"{name} {time.strftime('%H:%M:%S')}  {progress.pace_text()}".rstrip()
+    yield from _fields(figures)
+    if nodes:
+        form = "{:>6} {:>7} {:8} {}"
+        yield from ("", form.format("LEASED", "EXPIRED", "WORKER", "NODE"))
+        yield from (form.format(it.inflight, it.expired, it.liveness, it.node) for it in nodes)
+    yield ""
+    yield from _task_table(q.tasks("inflight", data=False))
+    if failed := progress.latest_dead_letters():
+        yield from ("", "LATEST DEAD LETTERS")
+    for ident in failed:
+        with suppress(CorruptTask):
+            if (task := q.peek(ident)) is not None:
+                reason = (task.error or "-").partition("\n")[0]
+                yield f"{ident} {'-' if task.key is None else _cell('key', task.key)} {reason}"
+
+
+@contextmanager
+def _keyboard() -> Iterator[Callable[[float], str]]:
+    """Yield a function that waits for a key, for some seconds at most, and returns the key or "".
+    A terminal gives each key at once while the block runs."""
+    with ExitStack() as restored:
+        try:
+            import termios
+            import tty
+
+            settings = termios.tcgetattr(0)
+            restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
+            tty.setcbreak(0, termios.TCSADRAIN)
+        except (ImportError, OSError, ValueError, termios.error):  # no terminal
+
+            def wait_for_key(seconds: float) -> str:
+                time.sleep(seconds)
+                return ""
+        else:
+
+            def wait_for_key(seconds: float) -> str:
+                return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
+
+        yield wait_for_key
 
 
 # Command line: maintenance
@@ -7223,9 +7863,11 @@ def _check_command(options: Any) -> int:
 
     Example: femtoqueue check jobs --repair
     """
-    findings = _open_queue(options).check(options.repair)
+    q, began_s = _open_queue(options), time.monotonic()
+    with _showing(lambda: f"checking for {time.monotonic() - began_s:.0f} s"):
+        findings = q.check(options.repair)
     for kind, path, text, repaired in findings:
-        print(kind, ascii(path)[1:-1], text, "mended" if repaired else "odd", sep="\t")
+        _print("\t".join([kind, ascii(path)[1:-1], text, "mended" if repaired else "odd"]))
     return int(not all(it.repaired for it in findings))
 
 
@@ -7239,7 +7881,11 @@ def _retry_command(options: Any) -> int:
         options.error("which tasks? give each ID, or --all")
     if options.ids:
         return _for_each_id(options, lambda q, name: q.retry(_id_of(name)))
-    print(_open_queue(options).retry_failed())
+    q = _open_queue(options)
+    before = q.stats().failed
+    with _showing(lambda: f"{before - q.stats().failed} of {before} put back"):
+        count = q.retry_failed()
+    _print(count)
     return 0
 
 
@@ -7252,8 +7898,18 @@ def _purge_command(options: Any) -> None:
 
     Example: femtoqueue purge jobs --older-than 7d
     """
-    print(_open_queue(options).purge(options.older_than, _ENDED if options.failed else "done"))
+    q = _open_queue(options)
+
+    def ended() -> int:
+        stats = q.stats()
+        return stats.done + stats.failed
+
+    before = ended()
+    with _showing(lambda: f"{before - ended()} deleted"):
+        count = q.purge(options.older_than, _ENDED if options.failed else "done")
+    _print(count)
 
 
 if __name__ == "__main__":
+    _import_only_libraries()
     sys.exit(main())

@@ -50,6 +50,7 @@ import shlex
 import shutil
 import signal
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -175,6 +176,8 @@ SEAMS = {
     "C library": "_libc",
     "sync of a batch": "_batch_sync",
     "fork lock": "_fork_lock",
+    "members of jobs": "_members",
+    "progress": "_Progress",
 }
 CONSTANTS = {
     "one signal": "_ONE_SIGNAL_S",
@@ -7571,10 +7574,12 @@ $ femtoqueue stat jobs --max-pending 0 -> pending 1 ... [1]
 $ femtoqueue stat jobs --max-age 0s -> ... [1]
 $ femtoqueue push late x --at 2026-01-01T00:00 -> <late>
 $ femtoqueue stat late --max-age 1h -> pending 0 scheduled 1 ... [1]
-$ femtoqueue top jobs --interval 10ms | grep -e cli -e ^pending | head -n 4
+$ femtoqueue top jobs --interval 10ms | grep -e cli -e ^pending | head -n 6
 pending 1
+ 1 0 unknown cli
 inflight <a> ...s 1 1 ...s - cli
 pending 1
+ 1 0 unknown cli
 inflight <a> ...s 1 1 ...s - cli
 # pause, resume, retry, check and purge do what their names say
 $ femtoqueue push jobs x -> <x>
@@ -7695,7 +7700,7 @@ $ femtoqueue work jobs -q --drain -- sh -c '(sleep 1000) & echo $!' > pids
 $ kill $(cat pids)
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c '(while :; do echo; sleep 0.01; done) & echo $!' > pids
-$ kill $(cat pids)
+$ gone pids
 $ states -> done 3
 # work --drain has status 1 if it ends early; --keep-done keeps finished tasks for that long
 $ femtoqueue push jobs x -> <x>
@@ -7705,7 +7710,7 @@ $ femtoqueue work jobs -q --drain --idle-timeout 0s -- true -> [1]
 $ femtoqueue release jobs --all -> released 1
 $ touch jobs/pending/.not-ours
 $ femtoqueue work jobs --drain --time-limit 1h --keep-done 1h -- true
-! femtoqueue: done 1, waiting 0
+! femtoqueue 1 done | 0 running 0 waiting
 $ rm jobs/pending/.not-ours
 $ states -> done 1
 $ femtoqueue push jobs y -> <y>
@@ -7728,7 +7733,7 @@ $ echo torn > jobs/pending/$x
 $ mkdir elsewhere elsewhere/inside; ln -s elsewhere/inside link
 $ femtoqueue work link/../jobs --drain -- true
 ! ... task <x> is in failed/: ...
-! femtoqueue: waiting 0
+! femtoqueue 0 done | 0 running 0 waiting
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c {}
@@ -7747,6 +7752,80 @@ $ { femtoqueue work jobs --max-attempts 1 -- sh more-than-a-pipe-holds {}; echo 
 $ cat status -> 2
 $ states -> done ..., pending ...
 $ femtoqueue release jobs --all -> released 0
+# what a job writes as its time is over comes out, and it can clean up, also if it was stopped
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
+ 'trap "head -c 200000 /dev/zero; echo > cleaned; exit" TERM; kill -STOP $$; sleep 1000' > out
+! ...
+[1]
+$ wc -c < out -> 200000
+$ rm cleaned
+# a time limit ends every process of a job, in whatever group or session it is; 0 is no limit
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
+ 'setsid sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
+$ gone pids
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain --task-timeout 0 -- sleep 0.01
+# with --output-dir the files are the job's: it may write to them later, and to no more than it may
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain --output-dir logs -- sh -c '(sleep 0.5; echo late) &'
+$ until grep late logs/*.out; do :; done -> late
+$ femtoqueue push jobs big small -> ...
+$ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- sh -c \
+ 'test $1 != big || head -c 1000000 /dev/zero' - {} -> ! ... [1]
+$ states -> done 2, failed 1
+# a job has three descriptors, and no watchdog's; one that the kernel refuses has too long a payload
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain -- sh -c \
+ 'echo "femtoqueue work: 1: exec: ./x: Argument list too long" >&2; exit 126' -> ! ... [1]
+$ states -> done 1, failed 1
+# a pipe may be non-blocking: all goes through it
+$ printf 'import os, sys; os.set_blocking(int(sys.argv[1]), False)' > set
+$ { sleep 0.3; echo half; sleep 0.3; echo other; } | { python3 set 0; femtoqueue push jobs; } -> <x>
+$ femtoqueue show jobs $x --payload -> half other
+$ { sleep 0.3; echo 1; sleep 0.3; echo 2; } | { python3 set 0; femtoqueue push lines --lines; }
+...
+$ femtoqueue stat lines -> pending 2 ...
+$ femtoqueue work lines -q --drain -- head -c 300000 /dev/zero > zeros
+$ femtoqueue push large --lines < zeros -> <large>
+$ { python3 set 1; PYTHONUNBUFFERED=1 femtoqueue show large $large --payload; } | \
+ { sleep 0.3; wc -c; } -> 600000
+$ femtoqueue push jobs y -> ...
+$ { python3 set 1; femtoqueue work jobs -q --drain -- head -c 300000 /dev/zero; } | \
+ { sleep 0.3; wc -c; } -> 600000
+$ states -> done 2
+# what is pushed is not pushed again because its id can't be printed; letters are escaped
+$ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
+$ femtoqueue pop jobs -> <lease>
+$ femtoqueue extend jobs $lease > /dev/full -> ! femtoqueue: renewed, but ... new path: <lease2>
+$ femtoqueue fail jobs $lease2 --reason 'über'
+$ PYTHONIOENCODING=ascii femtoqueue show jobs $(ls jobs/failed | head -n 1) | tail -n 3
+reason \xfcber
+
+x
+# join waits until no work is left; a command that is misspelt is told the right one
+$ femtoqueue push jobs x -> ...
+$ femtoqueue join jobs --timeout 10ms -> [1]
+$ { sleep 0.3; femtoqueue work jobs -q --drain -- true; } & femtoqueue join jobs --timeout 60s
+$ femtoqueue joni jobs -> ! femtoqueue: there is no command 'joni'; did you mean join?... [2]
+$ femtoqueue work new --drain -- true
+! femtoqueue: new: there was no queue; an empty one is made
+! femtoqueue 0 done | 0 running 0 waiting
+# a line that is too long to be kept is not mixed with another job's
+$ femtoqueue push jobs a b -> ...
+$ echo 'for i in 1 2 3; do head -c 70000 /dev/zero | tr "\\0" $1; sleep 0.1; done; echo' > long
+$ femtoqueue work jobs -q --drain -j 2 -- sh long {} > out
+$ grep -c -e '^a*$' -e '^b*$' out -> 2
+$ wc -c < out -> 420002
+# the directory that work was started in may go
+$ mkdir here
+$ femtoqueue push jobs x y -> ...
+$ cd here; femtoqueue work ../jobs -q --drain -- sh -c 'rmdir ../here 2>&-; exit 0'
+! ...
+$ states -> done 2
 # with -j 2, lines written in pieces stay whole; with one command at a time, output is not buffered
 $ femtoqueue push jobs a b c d -> ...
 $ echo 'for i in 1 2; do printf "$1"; sleep 0.01; printf "$1\n"; done; printf end' > pieces
@@ -7994,11 +8073,6 @@ class CommandLine(QueueCase):
                 self.check_wrong(line.replace("TASK", f"{1:020d}-0000aaaa"), text)
         with mock.patch.object(femtoqueue, "os", fake_os("fork")):
             self.check_wrong("work jobs -- true", "use FemtoQueue.work()")
-        isdir, words = os.path.isdir, ["work", "jobs", "--drain", "--", "true"]
-        no_fds = mock.patch("os.path.isdir", lambda path: path != "/dev/fd" and isdir(path))
-        with no_fds, mock.patch.object(sys, "stderr", io.StringIO()) as said:
-            self.assertRaises(SystemExit, femtoqueue.main, words)
-        self.assertIn("no fork() or /dev/fd here", said.getvalue())
         self.assertFalse(os.path.exists(self.path))
         self.queue().push(b"x")
         self.put("file", b"", "")
@@ -8016,7 +8090,7 @@ class CommandLine(QueueCase):
     def test_help_fits_a_terminal_of_80_columns_and_has_an_example_for_each_command(self) -> None:
         overview = self.ok("--help")
         names = re.findall(r"(?m)^    ([a-z]+) ", overview)
-        self.assertEqual(len(names), 17)
+        self.assertEqual(len(names), 18)
         texts = {name: self.ok(name, "--help") for name in names}
         for name, text in texts.items():
             self.assertTrue(text.count("\n") <= 24 or name == "work", name)
@@ -8042,7 +8116,8 @@ class CommandLine(QueueCase):
 
     def test_pop_that_is_interrupted_before_it_prints_leaves_nothing_leased(self) -> None:
         self.queue().push(b"x")
-        with mock.patch("builtins.print", side_effect=KeyboardInterrupt):
+        interrupted_once = itertools.chain([KeyboardInterrupt], itertools.repeat(None))
+        with mock.patch.object(sys.stdout, "flush", side_effect=interrupted_once):
             self.assertEqual(femtoqueue.main(["pop", self.path]), 128 + signal.SIGINT)
         self.assertEqual(self.pop(self.queue()).attempts, 1)
 
@@ -8068,25 +8143,174 @@ class CommandLine(QueueCase):
             mock.patch.object(out, "isatty", return_value=True),
         ):
             self.assertEqual(femtoqueue.main(["top", "jobs"]), 128 + signal.SIGINT)
-        _, *looks = terminal.getvalue().decode().split("\x1b[H\x1b[2J")
+        drawn = terminal.getvalue().decode().replace("\x1b[K", "").replace("\x1b[J", "")
+        _, *looks = drawn.split("\x1b[H")
         large, small, later = (look.splitlines() for look in looks)
         self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
         self.assertRegex("\n".join(large), r"\Ajobs (?s:.*)\nworkers_alive +1\n")
-        self.assertRegex(large[14], rf"^inflight +{task.id} .* user:42 n1$")
+        (row,) = [line for line in large if task.id in line]
+        self.assertRegex(row, rf"^inflight +{task.id} .* user:42 n1$")
+        self.assertIn("     1       0 alive    n1", large)
         self.assertEqual((len(small), len(small[0]), small[3].strip()), (6, 12, "inflight"))
-        self.assertEqual((len(later), later[1].split()), (14, ["pending", "1"]))
+        self.assertEqual(later[1].split(), ["pending", "1"])
+        self.assertNotIn(task.id, "".join(later))
 
     # work
 
-    def test_work_tells_of_its_progress_as_tasks_end(self) -> None:
-        """The next one waits where looking takes long: of what ends just then it may say nothing.
-        (TRANSCRIPTS: at the end alone if that comes within 10 s, and nothing with --quiet.)"""
+    def test_work_reports_its_progress_now_and_then_and_at_the_end(self) -> None:
+        """Elsewhere than on a terminal, by a plain line; TRANSCRIPTS have -q."""
         self.queue(None).push_many([b"x"] * 3)
-        command = (*self.python({"report": 0.0}), "work", "jobs", "--drain", "--", "true")
-        said = run_guarded(*command, env=self.env)[2].splitlines()
-        lines = [f"femtoqueue: done {done}, waiting {3 - done}" for done in (1, 2, 3)]
-        self.assertEqual((said[0], said[-1]), (lines[0], lines[-1]))
-        self.assertLessEqual({*said}, {*lines})
+        command = (*self.python({"report": 0.05}), "work", "jobs", "--drain", "--", "sleep", "0.3")
+        *before, last = run_guarded(*command, env=self.env)[2].splitlines()
+        self.assertEqual(last, "femtoqueue  3 done | 0 running  0 waiting")
+        form = r"femtoqueue  (\d) done \| (\d) running  (\d) waiting( \| .*)?"
+        said = [re.fullmatch(form, line) for line in before]
+        self.assertIn(("0", "1", "2"), {match and match.groups()[:3] for match in said})
+        self.assertNotIn(None, said)
+
+    def test_trouble_of_the_worker_is_no_failed_try_of_its_task(self) -> None:
+        """Its Python is removed while it works; or a user's random.py is where it was started."""
+        code = "import tempfile; make = tempfile.TemporaryFile; calls = iter([make])\n"
+        code += "tempfile.TemporaryFile = lambda: next(calls)()\n"
+        *words, main = self.patient()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
+        self.assertEqual(run_guarded(*words, code + main, *command, env=self.env)[0], 2)
+        self.end_all({"pending": 1})
+        self.queue(None).push(b"x")
+        with open("random.py", "w", encoding="ascii") as file:
+            file.write("raise RuntimeError")
+        env = self.env | {"PYTHONPATH": self.bin}
+        program = sys.executable, "-S", "-m", "femtoqueue"
+        self.assertEqual(run_guarded(*program, *command, env=env), (0, "", ""))
+        self.assertEqual(self.states(), {"done": 1})
+
+    def test_a_time_limit_is_kept_though_nobody_reads_what_jobs_write(self) -> None:
+        self.hasten("grace", 0.3)
+        self.queue().push_many([b"x"] * 2)
+        limits = "--task-timeout", "300ms", "--max-attempts", "1"
+        with self.working("exec yes", "-j", "2", "--drain", *limits) as process:
+            self.assertEqual(process.wait(PATIENCE_S), 1)
+        self.assertEqual(self.states(), {"failed": 2})
+
+    @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
+    def test_what_is_in_a_large_pipe_when_a_job_ends_is_passed_on(self) -> None:
+        self.queue().push(b"x")
+        code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
+        command = *self.patient(), "work", "jobs", "-q", "--drain", "--", sys.executable, "-c", code
+        with Command(command, env=self.env, stdout=subprocess.PIPE) as process:
+            time.sleep(0.5)  # the pipe to us is full by then
+            self.assertEqual(len(process.stdout.read()), 1000000)
+        self.assertEqual(self.states(), {"done": 1})
+
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_a_zombie_does_not_keep_a_job_alive(self) -> None:
+        """The first process of a container may never reap it."""
+        process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        self.addCleanup(process.wait)
+        members = through_seam("members of jobs")
+        self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
+        process.kill()
+        until_gone(process.pid)
+        self.assertEqual(members([process.pid]), set())
+
+    def progress(self, *samples: tuple[float, int, int]) -> str:
+        """Return what is said of the pace, from samples: seconds, tasks left, ended by us."""
+        progress = through_seam("progress")(self.path)
+        for sample in samples:
+            progress.note(*sample)
+        text: str = progress.pace_text()
+        return text
+
+    def test_the_rate_is_the_queues_and_the_time_left_is_right_with_many_workers(self) -> None:
+        others_work = [(s, 50_000 - 500 * s, 10 * s) for s in range(31)]
+        grows = [(s, 1000 + 90 * s, 10 * s) for s in range(31)]
+        as_fast = [(s, 14 + s % 2, 13 * s) for s in range(31)]
+        slower_now = [*others_work, *((s, 35_000 - 10 * (s - 30), 10 * s) for s in range(31, 60))]
+        minutes = [(60.0 * s, 9 - s, s) for s in range(5)]
+        for samples, text in (
+            (others_work, "500/s  about 1 min left"),
+            (grows, "10/s  growing"),
+            (as_fast, "13/s"),
+            (slower_now, "10/s  about 58 min left"),
+            (minutes, "1.0/min  about 5 min left"),
+            ([(0.0, 5, 0)], ""),
+            ([(0.0, 5, 0), (0.5, 4, 1)], ""),
+            ([(0.0, 5, 0), (900.0, 5, 0)], ""),
+            ([(s / 2, 100_000 - s, 0) for s in range(5000)], "2.0/s  about 13 h left"),
+        ):
+            self.assertEqual(self.progress(*samples), text)
+
+    def test_progress_counts_what_waits_for_its_time_and_looks_seldom_if_that_is_long(self) -> None:
+        """At most a hundredth of the time."""
+        q, clock = self.queue(), self.clock()
+        q.push_many([b"x"] * 3)
+        q.schedule(b"x", (time.time() + 60) * 1e6)
+        self.pop(q)
+        progress = through_seam("progress")(self.path)
+        progress.look(0)
+        self.assertEqual((progress.waiting, progress.running), (3, 1))
+        names, directories = progress.names, iter(("pending",))
+
+        def slow_names(directory: str) -> Any:
+            clock.advance(0.1 if directory in directories else 0)
+            return names(directory)
+
+        with mock.patch.object(progress, "names", slow_names):
+            clock.advance(1)
+            progress.look(0)
+            q.push(b"x")
+            for seconds, waiting in ((9, 3), (2, 4)):
+                clock.advance(seconds)
+                progress.look(0)
+                self.assertEqual(progress.waiting, waiting)
+
+    def on_terminal(self, columns: int, *words: str, typed: bytes = b"", **env: str) -> str:
+        """Return what a command prints to a terminal, which has that many columns."""
+        master, slave = os.openpty()
+        with open(master, "r+b", buffering=0) as terminal:
+            fcntl.ioctl(master, 0x5414, struct.pack("HHHH", 24, columns, 0, 0))  # TIOCSWINSZ
+            env = self.env | {"TERM": "xterm"} | env
+            command = [*self.patient(), *words]
+            streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+            with Command(command, env=env, **streams, start_new_session=True):
+                os.close(slave)
+                terminal.write(typed)
+                said = bytearray()
+                with contextlib.suppress(OSError):  # EIO: nobody has it any longer
+                    while data := terminal.read(1 << 16):
+                        said += data
+        return said.decode()
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_a_terminal_has_one_line_of_progress_that_is_cleared_before_others(self) -> None:
+        command = "work", "jobs", "--drain", "--max-attempts", "1", "--", "sh", "-c"
+        script = "read x; test $x = bad && exit 1; sleep 1.2; echo word"
+        cases: tuple[tuple[int, dict[str, Any], str], ...] = (
+            (80, {}, "\x1b[31m1 failed\x1b[0m"),
+            (40, {"NO_COLOR": "1"}, "1 failed"),
+            (80, {"TERM": "dumb"}, "1 failed"),
+        )
+        for columns, env, failed in cases:
+            os.chdir(self.new_dir(self.memory))
+            FemtoQueue("jobs").push_many([b"bad", b"good"])
+            said = self.on_terminal(columns, *command, script, **env)
+            line = f"femtoqueue  {failed} | 1 running  0 waiting"
+            self.assertIn(line[: columns if "NO_COLOR" in env else 99], said)
+            clears = "\x1b[J" if env.get("TERM") != "dumb" else " \r"
+            self.assertRegex(said, f"waiting[^\n]*\r[^\n]*{re.escape(clears)}word\r\n")
+            rows = re.sub(r"\x1b\[\d*[a-zA-Z]", "", said).replace("\n", "\r").split("\r")
+            *shown, _ = [row for row in rows if row.startswith("femtoqueue  ")]
+            self.assertLessEqual(max(map(len, shown)), columns)
+            end = r"\r(?:\x1b\[J)?femtoqueue  1 done  1 failed \| 0 running  0 waiting[^\r]*\r\n\Z"
+            self.assertRegex(said.replace("\n", "\n\r", said.count("\n") - 1), end)
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_top_ends_by_q_and_leaves_the_terminal_as_it_was(self) -> None:
+        q = self.queue()
+        q.fail(leased(q), "no such image\nat line 1")
+        said = self.on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
+        self.assertRegex(said, r"LATEST DEAD LETTERS\S*\r\n\d{20}-\w{8} - no such image\S*\r\n")
 
     def working(self, script: str, *words: str) -> Command:
         """Work by a shell's script, in a process of its own."""

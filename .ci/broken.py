@@ -542,7 +542,8 @@ a wait lists a replaced pending/ after it began to watch it | Hearing hangs
 -        return self._watches != before
 +        return False
 a command whose payload can't be printed does not print the lease | CommandLine
--                sys.stdout.flush()
+-                _put(sys.stdout, task.data)
++                sys.stdout.buffer.write(task.data)
 a cancelled pop_async() loses no task | Coroutines hangs
 -        except InvalidStateError:  # RACE: the coroutine was cancelled, or has been answered
 -            self._give_back(task)
@@ -606,8 +607,8 @@ a member whose ticket was removed gets no turn with another member's number | Ti
 -            is_first = member == first  # not
 +            is_first |= member == first  # not
 a task whose payload does not fit in TMPDIR is not put back to the front | CommandLine
--                    self._queue.release(task, counted=False)
-                     raise
+-            self._queue.release(task, counted=False)
+             with suppress(OSError):
 check(repair=True) leaves tasks in flight alone | Checking
 -                if self._repair and entry.directory in _WAITING_DIRS:
 +                if self._repair and entry.directory:
@@ -618,7 +619,7 @@ an assignment to a setting raises an error | Lifecycle
 -        if name in _SETTINGS and name in self.__dict__:
 +        if name in _SETTINGS and name not in self.__dict__ and name == "":
 a program that outlives its shell during a stop keeps its task until the program ends | CommandLine
--        while is_stopped and self._is_alive(process):
+-        while is_stopped and _members([process.pid]):
 +        while is_stopped and self._is_told.wait(60) is None:
 a command that succeeds after the second signal has finished its task | CommandLine
 -        if not status:
