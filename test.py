@@ -8298,7 +8298,7 @@ class CommandLine(QueueCase):
             line = f"femtoqueue  {failed} | 1 running  0 waiting"
             self.assertIn(line[: columns if "NO_COLOR" in env else 99], said)
             clears = "\x1b[J" if env.get("TERM") != "dumb" else " \r"
-            self.assertRegex(said, f"waiting[^\n]*\r[^\n]*{re.escape(clears)}word\r\n")
+            self.assertRegex(said, f"wait[^\n]*\r[^\n]*{re.escape(clears)}word\r\n")
             rows = re.sub(r"\x1b\[\d*[a-zA-Z]", "", said).replace("\n", "\r").split("\r")
             *shown, _ = [row for row in rows if row.startswith("femtoqueue  ")]
             self.assertLessEqual(max(map(len, shown)), columns)
