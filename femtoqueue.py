@@ -483,6 +483,7 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
+_YEAR_1973_NS = 94_694_400 * 10**9  # what is less was not meant as microseconds
 _EARLIEST_NS = 10**18  # September 2001: no queue clock starts earlier, so its times have 19 digits
 _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
@@ -950,6 +951,21 @@ def _positive(name: str, value: float) -> float:
     return value
 
 
+def _due_time_ns(time_us: float | datetime) -> int:
+    """Return the due time for schedule(), in nanoseconds since the epoch."""
+    if not isinstance(time_us, (int, float)) and hasattr(time_us, "utcoffset"):
+        if time_us.utcoffset() is None:
+            raise ValueError(f"the datetime must have a time zone, unlike {time_us!r}")
+        time_us = time_us.timestamp() * 1e6
+    due_ns = max(0, int(_finite("time_us", time_us) * 1000))  # type: ignore[arg-type]
+    if due_ns >= _NEVER_NS:
+        raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
+    if 0 < due_ns < _YEAR_1973_NS:
+        wanted = "time_us must be in microseconds, as time.time() * 1e6"
+        raise ValueError(f"{wanted}: {time_us!r} would be in {_utc(due_ns):%B %Y}")
+    return due_ns
+
+
 def _lease_length_ns(name: str, ms: float | None, if_none_ns: int) -> int:
     return if_none_ns if ms is None else max(1, min(_FOREVER_NS, int(_positive(name, ms) * 1e6)))
 
@@ -1016,8 +1032,9 @@ def _as_bytes(data: object) -> memoryview:
         raise TypeError("data must be bytes, not str: encode it, as in text.encode()")
     try:
         return memoryview(data).cast("B")  # type: ignore[arg-type]
-    except TypeError as error:
-        raise TypeError(f"data must be bytes-like, not {type(data).__name__}: {error}") from None
+    except TypeError:
+        kind, hint = type(data).__name__, "json.dumps(...).encode() makes bytes of a value"
+        raise TypeError(f"data must be bytes-like, not {kind}; {hint}") from None
 
 
 def _header(payload: bytes | memoryview, key: str = "") -> bytes:
@@ -2182,7 +2199,9 @@ class _Worker:
         """Return the LeaseLost for a lease. Its text says how long ago the lease ran out, or why
         the lease ended before its deadline."""
         late_ns = -self.left_ns(lease.path)
-        if late_ns >= 0:
+        if lease.outcome:
+            why = f"this delivery has ended before; its outcome was: {lease.outcome}"
+        elif late_ns >= 0:
             why = f"its lease ran out {late_ns / 1e9:.3f} s ago; it was taken back, or has ended"
         else:
             why = "it is not leased by this delivery any more: finished, moved, or given up before"
@@ -3125,7 +3144,7 @@ class FemtoQueue:
     def schedule(
         self,
         data: _BytesLike,
-        time_us: float,
+        time_us: float | datetime,
         *,
         key: str | None = None,
         if_in_flight: str = "buffer",
@@ -3136,23 +3155,23 @@ class FemtoQueue:
 
         data:  the payload, as in push().
         time_us:  the due time by the wall clock, in microseconds since the epoch: time.time() *
-            1e6. If the time is past, the task is due at once.
+            1e6. Or a datetime with a time zone. If the time is past, the task is due at once.
         key:  as in push(). If a task of the key waits, due or not, the task gets the new time
             together with the new payload.
         if_in_flight:  as in push(). A payload that is buffered waits for its time, too. A payload
             that updates the leased task itself ("update") has no due time: time_us is ignored.
 
-        Raises ValueError if the time is not before the year 2255, and any error that push() raises.
+        Raises ValueError if the time is not before the year 2255, if it is positive and before
+        1973 (it was given in seconds), or if a datetime has no time zone. Raises any error that
+        push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
         begins with the due time. After that time, the next pop() of any worker moves the task to
         pending/, by rename(2).
         """
-        due_ns = max(0, int(_finite("time_us", time_us) * 1000))
-        if due_ns >= _NEVER_NS:
-            raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
         if key is not None or if_in_flight != "buffer":
-            return self._push_keyed(data, key, if_in_flight, due_ns)
+            return self._push_keyed(data, key, if_in_flight, time_us)
+        due_ns = _due_time_ns(time_us)
         ident = self._clock.new_id()
         path = f"scheduled/{_task_name(due_ns, 0, ident)}"
         self._files.publish(ident, data, path)
@@ -3160,7 +3179,7 @@ class FemtoQueue:
         return ident
 
     def _push_keyed(
-        self, data: _BytesLike, key: str | None, if_in_flight: str, due_ns: int | None
+        self, data: _BytesLike, key: str | None, if_in_flight: str, time_us: float | datetime | None
     ) -> str:
         """Check the arguments, and repeat put() until no pop() or person is quicker at the waiting
         task."""
@@ -3168,6 +3187,7 @@ class FemtoQueue:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
         name, payload = _encode_key(key), _as_bytes(data)
+        due_ns = None if time_us is None else _due_time_ns(time_us)
         # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
         # a person moves the file. Then "" is returned, and the next round finds the task where it
         # is now: in flight, for example.
@@ -3825,6 +3845,9 @@ class FemtoQueue:
             lease_dir.give_up()
         finally:
             worker.lock.release()
+
+    def __repr__(self) -> str:
+        return f"FemtoQueue({os.fspath(self.data_dir)!r}, node_id={self.node_id!r})"
 
     def __enter__(self) -> FemtoQueue:
         return self
@@ -5557,6 +5580,9 @@ class TicketQueue:
         self._root = self._files.root
         self._numbers: _Numbers = self._files.parts[-1](self._files)
         _fork_hooks[self] = lambda line: line._held.clear()
+
+    def __repr__(self) -> str:
+        return f"TicketQueue({os.fspath(self.queue_dir)!r})"
 
     def register(self) -> tuple[int, str]:
         """Take the next ticket, and return its number and its member.

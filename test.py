@@ -27,6 +27,7 @@ import asyncio
 import binascii
 import contextlib
 import dataclasses
+import datetime
 import enum
 import errno
 import faulthandler
@@ -830,7 +831,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(b"x", key=it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.push(b"x", if_in_flight=it), TypeError, "key", ("update",)),
     (lambda q, task, it: q.push(b"x", key="k", if_in_flight=it), ValueError, "or reject", ("x",)),
-    (lambda q, task, it: q.schedule(b"x", 1, key=it), TypeError, "key must be", NO_TEXTS),
+    (lambda q, task, it: q.schedule(b"x", 0, key=it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.take(it), ValueError, "", NO_KEYS),
     (lambda q, task, it: q.contains(it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.keys(it), ValueError, "state", ("buffered",)),
@@ -878,6 +879,41 @@ class Lifecycle(QueueCase):
     """A task's way from push() to its end, and the calls that look at tasks or operate a queue."""
 
     in_memory = False
+
+    def test_schedule_takes_a_datetime_with_a_time_zone_and_refuses_seconds(self) -> None:
+        q, clock = self.queue(), self.clock()
+        utc = datetime.timezone.utc
+        due = datetime.datetime.fromtimestamp(time.time(), utc) + datetime.timedelta(hours=1)
+        ident = q.schedule(b"x", due)
+        self.assertEqual(next(q.tasks("scheduled")).until, due)
+        clock.advance(3599)
+        self.assertIsNone(q.pop())
+        clock.advance(2)
+        self.assertEqual(self.pop(q).id, ident)
+        for seconds in (time.time(), 1, 94_694_399.0):
+            with self.assertRaisesRegex(ValueError, "microseconds, as time.time"):
+                q.schedule(b"x", seconds)
+        with self.assertRaisesRegex(ValueError, "time zone"):
+            q.schedule(b"x", due.replace(tzinfo=None))
+        self.assertEqual(q.schedule(b"now", 0), self.pop(q).id)
+
+    def test_messages_say_what_happened(self) -> None:
+        q = self.queue(timeout_stale_ms=1000)
+        self.assertEqual(repr(q), f"FemtoQueue({self.path!r}, node_id='n1')")
+        self.assertEqual(
+            repr(TicketQueue(self.file("line"))), f"TicketQueue({self.file('line')!r})"
+        )
+        with self.assertRaisesRegex(TypeError, "not dict; json.dumps.*encode"):
+            q.push({"a": 1})  # type: ignore[arg-type]
+        task = leased(q)
+        q.done(task)
+        with self.assertRaisesRegex(LeaseLost, "has ended before; its outcome was: done"):
+            q.done(task)
+        task, clock = leased(q), self.clock()
+        clock.advance(2)
+        os.unlink(self.file(task.path))
+        with self.assertRaisesRegex(LeaseLost, "its lease ran out [12]"):
+            q.done(task)
 
     def test_payload_is_delivered_unchanged(self) -> None:
         """A payload is delivered as it was pushed. The sizes go from 0 to 64 MB; some are near 4096
@@ -1049,7 +1085,7 @@ class Lifecycle(QueueCase):
         """If very many tasks are due, one pop() moves only some of them to pending/. It holds the
         worker's lock meanwhile, and no lease of the worker can be renewed."""
         q, clock, wanted = self.queue(), self.clock(), [b"%d" % number for number in range(20)]
-        for due_us, data in enumerate(wanted):
+        for due_us, data in enumerate(wanted, 10**14):
             q.schedule(data, due_us)
         with hooked(at_call("move", "/scheduled/", lambda: clock.advance(0.1))):
             first = self.pop(q)
@@ -1447,7 +1483,7 @@ class Liveness(QueueCase):
             dies(dead)
             return ident
 
-        for come in (lambda node_id: q.schedule(b"x", 1), die):
+        for come in (lambda node_id: q.schedule(b"x", 0), die):
             stuck = come("dead")
             with hooked(at_call("move", stuck, raising(errno.EACCES))):
                 for node_id in ("dead2", "dead3"):
@@ -2558,7 +2594,7 @@ class Keyed(QueueCase):
         q, clock, other = self.queue(), self.clock(), self.queue("n2")
         leased(other, b"1", "k")
         q.push(b"2")
-        q.schedule(b"3", 1, key="busy")
+        q.schedule(b"3", 0, key="busy")
         clock.advance(31)
         with self.locked("k"), self.locked("busy"):
             self.assertEqual(self.drain(q), [b"2"])
@@ -3246,7 +3282,7 @@ class Life:
         put = functools.partial(self.q.push, key=self.key, if_in_flight=how)
         self.said(f"push {name}", put, name.encode())
 
-    def schedule(self, name: str, time_us: str = "1") -> None:
+    def schedule(self, name: str, time_us: str = "0") -> None:
         put = functools.partial(self.q.schedule, key=self.key)
         self.said(f"push {name}", put, name.encode(), float(time_us))
 
@@ -3881,7 +3917,7 @@ class Faults(PlainLives):
         self.hasten("longest pause", longest_s)  # clock() has set it to 0
         with hooked(at_call("list", "scheduled", lambda: clock.advance(3600))):
             q.pop()
-        self.queue("n2").schedule(b"x", 1)
+        self.queue("n2").schedule(b"x", 0)
         clock.advance(19)
         self.assertIsNone(q.pop())
         clock.advance(2)

@@ -386,14 +386,14 @@ a  q.done(t)
 b  [t.data for state in STATES for t in q.tasks(state)]  => []
 # schedule
 cut rename (\S+) \d+~0~\1
-a  q.schedule(b"x", 1) and None
+a  q.schedule(b"x", 0) and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
 # first of a key
 cut rename (\S+) (?!\1)0\d{19}-\w+
 a  q.push(b"x", key="k") and None
 b  [q.done(t) or t.data for t in q.drain()]  => [b'x']
 # due
-a  q.schedule(b"x", 1) and None
+a  q.schedule(b"x", 0) and None
 cut rename \d+~0~(\S+) \d+~0~\1
 a  (t := q.pop()) and t.data  => b'x'
 a  q.done(t)
