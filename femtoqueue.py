@@ -483,6 +483,8 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
+_PATH_MAX = 4096  # of Linux, with a zero byte at the end
+_LEASE_BYTES = 9 + 1 + 64  # of a lease's path in data_dir, but for the node_id
 _YEAR_1973_NS = 94_694_400 * 10**9  # what is less was not meant as microseconds
 _EARLIEST_NS = 10**18  # September 2001: no queue clock starts earlier, so its times have 19 digits
 _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
@@ -1199,7 +1201,9 @@ class _FileLock:
                 if not (is_refused and self.reading_is_enough and flags & os.O_RDWR):
                     raise
                 self.refused = error
-                return os.open(path, os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
+                with suppress(FileNotFoundError):  # the first error says more
+                    return os.open(path, os.O_RDONLY | _NO_FOLLOW_OR_BLOCK)
+                raise
             # RACE: another process makes the file between our two calls of open(). Then O_EXCL
             # fails, and the next round opens the other process's file.
             with suppress(FileExistsError):
@@ -2208,13 +2212,26 @@ class _Worker:
         return LeaseLost(_id_of(lease.path), late_ns >= 0, why)
 
     def finish(self, task: FemtoTask) -> None:
-        """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost."""
+        """Move a leased task to done/; with keep_done=False, remove it. Raises LeaseLost.
+
+        On a full disk, done/ may have no room for another name. Then the task is removed: to keep
+        a record of finished tasks is the weaker promise. Otherwise the task would run again and
+        again until somebody purges done/."""
         lease = _lease_of(task)
         if self.keep_done:
-            gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
-            if self.files.is_durable:
-                self.files.commit(gone_to)
-            return
+            try:
+                gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
+            except OSError as error:
+                # If the lease is gone, the rename succeeded, and a later step failed.
+                is_full = error.errno in _OUT_OF_SPACE_ERRNOS and self.files.exists(lease.path)
+                if not is_full:
+                    raise
+                text = "task %s is done, and removed: done/ can't take it: %s"
+                _log().warning(text, _id_of(lease.path), error)
+            else:
+                if self.files.is_durable:
+                    self.files.commit(gone_to)
+                return
         # Sync the lease before the unlink: this makes the rename of the claim durable. If only the
         # unlink were synced, the task could be in pending/ again after power loss. Both steps are
         # under the locks, so that no renewal comes between them.
@@ -3028,6 +3045,10 @@ class FemtoQueue:
         self.poll_interval_s = poll_interval_s
         self.detached = bool(detached)
         self._files = _open_files(path, self.sync_after_write)
+        # A push writes to shorter paths than a pop(): it would be accepted and never delivered.
+        node_bytes = len(self._given_node_id or "1234567-0a1b2c3d")
+        if len(os.fsencode(self._files.root)) + node_bytes + _LEASE_BYTES > _PATH_MAX:
+            raise _os_error(errno.ENAMETOOLONG, path)
         self._files.make_dirs()
         self._clock = _QueueClock(self._files)
         self._init_worker()
@@ -7022,7 +7043,7 @@ class _CommandPool(_WorkerPool):
         try:
             return [files.enter_context(open(path, "ab+")) for path in paths]
         except OSError as error:
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            if error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG):
                 raise _CommandFailed(f"its output can't be written: {error}") from None
             raise
 

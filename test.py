@@ -897,6 +897,42 @@ class Lifecycle(QueueCase):
             q.schedule(b"x", due.replace(tzinfo=None))
         self.assertEqual(q.schedule(b"now", 0), self.pop(q).id)
 
+    def test_done_on_a_full_disk_removes_the_task(self) -> None:
+        """Otherwise the task would run again and again until somebody purges done/."""
+        for code, key in ((errno.ENOSPC, None), (errno.EDQUOT, "k")):
+            q = self.anew()
+            task = leased(q, key=key)
+            full = at_call("move", "/done/", raising(code))
+            said = self.assertLogs("femtoqueue", "WARNING")
+            with hooked(full), mock.patch.object(LOG, "disabled", False), said as logs:
+                q.done(task)
+            self.assertIn("is done, and removed: done/ can't take it", logs.output[0])
+            self.assertEqual(self.states(), {})
+            self.assertIsNone(q.pop())
+            task = leased(q, key=key)
+            with hooked(at_call("move", "/done/", raising(errno.EIO))), self.assertRaises(OSError):
+                q.done(task)
+            self.assertEqual(self.states(), {"inflight-n1": 1})
+
+    @unittest.skipUnless(sys.platform == "linux", "PATH_MAX of Linux")
+    def test_a_data_dir_that_is_too_long_for_a_lease_is_refused(self) -> None:
+        """Each push that a queue accepts can be delivered."""
+        opened = 0
+        for length in range(3990, 4060):
+            path = self.path + f"/{'d' * 199}" * ((length - len(self.path)) // 200 - 1)
+            path += "/" + "d" * ((length - len(path) - 2) // 2)
+            path += "/" + "d" * (length - len(path) - 1)
+            try:
+                q = FemtoQueue(path, "node" * (length % 4) or None)
+            except OSError as error:
+                self.assertEqual(error.errno, errno.ENAMETOOLONG)
+            else:
+                opened += 1
+                q.push(b"x")
+                self.assertIsNotNone(q.pop())
+                q.close()
+        self.assertGreater(opened, 0)
+
     def test_messages_say_what_happened(self) -> None:
         q = self.queue(timeout_stale_ms=1000)
         self.assertEqual(repr(q), f"FemtoQueue({self.path!r}, node_id='n1')")
@@ -3603,6 +3639,8 @@ class Interrupted(QueueCase):
                 q, said = self.new_life(step.number, settings)
                 try:
                     scenario(q, said.append, step)
+                    to_done = step.at == "move" and "/done/" in step.args[1]
+                    self.is_full = to_done and self.errno_of(step, turn) == errno.ENOSPC
                     # An error of a repair of keys is raised later, when no other task waits.
                     is_chore = scenario.key is not None
                     self.assertTrue(is_chore or step.at not in ("fsync", "syncfs"), step.args)
@@ -3727,6 +3765,8 @@ class PlainLives(Interrupted):
         *((it, {"sync_after_write": True}) for it in (FINISHING, FAILING, BATCH)),
     )
 
+    is_full = False  # done/ had no room for a task, which was removed
+
     def payloads(self, q: FemtoQueue, *states: str) -> list[str]:
         """Return the sorted payloads of the tasks in these states."""
         return sorted(task.data.decode() for state in states for task in q.tasks(state))
@@ -3738,7 +3778,8 @@ class PlainLives(Interrupted):
         last = {name: word for word, _, name in (line.rpartition(" ") for line in said)}
         waiting = self.payloads(q, "pending", "scheduled", "inflight")
         failed = self.payloads(q, "failed")
-        done = self.payloads(q, "done") if q.keep_done else those("done", said)
+        is_kept = q.keep_done and not self.is_full
+        done = self.payloads(q, "done") if is_kept else those("done", said)
         present = waiting + failed + done
         self.assertEqual(len(present), len({*present}))
         where = {"push": waiting, "took": waiting, "retry": waiting, "done": done, "fail": failed}
@@ -5343,6 +5384,14 @@ class ForeignFiles(QueueCase):
 
 class ManyUsers(QueueCase):
     """The files of one user neither exclude nor block the other users of a queue."""
+
+    def test_a_lock_that_may_not_be_made_is_told_as_that(self) -> None:
+        """The try to open the missing file for reading does not hide why it can't be made."""
+        q = self.queue()
+        q.push(b"x", key="other")
+        with hooked(at_call("open", "/locks/", raising(errno.EACCES), times=1)):
+            self.assertRaises(PermissionError, q.push, b"x", key="k")
+        self.assertEqual(self.states(), {"pending": 1})
 
     def test_fifo_in_the_place_of_a_reason_does_not_block(self) -> None:
         q = self.queue()

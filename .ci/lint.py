@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 39_859,
-    "lines of code": 4_433,
+    "tokens of code": 39_960,
+    "lines of code": 4_447,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
@@ -360,7 +360,7 @@ CHECKS: list[tuple[str, int, Measure]] = [
     ("uses of a name from a room below, or of another room's private name", 0, used_from_below),
     ("functions that call another function of their name", 0, calls_of_own_name),
     ("lines of code in the longest room, but FemtoQueue and Command line", 300, longest_room),
-    ("lines of code in the longest class, but FemtoQueue", 282, longest_class),
+    ("lines of code in the longest class, but FemtoQueue", 290, longest_class),
     ("steps of the docstring's table that are not methods", 0, steps_without_a_method),
     ("methods that rename or unlink and are not in that table", 0, moves_without_a_step),
     ("README: sections out of order", 0, sections_out_of_order),
