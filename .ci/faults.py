@@ -404,9 +404,10 @@ class Ledger:
     Raises Violation if a step returned what it must not return.
     """
 
-    def __init__(self, notes: Iterable[Note], done: str = "done") -> None:
+    def __init__(self, notes: Iterable[Note], *done: str) -> None:
         self.slots: list[Slot] = []
-        self.done = done  # the state after done(): "gone" if keep_done is False
+        # The states after done(): "gone" if keep_done is False, or if done/ had no room for it.
+        self.done = {*done}
         self._pushed: list[Slot] = []  # by the step that is being followed
         self._erred: Note = []  # the step before, if it raised an OSError
         self._logged: list[str] = []  # the queue's log messages in this step
@@ -514,12 +515,12 @@ class Ledger:
         slot = next(s for s in self.slots if s.leased == name)
         if how == "extend" or word == "err":
             return
-        end = {"done": self.done, "fail": "failed", "release": "live"}[how]
+        end = {"done": self.done, "fail": {"failed"}, "release": {"live"}}[how]
         if word == "try":
-            slot.states |= {end}
+            slot.states |= end
             slot.later |= later
             return
-        slot.states, slot.leased = {end}, ""
+        slot.states, slot.leased = {*end}, ""
         if slot.behind is not None:
             slot.behind.later |= word == "lost"  # the next pop() promotes it
             self.slots.append(slot.behind)
@@ -672,9 +673,11 @@ class Stage:
     def notes(self) -> list[Note]:
         return read_notes(self.file("notes"))
 
-    def ledger(self) -> Ledger:
-        """Return a Ledger that has followed the notes of this life."""
-        return Ledger(self.notes(), "gone" if self.scene.script == "inherited" else "done")
+    def ledger(self, *other_done: str) -> Ledger:
+        """Return a Ledger that has followed the notes of this life. `other_done` are further states
+        that a task may be in after done()."""
+        done = "gone" if self.scene.script == "inherited" else "done"
+        return Ledger(self.notes(), done, *other_done)
 
 
 def note_writer(path: str) -> Noting:
@@ -802,7 +805,9 @@ def inject(job: Job, work: str) -> str:
     where = f"inject={job.call}:{what}:when={job.number}"
     status = play_traced(stage, "-e", f"trace={job.call}", "-e", where)
     hit = check_hit(stage, job, status)
-    ledger = stage.ledger()
+    # The key's state is written before the rename to done/: either may find no room.
+    is_full = job.fault == "ENOSPC" and re.search("/(done|keys)/", job.text) is not None
+    ledger = stage.ledger("gone") if is_full else stage.ledger()
     if job.fault == KILL:
         check_next_process(stage, ledger)
         showed = "killed"
