@@ -6409,8 +6409,8 @@ def _writable(fd: int) -> None:
 def _write_all(fd: int, data: bytes) -> None:
     """Write all of the data to a descriptor.
 
-    write(2) may take a part of the data, as when the process is stopped and continued. A
-    descriptor may be non-blocking, because another process that shares it has made it so.
+    write(2) may take only a part of the data, for example if the process is stopped and continued.
+    The descriptor may be non-blocking: every process that shares a pipe can set this.
     """
     left = memoryview(data)
     while left:
@@ -6432,9 +6432,9 @@ def _read_some(fd: int) -> bytes:
 class _Progress:
     """How much of a queue is left, how fast it gets less, and how long that will take.
 
-    The rate is the queue's: it comes from how the number of tasks that wait or run shrinks, with
-    all workers and producers. The number of tasks that this worker has ended is the least that the
-    rate can be: if producers push as fast as workers take, the number that is left says nothing.
+    The rate is the queue's, with all its workers and producers. It is computed from the number of
+    tasks that wait or run, and from how that number shrinks. If producers push as fast as workers
+    take, the number does not change. Then the rate is the number of tasks that this worker ends.
     """
 
     _SPAN_S, _SPAN_TASKS = 10.0, 20  # what a rate is taken from, at least, if there is so much
@@ -6486,8 +6486,10 @@ class _Progress:
             del self._samples[1 : self._MAX_SAMPLES // 2 : 2]
 
     def estimate(self) -> tuple[float, float | None, bool]:
-        """Return the rate (tasks per second, 0 if it is not known), the seconds until nothing is
-        left (None if that is not known), and whether the queue grows."""
+        """Return the rate, the time until no task is left, and whether the queue grows.
+
+        The rate is in tasks per second; 0 means unknown. The time is in seconds; None means
+        unknown."""
         rate, shrinks, span_s = 0.0, 0.0, 0.0
         now_s, left, ended = self._samples[-1] if self._samples else (0.0, 0, 0)
         for since_s, before, ended_before in reversed(self._samples[:-1]):
@@ -6543,8 +6545,8 @@ class _Output:
     """
 
     def __init__(self) -> None:
-        # Held while a thread writes. Two of them: the log must not wait for a standard output that
-        # nobody reads, or a job could not fail. One, if both streams lead to the same file.
+        # A turn is held while a thread writes. Each stream has its own: if nobody reads standard
+        # output, the log still gets through. Streams that lead to the same file share a turn.
         self._turns = {fd: threading.Condition() for fd in (1, 2)}
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
@@ -6604,26 +6606,31 @@ class _Output:
 
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
-#     A job is CMD's process, which leads a session, and every process that descends from it.
-#     Invariant: a job that may run is known to the watchdog, which kills it if this worker dies.
+#     A job consists of CMD's process, the leader of a session, and of all of its descendants.
+#     Invariant: the watchdog knows each job that may run. If this worker dies, the watchdog kills
+#     those jobs.
 # ==================================================================================================
 
 _GRACE_S = 5.0  # between a signal to a job and SIGKILL
 _REASON_BYTES = 4096  # of the end of CMD's standard error
 _SH_NAME = "femtoqueue work"  # what sh calls itself in messages; CMD may be a femtoqueue
-# Run by sh, in the process that becomes CMD. CRASH: if the worker dies after its fork(), the
-# watchdog's pipe has a writer until CMD is known: the watchdog kills it. Not a preexec_fn: that
-# would run Python in a fork with threads. CMD itself has descriptors 0, 1 and 2 only.
+# The script that sh runs in the process that becomes CMD. It writes the pid to the watchdog's pipe,
+# closes the pipe and executes CMD, which then has descriptors 0, 1 and 2 only.
+# CRASH: the worker dies after the fork() and before the script writes. The new process still holds
+# the pipe, so the watchdog waits, reads the pid, and kills the process.
+# A preexec_fn would do the same, but would run Python in a fork of a process with threads.
 _START = 'echo $$ >&{0}; exec "$@" {0}>&-'
 
 
 class _Relay(threading.Thread):
-    """Passes on what a job writes to one pipe, in a thread of its own, until nobody has the pipe
-    any longer, or until _LINGER_S after CMD has ended and its last bytes were passed on: programs
-    that CMD leaves in the background may have the pipe for ever.
+    """A thread that passes on what a job writes to one pipe.
 
-    tail: the end of what came. error: what ended the relay. is_through: set when all that CMD
-    wrote before its end has been passed on.
+    The thread ends when no process holds the pipe. Programs that CMD leaves in the background may
+    hold it for ever. Therefore the thread also ends _LINGER_S after CMD's last byte is passed on.
+
+    tail: the last bytes that came.
+    error: the exception that ended the thread.
+    is_through: set when everything that CMD wrote before its end has been passed on.
     """
 
     def __init__(self, pipe: Any, fd: int, process: Any, pool: Any) -> None:
@@ -6645,8 +6652,11 @@ class _Relay(threading.Thread):
             self._process.woken.set()
 
     def _pass_on_all(self, pipe: int) -> None:
-        """Read the pipe to its end. RACE: a background program writes all the time. So the bytes
-        that are in the pipe when CMD has ended are counted, and no others are waited for."""
+        """Read the pipe to its end.
+
+        RACE: a background program writes to the pipe all the time, and the pipe is never empty.
+        Therefore the bytes in the pipe are counted when CMD has ended. CMD's output is complete
+        when as many bytes have been passed on."""
         left, end_s = None, float("inf")
         while time.monotonic() < end_s:
             if left is None and self._process.status is not None:
@@ -6694,8 +6704,11 @@ def _bytes_in(pipe: int) -> int:
 
 
 class _Process:
-    """CMD's process. `status` is None while it runs, then its exit status, or -N if signal N ended
-    it. `woken` is set when it has ended, and when a relay of its output has."""
+    """CMD's process.
+
+    status: None while the process runs; then its exit status, or -N if signal N ended the process.
+    woken: set when the process has ended, and when a relay of its output has ended.
+    """
 
     def __init__(self, popen: Any) -> None:
         self.pid, self._popen = popen.pid, popen
@@ -6709,11 +6722,11 @@ class _Process:
 
 
 class _Processes:
-    """The processes of CMD that run, and the thread that reaps them.
+    """The running processes of CMD, and the thread that reaps all children of the worker.
 
-    The worker is a child subreaper where the system has that (Linux, prctl(2)). A process whose
-    parent ends becomes the worker's child, and no zombie of it is left, also if the worker or its
-    parent is PID 1 of a container.
+    On Linux the worker is a child subreaper, see prctl(2). A descendant whose parent ends becomes
+    the worker's child, and the thread reaps it. So no zombie is left, even if PID 1 of a container
+    does not reap.
     """
 
     def __init__(self, watchdog: int) -> None:
@@ -6755,8 +6768,10 @@ class _Processes:
         return [*self.running]
 
     def _reap(self, pid: int) -> None:
-        """Reap a child that has ended. The watchdog is told first: afterwards the number may be
-        another process's, which it must not kill."""
+        """Reap a child that has ended, and tell the watchdog before.
+
+        After the reaping, the system may give the pid to another process. The watchdog must not
+        kill that process."""
         process = self.running.get(pid)
         with suppress(ChildProcessError):  # a CMD that could not be started: Popen has reaped it
             if process is not None and self._has_ended(pid):
@@ -6784,9 +6799,14 @@ class _Member(NamedTuple):
 
 
 def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Member]:
-    """Return the processes of jobs that run, given the pids of the jobs' leaders: those in a
-    leader's session, those that descend from one of these, and those of `known`. A zombie does not
-    count: it runs no more, and its parent may never reap it."""
+    """Return the running processes of jobs.
+
+    leaders: the pids of the jobs' leaders.
+    known: processes that are known to belong to the jobs, from an earlier call.
+
+    A process belongs to a job if it is in the leader's session, or descends from such a process.
+    Zombies are left out: they no longer run, and their parents may never reap them.
+    """
     leaders, known = {*leaders}, {*known}
     if not os.path.exists("/proc/self/stat"):  # no Linux: the process group is all that is known
         return _signal([_Member(0, pid, pid) for pid in leaders], 0)
@@ -6814,9 +6834,12 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
 
 
 def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
-    """Signal the groups of processes, that of the oldest process first; return the processes that
-    can be signalled. RACE: if a shell's child got the signal before the shell, the shell would go
-    on as if its child had ended by itself. A group gets a signal as a whole."""
+    """Signal the process groups of some processes. Return those whose group
+    took the signal.
+
+    RACE: a signal ends a shell's child, and the shell continues before it gets the signal itself.
+    Then the shell may end with status 0, as if its child had done its work. Therefore each group is
+    signalled as a whole, and the group of the oldest process first."""
     members, reached = sorted(members), dict[int, bool]()
     for it in members:
         if it.group not in reached:
@@ -6829,8 +6852,8 @@ def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
 
 
 def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
-    """End jobs: signal each of their processes, and kill what still runs after _GRACE_S. A process
-    that is stopped is continued, or it could not hear of the signal."""
+    """Signal the processes of jobs, and kill those that still run after _GRACE_S. Stopped processes
+    are continued: they could not handle the signal otherwise."""
     import signal
 
     leaders, end_s = [*leaders], time.monotonic() + _GRACE_S
@@ -6843,12 +6866,15 @@ def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
 
 
 def _start_watchdog() -> int:
-    """Fork a process that kills the jobs of a worker that was killed: their tasks are delivered
-    again at once, and must not be worked on twice. Return the pipe that it reads.
+    """Fork the watchdog, and return the descriptor of the pipe that the watchdog reads.
 
-    A command writes its pid to the pipe itself, before it begins (see _START), and the worker
-    writes when it has ended. The pipe ends when the worker is gone, and each command that was
-    about to begin has either written or died: there is none that the watchdog doesn't know.
+    If the worker is killed, other workers get its tasks at once. The watchdog kills the worker's
+    jobs, so that no task is worked on twice.
+
+    Each new process writes its pid to the pipe before it executes CMD (see _START). The worker
+    writes the negative pid when the process has ended. The pipe ends when the worker and all new
+    processes have closed it. By then each of these processes has written its pid or has died, so
+    the watchdog knows all jobs.
     """
     import signal
 
@@ -6880,8 +6906,9 @@ def _start_watchdog() -> int:
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     Threads, none of which can hold up another: each job has one that keeps its time and judges
-#     its end, and one for each pipe that CMD writes to; one thread reaps, one reports progress.
+#     The pool has these threads, and none of them waits for another one's output: a thread for each
+#     job, which keeps the time limit and judges the end; a relay for each pipe of a job (22); one
+#     that reaps (22); and one that reports progress.
 #     Invariant: of a queue, only public methods are used.
 # ==================================================================================================
 
@@ -6889,8 +6916,8 @@ _REPORT_S = 10.0  # between two lines of progress
 
 
 class _CommandPool(_WorkerPool):
-    """The pool of `work`: its handler runs CMD for a task. At the second signal jobs are ended;
-    the threads that run them give their tasks back."""
+    """The pool of `work`. Its handler runs CMD for a task. The second signal ends all jobs, and the
+    threads of these jobs give the tasks back."""
 
     # HUP: the terminal is gone. Schedulers send USR1 and USR2 as a warning.
     stops = (*_WorkerPool.stops, "SIGHUP", "SIGUSR1", "SIGUSR2")
@@ -6955,8 +6982,8 @@ class _CommandPool(_WorkerPool):
         self.write(text + (report and f"{report}\n"))
 
     def _dead_letters(self) -> set[str]:
-        """Return the names in failed/, if the exit status is to tell of those that pop() sets aside
-        there, and they may be seen."""
+        """Return the names in failed/ if the exit status depends on new dead letters (--drain).
+        Return no names otherwise, or if this user may not list failed/."""
         if self._drain:
             with suppress(PermissionError):
                 return self._progress.names("failed")
@@ -6968,8 +6995,11 @@ class _CommandPool(_WorkerPool):
             self._output.put(2, text.encode("utf-8", "backslashreplace"))
 
     def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write what a command wrote. Ctrl-C ends `| tee log`, too, and a terminal may be gone:
-        what runs is finished then, and nobody hears of it."""
+        """Write output of a job. Raises OSError, unless this worker is told to stop and the reader
+        is gone.
+
+        A Ctrl-C ends the worker's `| tee log`, too, and a SIGHUP says that the terminal is gone.
+        The jobs that run are finished, and their output is dropped."""
         try:
             self._output.put(fd, data, owner, is_whole)
         except OSError as error:
@@ -7017,7 +7047,7 @@ class _CommandPool(_WorkerPool):
                 self._judge(task, process, status, text)
         except (_CommandFailed, LeaseLost):
             raise
-        except Exception as error:  # no descriptors, memory or room; no module; nobody reads
+        except Exception as error:  # a full TMPDIR, a missing module, a reader that has left, ...
             raise SystemExit(str(error) or type(error).__name__) from error
 
     def _payload_file(self, task: FemtoTask) -> Any:
@@ -7086,9 +7116,10 @@ class _CommandPool(_WorkerPool):
     def _follow(
         self, task: FemtoTask, process: _Process, relays: list[_Relay]
     ) -> tuple[int | None, bool]:
-        """Wait until CMD has ended, and what it wrote is passed on. Return its exit status, None if
-        its time was over and the job was ended, and whether it failed as this worker is told to
-        stop. Raises the OSError of a relay."""
+        """Wait until CMD has ended and its output is passed on; end the job at its time limit.
+
+        Returns CMD's exit status, or None if the time limit ended the job; and whether CMD failed
+        because this worker is told to stop. Raises the error of a relay."""
         time_limit_s = self._options.task_timeout or None
         end_s = _end_s(time_limit_s)
         status: int | None = None
@@ -7158,7 +7189,7 @@ def _end_of_file(file: Any, begin: int) -> bytes:
 
 # ==================================================================================================
 # 24. Command line: a function for each command, with its arguments. Its docstring is the help.
-#     Invariant: it calls public methods of FemtoQueue and FemtoTask only. Of the other rooms it
+#     Invariant: it calls public methods of FemtoQueue and FemtoTask only. From other rooms it
 #     uses the runner (23), streams and progress (21), _readable (15), and parsers of names (2).
 # ==================================================================================================
 
@@ -7189,8 +7220,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _import_only_libraries() -> None:
-    """Let modules that are imported late come from Python, not from the directory of this file, or
-    from the one that `python -m` was called in: a user may have a random.py there."""
+    """Remove the directory of this file, and the one in which `python -m` was called, from
+    sys.path. A user's random.py there must not replace a module of Python that is imported late."""
     ours = {"", os.path.dirname(os.path.abspath(__file__))}
     if not getattr(sys.flags, "safe_path", False):
         ours.update(sys.path[:1])
