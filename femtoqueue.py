@@ -7323,8 +7323,10 @@ def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
 
 
 def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
-    """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing. One
-    of a group may be given."""
+    """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing.
+
+    Of the arguments in a group, only one may be given. If the group's name ends with a colon, all
+    may be given, and the name is their title in the help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -7353,8 +7355,12 @@ def _parse_arguments(argv: list[str]) -> Any:
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
-        groups: dict[str, Any] = defaultdict(command.add_mutually_exclusive_group, {"": command})
+        groups: dict[str, Any] = {"": command}
         for group, names, settings in arguments:
+            if group not in groups:
+                title = group.removesuffix(":")
+                is_titled, one_of = title != group, command.add_mutually_exclusive_group
+                groups[group] = command.add_argument_group(title) if is_titled else one_of()
             groups[group].add_argument(*names, **settings)
     if not argv or argv[0] not in commands.choices:
         import difflib
@@ -7547,41 +7553,43 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
 @_command(
     _argument("words CMD", "what to run for each task", nargs="*", default=(), metavar="-- CMD"),
     _argument("-j --jobs N", "run N at a time", default="1"),
-    _argument("--drain", "exit when no task waits, due or not, or is in flight"),
-    _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME"),
-    _argument("--time-limit TIME", "take nothing more after TIME, and exit"),
-    _argument("--max-attempts N", "give up after N tries; 0: never", default="3"),
-    _argument("--retry-delay TIME", "at most, before a second try; doubles", default="1s"),
     _LEASE,
-    _argument("--task-timeout TIME", "kill CMD after TIME (default: never)"),
-    _argument("--output-dir DIR", "write output to DIR/ID.out and .err"),
-    _argument("--keep-done TIME", "delete what is done after TIME", default=True),
     _argument("--node NODE", "name of this worker (default: a fresh one)"),
+    _argument("--keep-done TIME", "delete what is done after TIME", default=True),
     _SYNC,
-    _argument("-q --quiet", "report no progress"),
+    _argument("--drain", "exit when no task waits, due or not, or is in flight", "when to exit:"),
+    _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME", "when to exit:"),
+    _argument("--time-limit TIME", "take nothing more after TIME, and exit", "when to exit:"),
+    _argument("--max-attempts N", "give up after N tries; 0: never", "failures:", default="3"),
+    _argument(
+        "--retry-delay TIME", "at most, before a second try; doubles", "failures:", default="1s"
+    ),
+    _argument("--task-timeout TIME", "end CMD after TIME; 0, the default: never", "failures:"),
+    _argument("--output-dir DIR", "write output to DIR/ID.out and .err", "output:"),
+    _argument("-q --quiet", "report no progress", "output:"),
 )
 def _work_command(options: Any) -> int:
     """Run CMD for each task, with the payload on its standard input.
 
-    {} in an argument of CMD is replaced by the payload. Give it to `sh -c` as an
-    argument of its own: within the script, it would be run as code. A payload that
-    can't be an argument (a zero byte, or too long) is a dead letter at once. The
-    environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
+    In an argument of CMD, {} stands for the payload. A payload that can't be an
+    argument (a zero byte, or too long) is a dead letter at once. Give {} to `sh -c`
+    as an argument of its own: within the script, the payload would run as code.
+    CMD's environment has FEMTOQUEUE_ID, FEMTOQUEUE_ATTEMPT and FEMTOQUEUE_KEY.
 
-    If CMD exits with 0, the task is done. Else it is tried again later, and in the
-    end a dead letter, whose reason is the end of CMD's standard error. Output comes
-    by whole lines with -j 2 or more, else at once. Progress is a line on standard
-    error, every 10 s and at the end; on a terminal it is rewritten in place.
+    If CMD exits with 0, the task is done. Otherwise the task is tried again after a
+    pause, and is a dead letter after the last try. The reason is the end of CMD's
+    standard error. Output is passed on at once, with -j 2 or more by whole lines.
+    Progress is a line every 10 s; on a terminal, one line is rewritten in place.
 
-    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: the commands that run are finished.
-    A second one (at least 0.3 s later) goes to their process groups, which are
-    killed 5 s later; tasks are given back. A scheduler may signal the commands,
-    too: what fails then, or dies of such a signal, is given back to the front as no
-    failed try. Let --task-timeout be less than a job may take: else its task comes
-    first in the next one.
+    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: commands that run are finished. A
+    second signal, at least 0.3 s later, goes to the commands, which are killed 5 s
+    later; their tasks are given back. A command that fails after the first signal
+    is no failed try: a scheduler may signal the commands, too. --task-timeout ends
+    all processes of CMD. It must be shorter than the time limit of a scheduler:
+    otherwise the same task comes first in the next job.
 
-    If this worker is killed, its commands are, too. A lost lease (by a stop longer
-    than --timeout, or by `release`) does not end CMD.
+    If this worker is killed, its commands are killed. A lost lease (by a stop for
+    longer than --timeout, or by `release`) does not end CMD.
 
     Status 1: with --drain, a task of DIR failed for good, or work is left.
 
