@@ -458,12 +458,13 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 #
 # - Here, STATES and _FORMS. Then _ENDED, or _LIVE and perhaps _WAITING_DIRS, or _STATE_DIRS if the
 #   directory is made with the queue. Most other code uses these tuples.
-# - Here, the functions that name directories: _state_of(), _waiting_path() and _reset_path(). For a
+# - Here, the functions that name directories: _state_of(), _waiting_path() and _fresh_path(). For a
 #   live state also _parse_key_state.
 # - Room 3: a field of Stats. FemtoTask.until, if names of the state begin with a time.
 # - Room 6: _Files.find_id(), if a name of the state is only the id. _Files.has_work().
 # - Room 7: _QueueClock._went_back() lists the directories that have live tasks. _compute_anchor().
-# - Room 10: each move into the state and out of it. note(), quarantine() and _path_to_take().
+# - Room 10: each move into the state and out of it. note_arrival(), quarantine(),
+#   _path_to_take().
 # - Room 11: a job, if time moves tasks out of the state.
 # - Room 12: stats() unpacks _WAITING_DIRS. peek() and purge() follow _LIVE and _ENDED.
 # - Room 14: put(), _replace(), move_keyed() and newest_of() ask for single states.
@@ -617,7 +618,7 @@ def _waiting_path(newer: str) -> str:
     return newer.replace("keys", "scheduled" if "~" in newer else "pending")
 
 
-def _reset_path(path: str, due_ns: int | None) -> str:
+def _fresh_path(path: str, due_ns: int | None) -> str:
     """Return the path of a waiting task with its attempts set to 0. The task keeps its place or, if
     due_ns is given, is scheduled for that time."""
     if due_ns is not None:
@@ -1925,7 +1926,7 @@ class _Backlog:
         waiting task: its attempts are 0 again. The place of the task is the same, so the new name
         is the next one in the batch."""
         with self._lock:
-            names, renamed = self.names, _reset_path(lost, None)
+            names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
                 names.append(renamed.partition("/")[2])
             while names and not _is_keyed(_id_of(names[-1])):
@@ -1945,7 +1946,7 @@ class _LeaseDir:
     listings open it again if it was removed or given up.
 
     RACE: another thread calls close() during a pop(). A claim holds the worker's lock, so its
-    descriptor stays open. Each claimed task has an entry in `unread` until the caller gets the
+    descriptor stays open. Each claimed task has an entry in `undelivered` until the caller gets the
     task. The caller and the reclaim job both remove the entry, and the first to do so has the task.
     If the reclaim job is first, the delivery is not counted. `closes` counts the calls of close().
     A wait compares the count after each look, and so notices a close()."""
@@ -1955,7 +1956,8 @@ class _LeaseDir:
         self._lock = worker.lock
         self.directory = f"inflight-{worker.node_id}"
         self._root, self.path = self._files.root, self._files.root + self.directory
-        self.unread: dict[str, str] = {}  # the path that each task was claimed from, by lease path
+        # The path that each task was claimed from, by the path of the lease.
+        self.undelivered: dict[str, str] = {}
         # By the path of the lease, the path to move the task back to. None: the place of its push.
         self.orphans: dict[str, str | None] = {}
         self.closes = 0
@@ -2045,7 +2047,7 @@ class _LeaseDir:
         deadline_ns = int(time.monotonic() * 1e9) + self._clock.anchor_ns + lease.length_ns
         name = f"0{deadline_ns}~{attempts}~{boot}~{source[-_ID_LENGTH:]}"
         lease.path = path = f"{self.directory}/{name}"
-        self.unread[path] = lease.source = source
+        self.undelivered[path] = lease.source = source
         held = self._held
         try:
             if held is None:
@@ -2064,7 +2066,7 @@ class _LeaseDir:
             self._worker.house.look_again()  # ESTALE: our directory was removed
         else:
             return True
-        self.unread.pop(path, None)
+        self.undelivered.pop(path, None)
         return False
 
     def _may_move(self, source: str) -> bool:
@@ -2090,7 +2092,7 @@ class _LeaseDir:
                     os.rename(held.prefix + name, self._root + target, src_dir_fd=held.fd)
             except OSError:  # the claim was not done, a person moved the task, or the disk failed
                 self.orphans[lease.path] = target
-            self.unread.pop(lease.path, None)
+            self.undelivered.pop(lease.path, None)
 
     # Closing
 
@@ -2150,7 +2152,7 @@ class _Worker:
         self.waits = _Waits(self)
         self.renewer = _LeaseRenewer(self)
 
-    def note(self, path: str) -> None:
+    def note_arrival(self, path: str) -> None:
         # A task came to `path`: tell the backlog, or the job that enqueues due tasks.
         if path.startswith("pending/"):
             self.backlog.add(path)
@@ -2279,7 +2281,7 @@ class _Worker:
     def requeue(self, task: FemtoTask, target: str) -> None:
         # Give a leased task back: it waits at `target`. Raises LeaseLost.
         gone_to = self.move_leased(_lease_of(task), target, "released")
-        self.note(gone_to)
+        self.note_arrival(gone_to)
         self.files.commit(gone_to)
 
     def renew(self, task: FemtoTask, length_ns: int | None = None, wait: bool = True) -> None:
@@ -2320,10 +2322,10 @@ class _Worker:
         If the move fails, the lease stays in `orphans`, and the next reclaim tries again. Nothing
         but this entry ends a lease of our own before the deadline."""
         orphans = self.lease_dir.orphans
-        orphans[lease] = source = self.lease_dir.unread.pop(lease, None) or orphans.get(lease)
+        orphans[lease] = source = self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
         target = source or _front_path(_id_of(lease), _attempts_of(lease))
         try:
-            self.note(self.move_task(lease, target, wait=False))
+            self.note_arrival(self.move_task(lease, target, wait=False))
         except BlockingIOError:
             return  # RACE: the lock of the key is busy. The next reclaim tries again.
         except FileNotFoundError:
@@ -2418,10 +2420,10 @@ class _Worker:
     # without flock, or if another object holds the same directory, the leases stay until their
     # deadlines. Three attributes of _LeaseDir tell the two threads which thread has a task.
     #
-    #   - `unread` has the leases that no caller has got, each with the place of the claim. claim()
-    #     adds a lease before the rename. A thread removes a lease with dict.pop(), and only one
-    #     thread can succeed. If the waiting thread succeeds, the task goes to the caller. If the
-    #     reclaim of close() succeeds, the task goes back, uncounted.
+    #   - `undelivered` has the leases that no caller has got, each with the place of the claim.
+    #     claim() adds a lease before the rename. A thread removes a lease with dict.pop(), and only
+    #     one thread can succeed. If the waiting thread succeeds, the task goes to the caller. If
+    #     the reclaim of close() succeeds, the task goes back, uncounted.
     #   - `closes` is the number of calls of close(). A wait notes the number when the wait begins.
     #   - `orphans` has the leases that must be put back, each with the place to go to. A reclaim
     #     may fail because a key is busy, or because of disk trouble. Then the lease stays in
@@ -2432,13 +2434,13 @@ class _Worker:
     #   1. Before the claim: _LeaseDir.claim() finds that the directory is not open, and takes no
     #      task.
     #   2. During a look, which is a call of take_oldest() or take_named(): _Waits._look() compares
-    #      `closes` after each look. `unread` is not enough here. If the look found no task, there
-    #      is no entry in `unread`. If the look opened the directory again after close(), and then
-    #      claimed a task, the entry is there as usual. In this case _look() puts the task back, and
-    #      gives up the directory again.
-    #   3. After that comparison: _Waits.accept() removes the lease from `unread`, as the last step
-    #      before the caller gets the task. If the lease is missing, the reclaim of close() removed
-    #      it first. accept() makes sure that the task is put back, and returns None.
+    #      `closes` after each look. `undelivered` is not enough here. If the look found no task,
+    #      there is no entry in `undelivered`. If the look opened the directory again after close(),
+    #      and then claimed a task, the entry is there as usual. In this case _look() puts the task
+    #      back, and gives up the directory again.
+    #   3. After that comparison: _Waits.accept() removes the lease from `undelivered`, as the last
+    #      step before the caller gets the task. If the lease is missing, the reclaim of close()
+    #      removed it first. accept() makes sure that the task is put back, and returns None.
     #
     # pop() with timeout 0 is not a wait, and compares nothing: take_oldest() does step 3. If this
     # pop() opens the directory again after close(), that is a new use of the object.
@@ -2465,7 +2467,7 @@ class _Worker:
                         is_claimed = self.lease_dir.claim(waiting, lease)
                 task = self._deliver(waiting, lease) if is_claimed else None
                 if task is not None:
-                    if in_wait or self.lease_dir.unread.pop(lease.path, ""):
+                    if in_wait or self.lease_dir.undelivered.pop(lease.path, ""):
                         return task
                     return self.waits.accept(task)
             except BaseException as error:
@@ -2526,7 +2528,7 @@ class _Worker:
         if ident:
             entry = self.files.find_id(ident, "scheduled", "pending")
             return entry.path if entry else ""
-        path, _ = self.keys.find_task(held, key)
+        path, _ = self.keys.find_or_repair(held, key)
         is_later = path.startswith("scheduled/") and _stamp_of(path) > _due_ns()
         return "" if is_later or path.startswith("inflight-") else path
 
@@ -2536,7 +2538,7 @@ class _Worker:
         Returns None if there is nothing to deliver: the lease is gone and the claim is undone, or
         the task became a dead letter, or it waits again. A task that has had max_attempts
         deliveries becomes a dead letter unread. (_Processing looks at max_attempts, too.) A task
-        that is returned is still in `unread`: the caller has not got it.
+        that is returned is still in `undelivered`: the caller has not got it.
 
         CRASH: if the process dies in here, the task is in flight, and its attempts count this
         delivery. A reclaim() puts it back."""
@@ -2562,7 +2564,7 @@ class _Worker:
                 self._blame(ident, error)
             raise
         if payload is None:
-            self.lease_dir.unread.pop(path, None)
+            self.lease_dir.undelivered.pop(path, None)
             return None
         task = FemtoTask(ident, payload, before + 1, key, lease, self.clock.anchor_ns)
         if "~" in waiting:  # only such a task may have been delivered before
@@ -2600,7 +2602,7 @@ class _Worker:
             with suppress(OSError):
                 if not self.files.exists(lease.path):
                     # The claim itself failed, or close() has put the task back.
-                    self.lease_dir.unread.pop(lease.path, None)
+                    self.lease_dir.undelivered.pop(lease.path, None)
                     return
                 if self._set_aside(lease, error):
                     return
@@ -2611,7 +2613,7 @@ class _Worker:
         if place:
             self.lease_dir.undo_claim(lease, place)
         if not hasattr(error, "task_id"):
-            self.note(place)
+            self.note_arrival(place)
 
     def _set_aside(self, lease: _Lease, error: BaseException) -> bool:
         """Make a dead letter of a leased task that cannot be read, if this delivery was the last
@@ -2621,7 +2623,7 @@ class _Worker:
             return False
         why = str(error) or type(error).__name__
         self.quarantine(lease.path, f"it could not be read, at attempt {attempts}: {why}")
-        self.lease_dir.unread.pop(lease.path, None)
+        self.lease_dir.undelivered.pop(lease.path, None)
         return True
 
 
@@ -3196,7 +3198,7 @@ class FemtoQueue:
         ident = self._clock.new_id()
         path = f"scheduled/{_task_name(due_ns, 0, ident)}"
         self._files.publish(ident, data, path)
-        self._worker.note(path)
+        self._worker.note_arrival(path)
         return ident
 
     def _push_keyed(
@@ -4047,8 +4049,8 @@ class _KeyStates:
 
 # ==================================================================================================
 # 14. Keys: finding, claiming, moving and pushing the tasks with a key. Other rooms call claimed(),
-#     move_keyed() and lock_of() for an id with a key's tag. For a key, they call put(), find_task()
-#     and path_of().
+#     move_keyed() and lock_of() for an id with a key's tag. For a key, they call put(),
+#     find_or_repair() and path_of().
 #     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
 #     the task, there is at most one newer payload, in keys/. The claim that delivers the task takes
 #     the payload along: the payload replaces the task's own payload. If the task ends, the payload
@@ -4060,8 +4062,8 @@ class _KeyStates:
 #     says what is on disk after the step. The third says what happens if the process is killed
 #     after the step. "Old" and "new" are payloads. C is the file creating/<new id>. K is the new
 #     payload's file in keys/. L is the lease. T, U and P are paths of a task that waits. After a
-#     kill, keys/<hash> may name an older path of a task: find_task() then finds the task by the id.
-#     A stale file in creating/ is removed after an hour.
+#     kill, keys/<hash> may name an older path of a task: find_or_repair() then finds the task by
+#     the id. A stale file in creating/ is removed after an hour.
 #
 #     Push onto the waiting task T: put(), _replace()
 #
@@ -4082,8 +4084,8 @@ class _KeyStates:
 #     cannot be exchanged and U is in pending/, and if a payload is behind the task already. Then
 #     these are the steps 4 and 5:
 #
-#       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_task() sees that
-#                                                          K is missing, and corrects the state
+#       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
+#                                                          that K is missing, and corrects the state
 #       5. rename C to K                    U old, K new   the next claim takes K along
 #
 #     If a payload is behind the task already, the new payload gets its id and its place. Step 5 is
@@ -4116,7 +4118,7 @@ class _KeyStates:
 #
 #     End of L with K behind it: _Worker.move_leased(), move_keyed(), _promote()
 #
-#       1. rename L to done/ or failed/,    K new          find_task() or repair() does step 2
+#       1. rename L to done/ or failed/,    K new          find_or_repair() or repair() does step 2
 #          or remove L
 #       2. rename K to pending/ or          new            new is delivered, under its own id
 #          scheduled/
@@ -4124,8 +4126,8 @@ class _KeyStates:
 #
 #     Retry of a failed task F: _Worker.requeue_failed(), reserve(), move_keyed()
 #
-#       1. save P, the path in pending/     F              F is failed; find_task() finds no task,
-#          that F will have, in keys/<hash>                and removes P from the state
+#       1. save P, the path in pending/     F              F is failed; find_or_repair() finds no
+#          that F will have, in keys/<hash>                task, and removes P from the state
 #       2. remove the reason of F           F              F is failed, without a reason
 #       3. rename F to P                    P              P is delivered
 # ==================================================================================================
@@ -4142,7 +4144,7 @@ class _KeyedTasks(_KeyStates):
 
     # Finding
 
-    def find_task(self, states: _States, name: str) -> tuple[str, str]:
+    def find_or_repair(self, states: _States, name: str) -> tuple[str, str]:
         """Find the task of an encoded key and the payload behind the task, and correct the state.
         Return both paths. A path is "" if there is no task, or no payload."""
         task, behind = states[name]
@@ -4182,7 +4184,7 @@ class _KeyedTasks(_KeyStates):
             return ""
         try:
             with self.lock(_key_tag(name)) as states:
-                return self.find_task(states, name)[0]
+                return self.find_or_repair(states, name)[0]
         except OSError as error:
             if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM):
                 raise
@@ -4221,13 +4223,14 @@ class _KeyedTasks(_KeyStates):
         checks that the lease exists.
 
         The state may also name another task. `mv failed/ID pending/` makes a second task of a key,
-        and so may a state that was lost with power. Then _gave_way() decides, under the lock.
+        and so may a state that was lost with power. Then _resolve_conflict() decides, under the
+        lock.
         """
         name = _encode_key(key)
         if self._is_alone(name, lease):
             return data
         with self.lock(_tag_of(lease)) as states:
-            if self._gave_way(states, name, lease):
+            if self._resolve_conflict(states, name, lease):
                 return None
             if not states[name][1]:
                 return data
@@ -4238,12 +4241,12 @@ class _KeyedTasks(_KeyStates):
         self._files.lstat(lease)  # RACE: after the state was read; see claimed()
         return _id_of(path) == _id_of(lease) and not newer
 
-    def _gave_way(self, states: _States, name: str, lease: str) -> bool:
+    def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
         """Note a task that was just leased as the task of its key, and return False. But if the key
         has another task, make a dead letter of the leased task, and return True. Raises
         FileNotFoundError if the lease has ended."""
         self._files.lstat(lease)
-        path, newer = self.find_task(states, name)
+        path, newer = self.find_or_repair(states, name)
         if path and _id_of(path) != _id_of(lease):
             self._end_second(name, lease, path)
             return True
@@ -4274,12 +4277,12 @@ class _KeyedTasks(_KeyStates):
             self._files.move_over(newer, lease, must_exist=True)
             states[name] = lease, ""
             return self._files.read(lease, _id_of(lease))[0]
-        target = self._files.move(lease, _reset_path(waiting, due_ns))
+        target = self._files.move(lease, _fresh_path(waiting, due_ns))
         states[name] = target, newer
         if due_ns is not None:  # safe: no pop() claims a task in scheduled/
             self._files.move_over(newer, target, must_exist=True)
             states[name] = target, ""
-        self._worker.note(target)
+        self._worker.note_arrival(target)
         return None
 
     # Moving
@@ -4298,7 +4301,7 @@ class _KeyedTasks(_KeyStates):
             name = next((key for key, it in states.items() if _id_of(it[0]) == ident), "")
             newer = self._locate(states[name][1], "keys") if name else ""
             if newer and _state_of(target) in _WAITING_DIRS:
-                target = _reset_path(target, _later(newer))
+                target = _fresh_path(target, _later(newer))
             try:
                 target = self._files.move(source, target)
                 if name and _is_end(target):
@@ -4320,7 +4323,7 @@ class _KeyedTasks(_KeyStates):
             path = self._files.move(newer, _waiting_path(newer))
         except FileNotFoundError:
             return ""
-        self._worker.note(path)
+        self._worker.note_arrival(path)
         self._files.commit(path)
         return path
 
@@ -4331,7 +4334,7 @@ class _KeyedTasks(_KeyStates):
         name = self._key_in(source)
         if not name:
             return
-        path, _ = self.find_task(states, name)
+        path, _ = self.find_or_repair(states, name)
         if path:
             raise KeyInFlight(_decode_key(name), _id_of(path))
         states[name] = target, ""
@@ -4357,7 +4360,7 @@ class _KeyedTasks(_KeyStates):
             try:
                 with self.lock(tag, wait=False) as states:
                     for name in [*states]:
-                        self.find_task(states, name)
+                        self.find_or_repair(states, name)
                     self._adopt(states, {it for it in payloads if _tag_of(it) == tag})
             except BlockingIOError:  # RACE: another process holds the lock of this hash
                 self._worker.house.repairing.sooner(1)
@@ -4378,7 +4381,7 @@ class _KeyedTasks(_KeyStates):
                     self._files.remove(newer)
                 else:
                     states[name] = path, newer
-                    self.find_task(states, name)
+                    self.find_or_repair(states, name)
 
     def idle(self) -> list[str]:
         """Return the paths in keys/, of states and of newer payloads, whose hash has no task."""
@@ -4408,7 +4411,7 @@ class _Keys(_KeyedTasks):
         pop() or a person moved the waiting task meanwhile: the caller must try again. Raises
         KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
-            path, newer = self.find_task(states, name)
+            path, newer = self.find_or_repair(states, name)
             is_leased = _state_of(path) == "inflight"
             if is_leased and if_in_flight == "reject":
                 raise KeyInFlight(_decode_key(name), _id_of(path))
@@ -4461,9 +4464,9 @@ class _Keys(_KeyedTasks):
                 self._files.remove(target)
             # RACE: a worker may have claimed the new task already. Then the state must keep it.
             with suppress(OSError):
-                self.find_task(states, name)
+                self.find_or_repair(states, name)
             raise
-        self._worker.note(target)
+        self._worker.note_arrival(target)
         return ident
 
     def _replace(self, states: _States, name: str, aside: str, due_ns: int | None) -> None:
@@ -4480,12 +4483,12 @@ class _Keys(_KeyedTasks):
         path, newer = states[name]
         if "~" in path:  # only such a task may have been delivered before
             self._files.remove(f"checkpoints/{_id_of(path)}")
-        with self._renamed(path, _reset_path(path, due_ns), aside) as target:
+        with self._renamed(path, _fresh_path(path, due_ns), aside) as target:
             states[name] = target, newer
             is_safe = _state_of(target) == "scheduled"  # no pop() claims a task there
             if newer or not self._put_over(aside, target, or_rename=is_safe):
                 self._add(states, name, aside, due_ns)
-        self._worker.note(target)
+        self._worker.note_arrival(target)
 
     @contextmanager
     def _renamed(self, path: str, target: str, aside: str) -> Iterator[str]:
@@ -4724,7 +4727,7 @@ class _Waits:
         """Hand what a look found to the caller: return it. A task is the caller's delivery from now
         on. Return None if close() in another thread has taken the task back. If close() could not,
         because the task's key was busy, put the task back and return None."""
-        if isinstance(found, FemtoTask) and not self._lease_dir.unread.pop(found.path, ""):
+        if isinstance(found, FemtoTask) and not self._lease_dir.undelivered.pop(found.path, ""):
             self._give_back(found)
             return None
         return found
@@ -5901,7 +5904,7 @@ class TicketQueue:
 #       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
 #       _SharedKeys._save, _is_alone          stale (both)
 #       _SharedKeys.may_have_task, newest_of  stale (both)
-#       _SharedKeys._gave_way                 flock (both), healed (GlusterFS)
+#       _SharedKeys._resolve_conflict                 flock (both), healed (GlusterFS)
 #       _SharedNumbers.draw                   stale, flock (both)
 #       _SharedNumbers.check                  flock (both)
 #       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
@@ -6209,12 +6212,12 @@ class _SharedLeaseDir(_LeaseDir):
         if not super().claim(source, lease):
             if not self._was_claimed(lease.path):
                 return False
-            self.unread[lease.path] = source
+            self.undelivered[lease.path] = source
         if not self._files.is_done(lease.path):
             return True
         _log().warning("%s, which came back, is removed: its task is done", lease.path)
         self._files.remove(lease.path)
-        self.unread.pop(lease.path, None)
+        self.undelivered.pop(lease.path, None)
         self.orphans[lease.path] = None  # the file may still be there, if it can't be removed
         return False
 
@@ -6310,7 +6313,7 @@ class _SharedKeys(_Keys):
     def _is_alone(self, name: str, lease: str) -> bool:
         return False
 
-    def _gave_way(self, states: _States, name: str, lease: str) -> bool:
+    def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
         """Note a leased task as the task of its key. If the key has another task, one of the two
         tasks gives way. Return True if the leased task gives way.
 
@@ -6335,7 +6338,7 @@ class _SharedKeys(_Keys):
             if left_ns > 0:
                 due_ns = _wall_ns() + min(left_ns, int(_STALE_S * 1e9))
                 target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
-                self._worker.note(self._files.move(lease, target))
+                self._worker.note_arrival(self._files.move(lease, target))
                 return True
             self._end_second(name, path, lease)
         states[name] = lease, _younger(newer, lease)

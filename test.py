@@ -2100,7 +2100,7 @@ class Sharing(QueueCase):
         with hooked(at_call("access", None, empty, times=1)):
             q.pop()
         thread.join()
-        self.assertEqual((self.names("pending"), q._worker.lease_dir.unread), ([], {}))
+        self.assertEqual((self.names("pending"), q._worker.lease_dir.undelivered), ([], {}))
 
     def test_lease_begins_when_the_task_is_claimed_however_long_the_pop_waited(self) -> None:
         """The deadline of a lease counts from the claim. Before the claim, pop() may wait for

@@ -462,8 +462,8 @@ a payload that is due later and whose sync failed is not delivered now | KeyedBy
 -            if self._files.exists(aside):  # else the new
 +            if aside:  # else the new
 a buffered payload starts with attempt 1 | Model
--                target = _reset_path(target, _later(newer))
-+                target = _reset_path(target, _later(newer)) if _later(newer) else target
+-                target = _fresh_path(target, _later(newer))
++                target = _fresh_path(target, _later(newer)) if _later(newer) else target
 a child closes its parent's locks, even if Ctrl-C came during the fork | Liveness
 -    with suppress(RuntimeError):  # the lock is not held
 +    with suppress():  # the lock is not held
@@ -652,18 +652,18 @@ repair() retries soon if a key's lock is held | Meeting
 take_async() retries soon if a key's lock is held | Meeting
 -                self.house.wake_s = min(self.house.wake_s, time.monotonic() + 0.01)
 a claim that could be neither read nor undone is not a delivery | Faults
-- self.lease_dir.unread.pop(lease, None) or orphans.get(lease)
-+ self.lease_dir.unread.pop(lease, None)
+- self.lease_dir.undelivered.pop(lease, None) or orphans.get(lease)
++ self.lease_dir.undelivered.pop(lease, None)
 a task that a reclaim could not put back is not delivered | Meeting
 -            return  # RACE: the lock of the key is busy. The next reclaim tries again.
-+            self.lease_dir.unread[lease] = source or ""
++            self.lease_dir.undelivered[lease] = source or ""
 +            return
 a claim that could not be undone does not end as a delivery | LeftBehind
 -            name = lease.path.partition("/")[2]
-+            name = self.unread.pop(lease.path) and lease.path.partition("/")[2]
++            name = self.undelivered.pop(lease.path) and lease.path.partition("/")[2]
 a claim whose undo failed is put back uncounted later | Faults
 -                self.orphans[lease.path] = target
-+                self.orphans[lease.path] = self.unread.clear()
++                self.orphans[lease.path] = self.undelivered.clear()
 a file that can't be claimed does not delay other tasks | Meeting
 -            place = self.back_path(place, _attempts_of(place))
 a task found by a wait is put back uncounted if the caller does not get it | LeftBehind
@@ -675,8 +675,8 @@ a task found by a coroutine is put back uncounted if the caller does not get it 
 -            return self.accept(await asyncio.wrap_future(request.answer))
 +            return await asyncio.wrap_future(request.answer)
 a claim that is lost leaves another worker's claim of the same task alone | Meeting hangs
--        self.unread.pop(path, None)
-+        self.unread.clear()
+-        self.undelivered.pop(path, None)
++        self.undelivered.clear()
 work() raises the error of a task that can't be ended | Work
 -                self._error = self._error or error
 `release --all` gives back a task that is renewed meanwhile | CommandLine
