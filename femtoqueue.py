@@ -6558,7 +6558,8 @@ class _Output:
         self.has_terminal = os.isatty(2)
         self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
-        self._shown = 0  # the length of the line that is shown
+        self._line: str | None = ""  # the line at the bottom of the terminal; None: no longer one
+        self._shown = 0  # the length of the line as it is shown
         self._is_at_start = True  # of a line: nothing that is unfinished stands there
 
     def put(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
@@ -6570,22 +6571,31 @@ class _Output:
             turn.wait_for(lambda: self._owners.get(turn) in (None, owner), _OPEN_LINE_S)
             self._owners[turn] = None if is_whole else owner
             turn.notify_all()
-            if self.has_terminal and turn is self._turns[2]:
-                _write_all(2, self._clearing())
-                self._shown, self._is_at_start = 0, data.endswith(b"\n")
-            _write_all(fd, data)
-
-    def show(self, text: str) -> None:
-        """Show a line at the bottom of the terminal, in place of the last one; "": none."""
-        with self._turns[2]:
-            if not self._is_at_start:
+            if turn is not self._turns[2] or not self.has_terminal:
+                _write_all(fd, data)
                 return
-            line = text[: self._columns()]
-            shown = line
-            if self._has_colours:  # failed tasks in red
-                shown = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
-            _write_all(2, self._clearing() + shown.encode("ascii", "backslashreplace"))
-            self._shown = len(line)
+            _write_all(2, self._clearing())
+            self._shown, self._is_at_start = 0, data.endswith(b"\n")
+            _write_all(fd, data)
+            self._draw()
+
+    def show(self, line: str | None) -> None:
+        """Show a line at the bottom of the terminal, in place of the last one. None: show no line
+        from now on."""
+        with self._turns[2]:
+            if self._line is not None:
+                self._line = line
+                self._draw()
+
+    def _draw(self) -> None:
+        if not (self.has_terminal and self._is_at_start and (self._line or self._shown)):
+            return
+        line = (self._line or "")[: self._columns()]
+        shown = line
+        if self._has_colours:  # failed tasks in red
+            shown = re.sub(r"\b\d+ failed\b", "\x1b[31m\\g<0>\x1b[0m", line)
+        _write_all(2, self._clearing() + shown.encode("ascii", "backslashreplace"))
+        self._shown = len(line)
 
     def clear_now(self) -> bytes:
         """Return what begins a new line, for a signal handler: that must not wait for a lock."""
@@ -6964,12 +6974,10 @@ class _CommandPool(_WorkerPool):
         pause_s = _REDRAW_S if self._output.has_terminal else _REPORT_S
         while not self._is_over.wait(pause_s):
             text = self._progress_text()
-            if self._is_over.is_set() or not text:
-                continue
             with suppress(OSError):  # the terminal is gone; what runs is finished
                 if self._output.has_terminal:
                     self._output.show(text)
-                else:
+                elif text and not self._is_over.is_set():
                     self.write(f"{text}\n")
 
     def _progress_text(self, now: bool = False) -> str:
@@ -6981,6 +6989,8 @@ class _CommandPool(_WorkerPool):
     def _end_report(self, text: str = "") -> None:
         """Write a text, and the last line of progress; nothing is shown below them."""
         self._is_over.set()
+        with suppress(OSError):
+            self._output.show(None)
         report = "" if self._options.quiet else self._progress_text(now=True)
         self.write(text + (report and f"{report}\n"))
 
@@ -7305,7 +7315,7 @@ def _showing(text: Callable[[], str]) -> Iterator[None]:
         if output.has_terminal:
             thread.join()
             with suppress(OSError):
-                output.show("")
+                output.show(None)
 
 
 # Command line: how commands are declared, and parsed
