@@ -33,7 +33,7 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 40_060,
+    "tokens of code": 40_098,
     "lines of code": 4_462,
 }
 DOORS = {  # names of annexes that rooms above them may use
