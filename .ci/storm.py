@@ -109,6 +109,16 @@ sys.exit(random.random() < 0.05)
 
 # The processes in the storm
 
+REMOVED = "is done, and removed"  # the library logs that of a task if done/ has no room for it
+
+
+def log_removals() -> None:
+    """Write the library's log to standard error, but only what it says of removed tasks."""
+    logger, handler = logging.getLogger("femtoqueue"), logging.StreamHandler()
+    handler.addFilter(lambda record: REMOVED in record.getMessage())
+    logger.addHandler(handler)
+    logger.disabled = logger.propagate = False
+
 
 @dataclass
 class Role(Actor):
@@ -325,6 +335,7 @@ class Storm(Noter):
             os.setpgid(0, 0)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             os.dup2(proof.open_log(os.path.join(self.logs, f"{name}.err")), 2)
+            log_removals()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             run_process(self, name, slot)
         except KeyboardInterrupt:
@@ -557,6 +568,7 @@ class History(verdict.Events):
         self.stops: dict[str, list[list[float]]] = defaultdict(list)  # by process: from, to
         self.steps: list[list[float]] = []  # settings of the clock: from, to, offset
         self.pops: dict[str, list[tuple[float, float]]] = defaultdict(list)  # by process: from, to
+        self.removed = set[str]()  # tasks that done() removed, because done/ had no room for them
         self.wall_s = 0.0  # the real wall clock minus the monotonic clock
         super().__init__(os.path.join(directory, "log"))
         for path in glob.glob(os.path.join(directory, "*.err")):
@@ -567,6 +579,7 @@ class History(verdict.Events):
         tracebacks there."""
         with open(path, encoding="utf-8", errors="replace") as file:
             text = file.read()
+        self.removed.update(re.findall(rf"task (\S+) {REMOVED}", text))
         for found in re.findall(r"^\w*(?:Error|Exception)\b.*$", text, re.MULTILINE):
             if "No space left" not in found and not found.startswith("Exception ignored"):
                 self.found["crashed"].append(f"{found} ({path})")
@@ -665,7 +678,7 @@ def check_settled(history: History, states: dict[str, str]) -> Iterator[str]:
         state = states.get(ident, "nowhere")
         if len(ends) > 1:
             yield f"{ident} was finished {len(ends)} times: {ends}"
-        elif ends and not state.startswith(ends[0].how):
+        elif ends and ident not in history.removed and not state.startswith(ends[0].how):
             yield f"{ident} was ended by {ends[0].how}(), but its state is: {state}"
     yield from verdict.not_fenced(history)
     yield from verdict.lost_early(history)
@@ -770,7 +783,8 @@ def check_found(
             why = "its push() raised an error" if name in history.tried else "it was never pushed"
             yield f"{name} is finished, but {why}"
     for push in history.tried.values():
-        if push.ident and push.key == "-" and found.get(push.name) != push.ident:
+        is_kept = push.key == "-" and push.ident and push.ident not in history.removed
+        if is_kept and found.get(push.name) != push.ident:
             yield f"{push} is finished as {found.get(push.name)}"
 
 
