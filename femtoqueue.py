@@ -5500,6 +5500,7 @@ class _Inspector:
 
 _MAX_REDRAWS = 8  # how often a member draws another number after trouble with other hosts
 _REDRAW_PAUSE_S = 0.01
+_REDRAW_ERRNOS = (*_MISSING_ERRNOS, errno.EEXIST, errno.ENOTSUP)
 
 
 class _Numbers:
@@ -5630,7 +5631,7 @@ class TicketQueue:
                     return self._join_with(last)
             except OSError as error:
                 redraws += 1
-                if redraws > _MAX_REDRAWS or error.errno not in (*_MISSING_ERRNOS, errno.EEXIST):
+                if redraws > _MAX_REDRAWS or error.errno not in _REDRAW_ERRNOS:
                     raise
             time.sleep(_REDRAW_PAUSE_S)
 
@@ -5640,7 +5641,8 @@ class TicketQueue:
         RACE: this host was cut off from the network and has lost that lock without notice (flock in
         room 20). Another host may have registered meanwhile, or have removed this member's file,
         whose name still began with ".", as a leftover of a dead process. In both cases OSError is
-        raised with ENOENT, ESTALE or EEXIST, and the caller tries again."""
+        raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP: the member's file was
+        removed after it was opened, and flock() raises EBADF for such a file (NFS)."""
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
