@@ -5641,8 +5641,8 @@ class TicketQueue:
         RACE: this host was cut off from the network and has lost that lock without notice (flock in
         room 20). Another host may have registered meanwhile, or have removed this member's file,
         whose name still began with ".", as a leftover of a dead process. In both cases OSError is
-        raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP: the member's file was
-        removed after it was opened, and flock() raises EBADF for such a file (NFS)."""
+        raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP: flock() has raised
+        EBADF, because the member's file was removed after it was opened (NFS)."""
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
