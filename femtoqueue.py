@@ -486,7 +486,6 @@ _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that 
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
 _PATH_MAX = 4096  # of Linux, with a zero byte at the end
 _LEASE_BYTES = 9 + 1 + 64  # of a lease's path in data_dir, but for the node_id
-_YEAR_1973_NS = 94_694_400 * 10**9  # what is less was not meant as microseconds
 _EARLIEST_NS = 10**18  # September 2001: no queue clock starts earlier, so its times have 19 digits
 _FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
@@ -963,9 +962,6 @@ def _due_time_ns(time_us: float | datetime) -> int:
     due_ns = max(0, int(_finite("time_us", time_us) * 1000))  # type: ignore[arg-type]
     if due_ns >= _NEVER_NS:
         raise ValueError(f"time_us must be before the year 2255, not {time_us!r}")
-    if 0 < due_ns < _YEAR_1973_NS:
-        wanted = "time_us must be in microseconds, as time.time() * 1e6"
-        raise ValueError(f"{wanted}: {time_us!r} would be in {_utc(due_ns):%B %Y}")
     return due_ns
 
 
@@ -1312,7 +1308,7 @@ if hasattr(os, "register_at_fork"):
 # is a move into the directory, its opening as a lease directory, or the entry into a ticket line.
 _MAX_REPLACED = 100
 _TICK_S = 0.011  # the times of files advance at least a hundred times a second
-_SHRINK_BYTES = 1 << 20  # an empty pending/ that is larger than this is replaced
+_SHRINK_BYTES = 1 << 20  # an empty directory that is larger than this is replaced
 
 
 def _batch_sync(directory: str) -> tuple[Callable[[], None], bool]:
@@ -1615,7 +1611,7 @@ class _Files:
 
     def _move_again(self, source: str, target: str) -> None:
         """Do as move(), after a FileNotFoundError. Raises FileNotFoundError if the source is
-        missing. RACE: another process replaces the target directory (shrink_pending) during our
+        missing. RACE: another process replaces the target directory (shrink) during our
         rename. The rename fails with ENOENT, though file and directory exist, and is repeated."""
         for _ in range(_MAX_REPLACED):
             if not (target and self.exists(source)):
@@ -1664,19 +1660,24 @@ class _Files:
         if self.is_durable:
             _sync_dir(self.root + directory)
 
-    def shrink_pending(self, aside: str) -> None:
-        """Replace an empty pending/ that was once large, because ext4 never shrinks a directory.
-        The rename() succeeds only if pending/ is empty. RACE: another process renames a task into
-        pending/ at the same time, and gets ENOENT. Its _move_again() repeats that rename."""
-        pending = f"{self.root}pending"
-        old = os.lstat(pending)
-        if old.st_size <= _SHRINK_BYTES:
+    def shrink(self, directory: str, aside: str) -> None:
+        """Replace an empty directory that was once large, because ext4 never shrinks a directory.
+        Do nothing if the directory is missing. The rename() succeeds only if the directory is
+        empty. RACE: another process renames a file into the directory at the same time, and gets
+        ENOENT. Its _move_again() repeats that rename."""
+        path = self.root + directory
+        try:
+            old = os.lstat(path)
+        except FileNotFoundError:
             return
-        if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(pending)):
+        if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
+            return
+        if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
             return  # access control lists, which this method can't copy
         fresh = f"{self.root}creating/{aside}.pending"
-        # RACE: another process pushes a task first. Then the rename fails, and the old pending/
-        # stays. It also stays if it can't be replaced: a mount point, or a full disk.
+        # RACE: another process renames a file into the directory first. Then our rename fails, and
+        # the old directory stays. It also stays if it can't be replaced: a mount point, or a full
+        # disk.
         with suppress(OSError):
             os.mkdir(fresh)
             # The rights are set by the descriptor, never by the path: see _follow_owner().
@@ -1687,7 +1688,7 @@ class _Files:
             finally:
                 os.close(fd)
             if (new.st_uid, new.st_gid) == (old.st_uid, old.st_gid):
-                os.rename(fresh, pending)
+                os.rename(fresh, path)
                 # Otherwise power loss could undo the rename, and lose files that were pushed and
                 # synced into the new directory later.
                 _sync_dir(self.root)
@@ -2775,7 +2776,7 @@ class _Housekeeper:
             self._lease_dir.ensure_open()
             is_paused = self._files.exists("PAUSED")
             if not self._backlog.seen:
-                self._files.shrink_pending(self._clock.new_id())
+                self._files.shrink("pending", self._clock.new_id())
             self._looked_s = now_s
             if not is_paused:  # while paused, the next call looks again, so that resume() is seen
                 self._look_s = now_s + _LOOK_INTERVAL_S
@@ -2811,8 +2812,10 @@ class _Housekeeper:
         worker's lock is held in here, so that no thread can renew a lease meanwhile."""
         now_ns = _due_ns()
         self._due_seen_ns = self._scheduled_mtime_ns()
-        due = []
-        for name in filter(_FORMS["scheduled"], sorted(self._files.names("scheduled"))):
+        due, names = [], sorted(self._files.names("scheduled"))
+        if not names:
+            self._files.shrink("scheduled", self._clock.new_id())
+        for name in filter(_FORMS["scheduled"], names):
             due_ns = _stamp_of(name)
             if due_ns > now_ns:
                 self.enqueuing.sooner((due_ns - now_ns) / 1e9)
@@ -2927,6 +2930,7 @@ class _Housekeeper:
                 self._purging.sooner(5 * took_s if was_old else _BASE_INTERVAL_S)
                 return
         self.end_scan()
+        self._files.shrink("done", self._clock.new_id())
         self._purging.every_s = min(max(_BASE_INTERVAL_S, keep_s / 10), 600.0)
 
     def remove_stale_files(self) -> None:
@@ -2938,6 +2942,8 @@ class _Housekeeper:
                 _remove_empty_dir(self._files.root + path)
             else:  # directories of other names are foreign, and stay
                 _unlink_if_older(self._files.root + path, before_s)
+        for directory in ("keys", "checkpoints"):
+            self._files.shrink(directory, self._clock.new_id())
 
     def stale_files(self) -> list[str]:
         """Return the stale files: files in creating/ and checkpoints without a task, which are an
@@ -3178,15 +3184,15 @@ class FemtoQueue:
 
         data:  the payload, as in push().
         time_us:  the due time by the wall clock, in microseconds since the epoch: time.time() *
-            1e6. Or a datetime with a time zone. If the time is past, the task is due at once.
+            1e6. Or a datetime with a time zone. If the time is past, the task is due at once. So is
+            a time in seconds, which would be a date in January 1970.
         key:  as in push(). If a task of the key waits, due or not, the task gets the new time
             together with the new payload.
         if_in_flight:  as in push(). A payload that is buffered waits for its time, too. A payload
             that updates the leased task itself ("update") has no due time: time_us is ignored.
 
-        Raises ValueError if the time is not before the year 2255, if it is positive and before
-        1973 (it was given in seconds), or if a datetime has no time zone. Raises any error that
-        push() raises.
+        Raises ValueError if the time is not before the year 2255, or if a datetime has no time
+        zone. Raises any error that push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
         begins with the due time. After that time, the next pop() of any worker moves the task to
@@ -3696,6 +3702,8 @@ class FemtoQueue:
         for name in reasons:
             if not self._files.exists(f"failed/{name[:_ID_LENGTH]}"):
                 _unlink_if_older(f"{root}failed/{name}", before_s)
+        for state in wanted:
+            self._files.shrink(state, self._clock.new_id())
         return count
 
     def check(self, repair: bool = False) -> list[Finding]:
@@ -4608,7 +4616,7 @@ class _Watcher:
 
     def _watch(self) -> bool:
         """Watch the directories that exist now. Return whether a directory was replaced since the
-        last call, as shrink_pending() does with pending/. The first call returns True."""
+        last call, as shrink() does. The first call returns True."""
         fd, add_watch = self._fds[0], _libc().inotify_add_watch
         before = self._watches
         self._watches = [add_watch(fd, os.fsencode(self._root + it), to) for it, to in _WATCHED]
@@ -5899,7 +5907,7 @@ class TicketQueue:
 #       _SharedFiles.is_done *                healed (GlusterFS)
 #       _SharedFiles.move *                   replies (NFS), healed (GlusterFS)
 #       _SharedFiles.move_over *              replies (NFS)
-#       _SharedFiles.shrink_pending           stale (both)
+#       _SharedFiles.shrink                   stale (both)
 #       _SharedFiles.open_lock                flock (both), replaced (GlusterFS)
 #       _SharedLeaseDir.claim *               replies (NFS), healed (GlusterFS)
 #       _SharedKeys.lock                      flock (both)
@@ -6195,7 +6203,7 @@ class _SharedFiles(_Files):
             return True
         return self.exists(target) and self.lstat(target).st_ino == before.st_ino
 
-    def shrink_pending(self, aside: str) -> None:
+    def shrink(self, directory: str, aside: str) -> None:
         """Do nothing. Other hosts may look into the old directory for a long time (stale)."""
 
     @_afresh

@@ -880,7 +880,7 @@ class Lifecycle(QueueCase):
 
     in_memory = False
 
-    def test_schedule_takes_a_datetime_with_a_time_zone_and_refuses_seconds(self) -> None:
+    def test_schedule_takes_a_datetime_with_a_time_zone(self) -> None:
         q, clock = self.queue(), self.clock()
         utc = datetime.timezone.utc
         due = datetime.datetime.fromtimestamp(time.time(), utc) + datetime.timedelta(hours=1)
@@ -890,12 +890,10 @@ class Lifecycle(QueueCase):
         self.assertIsNone(q.pop())
         clock.advance(2)
         self.assertEqual(self.pop(q).id, ident)
-        for seconds in (time.time(), 1, 94_694_399.0):
-            with self.assertRaisesRegex(ValueError, "microseconds, as time.time"):
-                q.schedule(b"x", seconds)
         with self.assertRaisesRegex(ValueError, "time zone"):
             q.schedule(b"x", due.replace(tzinfo=None))
-        self.assertEqual(q.schedule(b"now", 0), self.pop(q).id)
+        for past_us in (-1, 0, 1, time.time()):  # 0.4 takes any number
+            self.assertEqual(q.schedule(b"now", past_us), self.pop(q).id)
 
     def test_done_on_a_full_disk_removes_the_task(self) -> None:
         """Otherwise the task would run again and again until somebody purges done/."""
@@ -6149,22 +6147,31 @@ class SharedTickets(TicketCase):
 
 
 class Shrinking(QueueCase):
-    """A pending/ that was large is replaced by a new directory when it is empty."""
+    """A directory that was large is replaced by a new one when it is empty."""
 
     in_memory = False
 
     def pop_as_if_large(self, q: FemtoQueue, hook: Hook = lambda *_: None) -> FemtoTask | None:
-        """Pop, while femtoqueue takes every pending/ for a large one."""
+        """Pop, while femtoqueue takes every directory for a large one."""
         with with_constant("shrink", -1), hooked(hook):
             return q.pop()
 
-    def test_empty_pending_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
+    def inodes(self, *directories: str) -> list[int]:
+        return [os.stat(self.file(it)).st_ino for it in directories]
+
+    def assert_replaced(self, before: list[int], *directories: str) -> None:
+        for inode, directory in zip(before, directories, strict=True):
+            self.assertNotEqual(os.stat(self.file(directory)).st_ino, inode, directory)
+
+    def test_empty_directory_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
         """The replacement is synced into data_dir. Otherwise a power loss could leave later tasks,
         though synced themselves, in a directory that has no name."""
         q, clock, synced = self.queue(), self.clock(), list[bool]()
-        os.chmod(self.file("pending"), 0o751)
-        before = os.open(self.file("pending"), os.O_RDONLY)
-        self.addCleanup(os.close, before)
+        olds = []
+        for directory in ("pending", "scheduled"):
+            os.chmod(self.file(directory), 0o751)
+            olds.append(os.open(self.file(directory), os.O_RDONLY))
+            self.addCleanup(os.close, olds[-1])
 
         def note(name: str, args: tuple[Any, ...]) -> None:
             if name == "fsync":
@@ -6172,12 +6179,49 @@ class Shrinking(QueueCase):
 
         self.pop_as_if_large(q, note)
         self.assertEqual({*synced}, {True})
-        self.assertEqual(os.fstat(before).st_nlink, 0)
-        self.assertEqual(stat.S_IMODE(os.stat(self.file("pending")).st_mode), 0o751)
+        for old, directory in zip(olds, ("pending", "scheduled"), strict=True):
+            self.assertEqual(os.fstat(old).st_nlink, 0)
+            self.assertEqual(stat.S_IMODE(os.stat(self.file(directory)).st_mode), 0o751)
         q.push(b"x")
         clock.advance(2)
         task = self.pop_as_if_large(q)
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
+
+    def test_directory_with_tasks_is_not_replaced(self) -> None:
+        q, clock = self.queue(), self.clock()
+        q.pause()
+        q.push(b"waits")
+        q.schedule(b"later", (time.time() + 60) * 1e6)
+        before = self.inodes("pending", "scheduled")
+        for _ in range(2):
+            self.pop_as_if_large(q)
+            clock.advance(2)
+        self.assertEqual(self.inodes("pending", "scheduled"), before)
+
+    def test_directories_of_ended_tasks_are_replaced_when_they_are_purged(self) -> None:
+        q = self.queue()
+        before = self.inodes("failed", "done")
+        q.push(b"x")
+        q.fail(_taken(q), "why")
+        with with_constant("shrink", -1):
+            q.purge(3600, ("done", "failed"))
+            kept = self.inodes("failed")
+            q.purge(0, ("done", "failed"))
+        self.assertEqual(kept, before[:1])
+        self.assert_replaced(before, "failed", "done")
+
+    def test_keys_and_checkpoints_are_replaced_by_the_sweep(self) -> None:
+        q, clock = self.queue(), self.clock()
+        q.push(b"x", key="k")
+        task = _taken(q)
+        q.checkpoint(task, b"1")
+        q.done(task)
+        before = self.inodes("keys", "checkpoints")
+        clock.advance(700)
+        self.pop_as_if_large(q)
+        self.assert_replaced(before, "keys", "checkpoints")
+        q.push(b"y", key="k")
+        self.assertEqual(self.drain(q), [b"y"])
 
     def test_rename_into_a_directory_that_was_just_replaced_is_repeated(self) -> None:
         """RACE: another worker replaces pending/ before the rename of push(), twice. The rename
@@ -6187,16 +6231,16 @@ class Shrinking(QueueCase):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
 
-    def test_pending_that_can_not_be_replaced_stays_in_use(self) -> None:
-        """The replacement fails on a full disk, or if pending/ is a mount point. Even then pop() of
-        an empty queue returns None, and no file is left over."""
+    def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
+        """The replacement fails on a full disk, or if the directory is a mount point. Even then
+        pop() of an empty queue returns None, and no file is left over."""
         clock = self.clock()
         for call, of in (("mkdir", ".pending"), ("fchmod", None), ("move", ".pending")):
             q, full = self.queue(), mock.Mock(side_effect=OSError(errno.ENOSPC, "full"))
             q.pop()  # makes its lease directory
             clock.advance(1)
             self.assertIsNone(self.pop_as_if_large(q, at_call(call, of, full)))
-            self.assertEqual((full.call_count, self.names("creating")), (1, []))
+            self.assertEqual((full.call_count > 0, self.names("creating")), (True, []))
 
 
 # Functions that a system may lack
