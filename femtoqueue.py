@@ -1308,6 +1308,7 @@ if hasattr(os, "register_at_fork"):
 # is a move into the directory, its opening as a lease directory, or the entry into a ticket line.
 _MAX_REPLACED = 100
 _TICK_S = 0.011  # the times of files advance at least a hundred times a second
+_COARSE_TICK_S = 2.02  # but where they have whole seconds; on FAT, every two seconds
 _SHRINK_BYTES = 1 << 20  # an empty directory that is larger than this is replaced
 
 
@@ -1438,9 +1439,11 @@ class _Files:
         RACE: other processes move tasks in both directions during a look, and the look may miss
         them. Each such move changes the time of pending/ or scheduled/. So True is returned if a
         time has changed since the start. A move in the same tick as the start does not change the
-        time. It is over before the second look, which comes a tick later."""
+        time. It is over before the second look, which comes a tick later. A tick is long on a file
+        system whose times have whole seconds (ext4 with inodes of 128 bytes)."""
         before = self._changed_ns()
-        for pause_s in (_TICK_S, 0):
+        is_coarse = not any(it % 10**9 for it in before)
+        for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
             if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
                 return True
             time.sleep(pause_s)
