@@ -22,6 +22,7 @@ A queue is a directory, and a task is a file. The directory of the file is the t
       spare/              empty; renamed to inflight-<node>/ when the disk is full
       clock-<boot>        the anchor of the queue clock for this boot
       PAUSED              while this file exists, no task is handed out (`touch` makes it)
+      SHARED              the directory was used over a network file system or FUSE, see room 20
 
 An id is <order>-<tag>. <order> has 20 digits: nanoseconds on the queue clock. <tag> has 8 hex
 digits. For a task without a key, the tag is the random tag of the queue object that pushed the
@@ -505,7 +506,7 @@ _WAITING = f"(?:{_NS}~{_ATTEMPTS}~(?:{_BOOT}~)?)?{_ID}"
 _FORMS = {
     state: re.compile(form).fullmatch
     for state, form in {
-        ".": "PAUSED|clock-[0-9a-f]{8}",
+        ".": "PAUSED|SHARED|clock-[0-9a-f]{8}",
         "creating": rf"()(){_ID}(?:\.(?:clock|error|pending))?",
         "pending": _WAITING,
         "scheduled": f"{_NS}~{_ATTEMPTS}~(){_ID}",
@@ -1343,6 +1344,8 @@ class _Files:
 
     caveat = ""  # a warning about the file system, reported by check()
     parts: Any
+    if_shared: Any = None  # the classes of keys and ticket numbers to use if SHARED exists (20)
+    phantoms: Any = frozenset()  # see _SharedFiles
     clock: _QueueClock
 
     # Whether a new file is synced after its rename. Not on a system that can't rename an open file.
@@ -1482,6 +1485,10 @@ class _Files:
             raise
 
     read_listed = read  # for a name that was listed just now; room 20 has another method
+
+    def is_done(self, path: str) -> bool:
+        """Return whether a finished task came back. This does not happen here; see room 20."""
+        return False
 
     def head(self, path: str) -> tuple[str | None, int | None]:
         """Return the key and the length of a payload, read from the header of its record. Return
@@ -3975,6 +3982,7 @@ class _KeyStates:
         holder = threading.get_ident(), name
         lock = outer = self._held.get(holder)
         if lock is None or lock.fd < 0:  # fd < 0: Ctrl-C came while the lock was being closed
+            self.heed_mark()
             lock = self._open_lock(name)
         try:
             lock.acquire_exclusive(wait)
@@ -3988,6 +3996,16 @@ class _KeyStates:
         finally:
             if lock is not outer:
                 lock.close()
+
+    def heed_mark(self) -> bool:
+        """If SHARED exists, become an object of the class for shared file systems, and return True.
+
+        Then data_dir is also used through a mount of another kind. The workers there do not keep
+        key states, and their locks may not exclude ours. See "mounts" in room 20."""
+        if self._files.if_shared is None or not self._files.exists("SHARED"):
+            return False
+        self.__class__ = self._files.if_shared[0]
+        return True
 
     def _open_lock(self, name: str) -> _FileLock:
         try:
@@ -4184,8 +4202,8 @@ class _KeyedTasks(_KeyStates):
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Return False if an encoded key certainly has no task. This takes one cheap look."""
-        return self._files.exists(f"keys/{_key_tag(name)}")
+        """Return False if an encoded key certainly has no task. This takes two cheap looks."""
+        return self.heed_mark() or self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
         """Return the path of an encoded key's task, or "" if the key has no task."""
@@ -4212,6 +4230,7 @@ class _KeyedTasks(_KeyStates):
         """Return the path of the payload that the next delivery of a task carries. RACE: a claim
         may take this payload along before the caller reads it."""
         if _is_keyed(entry.id) and entry.directory in _WAITING_DIRS:
+            self.heed_mark()
             for path, newer in self._load(_tag_of(entry.id)).values():
                 if newer and _id_of(path) == entry.id:
                     return newer
@@ -4248,6 +4267,8 @@ class _KeyedTasks(_KeyStates):
             return self._take_along(states, name, waiting)
 
     def _is_alone(self, name: str, lease: str) -> bool:
+        if self.heed_mark():
+            return False
         path, newer = self._load(_tag_of(lease))[name]
         self._files.lstat(lease)  # RACE: after the state was read; see claimed()
         return _id_of(path) == _id_of(lease) and not newer
@@ -5654,6 +5675,8 @@ class TicketQueue:
         whose name still began with ".", as a leftover of a dead process. In both cases OSError is
         raised with one of _REDRAW_ERRNOS, and the caller tries again. ENOTSUP: flock() has raised
         EBADF, because the member's file was removed after it was opened (NFS)."""
+        if self._files.if_shared is not None and self._files.exists("SHARED"):
+            self._numbers = self._files.if_shared[1](self._files)
         number = self._numbers.draw(last, max(map(_stamp_of, self._tickets()), default=0))
         began_s = time.time()
         name = f"{number:020d}~{self._boot}~{os.urandom(8).hex()}"
@@ -5862,7 +5885,7 @@ class TicketQueue:
 # 20. Other file systems: those that other hosts write to, and systems without flock. The door is
 #     _open_files(), which chooses the classes of an object once.
 #
-#     Six facts about NFS and GlusterFS have a name here. Comments in this room give the name in
+#     Seven facts about NFS and GlusterFS have a name here. Comments in this room give the name in
 #     parentheses.
 #
 #       stale     A host may see an old state after a change by another host. On NFS it may see old
@@ -5892,6 +5915,12 @@ class TicketQueue:
 #                 network is cut during the wait, the request keeps the bricks busy for ever
 #                 (GlusterFS). So locks are polled. A host that is cut off from the network may lose
 #                 its locks, and is not told (both).
+#
+#       mounts    One directory may be used through two kinds of mount at once: on an NFS server's
+#                 own disk and by its clients, or by a host and a container (FUSE). The locks of the
+#                 two kinds do not exclude each other. So the first object on a mount of these file
+#                 systems makes the file SHARED. Local objects that find it use _SharedKeys and
+#                 _SharedNumbers, too: these work even if a host has lost its locks.
 #
 #     The overrides for these file systems follow. Beside each override stand the facts for which it
 #     is there, and where it is needed. Each override is used on all file systems that other hosts
@@ -5974,12 +6003,16 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     if fs_type not in (0, *_LOCAL_TYPES):
         files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
         files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
+        # Tell the objects that use this directory as a local one (mounts). If the file can't be
+        # made, this user can't push either.
+        with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
+            os.close(os.open(f"{files.root}SHARED", _CREATE_FLAGS, 0o666))
     elif fcntl is None:
         files = _UnlockedFiles(data_dir, is_durable)
         files.parts = _UnlockedLeaseDir, _Keys, _Numbers
     else:
         files = _Files(data_dir, is_durable)
-        files.parts = _LeaseDir, _Keys, _Numbers
+        files.parts, files.if_shared = (_LeaseDir, _Keys, _Numbers), (_SharedKeys, _SharedNumbers)
     return files
 
 
@@ -6255,9 +6288,8 @@ def _younger(newer: str, path: str) -> str:
 
 class _SharedKeys(_Keys):
     """Finds the tasks of a key by listings, with the lock of the key held. The states of keys are
-    not kept in files (stale). A phantom counts as a task without a key."""
-
-    _files: _SharedFiles
+    not kept in files (stale). A phantom counts as a task without a key. A local object becomes one
+    of this class if it finds SHARED (mounts)."""
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
