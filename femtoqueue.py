@@ -163,6 +163,10 @@ try:
 except ImportError:  # not POSIX: leases end by their deadlines
     fcntl = None  # type: ignore[assignment]
 
+if sys.version_info < (3, 10):  # noqa: UP036
+    _wanted = f"femtoqueue needs Python 3.10 or later, not {sys.version.split()[0]}"
+    raise (SystemExit if __name__ == "__main__" else ImportError)(_wanted)
+
 if TYPE_CHECKING:
     import logging
     from contextlib import AbstractContextManager
@@ -3331,7 +3335,7 @@ class FemtoQueue:
         """Check the arguments of take(), and return the function that looks for the task once."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
-            raise TypeError("take needs a key or an id")
+            raise TypeError("take needs either a key or an id")
         ident = "" if id is None else _check_id(id)
         name = "" if key is None else _encode_key(key)
         return functools.partial(self._worker.take_named, name, ident, length_ns, wait)
@@ -3491,7 +3495,9 @@ class FemtoQueue:
         entry = next((it for it in entries if it and name in (it.name, it.id)), None)
         if entry is None:
             is_over = "~" in name and name < f"{self._clock.now_ns():020d}"
-            raise LeaseLost(_id_of(name), is_over, "it is not in flight by that name (any more)")
+            why, ident = "it is not in flight by that name (any more)", _id_of(name)
+            now = self._files.find_id(ident, *_LIVE, *_ENDED) if _parse_id(ident) else None
+            raise LeaseLost(ident, is_over, f"{why}; now it is {now.path}" if now else why)
         length_ns = self._length_ns
         if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
@@ -3776,7 +3782,7 @@ class FemtoQueue:
         one of the two is given.
         """
         if (id is None) == (key is None):
-            raise TypeError("peek takes an id or a key")
+            raise TypeError("peek needs either an id or a key")
         if id is None:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
@@ -4911,7 +4917,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
 
     The lease is renewed first. That renewal is the fence: it fails if the lease is lost. CRASH:
     after the renewal, before the file is moved: the older checkpoint is still there."""
-    files, data, lease = worker.files, task.data, _lease_of(task)
+    lease, files, data = _lease_of(task), worker.files, task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
         try:
@@ -7356,17 +7362,19 @@ def _parse_arguments(argv: list[str]) -> Any:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            _write_error(f"{message}; see {self.prog} --help")  # one line, without the usage
+            where = f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
+            _write_error(f"{message}{where}; see {self.prog} --help")  # one line, without the usage
             sys.exit(2)
 
-    parser = Parser("femtoqueue", description=_SUMMARY, epilog=_NOTES)
+    default_dir = os.environ.get("FEMTOQUEUE_DIR")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser("femtoqueue", description=_SUMMARY, epilog=_NOTES, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    default_dir = os.environ.get("FEMTOQUEUE_DIR")
     for name, (run, arguments) in _COMMANDS.items():
         text = re.sub("(?m)^    ", "", run.__doc__ or "")
         command = commands.add_parser(name, help=text.split("\n")[0], description=text)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.formatter_class = raw
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
@@ -7380,9 +7388,13 @@ def _parse_arguments(argv: list[str]) -> Any:
     if not argv or argv[0] not in commands.choices:
         import difflib
 
-        word = argv[0] if argv else ""
+        word = argv[0] if argv else "-"
         for meant in difflib.get_close_matches(word, [*commands.choices], 1):
             parser.error(f"there is no command {word!r}; did you mean {meant}?")
+        if not word.startswith("-"):
+            parser.error(
+                f"there is no command {word!r}; the command comes first, as in: push DIR PAYLOAD"
+            )
         parser.parse_args(argv[:1])  # exits
     dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
     options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
@@ -7402,6 +7414,12 @@ def _seconds(text: str) -> float:
     return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
 
 
+def _lease_seconds(text: str) -> float:
+    if seconds := _seconds(text):
+        return seconds
+    raise _invalid(text, "a lease must be greater than 0")
+
+
 def _timestamp(text: str) -> float:
     """Return seconds since the epoch: local time, unless an offset says otherwise."""
     from datetime import datetime
@@ -7417,14 +7435,19 @@ def _id_argument(text: str) -> str:
     raise _invalid(text, "an ID is the end of a task's name, or the path that `pop` printed")
 
 
-_SUMMARY = "A durable task queue in a directory, DIR. COMMAND --help says more."
-_NOTES = """If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds.
-Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble, 128 + a
-signal's number."""
+_SUMMARY = "Keep tasks in a durable queue, the directory DIR. COMMAND --help says more."
+_NOTES = """\
+If FEMTOQUEUE_DIR is set, leave DIR out. A TIME is 500ms, 30s, 5m, 2h, 7d, or
+seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or
+trouble, 128 + a signal's number.
+
+Example: femtoqueue push jobs 'resize 42.png'
+         femtoqueue work jobs --drain -- echo working on {}"""
 _TIMES = "2026-12-01T08:00 (local), or T08:00+01:00"
 _TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
-_IDS = _argument("ids ID", nargs="+")
-_LEASE = _argument("--timeout TIME", "length of the lease", default="30s")
+_ID_HELP = "id of a task, or the path that `pop` printed"
+_IDS = _argument("ids ID", _ID_HELP, nargs="+")
+_LEASE = _argument("--timeout TIME", "length of the lease", default="30s", type=_lease_seconds)
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
 
@@ -7570,16 +7593,18 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     _argument("-j --jobs N", "run N at a time", default="1"),
     _LEASE,
     _argument("--node NODE", "name of this worker (default: a fresh one)"),
-    _argument("--keep-done TIME", "delete what is done after TIME", default=True),
+    _argument(
+        "--keep-done TIME", "delete what is done after TIME (default: keep it)", default=True
+    ),
     _SYNC,
     _argument("--drain", "exit when no task waits, due or not, or is in flight", "when to exit:"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME", "when to exit:"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit", "when to exit:"),
     _argument("--max-attempts N", "give up after N tries; 0: never", "failures:", default="3"),
     _argument(
-        "--retry-delay TIME", "at most, before a second try; doubles", "failures:", default="1s"
+        "--retry-delay TIME", "longest pause before try 2; doubles", "failures:", default="1s"
     ),
-    _argument("--task-timeout TIME", "end CMD after TIME; 0, the default: never", "failures:"),
+    _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)", "failures:"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err", "output:"),
     _argument("-q --quiet", "report no progress", "output:"),
 )
@@ -7620,11 +7645,12 @@ def _work_command(options: Any) -> int:
 
     command = options.after_dashes
     if options.words or not command:
-        options.error("put the command after --, as in: work DIR -- CMD ARGS")
+        unexpected = f"unexpected {options.words[0]!r}; " if options.words else ""
+        options.error(f"{unexpected}put the command after --, as in: work DIR -- CMD ARGS")
     if options.jobs < 1:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
-        options.error(f"{command[0]}: command not found")
+        options.error(f"{command[0]}: command not found, or not executable")
     if not hasattr(os, "fork"):
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
@@ -7654,7 +7680,7 @@ def _work_command(options: Any) -> int:
     _LEASE,
     _argument("--wait TIME", "wait for TIME if there is no task", default="0s"),
     _argument("--node NODE", "name of the worker", default="cli"),
-    _argument("--payload", "print the payload"),
+    _argument("--payload", "print the payload, not the path"),
     _argument("--key KEY", "lease the task of this key, out of turn", "which"),
     _argument("--id ID", "lease this task, due or not", "which"),
 )
@@ -7726,7 +7752,7 @@ def _fail_command(options: Any) -> int:
 
 
 @_command(
-    _argument("ids ID", nargs="*"),
+    _argument("ids ID", _ID_HELP, nargs="*"),
     _argument("--all", "all that are in flight", "which"),
     _argument("--node NODE", "all that the worker of that name has in flight", "which"),
     _argument("--front", "to the front of the queue", "where"),
@@ -7736,7 +7762,7 @@ def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
 
     A worker that holds such a task loses its lease, and can change nothing any
-    more. With --all or --node, a line says how many they were.
+    more. With --all or --node, their number is printed.
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
@@ -7786,7 +7812,7 @@ def _extend_command(options: Any) -> int:
 
 
 @_command(
-    _argument("states STATE", nargs="*", default=()),
+    _argument("states STATE", "list only these states", nargs="*", default=()),
     _argument("--all", "list every state, done too"),
     _argument("--json", "print a JSON object on each line"),
 )
@@ -7808,7 +7834,7 @@ def _ls_command(options: Any) -> None:
     _print_all(rows if options.json else _task_table(tasks))
 
 
-@_command(_argument("id ID"), _argument("--payload", "print the payload only"))
+@_command(_argument("id ID", _ID_HELP), _argument("--payload", "print the payload only"))
 def _show_command(options: Any) -> None:
     """Print the fields of a task, and its payload.
 
@@ -7866,7 +7892,7 @@ def _join_command(options: Any) -> int:
     return int(not _open_queue(options).join(options.timeout))
 
 
-@_command(_argument("--interval TIME", "between two looks", default="1s"))
+@_command(_argument("--interval TIME", "pause between two looks", default="1s"))
 def _top_command(options: Any) -> None:
     """Show the queue live: rate, workers, what runs, dead letters.
 
@@ -7972,7 +7998,7 @@ def _check_command(options: Any) -> int:
     return int(not all(it.repaired for it in findings))
 
 
-@_command(_argument("ids ID", nargs="*"), _argument("--all", "retry all that failed"))
+@_command(_argument("ids ID", _ID_HELP, nargs="*"), _argument("--all", "retry all that failed"))
 def _retry_command(options: Any) -> int:
     """Put failed tasks at the back of the queue, as if they were new.
 
