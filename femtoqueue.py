@@ -5570,7 +5570,7 @@ class TicketQueue:
     queue_dir: the directory of the line, which is made if it is missing.
     stale_timeout: seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
     over when it was not touched for so long. None: such a ticket is never passed over. Hosts that
-    share a line need the same value, of 10 seconds or more.
+    share a line need the same value, of more than 10 seconds.
 
     A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
