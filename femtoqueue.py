@@ -3213,6 +3213,8 @@ class FemtoQueue:
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
+        if key is None:
+            raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
         name, payload = _encode_key(key), _as_bytes(data)
         due_ns = None if time_us is None else _due_time_ns(time_us)
         # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
@@ -3624,7 +3626,8 @@ class FemtoQueue:
         """Stop handing out tasks, in all processes, until resume().
 
         Tasks in flight are not affected, and push() still adds tasks. Other workers notice the
-        pause when they list pending/ again, within about a second.
+        pause when they list pending/ again, within about a second. Raises OSError if the file can't
+        be made.
 
         On disk: when pause() returns, the file data_dir/PAUSED is there.
         """
@@ -3633,6 +3636,8 @@ class FemtoQueue:
 
     def resume(self) -> None:
         """Hand out tasks again, whoever paused the queue. Calls that wait look for tasks at once.
+
+        Raises OSError if the file can't be removed.
 
         On disk: when resume() returns, the file data_dir/PAUSED is gone.
         """
@@ -3668,8 +3673,10 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
-        A task stays in failed/, uncounted, if its key has another task now. On disk: as after
-        retry(), for each task.
+        A task stays in failed/, uncounted, if its key has another task now. Raises the OSError of
+        the system call if there is trouble with the disk; the tasks before it are put back.
+
+        On disk: as after retry(), for each task.
         """
         count = 0
         for entry in self._files.find("failed"):
@@ -5567,10 +5574,10 @@ class TicketQueue:
         with TicketQueue("line").turn():
             ...                         # one process at a time, first come, first served
 
-    queue_dir: the directory of the line, which is made if it is missing.
-    stale_timeout: seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
-    over when it was not touched for so long. None: such a ticket is never passed over. Hosts that
-    share a line need the same value, of more than 10 seconds.
+    queue_dir:  the directory of the line, which is made if it is missing.
+    stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
+        over when it was not touched for so long. None: such a ticket is never passed over. Hosts
+        that share a line need the same value, of more than 10 seconds.
 
     A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
@@ -5669,7 +5676,7 @@ class TicketQueue:
     def is_head(self, ticket: int) -> bool:
         """Return True if a ticket is the first one in line whose member lives.
 
-        ticket: a number that register() returned, in this process or another.
+        ticket:  a number that register() returned, in this process or another.
 
         If this object holds the ticket, the call touches its file. Tickets of dead members at the
         front of the line are removed.
@@ -5696,7 +5703,7 @@ class TicketQueue:
     def remove(self, member: str) -> bool:
         """Remove the ticket of a member, and return whether the member had one.
 
-        member: a name that register() returned, in this process or another.
+        member:  a name that register() returned, in this process or another.
 
         Raises ValueError if the name is not of that form.
         """
@@ -5739,7 +5746,7 @@ class TicketQueue:
     def turn(self, timeout: float | None = None) -> Iterator[int]:
         """Take a ticket, wait for its turn, and hold the turn for the block of `with`.
 
-        timeout: seconds to wait for the turn. None: no limit.
+        timeout:  seconds to wait for the turn. None: no limit.
 
         Yields the number of the ticket. The ticket is given up at the end of the block, and also if
         the wait ends with an exception.

@@ -829,7 +829,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.push(it, key="k"), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(b"x", key=it), ValueError, "", NO_KEYS),
     (lambda q, task, it: q.push(b"x", key=it), TypeError, "key must be", NO_TEXTS),
-    (lambda q, task, it: q.push(b"x", if_in_flight=it), TypeError, "key", ("update",)),
+    (lambda q, task, it: q.push(b"x", if_in_flight=it), TypeError, "needs a key", ("update",)),
     (lambda q, task, it: q.push(b"x", key="k", if_in_flight=it), ValueError, "or reject", ("x",)),
     (lambda q, task, it: q.schedule(b"x", 0, key=it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.take(it), ValueError, "", NO_KEYS),
