@@ -7628,12 +7628,12 @@ def _work_command(options: Any) -> int:
     standard error. Output is passed on at once, with -j 2 or more by whole lines.
     Progress is a line every 10 s; on a terminal, one line is rewritten in place.
 
-    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: commands that run are finished. A
-    second signal, at least 0.3 s later, goes to the commands, which are killed 5 s
-    later; their tasks are given back. A command that fails after the first signal
-    is no failed try: a scheduler may signal the commands, too. --task-timeout ends
-    all processes of CMD. It must be shorter than the time limit of a scheduler:
-    otherwise the same task comes first in the next job.
+    After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C the running commands finish,
+    and no other starts. A second signal, at least 0.3 s later, is passed to them.
+    They are killed after 5 s, and their tasks are given back. A command that fails
+    after the first signal is no failed try: a scheduler may signal the commands,
+    too. --task-timeout ends all processes of CMD. Make it shorter than the time
+    limit of a scheduler: otherwise the same task comes first in the next job.
 
     If this worker is killed, its commands are killed. A lost lease (by a stop for
     longer than --timeout, or by `release`) does not end CMD.
@@ -7694,8 +7694,8 @@ def _work_command(options: Any) -> int:
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
-    The lease lasts until done, fail or release, or for --timeout. These take the
-    path, which stands for this delivery only, or the id, its end. With --payload,
+    The lease lasts until done, fail or release, or for --timeout. Give them the
+    path, which stands for this delivery only, or the id at its end. With --payload,
     the path goes to standard error. Status 1: there is no task.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
@@ -7799,7 +7799,7 @@ def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
 def _extend_command(options: Any) -> int:
     """Renew leases that `pop` took, and print their new paths.
 
-    A worker that is at work on such a task would lose its lease by it.
+    A running worker that holds such a task loses its lease.
 
     Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
     """
