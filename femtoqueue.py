@@ -3849,7 +3849,7 @@ class FemtoQueue:
             try:
                 task = self._read_entry(entry, data)
             except (CorruptTask, PermissionError) as error:
-                _log().warning("%s", error)
+                _log().warning("left out: %s", error)
                 continue
             if task is not None:
                 yield task
@@ -5450,7 +5450,7 @@ class _Inspector:
             for name in sorted(self._files.names(directory)):
                 if not (is_known(name) or is_other(name)):
                     path = os.path.normpath(f"{directory}/{name}")
-                    yield Finding("foreign", path, "not of the queue's")
+                    yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
         """Yield a finding for each id that is in two places, and for each record that is corrupt or

@@ -5158,6 +5158,14 @@ class Corruption(QueueCase):
                 self.assertIn(reason, reason_of(q, ident))
                 self.assertIn(reason, line)
 
+    def test_tasks_leaves_out_a_damaged_file_and_says_so(self) -> None:
+        LOG.disabled, q = False, self.queue()
+        self.put(f"{1:020d}-0000aaaa", b"torn")
+        q.push(b"good")
+        with self.assertLogs("femtoqueue", "WARNING") as logs:
+            self.assertEqual([task.data for task in q.tasks("pending")], [b"good"])
+        self.assertRegex(logs.output[0], "left out: task 0+1-0000aaaa is corrupt: ")
+
 
 class TroubleOfOneTask(QueueCase):
     """A task that a worker can't read, or may not move, does not stop the other tasks."""
