@@ -3568,8 +3568,8 @@ class FemtoQueue:
     ) -> WorkCounts:
         """Call handler(task) for each task, within processing(), until told to stop.
 
-        handler:  the function that does the work. If the handler raises an exception, the exception
-            is logged (logger "femtoqueue"), and the next task follows.
+        handler:  the function that does the work, not a coroutine function. If the handler raises
+            an exception, the exception is logged (logger "femtoqueue"), and the next task follows.
         concurrency:  the number of tasks handled at a time. More than 1: in threads.
         drain:  True: return when no task is pending, scheduled or in flight.
         stop:  a threading.Event. When the event is set, the running handlers finish, and work()
@@ -3605,7 +3605,8 @@ class FemtoQueue:
         if not callable(handler) or any(
             it(handler) or it(type(handler).__call__) for it in is_lazy
         ):
-            raise TypeError(f"handler must be a function that does the work, not {handler!r}")
+            wanted = "a plain function, neither async nor a generator"
+            raise TypeError(f"handler must be {wanted}, not {handler!r}")
         if type(concurrency) is not int or concurrency < 1:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
         if stop is not None and not callable(getattr(stop, "is_set", None)):

@@ -859,7 +859,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.drain(it), ValueError, "timeout must be", NO_TIMEOUTS),
     (lambda q, task, it: q.take("key", it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.take("key", it), ValueError, "timeout must be", NO_TIMEOUTS),
-    (lambda q, task, it: q.work(it), TypeError, "does the work", NO_HANDLERS),
+    (lambda q, task, it: q.work(it), TypeError, "neither async nor a generator", NO_HANDLERS),
     (lambda q, task, it: q.work(print, concurrency=it), ValueError, "concurrency", (0, 1.5)),
     (lambda q, task, it: q.work(print, stop=it), TypeError, "stop", (True,)),
     (lambda q, task, it: q.work(print, idle_timeout_s=it), ValueError, "idle_timeout_s", (-1,)),

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 40_258,
-    "lines of code": 4_488,
+    "tokens of code": 40_261,
+    "lines of code": 4_489,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
