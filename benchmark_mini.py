@@ -111,15 +111,18 @@ class Results:
     def show_chart(self, names: dict[str, str]) -> None:
         """Print tasks per second as a mermaid chart for README.md. `names` has the contenders'
         labels."""
-        bars = {}
+        bars: dict[str, int] = {}
         for row, processes in CHART.items():
             for label, name in names.items():
                 microseconds = self.median(row, label)
                 if microseconds is not None:  # None: this contender failed
-                    bars[name + processes] = f"{1e6 / microseconds:.0f}"
+                    bars[name + processes] = round(1e6 / microseconds)
         print("xychart-beta horizontal")
         print(f"    x-axis [{', '.join(json.dumps(bar) for bar in bars)}]")
-        print(f"    bar [{', '.join(bars.values())}]")
+        # From 0: otherwise the shortest bar would start the axis, and look like nothing.
+        top = (max(bars.values(), default=0) // 10_000 + 1) * 10_000
+        print(f'    y-axis "tasks per second" 0 --> {top}')
+        print(f"    bar [{', '.join(map(str, bars.values()))}]")
 
     def show_goals(self) -> None:
         """Print each goal, and whether it is met."""

@@ -164,6 +164,10 @@ try:
 except ImportError:  # not POSIX: leases end by their deadlines
     fcntl = None  # type: ignore[assignment]
 
+if sys.version_info < (3, 10):  # noqa: UP036
+    _wanted = f"femtoqueue needs Python 3.10 or later, not {sys.version.split()[0]}"
+    raise (SystemExit if __name__ == "__main__" else ImportError)(_wanted)
+
 if TYPE_CHECKING:
     import logging
     from contextlib import AbstractContextManager
@@ -3225,6 +3229,8 @@ class FemtoQueue:
         if if_in_flight not in _IF_IN_FLIGHT:
             wanted = " or ".join(_IF_IN_FLIGHT)
             raise ValueError(f"if_in_flight must be {wanted}, not {if_in_flight!r}")
+        if key is None:
+            raise TypeError(f"if_in_flight={if_in_flight!r} needs a key")
         name, payload = _encode_key(key), _as_bytes(data)
         due_ns = None if time_us is None else _due_time_ns(time_us)
         # RACE: another worker's pop() claims the waiting task before put() replaces the payload, or
@@ -3347,7 +3353,7 @@ class FemtoQueue:
         """Check the arguments of take(), and return the function that looks for the task once."""
         length_ns = _lease_length_ns("lease_ms", lease_ms, self._length_ns)
         if (key is None) == (id is None):
-            raise TypeError("take needs a key or an id")
+            raise TypeError("take needs either a key or an id")
         ident = "" if id is None else _check_id(id)
         name = "" if key is None else _encode_key(key)
         return functools.partial(self._worker.take_named, name, ident, length_ns, wait)
@@ -3507,7 +3513,9 @@ class FemtoQueue:
         entry = next((it for it in entries if it and name in (it.name, it.id)), None)
         if entry is None:
             is_over = "~" in name and name < f"{self._clock.now_ns():020d}"
-            raise LeaseLost(_id_of(name), is_over, "it is not in flight by that name (any more)")
+            why, ident = "it is not in flight by that name (any more)", _id_of(name)
+            now = self._files.find_id(ident, *_LIVE, *_ENDED) if _parse_id(ident) else None
+            raise LeaseLost(ident, is_over, f"{why}; now it is {now.path}" if now else why)
         length_ns = self._length_ns
         if entry.boot == _DETACHED and length_ns >= _FOREVER_NS:
             length_ns = max(self._worker.left_ns(entry.path), 10**9)
@@ -3576,8 +3584,8 @@ class FemtoQueue:
     ) -> WorkCounts:
         """Call handler(task) for each task, within processing(), until told to stop.
 
-        handler:  the function that does the work. If the handler raises an exception, the exception
-            is logged (logger "femtoqueue"), and the next task follows.
+        handler:  the function that does the work, not a coroutine function. If the handler raises
+            an exception, the exception is logged (logger "femtoqueue"), and the next task follows.
         concurrency:  the number of tasks handled at a time. More than 1: in threads.
         drain:  True: return when no task is pending, scheduled or in flight.
         stop:  a threading.Event. When the event is set, the running handlers finish, and work()
@@ -3613,7 +3621,8 @@ class FemtoQueue:
         if not callable(handler) or any(
             it(handler) or it(type(handler).__call__) for it in is_lazy
         ):
-            raise TypeError(f"handler must be a function that does the work, not {handler!r}")
+            wanted = "a plain function, neither async nor a generator"
+            raise TypeError(f"handler must be {wanted}, not {handler!r}")
         if type(concurrency) is not int or concurrency < 1:
             raise ValueError(f"concurrency must be an int of 1 or more, not {concurrency!r}")
         if stop is not None and not callable(getattr(stop, "is_set", None)):
@@ -3634,7 +3643,8 @@ class FemtoQueue:
         """Stop handing out tasks, in all processes, until resume().
 
         Tasks in flight are not affected, and push() still adds tasks. Other workers notice the
-        pause when they list pending/ again, within about a second.
+        pause when they list pending/ again, within about a second. Raises OSError if the file can't
+        be made.
 
         On disk: when pause() returns, the file data_dir/PAUSED is there.
         """
@@ -3643,6 +3653,8 @@ class FemtoQueue:
 
     def resume(self) -> None:
         """Hand out tasks again, whoever paused the queue. Calls that wait look for tasks at once.
+
+        Raises OSError if the file can't be removed.
 
         On disk: when resume() returns, the file data_dir/PAUSED is gone.
         """
@@ -3678,8 +3690,10 @@ class FemtoQueue:
     def retry_failed(self) -> int:
         """Put every failed task at the back of the queue, oldest first, and return their number.
 
-        A task stays in failed/, uncounted, if its key has another task now. On disk: as after
-        retry(), for each task.
+        A task stays in failed/, uncounted, if its key has another task now. Raises the OSError of
+        the system call if there is trouble with the disk; the tasks before it are put back.
+
+        On disk: as after retry(), for each task.
         """
         count = 0
         for entry in self._files.find("failed"):
@@ -3794,7 +3808,7 @@ class FemtoQueue:
         one of the two is given.
         """
         if (id is None) == (key is None):
-            raise TypeError("peek takes an id or a key")
+            raise TypeError("peek needs either an id or a key")
         if id is None:
             path = self._worker.keys.path_of(_encode_key(key))
             entry = _parse(*path.split("/")) if path else None
@@ -3854,7 +3868,7 @@ class FemtoQueue:
             try:
                 task = self._read_entry(entry, data)
             except (CorruptTask, PermissionError) as error:
-                _log().warning("%s", error)
+                _log().warning("left out: %s", error)
                 continue
             if task is not None:
                 yield task
@@ -4943,7 +4957,7 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
 
     The lease is renewed first. That renewal is the fence: it fails if the lease is lost. CRASH:
     after the renewal, before the file is moved: the older checkpoint is still there."""
-    files, data, lease = worker.files, task.data, _lease_of(task)
+    lease, files, data = _lease_of(task), worker.files, task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
         try:
@@ -5469,7 +5483,7 @@ class _Inspector:
             for name in sorted(self._files.names(directory)):
                 if not (is_known(name) or is_other(name)):
                     path = os.path.normpath(f"{directory}/{name}")
-                    yield Finding("foreign", path, "not of the queue's")
+                    yield Finding("foreign", path, "does not belong to the queue")
 
     def _records(self) -> Iterator[Finding]:
         """Yield a finding for each id that is in two places, and for each record that is corrupt or
@@ -5593,10 +5607,10 @@ class TicketQueue:
         with TicketQueue("line").turn():
             ...                         # one process at a time, first come, first served
 
-    queue_dir: the directory of the line, which is made if it is missing.
-    stale_timeout: seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
-    over when it was not touched for so long. None: such a ticket is never passed over. Hosts that
-    share a line need the same value, of 10 seconds or more.
+    queue_dir:  the directory of the line, which is made if it is missing.
+    stale_timeout:  seconds (wall clock). A ticket of another host, or of an earlier boot, is passed
+        over when it was not touched for so long. None: such a ticket is never passed over. Hosts
+        that share a line need the same value, of more than 10 seconds.
 
     A member is a participant in the line. Its ticket is a file, <number>~<boot>~<random>, which the
     member keeps locked. The lock ends with the process. So processes on the same host pass a dead
@@ -5697,7 +5711,7 @@ class TicketQueue:
     def is_head(self, ticket: int) -> bool:
         """Return True if a ticket is the first one in line whose member lives.
 
-        ticket: a number that register() returned, in this process or another.
+        ticket:  a number that register() returned, in this process or another.
 
         If this object holds the ticket, the call touches its file. Tickets of dead members at the
         front of the line are removed.
@@ -5724,7 +5738,7 @@ class TicketQueue:
     def remove(self, member: str) -> bool:
         """Remove the ticket of a member, and return whether the member had one.
 
-        member: a name that register() returned, in this process or another.
+        member:  a name that register() returned, in this process or another.
 
         Raises ValueError if the name is not of that form.
         """
@@ -5767,7 +5781,7 @@ class TicketQueue:
     def turn(self, timeout: float | None = None) -> Iterator[int]:
         """Take a ticket, wait for its turn, and hold the turn for the block of `with`.
 
-        timeout: seconds to wait for the turn. None: no limit.
+        timeout:  seconds to wait for the turn. None: no limit.
 
         Yields the number of the ticket. The ticket is given up at the end of the block, and also if
         the wait ends with an exception.
@@ -7399,17 +7413,19 @@ def _parse_arguments(argv: list[str]) -> Any:
 
     class Parser(argparse.ArgumentParser):
         def error(self, message: str) -> NoReturn:
-            _write_error(f"{message}; see {self.prog} --help")  # one line, without the usage
+            where = f" (DIR is {default_dir}, from FEMTOQUEUE_DIR)" if default_dir else ""
+            _write_error(f"{message}{where}; see {self.prog} --help")  # one line, without the usage
             sys.exit(2)
 
-    parser = Parser("femtoqueue", description=_SUMMARY, epilog=_NOTES)
+    default_dir = os.environ.get("FEMTOQUEUE_DIR")
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = Parser("femtoqueue", description=_SUMMARY, epilog=_NOTES, formatter_class=raw)
     parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    default_dir = os.environ.get("FEMTOQUEUE_DIR")
     for name, (run, arguments) in _COMMANDS.items():
         text = re.sub("(?m)^    ", "", run.__doc__ or "")
         command = commands.add_parser(name, help=text.split("\n")[0], description=text)
-        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.formatter_class = raw
         command.set_defaults(run=run, error=command.error, dir=default_dir)
         if not default_dir:
             command.add_argument("dir", metavar="DIR", help="the queue; or set FEMTOQUEUE_DIR")
@@ -7423,9 +7439,13 @@ def _parse_arguments(argv: list[str]) -> Any:
     if not argv or argv[0] not in commands.choices:
         import difflib
 
-        word = argv[0] if argv else ""
+        word = argv[0] if argv else "-"
         for meant in difflib.get_close_matches(word, [*commands.choices], 1):
             parser.error(f"there is no command {word!r}; did you mean {meant}?")
+        if not word.startswith("-"):
+            parser.error(
+                f"there is no command {word!r}; the command comes first, as in: push DIR PAYLOAD"
+            )
         parser.parse_args(argv[:1])  # exits
     dashes = argv.index("--") if argv[0] in ("push", "work") and "--" in argv else len(argv)
     options = argparse.Namespace(after_dashes=argv[dashes + 1 :])
@@ -7445,6 +7465,12 @@ def _seconds(text: str) -> float:
     return float(form[1]) * {"ms": 0.001, "m": 60, "h": 3600, "d": 86400}.get(form[2], 1)
 
 
+def _lease_seconds(text: str) -> float:
+    if seconds := _seconds(text):
+        return seconds
+    raise _invalid(text, "a lease must be greater than 0")
+
+
 def _timestamp(text: str) -> float:
     """Return seconds since the epoch: local time, unless an offset says otherwise."""
     from datetime import datetime
@@ -7460,14 +7486,19 @@ def _id_argument(text: str) -> str:
     raise _invalid(text, "an ID is the end of a task's name, or the path that `pop` printed")
 
 
-_SUMMARY = "A durable task queue in a directory, DIR. COMMAND --help says more."
-_NOTES = """If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 2h, 7d, or seconds.
-Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble, 128 + a
-signal's number."""
+_SUMMARY = "Keep tasks in a durable queue, the directory DIR. COMMAND --help says more."
+_NOTES = """\
+If FEMTOQUEUE_DIR is set, leave DIR out. A TIME is 500ms, 30s, 5m, 2h, 7d, or
+seconds. Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or
+trouble, 128 + a signal's number.
+
+Example: femtoqueue push jobs 'resize 42.png'
+         femtoqueue work jobs --drain -- echo working on {}"""
 _TIMES = "2026-12-01T08:00 (local), or T08:00+01:00"
 _TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
-_IDS = _argument("ids ID", nargs="+")
-_LEASE = _argument("--timeout TIME", "length of the lease", default="30s")
+_ID_HELP = "id of a task, or the path that `pop` printed"
+_IDS = _argument("ids ID", _ID_HELP, nargs="+")
+_LEASE = _argument("--timeout TIME", "length of the lease", default="30s", type=_lease_seconds)
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")
 
 
@@ -7613,16 +7644,18 @@ def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
     _argument("-j --jobs N", "run N at a time", default="1"),
     _LEASE,
     _argument("--node NODE", "name of this worker (default: a fresh one)"),
-    _argument("--keep-done TIME", "delete what is done after TIME", default=True),
+    _argument(
+        "--keep-done TIME", "delete what is done after TIME (default: keep it)", default=True
+    ),
     _SYNC,
     _argument("--drain", "exit when no task waits, due or not, or is in flight", "when to exit:"),
     _argument("--idle-timeout TIME", "exit when this worker got nothing for TIME", "when to exit:"),
     _argument("--time-limit TIME", "take nothing more after TIME, and exit", "when to exit:"),
     _argument("--max-attempts N", "give up after N tries; 0: never", "failures:", default="3"),
     _argument(
-        "--retry-delay TIME", "at most, before a second try; doubles", "failures:", default="1s"
+        "--retry-delay TIME", "longest pause before try 2; doubles", "failures:", default="1s"
     ),
-    _argument("--task-timeout TIME", "end CMD after TIME; 0, the default: never", "failures:"),
+    _argument("--task-timeout TIME", "end CMD after TIME; 0: never (default: 0)", "failures:"),
     _argument("--output-dir DIR", "write output to DIR/ID.out and .err", "output:"),
     _argument("-q --quiet", "report no progress", "output:"),
 )
@@ -7639,12 +7672,12 @@ def _work_command(options: Any) -> int:
     standard error. Output is passed on at once, with -j 2 or more by whole lines.
     Progress is a line every 10 s; on a terminal, one line is rewritten in place.
 
-    SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C: commands that run are finished. A
-    second signal, at least 0.3 s later, goes to the commands, which are killed 5 s
-    later; their tasks are given back. A command that fails after the first signal
-    is no failed try: a scheduler may signal the commands, too. --task-timeout ends
-    all processes of CMD. It must be shorter than the time limit of a scheduler:
-    otherwise the same task comes first in the next job.
+    After SIGTERM, SIGHUP, SIGUSR1, SIGUSR2 or Ctrl-C the running commands finish,
+    and no other starts. A second signal, at least 0.3 s later, is passed to them.
+    They are killed after 5 s, and their tasks are given back. A command that fails
+    after the first signal is no failed try: a scheduler may signal the commands,
+    too. --task-timeout ends all processes of CMD. Make it shorter than the time
+    limit of a scheduler: otherwise the same task comes first in the next job.
 
     If this worker is killed, its commands are killed. A lost lease (by a stop for
     longer than --timeout, or by `release`) does not end CMD.
@@ -7663,11 +7696,12 @@ def _work_command(options: Any) -> int:
 
     command = options.after_dashes
     if options.words or not command:
-        options.error("put the command after --, as in: work DIR -- CMD ARGS")
+        unexpected = f"unexpected {options.words[0]!r}; " if options.words else ""
+        options.error(f"{unexpected}put the command after --, as in: work DIR -- CMD ARGS")
     if options.jobs < 1:
         options.error("-j must be 1 or more")
     if shutil.which(command[0]) is None:
-        options.error(f"{command[0]}: command not found")
+        options.error(f"{command[0]}: command not found, or not executable")
     if not hasattr(os, "fork"):
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
@@ -7697,15 +7731,15 @@ def _work_command(options: Any) -> int:
     _LEASE,
     _argument("--wait TIME", "wait for TIME if there is no task", default="0s"),
     _argument("--node NODE", "name of the worker", default="cli"),
-    _argument("--payload", "print the payload"),
+    _argument("--payload", "print the payload, not the path"),
     _argument("--key KEY", "lease the task of this key, out of turn", "which"),
     _argument("--id ID", "lease this task, due or not", "which"),
 )
 def _pop_command(options: Any) -> int:
     """Lease the oldest task, and print the path of its file in DIR.
 
-    The lease lasts until done, fail or release, or for --timeout. These take the
-    path, which stands for this delivery only, or the id, its end. With --payload,
+    The lease lasts until done, fail or release, or for --timeout. Give them the
+    path, which stands for this delivery only, or the id at its end. With --payload,
     the path goes to standard error. Status 1: there is no task.
 
     Example: task=$(femtoqueue pop jobs) && tail -n +2 "jobs/$task"
@@ -7769,7 +7803,7 @@ def _fail_command(options: Any) -> int:
 
 
 @_command(
-    _argument("ids ID", nargs="*"),
+    _argument("ids ID", _ID_HELP, nargs="*"),
     _argument("--all", "all that are in flight", "which"),
     _argument("--node NODE", "all that the worker of that name has in flight", "which"),
     _argument("--front", "to the front of the queue", "where"),
@@ -7779,7 +7813,7 @@ def _release_command(options: Any) -> int:
     """Give back tasks that are in flight.
 
     A worker that holds such a task loses its lease, and can change nothing any
-    more. With --all or --node, a line says how many they were.
+    more. With --all or --node, their number is printed.
 
     Example: femtoqueue release jobs "$task" --delay 5m
     """
@@ -7809,7 +7843,7 @@ def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
 def _extend_command(options: Any) -> int:
     """Renew leases that `pop` took, and print their new paths.
 
-    A worker that is at work on such a task would lose its lease by it.
+    A running worker that holds such a task loses its lease.
 
     Example: task=$(femtoqueue extend jobs "$task" --timeout 5m)
     """
@@ -7829,7 +7863,7 @@ def _extend_command(options: Any) -> int:
 
 
 @_command(
-    _argument("states STATE", nargs="*", default=()),
+    _argument("states STATE", "list only these states", nargs="*", default=()),
     _argument("--all", "list every state, done too"),
     _argument("--json", "print a JSON object on each line"),
 )
@@ -7851,7 +7885,7 @@ def _ls_command(options: Any) -> None:
     _print_all(rows if options.json else _task_table(tasks))
 
 
-@_command(_argument("id ID"), _argument("--payload", "print the payload only"))
+@_command(_argument("id ID", _ID_HELP), _argument("--payload", "print the payload only"))
 def _show_command(options: Any) -> None:
     """Print the fields of a task, and its payload.
 
@@ -7909,7 +7943,7 @@ def _join_command(options: Any) -> int:
     return int(not _open_queue(options).join(options.timeout))
 
 
-@_command(_argument("--interval TIME", "between two looks", default="1s"))
+@_command(_argument("--interval TIME", "pause between two looks", default="1s"))
 def _top_command(options: Any) -> None:
     """Show the queue live: rate, workers, what runs, dead letters.
 
@@ -8015,7 +8049,7 @@ def _check_command(options: Any) -> int:
     return int(not all(it.repaired for it in findings))
 
 
-@_command(_argument("ids ID", nargs="*"), _argument("--all", "retry all that failed"))
+@_command(_argument("ids ID", _ID_HELP, nargs="*"), _argument("--all", "retry all that failed"))
 def _retry_command(options: Any) -> int:
     """Put failed tasks at the back of the queue, as if they were new.
 

@@ -825,19 +825,20 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.schedule(b"x", it), TypeError, "time_us", ("1", None, True)),
     (lambda q, task, it: q.schedule(b"x", it), ValueError, "time_us", NO_TIMES),
     (lambda q, task, it: q.pop(lease_ms=it), ValueError, "lease_ms", (0, -1, NAN)),
-    (lambda q, task, it: q.take(**it), TypeError, "a key or an id", NO_TASK),
+    (lambda q, task, it: q.take(**it), TypeError, "either a key or an id", NO_TASK),
     (lambda q, task, it: q.push(it, key="k"), TypeError, "encode it", ("text",)),
     (lambda q, task, it: q.push(b"x", key=it), ValueError, "", NO_KEYS),
     (lambda q, task, it: q.push(b"x", key=it), TypeError, "key must be", NO_TEXTS),
-    (lambda q, task, it: q.push(b"x", if_in_flight=it), TypeError, "key", ("update",)),
+    (lambda q, task, it: q.push(b"x", if_in_flight=it), TypeError, "needs a key", ("update",)),
     (lambda q, task, it: q.push(b"x", key="k", if_in_flight=it), ValueError, "or reject", ("x",)),
     (lambda q, task, it: q.schedule(b"x", 0, key=it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.take(it), ValueError, "", NO_KEYS),
     (lambda q, task, it: q.contains(it), TypeError, "key must be", NO_TEXTS),
     (lambda q, task, it: q.keys(it), ValueError, "state", ("buffered",)),
-    (lambda q, task, it: q.peek(**it), TypeError, "an id or a key", NO_TASK),
+    (lambda q, task, it: q.peek(**it), TypeError, "either an id or a key", NO_TASK),
     (lambda q, task, it: q.take(id=it), ValueError, "not the id", ("../x",)),
     (lambda q, task, it: q.done(it), TypeError, "FemtoTask", (None,)),
+    (lambda q, task, it: q.checkpoint(it, b""), TypeError, "FemtoTask", (None, "id")),
     (lambda q, task, it: q.done(q.peek(task.id)), LeaseLost, "only pop", (None,)),
     (lambda q, task, it: q.fail(task, it), TypeError, "text or an exception", (7,)),
     (lambda q, task, it: q.release(task, **it), ValueError, "delay_s", NO_RELEASE),
@@ -858,7 +859,7 @@ REFUSALS: tuple[Refusal, ...] = (
     (lambda q, task, it: q.drain(it), ValueError, "timeout must be", NO_TIMEOUTS),
     (lambda q, task, it: q.take("key", it), TypeError, "timeout must be", NO_SECONDS),
     (lambda q, task, it: q.take("key", it), ValueError, "timeout must be", NO_TIMEOUTS),
-    (lambda q, task, it: q.work(it), TypeError, "does the work", NO_HANDLERS),
+    (lambda q, task, it: q.work(it), TypeError, "neither async nor a generator", NO_HANDLERS),
     (lambda q, task, it: q.work(print, concurrency=it), ValueError, "concurrency", (0, 1.5)),
     (lambda q, task, it: q.work(print, stop=it), TypeError, "stop", (True,)),
     (lambda q, task, it: q.work(print, idle_timeout_s=it), ValueError, "idle_timeout_s", (-1,)),
@@ -5239,6 +5240,14 @@ class Corruption(QueueCase):
                 self.assertIn(reason, reason_of(q, ident))
                 self.assertIn(reason, line)
 
+    def test_tasks_leaves_out_a_damaged_file_and_says_so(self) -> None:
+        LOG.disabled, q = False, self.queue()
+        self.put(f"{1:020d}-0000aaaa", b"torn")
+        q.push(b"good")
+        with self.assertLogs("femtoqueue", "WARNING") as logs:
+            self.assertEqual([task.data for task in q.tasks("pending")], [b"good"])
+        self.assertRegex(logs.output[0], "left out: task 0+1-0000aaaa is corrupt: ")
+
 
 class TroubleOfOneTask(QueueCase):
     """A task that a worker can't read, or may not move, does not stop the other tasks."""
@@ -7710,7 +7719,10 @@ $ FEMTOQUEUE_DIR=jobs femtoqueue ls --help
 usage: femtoqueue ls [-h] [--all] [--json] [STATE ...]
 ...
 $ femtoqueue ls --help -> usage: femtoqueue ls [-h] [--all] [--json] DIR [STATE ...] ...
-$ femtoqueue --help -> ... If FEMTOQUEUE_DIR is set, no word is DIR. ...
+$ femtoqueue --help -> ... If FEMTOQUEUE_DIR is set, leave DIR out. ...
+$ FEMTOQUEUE_DIR=jobs femtoqueue stat jobs
+! femtoqueue: unrecognized arguments: jobs (DIR is jobs, from FEMTOQUEUE_DIR); see ...
+[2]
 # a lease outlives the process of pop, until done, fail or release; its printed path is the fence
 $ printf '1\n2\n3' | femtoqueue push jobs --lines -> <a> <b> <c>
 $ femtoqueue pop jobs | cat -> <lease_a>
@@ -7720,14 +7732,15 @@ $ femtoqueue pop jobs --payload --node me && echo ' is all' -> 3 is all ! <lease
 $ femtoqueue pop jobs -> [1]
 $ states -> inflight-cli 2, inflight-me 1
 $ femtoqueue extend jobs $lease_b --timeout 1h -> <lease_longer>
-$ femtoqueue done jobs $lease_b -> ! ...task <b>: it is not in flight by that name (any more) [1]
+$ femtoqueue done jobs $lease_b -> ! ...task <b>: ...; now it is <lease_longer> [1]
 $ femtoqueue ls jobs -> ... inflight <b> ...s 1 1 ...m - cli ...
 $ femtoqueue done jobs $lease_a
 $ femtoqueue fail jobs $c --reason 'no such image'
 $ femtoqueue release jobs $(basename $lease_longer)
 $ states -> done 1, failed 1, pending 1
 $ femtoqueue done jobs $lease_a $lease_longer -> ! ...task <a>: ... ! ...task <b>: ... [1]
-$ femtoqueue fail jobs $lease_c -> ! ...task <c>: it is not in flight by that name (any more) [1]
+$ femtoqueue done jobs $a -> ! ...task <a>: it is not in flight...; now it is done/<a> [1]
+$ femtoqueue fail jobs $lease_c -> ! ...: it is not in flight...; now it is failed/<c> [1]
 $ femtoqueue ls jobs | cut -d' ' -f 1 -> STATE pending failed
 $ femtoqueue ls jobs --all | cut -d' ' -f 1 -> STATE pending done failed
 $ femtoqueue ls jobs failed pending -> ... failed <c> ...s - 1 - - - pending <b> ...
@@ -8249,8 +8262,8 @@ class CommandLine(QueueCase):
     # A part of what is said, and what is typed, TASK being a task's id.
     WRONG_USES: tuple[tuple[str, ...], ...] = (
         ("required: COMMAND; see femtoqueue --help", ""),
-        ("invalid choice: 'nonsense' (choose from", "nonsense"),
-        ("invalid choice: 'jobs' (choose from", "jobs push x"),
+        ("no command 'nonsense'; the command comes first, as in: push DIR", "nonsense"),
+        ("no command 'jobs'; the command comes first, as in: push DIR", "jobs push x", "jobs"),
         ("; see femtoqueue --help", "--wait 1s pop jobs", "-- push jobs"),
         ("required: DIR; see femtoqueue push --help", "push"),
         ("required: ID; see femtoqueue", "done TASK", "cancel jobs", "show jobs"),
@@ -8272,16 +8285,17 @@ class CommandLine(QueueCase):
         ("leave PAYLOAD out", "push jobs --lines x"),
         ("--if-in-flight goes with --key", "push jobs --if-in-flight update 1"),
         ("put the command after --", "work jobs", "work jobs echo hi", "work jobs echo -- hi"),
-        ("command not found", "work jobs -- no-such-command"),
+        ("unexpected 'echo'; put the command", "work jobs echo hi", "work jobs echo -- hi"),
+        ("command not found, or not executable", "work jobs -- no-such-command", "work jobs -- /"),
         ("must be 1 or more", "work jobs -j 0 -- true", "work jobs -j -1 -- true"),
-        ("must be greater than 0", "work jobs --timeout 0 -- true"),
+        ("--timeout: invalid '0'; a lease must be greater than 0", "work jobs --timeout 0 -- true"),
+        ("--timeout: invalid '0s'; a lease must be greater than 0", "pop jobs --timeout 0s"),
         ("A-Z a-z 0-9 . _ -", "work jobs --node a/b -- true"),
         ("give IDs, --all or --node; see", "release jobs", "release jobs TASK --all"),
         ("give each ID, or --all", "retry jobs", "retry jobs --all TASK"),
         ("pending: there is no queue; push makes one", "ls pending"),
     )
     WRONG_USES_OF_A_QUEUE = (
-        ("must be greater than 0", "pop jobs --timeout 0s"),
         ("key must be 1 to 200 bytes", f"push jobs --key {'k' * 201} 1"),
         ("if_in_flight must be buffer or update", "push jobs --key k --if-in-flight never 1"),
         ("state must be one of pending, scheduled", "ls jobs pendng"),
@@ -8768,6 +8782,18 @@ class Documents(QueueCase):
             with self.subTest(code):
                 self.assertEqual(self.run_python(code).splitlines(), wanted)
         self.assertGreater(count, 10)
+
+    def test_an_old_python_is_told_which_one_is_needed(self) -> None:
+        """The import raises ImportError. The command line ends with one line."""
+        old = "import sys; sys.version_info, sys.version = (3, 9, 18), '3.9.18 (main)'; "
+        wanted = "femtoqueue needs Python 3.10 or later, not 3.9.18\n"
+        for code, error in (
+            ("import femtoqueue", f"ImportError: {wanted}"),
+            ("import runpy; runpy.run_path('femtoqueue.py', run_name='__main__')", wanted),
+        ):
+            status, out, err = run_guarded(sys.executable, "-S", "-c", old + code, env=os.environ)
+            self.assertEqual((status, out), (1, ""))
+            self.assertEqual(err.splitlines(True)[-1 if "Error" in error else 0 :], [error])
 
     def test_the_import_brings_no_heavy_modules(self) -> None:
         heavy = {
