@@ -26,9 +26,9 @@ A queue is a directory, and a task is a file. The directory of the file is the t
 An id is <order>-<tag>. <order> has 20 digits: nanoseconds on the queue clock. <tag> has 8 hex
 digits. For a task without a key, the tag is the random tag of the queue object that pushed the
 task. A random tag begins with 0 to 7. For a task with a key, the tag is the hash of the key. A hash
-begins with 8 to f. The field <boot> has 8 hex digits, which stand for one boot of a kernel and one
-mount. The <boot> 00000000 marks a detached lease. Every name of a task begins with 20 digits, so
-sorting the names of a directory puts the tasks in order. A task's file begins with one line:
+begins with 8 to f. The field <boot> has 8 hex digits. It names one boot of a kernel and one mount.
+The <boot> 00000000 marks a detached lease. Every name of a task begins with 20 digits, so sorting
+the names of a directory puts the tasks in order. A task's file begins with one line:
 `FQ1 <crc32> <length>`, and the key if the task has a key. The payload follows as given.
 
 Each step is one system call, and takes effect when the call returns:
@@ -68,7 +68,10 @@ The terms of this file:
     Lease             The file of a claimed task, and the right to work on the task. The lease lasts
                       until the task is settled or reclaimed.
     Deadline          The time on the queue clock after which any worker may reclaim the task. A
-                      renewal moves the deadline. Only the deadline ends a detached lease.
+                      renewal moves the deadline.
+    Detached lease    A lease that a queue object with detached=True took. The lease outlives the
+                      object and its process. If the task is not settled, only the deadline ends
+                      the lease.
     Delivery          The handing out of a task under one lease. Deliveries count as attempts.
     Fence             The path of the lease. Each call that settles a task or renews a lease renames
                       or removes this path. If the path is gone, the call raises LeaseLost and
@@ -93,21 +96,21 @@ worker is dead. There is no server. Only processing(), work(), the async methods
 TicketQueue.turn() start threads. The command `work` forks a watchdog.
 
 Guaranteed: a task whose push() returned is delivered until a done() or fail() returned. This holds
-if any process is killed at any time. Tasks are delivered in the order of their push() on a host.
-The order survives restarts, reboots and changes of the date. A corrupt task ends in failed/. With
-sync_after_write=True, the effect of each call that returned survives power loss.
+even if any process is killed at any time. Tasks are delivered in the order of their push() on a
+host. The order survives restarts, reboots and changes of the date. A corrupt task ends in failed/.
+With sync_after_write=True, the effect of each call that returned survives power loss.
 
-Not guaranteed: that a task runs only once. A task runs twice if its worker died or was late, or
-(without sync) if power was lost after done(). So make handlers idempotent. Between hosts, a network
-that is cut may have the same effect, and may give a key two tasks. A process that is stopped while
-holding the lock of a key blocks all keys that share the lock (1 key in 256). The stopped process
-also blocks every process that takes a task of such a key. A process that is stopped while looking
-at a dead worker blocks a restart under the node_id of the dead worker.
+Not guaranteed: that a task runs only once. A task runs twice if its worker died or missed the
+deadline, or (without sync) if power was lost after done(). So make handlers idempotent. If hosts
+share the queue, a network cut may also make a task run twice, or give a key two tasks. A process
+that is stopped while holding the lock of a key blocks all keys that share the lock (1 key in 256).
+The stopped process also blocks every process that takes a task of such a key. A process that is
+stopped while looking at a dead worker blocks a restart under the node_id of the dead worker.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share data_dir
 have wall clocks within a second of each other, the same timeout_stale_ms, and different node_ids. A
 lease of another host ends by its deadline only. Where there is no flock or no boot id (not Linux),
-all leases do.
+every lease ends by its deadline only.
 
 Rooms: the parts of this file. The core is rooms 1 to 11, and each room of it uses only those above.
 Room 12 is the public interface. The annexes are rooms 13 to 21; other rooms enter an annex by one
@@ -471,8 +474,24 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # - Room 15: _WATCHED, if a task that comes into the state can end a wait.
 # - Room 18: _Inspector._records() repairs in _WAITING_DIRS only.
 # - Room 20: _SharedFiles.read(), _free_path() and _found_moved(); _SharedKeys.
-# - Room 21: _figures() reads the fields of Stats. The help of `ls` names the states.
+# - Room 24: _figures() reads the fields of Stats. The help of `ls` names the states.
 # - The module's docstring, the README's diagram and interface, test.py and .ci/ list the states.
+#
+# A new field in the name of a lease touches all of these places. The deadline must stay in front,
+# the attempts must stay the second field, and the id must stay at the end. The functions
+# _stamp_of(), _attempts_of() and _id_of() rely on this order.
+#
+# - Here, _FORMS["inflight"]. Also _WAITING, because a person may move a lease elsewhere and keep
+#   the name. In front of the id, _parse_key_state accepts only hex digits and "~". The three groups
+#   of each form become the fields of _Entry, by _parse(). The constant _LEASE_BYTES has the length.
+# - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. No other field may be 1.
+# - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
+# - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Each other move
+#   of a task out of the lease directory drops the field.
+# - The module's docstring has the form of the name.
+#
+# An earlier version may have left leases without the new field. Their names must still match the
+# form. Otherwise these leases are foreign, and their tasks are never reclaimed.
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # The states of a task that has not ended, in the order of a search. A claim and the undoing of a
@@ -484,11 +503,13 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-_PATH_MAX = 4096  # of Linux, with a zero byte at the end
-_LEASE_BYTES = 9 + 1 + 64  # of a lease's path in data_dir, but for the node_id
-_YEAR_1973_NS = 94_694_400 * 10**9  # what is less was not meant as microseconds
+_PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
+# The length of a lease's path below data_dir, without the node_id: "inflight-", "/", and the name
+# with three digits of attempts and the zero byte.
+_LEASE_BYTES = 9 + 1 + 64
+_YEAR_1973_NS = 94_694_400 * 10**9  # a smaller due time was given in seconds, not in microseconds
 _EARLIEST_NS = 10**18  # September 2001: no queue clock starts earlier, so its times have 19 digits
-_FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
+_FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, even if a name has more
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease, which only its deadline ends
 _MAX_KEY_BYTES = 200
@@ -1348,7 +1369,8 @@ class _Files:
     parts: Any
     clock: _QueueClock
 
-    # Whether a new file is synced after its rename. Not on a system that can't rename an open file.
+    # True: a new file is synced after its rename. False: it is synced before. Either the system
+    # can't rename an open file, or other hosts would see a torn file (room 20).
     syncs_after_rename = os.name == "posix"
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
@@ -1524,11 +1546,17 @@ class _Files:
         sync: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside>, and rename the file to `path`. The task exists from
-        the rename on. Raises OSError; then the task does not exist, unless it was claimed first.
+        the rename on. If this raises OSError, the task does not exist, unless a worker claimed the
+        task before the error.
 
-        If the queue is durable, the file and the directory are synced after the rename. This order
-        costs one journal commit instead of two. For a task of a batch, `sync` says whether to sync
-        the file, and the caller syncs the directory later."""
+        If the queue is durable, the file and the directory are synced. Usually both syncs follow
+        the rename, because this order costs one journal commit instead of two. Where
+        syncs_after_rename is False, the file is synced before the rename. For a task of a batch,
+        `sync` says whether to sync the file, and the caller syncs the directory later.
+
+        CRASH: if the process dies before the rename, the task does not exist. The file in creating/
+        is removed after an hour. If the process dies after the rename, the task exists, although
+        push() has not returned. Only power loss can then make the task a torn file (room 4)."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
         source, sync_dir = f"creating/{aside}", False
@@ -1549,8 +1577,8 @@ class _Files:
             if sync_dir:
                 self.commit_dir(os.path.dirname(path))
         except BaseException:
-            # The push is not acknowledged, so its file is removed. RACE: a worker claims the task
-            # between the rename and this line. Then the worker keeps the task.
+            # The push raises, so the caller believes that there is no task: remove the file. RACE:
+            # a worker claims the task between the rename and this line. Then the worker keeps it.
             for leftover in (source, path):
                 self.remove(leftover)
             raise
@@ -1597,8 +1625,9 @@ class _Files:
         return False
 
     def move(self, source: str, target: str) -> str:
-        """Rename the file of a task, and replace a file at the target. The target "" removes the
-        file. Return the target."""
+        """Rename the file of a task, and return the target. The target "" removes the file. A file
+        at the target is replaced. Other processes may rename the task at the same time. Then one
+        rename succeeds, and the others raise FileNotFoundError."""
         try:
             if target:
                 os.replace(self.root + source, self.root + target)
@@ -1614,9 +1643,11 @@ class _Files:
         return target
 
     def _move_again(self, source: str, target: str) -> None:
-        """Do as move(), after a FileNotFoundError. Raises FileNotFoundError if the source is
-        missing. RACE: another process replaces the target directory (shrink_pending) during our
-        rename. The rename fails with ENOENT, though file and directory exist, and is repeated."""
+        """Repeat a rename that raised FileNotFoundError. If the source is missing, raise
+        FileNotFoundError.
+
+        RACE: another process replaces the target directory (shrink_pending) during our rename. Then
+        the rename fails with ENOENT, although the file and the directory exist."""
         for _ in range(_MAX_REPLACED):
             if not (target and self.exists(source)):
                 raise _os_error(errno.ENOENT, self.root + source)
@@ -1626,8 +1657,8 @@ class _Files:
         raise _os_error(errno.ENOENT, self.root + target)
 
     def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
-        """Rename a file that no other process moves, and replace a file at the target. With
-        must_exist, raise FileNotFoundError if there is no file at the target."""
+        """Rename a file that only this process moves, such as a file in creating/. A file at the
+        target is replaced. With must_exist, raise FileNotFoundError if the target is missing."""
         if must_exist:
             # This check is the last step before the rename. If a person has just moved the target
             # away, the rename would make two tasks of one.
@@ -1650,8 +1681,8 @@ class _Files:
         as well."""
         if not self.is_durable:
             return
-        # RACE: another process moves the task on before it is synced here. Then the directory is
-        # synced, which now lacks the file.
+        # RACE: another process moves the task on before the file is synced here. Then only the
+        # directory is synced, which no longer has the file.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.commit_dir(os.path.dirname(path))
@@ -2182,7 +2213,9 @@ class _Worker:
         outcome: the WorkCounts field to count, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
-        FileNotFoundError if data_dir, or the target's directory, is missing."""
+        FileNotFoundError if data_dir, or the target's directory, is missing. After an OSError of
+        the rename, the task is still leased. If the task has a key, a step after the rename may
+        also raise OSError. Then the task has moved, and the repair job does the missing step."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -2218,13 +2251,14 @@ class _Worker:
 
         On a full disk, done/ may have no room for another name. Then the task is removed: to keep
         a record of finished tasks is the weaker promise. Otherwise the task would run again and
-        again until somebody purges done/."""
+        again until a person purges done/."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             except OSError as error:
-                # If the lease is gone, the rename succeeded, and a later step failed.
+                # If the lease is gone, the rename succeeded, and a later step failed. Then the
+                # error is raised.
                 is_full = error.errno in _OUT_OF_SPACE_ERRNOS and self.files.exists(lease.path)
                 if not is_full:
                     raise
@@ -3102,8 +3136,8 @@ class FemtoQueue:
         call if the disk did not take the task. With a key, also raises OSError where there is no
         flock(2).
 
-        If push() raises, `data` is not in the queue. There are two exceptions: a worker took the
-        task before its sync failed, or the last paragraph below applies.
+        If push() raises, `data` is not in the queue, except in two cases. First, a worker may have
+        claimed the task before the sync of the task failed. The last paragraph has the second case.
 
         On disk: when push() returns, the file of the task is in pending/, or a buffered payload is
         in keys/. The file is written in creating/, and then moved by rename(2). A rename is atomic
@@ -3111,10 +3145,10 @@ class FemtoQueue:
         directory follows.
 
         A payload is replaced by renameat2(2) with RENAME_EXCHANGE. Names can't be exchanged on NFS,
-        on FUSE, and where the system is not Linux. There, the new payload of a task in pending/
-        waits in keys/, and the claim of the task takes the payload along. Other payloads are
-        replaced by rename(2). A push that raised because only its sync failed may then have
-        replaced the payload.
+        on FUSE, and where the system is not Linux. There, rename(2) replaces the payload. But if
+        the task is in pending/, a worker may claim the task at the same time. So the new payload
+        waits in keys/, and the claim of the task takes the payload along. If only the sync after
+        such a rename(2) failed, push() raises although the payload has been replaced.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -3386,7 +3420,11 @@ class FemtoQueue:
 
         Raises LeaseLost if this delivery no longer holds the lease; then nothing is changed. Raises
         TypeError if `task` is not a FemtoTask, and the OSError of the system call if there is
-        trouble with the disk. If only the sync failed, the task has moved all the same.
+        trouble with the disk.
+
+        After an OSError, done() may be called again. If the rename(2) or unlink(2) failed, the task
+        is still leased, and the next call tries again. If only a later step failed, such as the
+        sync, the task has moved all the same, and the next call raises LeaseLost.
 
         On disk: when done() returns, the file of the task is in done/, or is deleted. The rename(2)
         or unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX),
