@@ -1852,6 +1852,16 @@ class _QueueClock:
 # 8. Backlog: a sorted batch of names in pending/, kept in memory.
 #    Invariant: each name in the batch has the form of a task's name. The name is a hint: only the
 #    claim tells whether the task still waits.
+#    A pop() takes the oldest name of the batch. Four rules keep the order of delivery. They also
+#    make sure that pop() does not take a queue with tasks for an empty one:
+#    - All names may be dropped at any time. Then the next pop() lists pending/ again. A pop() finds
+#      the queue empty only if its own listing shows no task (_Housekeeper.refill() in room 11).
+#    - A single name may be dropped only if the file is missing, or if the task made trouble.
+#      Otherwise younger tasks would be delivered first.
+#    - A name may be added only if it sorts before the youngest name in the batch. Beyond that name,
+#      pending/ may have tasks that are not in the batch.
+#    - A listing must keep the oldest names, and must leave out tasks that were pushed while it went
+#      on: see relist().
 # ==================================================================================================
 
 _MAX_BATCH = 1 << 17  # names to keep in memory, which take up to 11 MB
@@ -1859,9 +1869,10 @@ _CHUNK = 1 << 16  # directory entries to read before the batch is cut again
 _FEW = 1000  # a directory with fewer names is listed in one piece
 _AT_ONCE = 256  # names that the system lists in one call, so that no push comes in between
 _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
-_MAX_TROUBLES = 10_000  # tasks that made trouble, to remember
+_MAX_TROUBLES = 10_000  # the number of tasks that made trouble to remember
 _LOSSES = 64  # after so many lost claims, a pop() looks at the lease directory again
-# Listings for one task, by a pop() that loses every claim or for a key whose task moves meanwhile.
+# How often to list the directories for one task. A pop() lists them again if it lost every claim. A
+# search for the task of a key lists them again if the task moved meanwhile.
 _MAX_LISTINGS = 8
 _is_waiting = _FORMS["pending"]
 
@@ -1890,11 +1901,14 @@ class _Backlog:
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = 0  # the number of names in pending/ at the last listing
-        # Tasks that this worker could not read or move, by id: how often that happened, and until
-        # when the task is passed over. Kept in memory only, because another worker may succeed.
+        # The tasks that this worker could not read or move. By the id: how often that happened, and
+        # until when the task is passed over. This is kept in memory only, because another worker
+        # may be able to read or move the task.
         self._troubles: dict[str, tuple[int, float]] = {}
         self._listed_s = 0.0
-        self.refill_s = 0.0  # when to list pending/ again even if names are left
+        # When to list pending/ again even if names are left. Another process may have put an older
+        # task into pending/, for example by release(front=True).
+        self.refill_s = 0.0
 
     def relist(self, now_s: float) -> None:
         """List pending/. `now_s` is the time on the monotonic clock.
@@ -1932,8 +1946,8 @@ class _Backlog:
 
     def pass_over(self, ident: str) -> None:
         """Leave a task that made trouble out of the next listings. After the first trouble the task
-        is not left out, because the trouble may be over. After the second it is left out for 1 s,
-        and each further time for twice as long, up to an hour."""
+        is not left out, because the trouble may be over. After the second trouble the task is left
+        out for 1 s, and after each further trouble for twice as long, up to an hour."""
         with self._lock:
             now_s, (times, _) = time.monotonic(), self._troubles.get(ident, (0, 0.0))
             pause_s = min(2.0 ** min(times - 1, 12), _LONGEST_TROUBLE_S) if times else 0.0
@@ -1951,11 +1965,11 @@ class _Backlog:
 
     def drop_taken(self, lost: str) -> None:
         """After a lost claim, drop the oldest names of the batch whose files are missing. To look
-        at a file costs a third of a failed rename().
+        at a file costs a third of a failed rename(). A task with a key is not dropped.
 
-        RACE: another process pushes a newer payload of a key after the listing, and renames the
-        waiting task: its attempts are 0 again. The place of the task is the same, so the new name
-        is the next one in the batch."""
+        RACE: after the listing, another process pushes a newer payload for the key of the task at
+        `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
+        place. So the new name is put into the batch, as the next name to claim."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
@@ -2184,7 +2198,8 @@ class _Worker:
         self.renewer = _LeaseRenewer(self)
 
     def note_arrival(self, path: str) -> None:
-        # A task came to `path`: tell the backlog, or the job that enqueues due tasks.
+        # This process has put a task at `path`. If that is in pending/, tell the backlog. If it is
+        # in scheduled/, tell the job that enqueues due tasks. Otherwise do nothing.
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
@@ -2616,17 +2631,21 @@ class _Worker:
             error.task_id = ident  # type: ignore[union-attr]
 
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim that an exception interrupted: the task returns to its place, uncounted.
+        """Undo a claim after an exception: the task returns to its place, uncounted.
 
-        There are two exceptions. First, if the task itself caused the error (the error has a
-        task_id), the task must not block the tasks behind it. So this worker passes the task over
-        for a while. The task goes to the back of pending/, counted. After the last attempt
-        (max_attempts), the task becomes a dead letter instead. If take() claimed the task in
-        scheduled/, the task returns there, uncounted. If the claim itself failed, the task stays
-        in its place.
+        Two cases differ. In the first case, the task itself caused the error, and the error has a
+        task_id. Then the task must not block the tasks behind it. So the task goes to the back of
+        pending/, counted, and this worker passes it over for a while (_Backlog.pass_over() keeps
+        that time). After the last attempt (max_attempts), the task becomes a dead letter instead.
+        If take() claimed the task in scheduled/, the task returns there, uncounted. If the claim
+        itself failed, the task stays in its place.
 
-        Second, if something else could not be read, such as the state of the key, a task from
-        pending/ goes to the back, uncounted.
+        In the second case, something else could not be read, for example the state of the key. Then
+        a task from pending/ goes to the back, uncounted.
+
+        pop() and take() then raise the error. If the error has a task_id, work() and the command
+        `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The command
+        `pop` reports the error, and exits with status 2.
         """
         place = waiting if lease.path else ""
         # For an error that a signal handler raised, errno is None.
@@ -3276,10 +3295,10 @@ class FemtoQueue:
         If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
         the id of the task. This happens if this user may not read or move the file, or if the
         payload does not fit into memory. The next pop(), in this process or another, takes the next
-        task. A task that can't be read goes to the back of the queue. The attempts of the task
-        count this delivery, so that max_attempts ends the task in failed/. A task that can't be
-        moved stays in its place. If the same task makes trouble again, this object passes the task
-        over for a pause that grows from a second to an hour.
+        task. A task that can't be read goes to the back of the queue. This delivery counts as an
+        attempt, so a task with max_attempts ends in failed/. A task that can't be moved stays in
+        its place. From the second trouble with a task on, this object passes the task over for a
+        while: for a second at first, then for twice as long each time, up to an hour.
 
         A wait ends when inotify(7) reports a task, or else at the next look, at most
         poll_interval_s later. A wait also ends when a task comes due, when a lease ends, and within
@@ -5254,13 +5273,13 @@ class _WorkerPool:
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does; but log the trouble with a single task and return None,
-        because the other tasks are not affected.
+        """Take a task as _take() does. If a single task makes trouble, log the error and return
+        None, because the other tasks are not affected.
 
-        Raises the OSError or MemoryError if it does not name a task. Raises it, too, if only such
-        trouble has come for more than _TROUBLE_S, and no handler runs. A task that is taken ends
-        the trouble. A wait that finds no task also does, except with drain: there, the pool may be
-        waiting for just these tasks to end."""
+        Raises an OSError or MemoryError that has no task_id. Also raises an error with a task_id if
+        every attempt to take a task has met such trouble for more than _TROUBLE_S, and no handler
+        runs. The time starts anew when a task is taken. It also starts anew when a wait finds no
+        task, but not with drain: then the pool may be waiting for the tasks that make trouble."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -5276,8 +5295,8 @@ class _WorkerPool:
         return task
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, or return None. Waits for a task for a moment only, because no event tells
-        that the result of is_stopped() has changed."""
+        """Take a task, or return None if no task comes for a moment. The wait is short, because no
+        event reports that the result of is_stopped() has changed."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
