@@ -6447,8 +6447,8 @@ class _SharedNumbers(_Numbers):
 #     Invariant: data is written to a stream as a whole, or an error is raised.
 # ==================================================================================================
 
-_REDRAW_S = 0.5  # between two forms of the line at the bottom of a terminal
-_OPEN_LINE_S = 10.0  # for which an unfinished line keeps other jobs from writing
+_REDRAW_S = 0.5  # the pause between two drawings of the line at the bottom of a terminal
+_OPEN_LINE_S = 10.0  # for at most this time, an unfinished line keeps other jobs from writing
 _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
 
 
@@ -6459,7 +6459,8 @@ def _writable(fd: int) -> None:
     """Wait until a descriptor can be written to, or for 50 ms."""
     import select
 
-    with suppress(ValueError):  # a descriptor of 1024 or more, without poll(): the caller looks
+    # ValueError: without poll(), a descriptor of 1024 or more. The caller tries again at once.
+    with suppress(ValueError):
         if hasattr(select, "poll"):
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
@@ -6483,7 +6484,8 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _read_some(fd: int) -> bytes:
-    """Wait for bytes of a descriptor, which may be non-blocking; return b"" at its end."""
+    """Wait until bytes come from a descriptor, and return the bytes. Return b"" at the end of the
+    file or pipe. The descriptor may be non-blocking."""
     while True:
         try:
             return os.read(fd, 1 << 16)
@@ -6492,20 +6494,24 @@ def _read_some(fd: int) -> bytes:
 
 
 class _Progress:
-    """How much of a queue is left, how fast it gets less, and how long that will take.
+    """The progress of a queue: how many tasks are left, the rate, and the time until none is left.
 
-    The rate is the queue's, with all its workers and producers. It is computed from the number of
-    tasks that wait or run, and from how that number shrinks. If producers push as fast as workers
-    take, the number does not change. Then the rate is the number of tasks that this worker ends.
+    A task is left if it waits or is leased. The rate is how fast the number of these tasks falls,
+    through all workers and producers of the queue. But the rate is never less than the rate at
+    which this worker ends tasks. Otherwise the rate would be 0 if producers push as fast as workers
+    take tasks.
     """
 
-    _SPAN_S, _SPAN_TASKS = 10.0, 20  # what a rate is taken from, at least, if there is so much
-    _NOISE_TASKS = 2  # a queue that is longer by no more than that does not grow
+    # A rate is taken over at least so many seconds, and at least so many tasks, if the samples
+    # reach back so far.
+    _SPAN_S, _SPAN_TASKS = 10.0, 20
+    _NOISE_TASKS = 2  # a queue does not count as growing if it is longer by at most so many tasks
     _MAX_SAMPLES = 120
 
     def __init__(self, data_dir: str) -> None:
         self._root = os.path.abspath(data_dir)  # the current directory may be removed later
-        self._samples: list[tuple[float, int, int]] = []  # when, how many were left, and ended
+        # Each sample has the time, the number of tasks left, and the number of tasks ended.
+        self._samples: list[tuple[float, int, int]] = []
         self._next_s = 0.0
         self.waiting, self.running = 0, 0
 
@@ -6515,11 +6521,11 @@ class _Progress:
         return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the latest dead letters, the last one first; of a thousand, those of
-        the youngest tasks."""
+        """Return the ids of the latest dead letters, the latest first. Only the thousand youngest
+        tasks in failed/ are looked at."""
 
         def moved_s(name: str) -> float:
-            with suppress(OSError):  # it has just been retried
+            with suppress(OSError):  # RACE: another process has just retried the task
                 return os.stat(os.path.join(self._root, "failed", name)).st_ctime
             return 0.0
 
@@ -6527,22 +6533,24 @@ class _Progress:
         return sorted(youngest, key=moved_s)[: -count - 1 : -1]
 
     def look(self, ended: int, now: bool = False) -> None:
-        """Count what is left, unless that was done just now: counting takes at most 1 % of the
-        time. `ended` is how many tasks this worker has ended. Raises OSError."""
+        """Count the tasks that are left, and keep a sample. Do nothing if the last count is so
+        recent that counting would take more than 1 % of the time. With `now`, count in any case.
+        `ended` is the number of tasks that this worker has ended. Raises OSError."""
         began_s = time.monotonic()
         if began_s < self._next_s and not now:
             return
         self.waiting = sum(len(self.names(it)) for it in _WAITING_DIRS)
         self.running = 0
         for directory in filter(_parse_node_dir, os.listdir(self._root)):
-            with suppress(FileNotFoundError, NotADirectoryError):  # the worker has ended
+            # RACE: the worker has ended, and its directory was removed after the listing.
+            with suppress(FileNotFoundError, NotADirectoryError):
                 self.running += len(self.names(directory))
         now_s = time.monotonic()
         self._next_s = now_s + 100 * (now_s - began_s)
         self.note(now_s, self.waiting + self.running, ended)
 
     def note(self, now_s: float, left: int, ended: int = 0) -> None:
-        """Keep a sample; of old ones, every second one goes if there are many."""
+        """Keep a sample. If there are too many samples, drop every second one of the older half."""
         self._samples.append((now_s, left, ended))
         if len(self._samples) > self._MAX_SAMPLES:
             del self._samples[1 : self._MAX_SAMPLES // 2 : 2]
@@ -6580,7 +6588,8 @@ class _Progress:
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. `counts`: by the fields of WorkCounts, this worker's."""
+        """Return the line of progress. `counts` has the numbers of this worker's deliveries, by the
+        fields of WorkCounts."""
         ended = [f"{counts.get(it, 0)} {it}" for it in _OUTCOMES if counts.get(it)]
         parts = ["  ".join(ended or ["0 done"])]
         parts.append(f"{self.running} running  {self.waiting} waiting")
@@ -6602,27 +6611,31 @@ def _rough_time(seconds: float) -> str:
 class _Output:
     """The worker's standard output and standard error, which all of its threads write to.
 
-    A line that a job has begun is finished before other jobs write, unless that takes too long. On
-    a terminal a line at the bottom shows the progress; it is cleared before anything is written.
+    While a job has an unfinished line, other jobs wait for the end of the line, but for at most
+    _OPEN_LINE_S. On a terminal, the line at the bottom shows the progress. The line is cleared
+    before other output is written, and drawn again after that.
     """
 
     def __init__(self) -> None:
-        # A turn is held while a thread writes. Each stream has its own: if nobody reads standard
-        # output, the log still gets through. Streams that lead to the same file share a turn.
+        # A thread holds the turn of a stream while it writes to the stream. Each stream has a turn
+        # of its own: if standard output is not read, the log is still written. Streams that lead to
+        # the same file share a turn.
         self._turns = {fd: threading.Condition() for fd in (1, 2)}
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
                 self._turns[1] = self._turns[2]
-        self._owners: dict[threading.Condition, object] = {}  # of lines that have begun
+        # The job that has an unfinished line on the stream, by the turn of the stream.
+        self._owners: dict[threading.Condition, object] = {}
         self.has_terminal = os.isatty(2)
         self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
-        self._line: str | None = ""  # the line at the bottom of the terminal; None: no longer one
-        self._shown = 0  # the length of the line as it is shown
-        self._is_at_start = True  # of a line: nothing that is unfinished stands there
+        self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
+        self._shown = 0  # the length of the line that is on the terminal now
+        self._is_at_start = True  # the output before the line at the bottom ended with a newline
 
     def put(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write bytes of a job (its `owner`) or of the worker; they end a line if is_whole."""
+        """Write bytes of a job (the `owner`) or of the worker (None). is_whole: the bytes end with
+        a whole line, so that other jobs may write."""
         if not data:
             return
         turn = self._turns[fd]
@@ -6657,7 +6670,8 @@ class _Output:
         self._shown = len(line)
 
     def clear_now(self) -> bytes:
-        """Return what begins a new line, for a signal handler: that must not wait for a lock."""
+        """Return the bytes that begin a new line on the terminal. A signal handler uses this method
+        instead of put(), because it must not wait for a lock."""
         return self._clearing() if self._shown else b"\n"
 
     def _columns(self) -> int:
@@ -6666,8 +6680,8 @@ class _Output:
         return 80
 
     def _clearing(self) -> bytes:
-        """Return what clears the line that is shown. If the terminal is narrower by now than the
-        line, the line is in several rows."""
+        """Return the bytes that clear the line at the bottom. If the terminal has become narrower
+        than the line, the line takes several rows, and all of these are cleared."""
         if not self._shown:
             return b""
         if self._is_dumb:
@@ -6678,14 +6692,21 @@ class _Output:
 
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
-#     A job consists of CMD's process, the leader of a session, and of all of its descendants.
+#     The leader of a job is CMD's process, which also leads a session. The job consists of the
+#     processes in this session and their descendants (_members). On systems without /proc, it is
+#     only the leader's process group. A process that left the session is no longer found when its
+#     parents have ended, unless an earlier look found it.
+#     _terminate() ends a job: at the time limit (_CommandPool._follow), at the second signal
+#     (_CommandPool._abort), or after an error.
 #     Invariant: the watchdog knows each job that may run. If this worker dies, the watchdog kills
 #     those jobs.
 # ==================================================================================================
 
-_GRACE_S = 5.0  # between a signal to a job and SIGKILL
-_REASON_BYTES = 4096  # of the end of CMD's standard error
-_SH_NAME = "femtoqueue work"  # what sh calls itself in messages; CMD may be a femtoqueue
+_GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
+_REASON_BYTES = 4096  # the end of CMD's standard error that becomes the reason of a failure
+# The name of sh in its error messages. _judge() looks for this name. CMD may itself be a
+# `femtoqueue`, whose messages have another name.
+_SH_NAME = "femtoqueue work"
 # The script that sh runs in the process that becomes CMD. It writes the pid to the watchdog's pipe,
 # closes the pipe and executes CMD, which then has descriptors 0, 1 and 2 only.
 # CRASH: the worker dies after the fork() and before the script writes. The new process still holds
@@ -6708,7 +6729,7 @@ class _Relay(threading.Thread):
     def __init__(self, pipe: Any, fd: int, process: Any, pool: Any) -> None:
         super().__init__(daemon=True)  # a stalled reader must not keep the worker alive
         self._pipe, self._fd, self._process, self._pool = pipe, fd, process, pool
-        self.tail, self._rest = b"", b""  # the rest: of a line, to be written with its end
+        self.tail, self._rest = b"", b""  # _rest: the part of a line whose end has not come
         self._is_open = False  # the beginning of a line has been passed on
         self.error: Exception | None = None
         self.is_through = threading.Event()
@@ -6746,8 +6767,8 @@ class _Relay(threading.Thread):
         self._end_line()
 
     def _take(self, data: bytes) -> None:
-        """Pass on whole lines, and the beginning of a line that is too long to be kept; with one
-        job at a time, whatever comes."""
+        """Pass on the data. If jobs run side by side, pass on only whole lines, and keep the rest
+        until the line is whole or too long."""
         self.tail = (self.tail + data)[-_REASON_BYTES:]
         if self._pool.jobs == 1:
             self._pool.pass_on(self._fd, data)
@@ -6762,7 +6783,8 @@ class _Relay(threading.Thread):
             self._rest, self._is_open = b"", True
 
     def _end_line(self) -> None:
-        """End the last line of a job, if jobs run side by side."""
+        """Pass on the rest of a line, and end the line. If jobs do not run side by side, there is
+        no rest."""
         if self._rest or self._is_open:
             self._pool.pass_on(self._fd, self._rest + b"\n", self._process)
         self._rest, self._is_open = b"", False
@@ -6785,7 +6807,7 @@ class _Process:
     def __init__(self, popen: Any) -> None:
         self.pid, self._popen = popen.pid, popen
         self.status: int | None = None
-        self.is_watched = True  # the watchdog was told of its end
+        self.is_watched = True  # False: the watchdog is dead, and was not told of the end of CMD
         self.woken = threading.Event()
 
     def end(self, status: int) -> None:
@@ -6810,8 +6832,8 @@ class _Processes:
         threading.Thread(target=self._reap_all, daemon=True).start()
 
     def start(self, words: list[Any], **settings: Any) -> tuple[_Process, Any]:
-        """Start CMD as the leader of a session, and return it, and its Popen. Raises OSError or
-        ValueError if the words can't be arguments."""
+        """Start CMD as the leader of a session. Return its process, and its Popen object. Raises
+        OSError or ValueError if the words can't be arguments."""
         import subprocess
 
         with self._lock:
@@ -6819,7 +6841,7 @@ class _Processes:
                 ["/bin/sh", "-c", _START.format(self._watchdog), _SH_NAME, *words],
                 bufsize=0,
                 pass_fds=[self._watchdog],
-                start_new_session=True,  # a Ctrl-C is for the worker, which finishes
+                start_new_session=True,  # Ctrl-C reaches only the worker, which lets CMD finish
                 **settings,
             )
             process = self.running[popen.pid] = _Process(popen)
@@ -6828,24 +6850,27 @@ class _Processes:
     def _reap_all(self) -> None:
         while True:
             for pid in self._ended():
-                with self._lock:  # it may have been started just now
+                with self._lock:  # wait until start() has put the process into `running`
                     self._reap(pid)
 
     def _ended(self) -> list[int]:
-        """Wait until a child has ended; return those that may have. None is reaped."""
-        with suppress(AttributeError, ChildProcessError):  # macOS before Python 3.13; no child
+        """Wait until a child has ended, and return its pid. Where that is not possible, wait for a
+        moment, and return the pids in `running`: any of them may have ended. No child is reaped."""
+        # AttributeError: macOS before Python 3.13. ChildProcessError: there is no child.
+        with suppress(AttributeError, ChildProcessError):
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             return [ended.si_pid] if ended else []
         time.sleep(0.05)
         return [*self.running]
 
     def _reap(self, pid: int) -> None:
-        """Reap a child that has ended, and tell the watchdog before.
+        """Reap a child that has ended. Before that, tell the watchdog that the process has ended.
 
         After the reaping, the system may give the pid to another process. The watchdog must not
         kill that process."""
         process = self.running.get(pid)
-        with suppress(ChildProcessError):  # a CMD that could not be started: Popen has reaped it
+        # ChildProcessError: CMD could not be started, and Popen has reaped the child.
+        with suppress(ChildProcessError):
             if process is not None and self._has_ended(pid):
                 try:
                     os.write(self._watchdog, b"-%d\n" % pid)
@@ -6863,7 +6888,8 @@ class _Processes:
 
 
 class _Member(NamedTuple):
-    """A process of a job. Its pid alone does not name it for long: pids are used again."""
+    """A process of a job. The time of its start is part of the name of a process, because the
+    system may give the pid of an ended process to another one."""
 
     started: int  # proc(5): starttime
     pid: int
@@ -6871,16 +6897,16 @@ class _Member(NamedTuple):
 
 
 def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Member]:
-    """Return the running processes of jobs.
+    """Return the processes of jobs that still run.
 
     leaders: the pids of the jobs' leaders.
-    known: processes that are known to belong to the jobs, from an earlier call.
+    known: processes of the jobs that an earlier call found.
 
-    A process belongs to a job if it is in the leader's session, or descends from such a process.
-    Zombies are left out: they no longer run, and their parents may never reap them.
+    A process belongs to a job if it is in the leader's session, or descends from such a process, or
+    is in `known`. Zombies are left out: a zombie no longer runs, and may never be reaped.
     """
     leaders, known = {*leaders}, {*known}
-    if not os.path.exists("/proc/self/stat"):  # no Linux: the process group is all that is known
+    if not os.path.exists("/proc/self/stat"):  # not Linux: only the process group is known
         return _signal([_Member(0, pid, pid) for pid in leaders], 0)
     found, zombies = set[_Member](), set[_Member]()
     children = defaultdict[int, list[_Member]](list)
@@ -6888,7 +6914,7 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 state, *fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # it has just ended
+        except OSError:  # RACE: the process has just ended
             continue
         parent, group, session = map(int, fields[:3])
         member = _Member(int(fields[18]), int(name), group)
@@ -6906,8 +6932,8 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
 
 
 def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
-    """Signal the process groups of some processes. Return those whose group
-    took the signal.
+    """Send signals to the process groups of some processes. Return the processes whose group got
+    the signals.
 
     RACE: a signal ends a shell's child, and the shell continues before it gets the signal itself.
     Then the shell may end with status 0, as if its child had done its work. Therefore each group is
@@ -6916,7 +6942,7 @@ def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
     for it in members:
         if it.group not in reached:
             reached[it.group] = False
-            with suppress(OSError):  # it has just ended, or is another user's
+            with suppress(OSError):  # the group has just ended, or belongs to another user
                 for number in numbers:
                     os.killpg(it.group, number)
                 reached[it.group] = True
@@ -6924,8 +6950,11 @@ def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
 
 
 def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
-    """Signal the processes of jobs, and kill those that still run after _GRACE_S. Stopped processes
-    are continued: they could not handle the signal otherwise."""
+    """End the jobs with these leaders, and wait until no process of the jobs runs.
+
+    Each process group of the jobs gets the signal `number`. It also gets SIGCONT, because a stopped
+    process could not handle the signal. Processes that still run after _GRACE_S are killed. A
+    process of another user, which takes no signal from us, is not waited for."""
     import signal
 
     leaders, end_s = [*leaders], time.monotonic() + _GRACE_S
@@ -6934,7 +6963,7 @@ def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
         time.sleep(0.02)
         members = _signal(_members(leaders, members), 0)
     while members := _signal(_members(leaders, members), signal.SIGKILL):
-        time.sleep(0.02)  # RACE: a process may have forked just before
+        time.sleep(0.02)  # RACE: a process may have forked just before the signal, so look again
 
 
 def _start_watchdog() -> int:
@@ -6950,17 +6979,19 @@ def _start_watchdog() -> int:
     """
     import signal
 
-    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
+    # The parent of this worker may have left SIGCHLD ignored. Then each CMD would seem to have
+    # ended with status 0.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reading, writing = os.pipe()
-    # Signals to all processes of a group, or of a scheduler's job, are not for the watchdog.
+    # The watchdog blocks all signals. A signal to a whole process group, or to all processes of a
+    # scheduler's job, must not end the watchdog.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if os.fork():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reading)
         watchdog: int = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, 3)
         os.close(writing)
-        if watchdog > 9:  # sh names no other descriptors
+        if watchdog > 9:  # in a redirection, sh knows only descriptors of one digit
             raise OSError(errno.EMFILE, "descriptors 3 to 9 are in use; work needs one of them")
         return watchdog
     try:
@@ -6970,7 +7001,7 @@ def _start_watchdog() -> int:
         for report in map(int, os.fdopen(reading, closefd=False)):
             (leaders.add if report > 0 else leaders.discard)(abs(report))
         while members := _signal(_members(leaders), signal.SIGKILL):
-            leaders.update(it.pid for it in members)  # their children
+            leaders.update(it.pid for it in members)  # the next look finds their children, too
             time.sleep(0.001)
     finally:
         os._exit(0)
@@ -6978,13 +7009,13 @@ def _start_watchdog() -> int:
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     The pool has these threads, and none of them waits for another one's output: a thread for each
-#     job, which keeps the time limit and judges the end; a relay for each pipe of a job (22); one
-#     that reaps (22); and one that reports progress.
-#     Invariant: of a queue, only public methods are used.
+#     The pool has several threads. Each job has a thread that keeps the time limit and judges how
+#     CMD ended. Each pipe of a job has a relay (22). One thread reaps children (22), and one thread
+#     reports the progress. So if the output of a job stalls, the time limits are still kept.
+#     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
-_REPORT_S = 10.0  # between two lines of progress
+_REPORT_S = 10.0  # the pause between two lines of progress
 
 
 class _CommandPool(_WorkerPool):
@@ -6997,13 +7028,15 @@ class _CommandPool(_WorkerPool):
     def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
-        self._is_threaded = True  # no signal must come between a command's start and its report
+        # With one job, too, use a thread. In the main thread, a signal could interrupt the start of
+        # a command before its process is known.
+        self._is_threaded = True
         self._options, self.jobs = options, options.jobs
         self._processes = _Processes(watchdog)
         self._output, self._progress = _Output(), _Progress(os.fspath(queue.data_dir))
-        self._relays: list[_Relay] = []  # that may still run
-        self._is_told = threading.Event()  # that the first signal came
-        self._is_over = threading.Event()  # nothing more is reported as it goes
+        self._relays: list[_Relay] = []  # the relays that may still run
+        self._is_told = threading.Event()  # set when the first signal has come
+        self._is_over = threading.Event()  # set when no more progress is to be reported
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
@@ -7014,7 +7047,7 @@ class _CommandPool(_WorkerPool):
             reporter.start()
         try:
             self.run()
-        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
+        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads are allowed
             self._end_report(f"femtoqueue: {error}\n")
             return 2
         if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
@@ -7028,25 +7061,26 @@ class _CommandPool(_WorkerPool):
     # Progress, and what is written
 
     def _report_all(self) -> None:
-        """Report the progress again and again: on a terminal in a line that is rewritten in place,
-        elsewhere by a line now and then."""
+        """Report the progress until `_is_over` is set. On a terminal, redraw the line at the bottom
+        every _REDRAW_S. Elsewhere, write a line every _REPORT_S."""
         pause_s = _REDRAW_S if self._output.has_terminal else _REPORT_S
         while not self._is_over.wait(pause_s):
             text = self._progress_text()
-            with suppress(OSError):  # the terminal is gone; what runs is finished
+            with suppress(OSError):  # the terminal is gone; the running jobs are finished
                 if self._output.has_terminal:
                     self._output.show(text)
                 elif text and not self._is_over.is_set():
                     self.write(f"{text}\n")
 
     def _progress_text(self, now: bool = False) -> str:
-        with suppress(OSError):  # pop() meets it, too
+        with suppress(OSError):  # pop() meets the same trouble, and raises the error
             self._progress.look(sum(self.counts[it] for it in _ENDED), now)
             return self._progress.text(self.counts)
         return ""
 
     def _end_report(self, text: str = "") -> None:
-        """Write a text, and the last line of progress; nothing is shown below them."""
+        """Write a text and the last line of progress. From now on, no line is shown at the bottom
+        of the terminal."""
         self._is_over.set()
         with suppress(OSError):
             self._output.show(None)
@@ -7062,16 +7096,16 @@ class _CommandPool(_WorkerPool):
         return set()
 
     def write(self, text: str) -> None:
-        """Write to standard error, also for the log."""
-        with suppress(OSError):  # the terminal is gone; what runs is finished
+        """Write a text to standard error. The log writes through this method, too."""
+        with suppress(OSError):  # the terminal is gone; the running jobs are finished
             self._output.put(2, text.encode("utf-8", "backslashreplace"))
 
     def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write output of a job. Raises OSError, unless this worker is told to stop and the reader
-        is gone.
+        """Write output of a job. Raises OSError if the write fails.
 
-        A Ctrl-C ends the worker's `| tee log`, too, and a SIGHUP says that the terminal is gone.
-        The jobs that run are finished, and their output is dropped."""
+        But if the reader of the output is gone and this worker was told to stop, drop the output:
+        the running jobs are to be finished. For example, Ctrl-C ends `tee` in
+        `femtoqueue work ... | tee log`, too, and SIGHUP means that the terminal is gone."""
         try:
             self._output.put(fd, data, owner, is_whole)
         except OSError as error:
@@ -7082,7 +7116,8 @@ class _CommandPool(_WorkerPool):
     # Signals
 
     def _tell_stop(self) -> None:
-        """Tell of the first signal, in its handler, unless that would block."""
+        """Write a message about the first signal, unless the write would block. This is called in
+        the signal handler."""
         import select
 
         self._is_told.set()
@@ -7119,18 +7154,18 @@ class _CommandPool(_WorkerPool):
                 self._judge(task, process, status, text)
         except (_CommandFailed, LeaseLost):
             raise
-        except Exception as error:  # a full TMPDIR, a missing module, a reader that has left, ...
+        except Exception as error:  # a full TMPDIR, a missing module, no reader of the output, ...
             raise SystemExit(str(error) or type(error).__name__) from error
 
     def _payload_file(self, task: FemtoTask) -> Any:
-        """Return a file that has no name, with the payload. Raises OSError."""
+        """Return a file without a name that holds the payload, for CMD to read. Raises OSError."""
         import tempfile
 
         file = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             file.write(task.data)
-            file.seek(0)  # and it is flushed
-        except OSError:  # perhaps it alone is too large: others' turn comes first
+            file.seek(0)  # this also flushes the payload
+        except OSError:  # perhaps only this payload is too large: let the other tasks come first
             self._queue.release(task, counted=False)
             with suppress(OSError):
                 file.close()
@@ -7138,7 +7173,8 @@ class _CommandPool(_WorkerPool):
         return file
 
     def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
-        """Open the files in --output-dir. A disk or a quota that is full fails the try."""
+        """Open the files in --output-dir. If the disk or the quota is full, the attempt fails:
+        raises _CommandFailed."""
         if self._output_dir is None:
             return []
         paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
@@ -7152,19 +7188,20 @@ class _CommandPool(_WorkerPool):
     def _start(
         self, task: FemtoTask, payload: Any, outputs: list[Any]
     ) -> tuple[_Process, list[_Relay]]:
-        """Start CMD, with relays of its output unless that goes to files."""
+        """Start CMD, and a relay for each of its pipes. Return the process and the relays. If the
+        output goes to files, there are no relays."""
         import subprocess
 
         words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
         env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
-        # As UTF-8, whatever the locale is.
+        # The key is passed in UTF-8, whatever the locale is.
         env["FEMTOQUEUE_KEY"] = os.fsdecode((task.key or "").replace("\0", "%00").encode())
         out, err = outputs or [subprocess.PIPE] * 2
         try:
             process, popen = self._processes.start(
                 words, env=env, stdin=payload, stdout=out, stderr=err
             )
-        except (OSError, ValueError) as error:  # ValueError: a zero byte
+        except (OSError, ValueError) as error:  # ValueError: an argument has a zero byte
             if getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
                 raise
             self._refuse(task, str(error))
@@ -7174,13 +7211,14 @@ class _CommandPool(_WorkerPool):
         try:
             for relay in relays:
                 relay.start()
-        except BaseException:  # no more threads
+        except BaseException:  # the system allows no more threads
             _terminate([process.pid])
             raise
         return process, relays
 
     def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
-        """Make a dead letter of a task at once: another try would end in the same way."""
+        """Make a dead letter of a task at once, because another attempt would fail in the same way.
+        Raises _CommandFailed."""
         text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
         self._queue.fail(task, text)
         raise _CommandFailed(text)
@@ -7188,10 +7226,12 @@ class _CommandPool(_WorkerPool):
     def _follow(
         self, task: FemtoTask, process: _Process, relays: list[_Relay]
     ) -> tuple[int | None, bool]:
-        """Wait until CMD has ended and its output is passed on; end the job at its time limit.
+        """Wait until CMD has ended, and until its output is passed on. If CMD runs longer than the
+        time limit (--task-timeout), end the job.
 
-        Returns CMD's exit status, or None if the time limit ended the job; and whether CMD failed
-        because this worker is told to stop. Raises the error of a relay."""
+        Returns two values. The first is CMD's exit status, or None if the time limit ended the job.
+        The second is True if CMD failed because this worker was told to stop. Raises the error of a
+        relay; an error ends the job, too."""
         time_limit_s = self._options.task_timeout or None
         end_s = _end_s(time_limit_s)
         status: int | None = None
@@ -7207,13 +7247,15 @@ class _CommandPool(_WorkerPool):
         finally:
             if process.status is None:
                 _terminate([process.pid])
-        # A reader that has stalled does not keep a job beyond its time.
+        # Wait for the output, too. If there is a time limit, the wait ends at this limit, or
+        # _GRACE_S from now if that is later: the reader of the output may have stalled.
         passed_s = max(end_s, time.monotonic() + _GRACE_S)
         for relay in relays:
             relay.is_through.wait(time_limit_s and passed_s - time.monotonic())
         _raise_first(relays)
         is_stopped = self._ended_by_stop(status, task)
-        # CMD may be a shell whose program still saves its state: not twice at once.
+        # CMD may be a shell that ended by the signal, while its program still saves its state. The
+        # task must not run again at the same time. So wait until the whole job has ended.
         while is_stopped and _members([process.pid]):
             if time.monotonic() >= end_s:
                 _terminate([process.pid])
@@ -7221,10 +7263,11 @@ class _CommandPool(_WorkerPool):
         return status, is_stopped
 
     def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
-        """Raise _CommandFailed if CMD failed, SystemExit if it could not be run."""
+        """Raise _CommandFailed if CMD failed. Raise SystemExit if CMD could not be run, or if it
+        failed after the watchdog had been killed."""
         if status and not process.is_watched:
             raise SystemExit("the watchdog of this worker was killed")
-        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # says sh
+        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # the error is from sh
             if os.strerror(errno.E2BIG) in tail:
                 self._refuse(task, os.strerror(errno.E2BIG))
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
@@ -7236,8 +7279,12 @@ class _CommandPool(_WorkerPool):
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
-        """Whether CMD failed as this worker is told to stop. RACE: a scheduler signals CMD and us;
-        CMD may end of it before ours has come. So that is waited for, where it may be so."""
+        """Return whether CMD failed because this worker was told to stop. Then the attempt does not
+        count.
+
+        RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
+        worker. So wait _ONE_SIGNAL_S for the signal in two cases: a signal that stops workers has
+        ended CMD, or this attempt is the last one."""
         if not status:
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
@@ -7246,37 +7293,50 @@ class _CommandPool(_WorkerPool):
 
 
 def _raise_first(relays: Iterable[_Relay]) -> None:
-    """Raise the error that ended a relay."""
+    """If an error ended one of the relays, raise this error."""
     for relay in relays:
         if relay.error is not None:
             raise relay.error
 
 
 def _end_of_file(file: Any, begin: int) -> bytes:
-    """Return the end of what was written to a file, from `begin` on."""
+    """Return the last bytes of a file, at most _REASON_BYTES. Bytes before `begin` are left out,
+    because an earlier attempt wrote them."""
     size = os.fstat(file.fileno()).st_size
     start = max(begin, size - _REASON_BYTES)
     return os.pread(file.fileno(), max(0, size - start), start)
 
 
 # ==================================================================================================
-# 24. Command line: a function for each command, with its arguments. Its docstring is the help.
-#     Invariant: it calls public methods of FemtoQueue and FemtoTask only. From other rooms it
-#     uses the runner (23), streams and progress (21), _readable (15), and parsers of names (2).
+# 24. Command line: a function for each command. The docstring of the function is the help text.
+#     Invariant: a command calls only public methods of FemtoQueue and FemtoTask. From other rooms,
+#     this room uses the runner (23), streams and progress (21), _readable (15), and parsers of
+#     names (2).
+#     A new command touches these places:
+#     - Here, a function _NAME_command(options), below the decorator @_command. The decorator has an
+#       _argument() for each argument and option. A new kind of value needs a parser in _TYPES. The
+#       first line of the docstring also stands in the overview. The docstring has an example.
+#     - Room 12, a public method, if the command needs a new one.
+#     - The README, table "All commands": .ci/lint.py looks for each command in this table.
+#     - The test of --help in test.py: it knows the number of commands, and limits the help texts.
+#     A new option of a command needs only the _argument(), the code that uses it, and a test.
 # ==================================================================================================
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 ok, 1 nothing there or a condition not met,
-    2 wrong use or trouble. Errors are one line on standard error. Raises SystemExit, with the
-    same statuses, where the command line alone decides: --help, --version, wrong use."""
+    """Run a command, and return the exit status.
+
+    0: success. 1: nothing was there, or a condition was not met. 2: the command line is wrong, or
+    there was trouble. 128 + N: signal N ended the command. An error is written to standard error,
+    as one line. Raises SystemExit with such a status for --help, --version, and a wrong command
+    line."""
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
         status: int | None = options.run(options)
         sys.stdout.flush()
         return status or 0
-    except BrokenPipeError:  # the reader, as `head`, has ended
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
@@ -7287,13 +7347,16 @@ def main(argv: list[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # it was reported, or nobody reads it; the flush at exit must succeed
+            except OSError:
+                # The error was reported, or the reader has ended. The interpreter flushes the
+                # streams again when it exits, and that must not fail.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _import_only_libraries() -> None:
-    """Remove the directory of this file, and the one in which `python -m` was called, from
-    sys.path. A user's random.py there must not replace a module of Python that is imported late."""
+    """Remove two directories from sys.path: the directory of this file, and the current directory
+    if Python has put it there (`python -m`). A user's random.py in such a directory must not take
+    the place of a module of Python that is imported later."""
     ours = {"", os.path.dirname(os.path.abspath(__file__))}
     if not getattr(sys.flags, "safe_path", False):
         ours.update(sys.path[:1])
@@ -7301,26 +7364,28 @@ def _import_only_libraries() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null in place of a standard stream that is closed (`>&-`): otherwise the next
-    file that is opened, a task's, would get its descriptor and what is printed to it."""
+    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise the next file
+    to be opened, such as the file of a task, would get the descriptor of the stream, and the output
+    of the command would go into that file."""
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # then its descriptor is the lowest free one
+        if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
 
 
 def _write_error(text: str) -> None:
-    """Write one line to standard error; if that fails, there is no other place to report it."""
+    """Write an error to standard error, as one line. If the write fails, ignore the error: there is
+    no other place to report it."""
     with suppress(OSError):
         _put(sys.stderr, " ".join(["femtoqueue:", *text.splitlines()]) + "\n")
 
 
 def _put(stream: Any, data: str | bytes) -> None:
-    """Write all of a text or of bytes to a standard stream. A letter that the stream's encoding
-    lacks is escaped. Raises OSError."""
+    """Write all of a text or of bytes to a standard stream. A character that the encoding of the
+    stream does not have is escaped. Raises OSError."""
     stream.flush()
     try:
         fd = stream.fileno()
-    except (OSError, ValueError):  # a stream that a program has put there
+    except (OSError, ValueError):  # the calling program has replaced the stream by an object
         (stream if isinstance(data, str) else stream.buffer).write(data)
         stream.flush()
         return
@@ -7335,25 +7400,25 @@ def _print(*texts: object) -> None:
 
 
 def _print_all(lines: Iterable[str]) -> None:
-    """Print lines, many at a time."""
+    """Print lines. Many lines are written with one call."""
     lines = iter(lines)
     while some := [*itertools.islice(lines, 500)]:
         _print(*some)
 
 
 def _input() -> Iterator[bytes]:
-    """Yield what comes on standard input, piece by piece."""
+    """Yield the bytes of standard input, in pieces, as they come."""
     try:
         read: Callable[[], bytes] = functools.partial(_read_some, sys.stdin.fileno())
-    except (OSError, ValueError):  # a stream that a program has put there
+    except (OSError, ValueError):  # the calling program has replaced the stream by an object
         read = functools.partial(sys.stdin.buffer.read, 1 << 16)
     return iter(read, b"")
 
 
 @contextmanager
 def _showing(text: Callable[[], str]) -> Iterator[None]:
-    """On a terminal, show a text below while the block runs, on standard error: how far a long
-    command has come."""
+    """While the block runs, show a text at the bottom of the terminal: the progress of a long
+    command. If standard error is not a terminal, show nothing. `text` returns the current text."""
     output, is_over = _Output(), threading.Event()
 
     def redraw() -> None:
@@ -7380,12 +7445,13 @@ def _showing(text: Callable[[], str]) -> Iterator[None]:
 # Command line: how commands are declared, and parsed
 
 _Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
-_Argument = tuple[str, list[str], dict[str, Any]]  # its group, and what add_argument() takes
+# An argument of a command: the name of the group, and the names and settings for add_argument().
+_Argument = tuple[str, list[str], dict[str, Any]]
 _COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
 def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR."""
+    """Declare a function _NAME_command as the command NAME. `arguments` are those after DIR."""
 
     def declare(run: _Run) -> _Run:
         _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
@@ -7395,10 +7461,12 @@ def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
 
 
 def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
-    """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing.
+    """Declare an argument or option of a command.
 
-    Of the arguments in a group, only one may be given. If the group's name ends with a colon, all
-    may be given, and the name is their title in the help."""
+    words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
+    text: the help.
+    group: only one argument of a group may be given. But if the name of the group ends with a
+    colon, all arguments of the group may be given, and the name is their title in the help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -7408,7 +7476,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 
 def _parse_arguments(argv: list[str]) -> Any:
-    """Return the options of a command line; `run` is its command. Exits if the line is wrong."""
+    """Return the options of a command line. Their attribute `run` is the function of the command.
+    Raises SystemExit for --help, for --version, and for a wrong command line."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
@@ -7460,7 +7529,7 @@ def _seconds(text: str) -> float:
 
 
 def _timestamp(text: str) -> float:
-    """Return seconds since the epoch: local time, unless an offset says otherwise."""
+    """Return the seconds since the epoch. A text without an offset from UTC is in local time."""
     from datetime import datetime
 
     with suppress(ValueError):
@@ -7489,7 +7558,7 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
-    """Open the queue in DIR. Raises ValueError if there is none."""
+    """Open the queue in DIR. Raises ValueError if there is no queue in DIR."""
     try:
         os.stat(os.path.join(os.path.abspath(options.dir), "pending", ""))
     except (FileNotFoundError, NotADirectoryError):
@@ -7498,7 +7567,9 @@ def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
 
 
 def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
-    """Act on each ID. Report those that are in another state, go on, and return status 1 then."""
+    """Call act() for each ID, and return the exit status. If act() raises FemtoQueueError, for
+    example because the task is in another state, report the error and go on with the next ID. Then
+    the status is 1."""
     status = 0
     with _open_queue(options, **settings) as q:
         for name in options.ids:
@@ -7521,7 +7592,7 @@ def _time_text(seconds: float | None) -> str:
 
 
 def _task_row(task: FemtoTask) -> dict[str, Any]:
-    """Return what `ls` and `show` tell of a task, in the order of the table."""
+    """Return the fields of a task that `ls` and `show` print, in the order of the table."""
     until = task.until
     return {
         "state": task.state,
@@ -7536,7 +7607,8 @@ def _task_row(task: FemtoTask) -> dict[str, Any]:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a field of a row as text; a key as one word, percent-encoded as in a header."""
+    """Return a field of a row as text. A key is percent-encoded, as in a header, so that it is one
+    word."""
     if value is None:
         return "-"
     return _quote_key(value) if name == "key" else str(value)
@@ -7600,15 +7672,17 @@ def _push_command(options: Any) -> None:
                 if lost is None:
                     try:
                         _print(ident)
-                    except OSError as error:  # the other payloads are pushed all the same
+                    except OSError as error:  # go on and push the other payloads
                         lost = error
-    # Status 0: a caller that tries again would add them twice.
+    # The status is 0 even if ids were not printed: if the caller tried again, all tasks would be
+    # pushed twice.
     if lost is not None and not isinstance(lost, BrokenPipeError):
         _write_error(f"all {count} tasks are pushed, but their ids can't be printed: {lost}")
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream, each as soon as the byte that ends it is there."""
+    """Yield the pieces of a stream. Each piece is yielded as soon as the byte after it, `end`, has
+    come."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -7667,8 +7741,8 @@ def _work_command(options: Any) -> int:
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
-    # All that a job needs is imported before the first task is taken: the worker's Python may be
-    # replaced or removed while it works.
+    # Import every module that a job needs before the first task is taken: the worker's Python may
+    # be replaced or removed while the worker runs.
     import logging
     import shutil
     import subprocess  # noqa: F401
@@ -7686,10 +7760,10 @@ def _work_command(options: Any) -> int:
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
-    tempfile.TemporaryFile().close()  # TMPDIR is looked for now
+    tempfile.TemporaryFile().close()  # find TMPDIR now: raises an error before a task is taken
     if options.drain and not os.path.isdir(os.path.abspath(options.dir)):
         _write_error(f"{options.dir}: there was no queue; an empty one is made")
-    watchdog = _start_watchdog()  # before there is a thread
+    watchdog = _start_watchdog()  # fork before any thread starts
     with FemtoQueue(
         *(options.dir, options.node, options.timeout * 1000, options.sync),
         keep_done=options.keep_done,
@@ -7699,7 +7773,7 @@ def _work_command(options: Any) -> int:
         pool = _CommandPool(q, watchdog, options)
         logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         status = pool.run_reported()
-    if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
+    if status > 128:  # a normal exit flushes the log, and a thread stuck in a write may hold it
         os._exit(status)
     return status
 
@@ -7737,9 +7811,9 @@ def _pop_command(options: Any) -> int:
             if options.payload:
                 _put(sys.stdout, task.data)
             _put(sys.stderr if options.payload else sys.stdout, f"{task.path}\n")
-        except BaseException as error:  # a lease that was not printed can not be settled
+        except BaseException as error:  # without the path, the caller can't settle the task
             q.release(task, front=True, counted=False)
-            if isinstance(error, BrokenPipeError):  # elsewhere that is no failure
+            if isinstance(error, BrokenPipeError):  # in other commands, this is not a failure
                 raise FemtoQueueError(f"task {task.id} is given back: nobody reads") from None
             raise
     return 0
@@ -7809,8 +7883,8 @@ def _release_command(options: Any) -> int:
 
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Give back one that was seen in flight; False if that delivery has ended."""
-    for _ in range(3):  # RACE: renewed just now, it has another path
+    """Release a task that was listed in flight. Return False if that delivery has ended."""
+    for _ in range(3):  # RACE: the worker renews the lease, and the path of the task changes
         with suppress(LeaseLost):
             held = q.attach(task.id)
             if held.attempts == task.attempts:
@@ -7833,7 +7907,7 @@ def _extend_command(options: Any) -> int:
         q.extend(task, options.timeout * 1000)
         try:
             _print(task.path)
-        except OSError as error:  # the lease is renewed: its holder must learn how to name it
+        except OSError as error:  # the lease is renewed: the caller must learn its new path
             _write_error(f"renewed, but standard output fails: {error}; new path: {task.path}")
 
     return _for_each_id(options, renew)
@@ -7946,7 +8020,7 @@ def _top_command(options: Any) -> None:
 
 
 def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
-    """Yield the lines of one look, the most important ones first."""
+    """Yield the lines that `top` shows, the most important lines first."""
     figures, nodes = _figures(q), q.stats().nodes
     left = sum(figures[it] for it in ("pending", "scheduled", "inflight"))
     progress.note(time.monotonic(), left)
@@ -7969,8 +8043,8 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key, for some seconds at most, and returns the key or "".
-    A terminal gives each key at once while the block runs."""
+    """Yield a function that waits for a key, for so many seconds at most. The function returns the
+    key, or "" if no key was pressed. In the block, the terminal passes each key on at once."""
     with ExitStack() as restored:
         try:
             import termios
