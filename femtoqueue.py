@@ -4599,6 +4599,15 @@ class _Keys(_KeyedTasks):
 #     function that returns what it found, or None.
 #     Invariant: a wait has a watcher before its last look. So a task that comes after that look
 #     ends the sleep. A coroutine never looks itself: one thread looks for all coroutines.
+#     These events end the sleep of a wait:
+#     - A file comes to pending/ or scheduled/, or PAUSED is removed. On Linux, inotify reports this
+#       for every process of this host.
+#     - A housekeeping job is to run, because a task comes due or a lease ends. One job looks for
+#       dead workers every _BASE_INTERVAL_S (_Housekeeper.wake_s, room 11).
+#     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake).
+#     - A short time is over, if inotify is missing, or if other hosts write to the file system.
+#       Then only the next look finds a new task. The sleeps last 1 ms, 2 ms and so on, up to
+#       poll_interval_s.
 # ==================================================================================================
 
 # Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. Its first
@@ -4675,8 +4684,8 @@ class _Watcher:
     def sleep(self, seconds: float) -> None:
         """Sleep for so many seconds, or until an event or wake().
 
-        Return at once if a directory was replaced since it was watched last. The watcher has had no
-        events of the new directory until now, so the caller must look again."""
+        If a directory was replaced since the last call, return at once. The watcher did not watch
+        the new directory until now, and may have missed a task. So the caller must look again."""
         if not self._fds:
             self._no_wake.acquire(timeout=seconds)
             return
@@ -4704,11 +4713,14 @@ class _Watcher:
 
 
 class _Request:
-    """The wait of one coroutine. `look`: the look to repeat. `line`: requests of one line are
-    served in the order of their arrival. `closes`: how often the queue had been closed when the
-    wait began. `answer`: the future that gets the task, None or an exception."""
+    """The wait of one coroutine.
 
-    is_over = False  # its timeout is over
+    look: The look to repeat.
+    line: Requests of one line are served in the order of their arrival.
+    closes: The number of times that the queue had been closed when the wait began.
+    answer: The future that gets the task, None or an exception."""
+
+    is_over = False  # the timeout of the wait is over
 
     def __init__(self, look: _Look[FemtoTask], line: str, closes: int) -> None:
         import asyncio
@@ -4724,23 +4736,22 @@ class _Waits:
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lease_dir, self._pid = worker, worker.lease_dir, os.getpid()
-        self._watchers: set[_Watcher] = set()  # those of the current waits
-        # Watchers for the next waits. An event that is left in one only causes an extra look.
+        self._watchers: set[_Watcher] = set()  # the watchers of the current waits
+        # Watchers for the next waits. If a watcher still has an old event, the next wait only looks
+        # once more.
         self._idle: list[_Watcher] = []
         # The waits of coroutines by the id() of the request, in the order of their arrival.
         # Weak: a request lives as long as the event loop or the frame of its coroutine holds it.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
-        # Held while a request is added, and while the thread that serves them starts or ends.
+        # Held while a request is added, and while the thread that serves the requests starts or
+        # ends.
         self._lock = threading.RLock()
-        self._is_serving = False  # that thread runs
+        self._is_serving = False  # the thread that serves the requests runs
 
     def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
-        """Look until something is found, and return it. Return None when the time end_s has come
-        (monotonic clock), or when the queue is closed.
-
-        A sleep between two looks ends with an event, with close() or at end_s. It also ends when
-        the next housekeeping job is to run, because a task is due or a lease ends. If events may be
-        missed, sleeps are short: 1 ms, 2 ms and so on, up to poll_interval_s.
+        """Look until a look finds something, and return what it found. Return None when the time
+        end_s has come (monotonic clock), or when the queue is closed. The banner of this room says
+        what ends the sleep between two looks.
 
         has_events: False if no event reports what the look waits for. Then sleeps are short in any
         case. drain() and join() wait for an empty queue, which no event reports."""
@@ -4781,17 +4792,19 @@ class _Waits:
         return None
 
     def accept(self, found: _Found | None) -> _Found | None:
-        """Hand what a look found to the caller: return it. A task is the caller's delivery from now
-        on. Return None if close() in another thread has taken the task back. If close() could not,
-        because the task's key was busy, put the task back and return None."""
+        """Return what a look found, as the last step before the caller gets it. From now on, a task
+        is the caller's delivery.
+
+        Returns None if close() in another thread has taken the task back. Perhaps close() tried,
+        but the lock of the task's key was busy. Then put the task back, and return None."""
         if isinstance(found, FemtoTask) and not self._lease_dir.undelivered.pop(found.path, ""):
             self._give_back(found)
             return None
         return found
 
     def _give_back(self, found: object) -> None:
-        """Put a task back, uncounted, because the wait that found it has ended. If that fails, the
-        reclaim job does it later."""
+        """Put a task back, uncounted, because the wait that found the task has ended. If this step
+        fails, the reclaim job puts the task back later."""
         # In a forked child the task belongs to the parent: leave it.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
@@ -4813,7 +4826,7 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            # After close() no watcher is kept. It is closed with its last reference.
+            # After close(), the watcher is not kept for another wait. The last reference closes it.
             is_open = self._lease_dir.closes == closes
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
@@ -4848,13 +4861,13 @@ class _Waits:
             with self._lock:
                 self._requests[id(request)] = request  # from now on, the thread looks for it
                 if self._is_serving:
-                    self._wake()  # the thread may be asleep; if not, it looks before it sleeps
+                    self._wake()  # if the thread does not sleep, it looks before it sleeps
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
             return self.accept(await asyncio.wrap_future(request.answer))
         except BaseException:  # the coroutine was cancelled
-            # RACE: the thread may have answered before cancel(). Then put its task back.
+            # RACE: the thread answers with a task just before cancel(). Then put that task back.
             if not request.answer.cancel() and request.answer.exception() is None:
                 self._give_back(request.answer.result())
             raise
@@ -4867,13 +4880,14 @@ class _Waits:
         self._wake()
 
     def _serve(self) -> None:
-        """Look for all coroutines, in a thread of its own, until none waits. An exception ends the
-        thread; then each coroutine that waits gets the exception."""
+        """Look for all coroutines, until no coroutine waits. This method runs in a thread of its
+        own. An exception ends the thread. Then each coroutine that waits gets the exception."""
         try:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _LINGER_S)
-                # RACE: a coroutine may add its request just now. It does so with the lock held:
-                # either this thread sees the request, or the coroutine starts another thread.
+                # RACE: a coroutine adds its request at this time. The coroutine holds the lock
+                # while it adds the request. So either this thread sees the request, or the
+                # coroutine sees that this thread has ended, and starts another one.
                 with self._lock:
                     if not self._requests:
                         self._is_serving = False
@@ -4887,16 +4901,18 @@ class _Waits:
                     self._answer(request, None, error)
 
     def _look_for_all(self) -> None:
-        """Look once for the first request of each line. If a task is found, answer the request with
-        it, and look for the next request of that line. A request whose time is over gets a last
-        look even if it is not the first, and is then answered with a task or with None."""
+        """Look once for the first request of each line. If the look finds a task, the task is the
+        answer to this request. Then look for the next request of the same line.
+
+        If the time of a request is over, it gets a last look even if it is not the first one. Then
+        it is answered with a task or with None."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
             # An event loop that does not run could not take the task.
             if request is None or not request.loop.is_running():
                 continue
-            is_over = request.is_over  # as it was before the look
+            is_over = request.is_over  # read before the look, so that the look is the last one
             if request.line in empty_lines and not is_over:
                 continue
             try:
@@ -4904,7 +4920,7 @@ class _Waits:
             except BaseException as error:
                 self._answer(request, None, error)
                 continue
-            # close() ends the wait, also if it was called before the request was added.
+            # close() ends the wait, even if close() was called before the request was added.
             is_over |= self._lease_dir.closes != request.closes
             if task is not None or is_over:
                 self._answer(request, task)
@@ -4966,8 +4982,9 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     """Replace the checkpoint of a leased task in one step. Raises LeaseLost, with nothing saved, if
     the lease is lost.
 
-    The lease is renewed first. That renewal is the fence: it fails if the lease is lost. CRASH:
-    after the renewal, before the file is moved: the older checkpoint is still there."""
+    The lease is renewed first. The renewal is the fence: it fails if the lease is lost. CRASH: if
+    the process dies after the renewal and before the file is moved, the older checkpoint is still
+    there."""
     files, data, lease = worker.files, task.data, _lease_of(task)
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
@@ -5006,8 +5023,8 @@ class _LeaseRenewer:
         self._pause_s = 0.0  # seconds between two rounds of the thread
 
     def add(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. Start a thread if no thread runs. If the pauses
-        of the current thread are too long for this lease, replace that thread by a new one."""
+        """Renew the lease of a block from now on. If no thread runs, start a thread. If the pauses
+        of the current thread are too long for this lease, another thread takes its place."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -5112,8 +5129,9 @@ class _Processing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
-        """End the delivery as the block ended: well, or with an exception. Do nothing if the block
-        has ended the delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
+        """End the delivery. Without an exception, the task is finished. After an exception, the
+        task is tried again, given back or failed: see _end(). Do nothing if the block has ended the
+        delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
         task = self.task
         # A child that was forked in the block does not own the task. If the block is garbage
         # together with its queue object, the queue object may be finalized first: then the worker
@@ -5160,7 +5178,8 @@ class _Processing:
 #     never leaves a task in flight, whatever step of the pool it interrupts.
 # ==================================================================================================
 
-# work() ends with an error when only trouble with single tasks has come for so many seconds.
+# The pool ends with an error if every attempt to take a task has met trouble with a single task for
+# so many seconds.
 _TROUBLE_S = 30.0
 _ONE_SIGNAL_S = 0.3  # two signals within so many seconds count as one
 _AFTER_FAILURE = {
@@ -5173,8 +5192,9 @@ _AFTER_FAILURE = {
 class _WorkerPool:
     """The loop of work(): takes tasks and calls the handler for each.
 
-    `concurrency` threads do so; if it is 1, the calling thread does. One thread at a time takes a
-    task. is_stopped() is called before each task is taken: a true result stops the pool.
+    The loop runs in `concurrency` threads. If `concurrency` is 1, it runs in the calling thread
+    instead. One thread at a time takes a task. Before each task is taken, is_stopped() is called. A
+    true result stops the pool.
 
     Invariant: a task is in `_running` from before its handler is called until its delivery is
     counted. The thread that removes the task from `_running` counts the delivery. The lock of
@@ -5219,10 +5239,10 @@ class _WorkerPool:
     def run(self) -> WorkCounts:
         """Work until told to stop, and return the counts.
 
-        Raises the exception with which a handler ended the pool, such as SystemExit, and the error
-        of pop() or of ending a delivery. If a signal came before the running handlers had finished,
-        such an OSError is only logged. A second signal gives back what runs, and nothing is
-        raised."""
+        Raises the exception with which a handler ended the pool, such as SystemExit. Raises the
+        error of pop(), or of the end of a delivery. But if a signal came before the running
+        handlers had finished, such an OSError is only logged. A second signal gives back the tasks
+        of the running handlers, and nothing is raised."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5332,7 +5352,8 @@ class _WorkerPool:
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            # Disk trouble, or no thread to renew the lease. It ends the pool as an error of pop().
+            # Disk trouble, or no thread to renew the lease. This ends the pool, as an error of
+            # pop() does.
             if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
@@ -5406,7 +5427,8 @@ class _WorkerPool:
                 signal.signal(number, handler)
 
     def _tell_stop(self) -> None:
-        """Called at the first signal, in the signal handler, for a subclass."""
+        """Do nothing. A subclass may override this method, which is called at the first signal, in
+        the signal handler."""
 
     def _on_signal(self, number: int) -> None:
         """Note a signal. The first signal stops the pool, the second aborts the handlers that
