@@ -4137,17 +4137,18 @@ class _KeyStates:
 #
 #     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
 #     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U. Then there is
-#     nothing to do in step 5. In two cases, _add() puts the new payload behind U instead: if names
-#     cannot be exchanged and U is in pending/, and if a payload is behind the task already. Then
-#     these are the steps 4 and 5:
+#     nothing to do in step 5.
+#     In two cases, _add() puts the new payload behind U instead. First, names cannot be exchanged,
+#     and U is in pending/. Second, a payload is behind the task already. Then step 4 and step 5 are
+#     as follows:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
 #                                                          that K is missing, and corrects the state
 #       5. rename C to K                    U old, K new   the next claim takes K along
 #
-#     If a payload is behind the task already, the new payload gets its id and its place. Step 5 is
-#     then replaced by the steps 3 to 5 of the first table, with that payload in place of T. After a
-#     kill, the next claim takes along the payload that is in keys/.
+#     If an older payload is behind the task already, the new payload gets the id and the place of
+#     the older one. Step 5 is then replaced by the steps 3 to 5 of the first table, with the older
+#     payload as T. After a kill, the next claim takes along the payload that is in keys/.
 #
 #     Take along, by the claim of a task T with K behind it: claimed(), _take_along()
 #
@@ -4202,8 +4203,9 @@ class _KeyedTasks(_KeyStates):
     # Finding
 
     def find_or_repair(self, states: _States, name: str) -> tuple[str, str]:
-        """Find the task of an encoded key and the payload behind the task, and correct the state.
-        Return both paths. A path is "" if there is no task, or no payload."""
+        """Find the task of an encoded key, and the payload behind the task. Return both paths. A
+        path is "" if there is no task, or no payload. If the state is wrong, correct the state. If
+        the task has ended, make a task of the payload."""
         task, behind = states[name]
         # CRASH: the state may name a payload at a path that does not exist. Then a process died
         # before the payload was renamed to this path, or after the payload was renamed again.
@@ -4230,7 +4232,8 @@ class _KeyedTasks(_KeyStates):
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Return False if an encoded key certainly has no task. This takes one cheap look."""
+        """Return False if an encoded key certainly has no task. This only looks whether a file
+        exists."""
         return self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
@@ -4272,16 +4275,18 @@ class _KeyedTasks(_KeyStates):
         delivered now: it is a dead letter, or waits again. Raises FileNotFoundError if the lease
         has ended.
 
-        In the common case, the state names this task and no payload behind it, and no lock is
-        taken. This is safe: a push saves the path of a payload in the state before the payload is
-        behind the task. So this look, after the claim, sees each payload put there before the
-        claim. RACE: the lease may have ended, and another worker may have taken the payload along
-        and saved the state before this look. Therefore _is_alone() reads the state first, and then
-        checks that the lease exists.
+        In the common case, the state names this task, and no payload is behind the task. Then no
+        lock is taken. This is safe: a push first saves the path of a payload in the state, and then
+        puts the payload behind the task. This look comes after the claim. So it sees each payload
+        that was put behind the task before the claim.
 
-        The state may also name another task. `mv failed/ID pending/` makes a second task of a key,
-        and so may a state that was lost with power. Then _resolve_conflict() decides, under the
-        lock.
+        RACE: the lease may have ended. Another worker may have claimed the task, taken the payload
+        along, and saved the state before this look. Therefore _is_alone() reads the state first,
+        and then checks that the lease exists.
+
+        The state may also name another task. A second task of a key may come from a person
+        (`mv failed/ID pending/`), or after power loss, if the state was lost. Then
+        _resolve_conflict() decides, under the lock.
         """
         name = _encode_key(key)
         if self._is_alone(name, lease):
@@ -4319,11 +4324,11 @@ class _KeyedTasks(_KeyStates):
         """Replace the payload of a leased task by the newer payload behind it, and return the new
         payload.
 
-        Returns None if the task was put back, for one of two reasons. The newer payload is due
-        later: then it is in the task's place now, and waits in scheduled/. Or the delivery would
-        not be a first attempt: after an undone claim, or a move by a person, the task has the
-        attempts of its old payload. Then the task waits with 0 attempts, and the newer payload
-        stays behind it until the next claim.
+        Returns None if the task was put back, for one of two reasons. First, the newer payload is
+        due later. Then the newer payload has replaced the older one, and waits in scheduled/.
+        Second, the delivery would not be a first attempt: after an undone claim, or a move by a
+        person, the task has the attempts of its older payload. Then the task waits with 0 attempts,
+        and the newer payload stays behind the task until the next claim.
 
         RACE: if a person moves the task meanwhile, this raises FileNotFoundError, and the newer
         payload stays in keys/. CRASH: see the table at the top of this room."""
@@ -4366,7 +4371,8 @@ class _KeyedTasks(_KeyStates):
                 elif name:
                     states[name] = target, newer
             except BaseException:
-                # The task may have ended before its payload was promoted: repair() finds out.
+                # The error may have come after the end of the task, and before the promotion of the
+                # payload behind the task. Then repair() promotes the payload.
                 self._worker.house.repairing.sooner(_BASE_INTERVAL_S)
                 raise
         return target
@@ -4385,9 +4391,9 @@ class _KeyedTasks(_KeyStates):
         return path
 
     def reserve(self, states: _States, source: str, target: str) -> None:
-        """Save in the state that the failed task at `source` will be at `target`. Do nothing if the
-        task has no key. Raises KeyInFlight if the key has another task, and FileNotFoundError if
-        the failed task is gone."""
+        """Save in the state that the failed task at `source` will be at `target`. If the task has
+        no key, do nothing. Raises KeyInFlight if the key has another task. Raises FileNotFoundError
+        if the failed task is gone."""
         name = self._key_in(source)
         if not name:
             return
@@ -4464,9 +4470,9 @@ class _Keys(_KeyedTasks):
         """Push a payload for an encoded key.
 
         Returns the id of the task that gets the payload. If the payload is put behind a leased
-        task, the result is the payload's own id, which is its id as a later task. Returns "" if a
-        pop() or a person moved the waiting task meanwhile: the caller must try again. Raises
-        KeyInFlight if the task is leased and if_in_flight is "reject"."""
+        task, the result is another id, which the payload will have when it becomes a task. Returns
+        "" if a pop() or a person moved the waiting task meanwhile: the caller must try again.
+        Raises KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_or_repair(states, name)
             is_leased = _state_of(path) == "inflight"
@@ -4531,11 +4537,11 @@ class _Keys(_KeyedTasks):
         attempts to 0. The task keeps its place, or gets the new time. Raises FileNotFoundError if
         the task was moved meanwhile. The table at the top of this room has the steps.
 
-        If names cannot be exchanged, the payload goes behind a task in pending/. RACE: a pop() may
-        claim the task at the same time, without the lock. It reads the state after the rename of
-        its claim. If it does so before our save, it delivers the old payload, and the new payload
-        is behind a leased task. If it does so after our save, it sees a payload behind the task. It
-        waits for our lock, and takes the new payload along.
+        If names cannot be exchanged, and the task is in pending/, the payload is put behind the
+        task. RACE: a pop() may claim the task at the same time, without the lock. The pop() reads
+        the state after the rename of its claim. If it reads before our save, the pop() delivers the
+        old payload, and the new payload is behind a leased task. If it reads after our save, the
+        pop() sees a payload behind the task, waits for our lock, and takes the new payload along.
         """
         path, newer = states[name]
         if "~" in path:  # only such a task may have been delivered before
@@ -4552,8 +4558,9 @@ class _Keys(_KeyedTasks):
         """Rename a record from `path` to `target`; the block then replaces the payload by the file
         `aside`. If the block fails, rename the record back: a push that raises changes nothing.
 
-        CRASH: if the process dies after the rename, the old payload is at the new time, or has 0
-        attempts. In the other order, the new payload could be delivered before its time."""
+        CRASH: if the process dies after the rename and before the replacement, the old payload is
+        at the new time, or has 0 attempts. In the other order, the new payload could be delivered
+        before its time."""
         if target == path:
             yield path
             return
@@ -5886,9 +5893,9 @@ class TicketQueue:
     def _locked(self) -> Iterator[_FileLock]:
         """Hold the lock of "last", the file with the last number, and yield that lock.
 
-        CRASH: a process that died in _join_with(), before the rename, left a file whose name begins
-        with ".". A process holds this lock while it has such a file, so a file that is found here
-        belongs to no living process. Remove the file."""
+        CRASH: a process that dies in _join_with(), before the rename, leaves a file whose name
+        begins with ".". A living process has such a file only while it holds this lock. So a file
+        that is found here belongs to a dead process, and is removed."""
         lock = _despite_cleanup(self._lock_last, self._root)
         try:
             for name in self._files.names(""):
@@ -5947,24 +5954,27 @@ class TicketQueue:
 #
 #       healed    After a network cut, a name that was renamed during the cut may come back
 #                 (GlusterFS). The name is then a second link to the same file, or leads to a record
-#                 that was replaced meanwhile. If a key has several tasks by this, the youngest one
-#                 counts, as far as the clocks of the hosts agree.
+#                 that was replaced meanwhile. If a key has several tasks for this reason, the
+#                 youngest task counts. The ids tell which task is the youngest, as far as the
+#                 clocks of the hosts agree.
 #
 #       replies   A rename that was carried out may raise ENOENT (NFS, perhaps others). The server
-#                 reboots before it has answered, and the client repeats the request. The old name
-#                 no longer exists then. GlusterFS loses no replies. But a GlusterFS replica may
-#                 show a failed rename as carried out. So a rename that raises counts as failed
-#                 there.
+#                 reboots before it has answered, and the client repeats the request. Then the old
+#                 name no longer exists. So after ENOENT, a look tells whether the file has moved.
+#                 GlusterFS loses no replies. But there, a replica may show a failed rename as
+#                 carried out. So on GlusterFS there is no such look: a rename that raises has
+#                 failed.
 #
 #       flock     A waiting flock() asks the server again after 1, 2, 4 ... seconds (NFS). If the
-#                 network is cut during the wait, the request keeps the bricks busy for ever
+#                 network is cut during the wait, the request keeps the servers busy for ever
 #                 (GlusterFS). So locks are polled. A host that is cut off from the network may lose
 #                 its locks, and is not told (both).
 #
-#     The overrides for these file systems follow. Beside each override stand the facts for which it
-#     is there, and where it is needed. Each override is used on all file systems that other hosts
-#     write to. But those with a * look at `heals`. Their part for (healed) is used on GlusterFS and
-#     other FUSE mounts only, and their part for (replies) on all other such file systems.
+#     The overrides for these file systems follow. The facts that make an override necessary stand
+#     beside its name, each with the file system that has the fact. "Both" means NFS and GlusterFS.
+#     Each override is used on all file systems that other hosts write to. An override with a * also
+#     depends on _SharedFiles.heals, which is True on GlusterFS and other FUSE mounts. If `heals` is
+#     True, the part for (healed) is used. Otherwise the part for (replies) is used.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
@@ -5985,7 +5995,7 @@ class TicketQueue:
 #       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
 #       _SharedKeys._save, _is_alone          stale (both)
 #       _SharedKeys.may_have_task, newest_of  stale (both)
-#       _SharedKeys._resolve_conflict                 flock (both), healed (GlusterFS)
+#       _SharedKeys._resolve_conflict         flock (both), healed (GlusterFS)
 #       _SharedNumbers.draw                   stale, flock (both)
 #       _SharedNumbers.check                  flock (both)
 #       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
@@ -6182,8 +6192,8 @@ class _SharedFiles(_Files):
         while the name is listed, because the file may have been replaced. A name that is still
         listed after the last look is a phantom.
 
-        Looks are counted, not time: a mount that hung for a while has learned nothing meanwhile. A
-        known phantom gets fewer looks. Raises FileNotFoundError."""
+        The looks are counted, and not the time: while a mount hangs, time passes, but no news
+        comes. A known phantom gets fewer looks. Raises FileNotFoundError."""
         directory, name = os.path.split(path)
         looks = 5 if path in self.phantoms else _LISTED_LOOKS
         for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
@@ -6431,9 +6441,10 @@ class _SharedNumbers(_Numbers):
     the name of an empty file: a name is listed correctly when contents are still stale. If two
     hosts without the lock (flock) rename that file, one of the renames fails."""
 
-    # RACE: another host saw this ticket stale, but removes it only now, and then takes the turn.
-    # This ticket must not be first in the meantime, though it is in line and was touched again. So
-    # the member gives it up earlier. The quarter allows for clocks that differ.
+    # RACE: another host finds this ticket stale, but removes it only later, and then takes the
+    # turn. Meanwhile the member touches the ticket again. Until the removal, the ticket is in line
+    # and may be the first, but the member must not take the turn. So the member gives the ticket up
+    # before any host can find it stale. The last quarter allows for clocks that differ.
     late = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
