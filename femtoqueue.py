@@ -761,12 +761,12 @@ class _Lease:
     """The path of a task's file, and the delivery of the task if the task is leased. The task is
     leased if length_ns is not 0.
 
-    path: the path of the file. For a leased task it is the fence, and a renewal writes the new path
-    here.
+    path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
+    path here.
     source: the path that the task was claimed from.
     length_ns: how long a renewal makes the lease last.
-    outcome: the field of WorkCounts that counts the delivery. It is "" while the delivery runs, or
-    if its end could not be written.
+    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, or its
+    end could not be written to the disk.
     has_checkpoint: the task may have a checkpoint.
     """
 
@@ -903,9 +903,9 @@ class Stats(NamedTuple):
 
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
-    oldest_pending_age_s:  for how many seconds a task has waited its turn: the first task in
-        pending/, or in scheduled/ the first task that is due; the larger number counts. None:
-        pending/ is empty, and no scheduled task is due.
+    oldest_pending_age_s:  the longest time, in seconds, for which a task has waited its turn. A
+        task in pending/ waits since the time in its name, a task in scheduled/ since its due time.
+        None: pending/ is empty, and no scheduled task is due.
     nodes:  the leases of each worker, by node_id.
     expired:  the number of leases past their deadline whose tasks no worker has taken back.
     """
@@ -2635,8 +2635,8 @@ class _Worker:
 
         Two cases differ. In the first case, the task itself caused the error, and the error has a
         task_id. Then the task must not block the tasks behind it. So the task goes to the back of
-        pending/, counted, and this worker passes it over for a while (_Backlog.pass_over() keeps
-        that time). After the last attempt (max_attempts), the task becomes a dead letter instead.
+        pending/, counted. This worker passes the task over for a while: see _Backlog.pass_over().
+        After the last attempt (max_attempts), the task becomes a dead letter instead.
         If take() claimed the task in scheduled/, the task returns there, uncounted. If the claim
         itself failed, the task stays in its place.
 
@@ -2890,8 +2890,8 @@ class _Housekeeper:
     def _reclaim_from(self, directory: str) -> None:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
 
-        The lock that shows whether the worker is dead is tried only in two cases: the directory has
-        leases of this boot, or all leases in the directory have ended."""
+        The lock on the directory shows whether the worker is dead. The lock is tried only if the
+        directory has leases of this boot, or if all leases in the directory have ended."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -3029,8 +3029,8 @@ class FemtoQueue:
         name. A worker that restarts under an old name takes back, at the first pop(), the tasks of
         the earlier process. Where there is no flock(2), a restart takes nothing back. Living
         objects may share a name, and do not take each other's leases. If a process is killed while
-        others live under its name, the leases of that process end at their deadlines, or with the
-        last object of that name.
+        other objects of the same name live, the leases of the process end at their deadlines. Or
+        they end with the last object of that name, if that comes first.
     timeout_stale_ms:  the length of the lease (visibility timeout) that pop() takes, in
         milliseconds. None: the lease lasts as long as its worker lives. After a reboot such a lease
         ends only when a worker starts under the same node_id. A person can end the lease, too, by
@@ -3237,9 +3237,9 @@ class FemtoQueue:
         if_in_flight:  as in push(). A payload that is buffered waits for its time, too. A payload
             that updates the leased task itself ("update") has no due time: time_us is ignored.
 
-        Raises ValueError if the time is not before the year 2255, if it is positive and before
-        1973 (it was given in seconds), or if a datetime has no time zone. Raises any error that
-        push() raises.
+        Raises ValueError if the time is not before the year 2255, or if a datetime has no time
+        zone. Also raises ValueError for a positive time before 1973, which was given in seconds.
+        Raises any error that push() raises.
 
         On disk: when schedule() returns, the file of the task is in scheduled/, under a name that
         begins with the due time. After that time, the next pop() of any worker moves the task to
@@ -3297,8 +3297,8 @@ class FemtoQueue:
         payload does not fit into memory. The next pop(), in this process or another, takes the next
         task. A task that can't be read goes to the back of the queue. This delivery counts as an
         attempt, so a task with max_attempts ends in failed/. A task that can't be moved stays in
-        its place. From the second trouble with a task on, this object passes the task over for a
-        while: for a second at first, then for twice as long each time, up to an hour.
+        its place. If a task makes trouble for the second time, this object passes the task over for
+        a second. Each further trouble doubles that time, up to an hour.
 
         A wait ends when inotify(7) reports a task, or else at the next look, at most
         poll_interval_s later. A wait also ends when a task comes due, when a lease ends, and within
@@ -4893,8 +4893,8 @@ class _Waits:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _LINGER_S)
                 # RACE: a coroutine adds its request at this time. The coroutine holds the lock
-                # while it adds the request. So either this thread sees the request, or the
-                # coroutine sees that this thread has ended, and starts another one.
+                # while it adds the request. If this thread does not see the request, the coroutine
+                # sees that this thread has ended, and starts another thread.
                 with self._lock:
                     if not self._requests:
                         self._is_serving = False
@@ -4911,8 +4911,8 @@ class _Waits:
         """Look once for the first request of each line. If the look finds a task, the task is the
         answer to this request. Then look for the next request of the same line.
 
-        If the time of a request is over, it gets a last look even if it is not the first one. Then
-        it is answered with a task or with None."""
+        A request whose time is over gets a last look, even if the request is not the first of its
+        line. Then the answer is a task or None."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
@@ -5970,8 +5970,8 @@ class TicketQueue:
 #                 (GlusterFS). So locks are polled. A host that is cut off from the network may lose
 #                 its locks, and is not told (both).
 #
-#     The overrides for these file systems follow. The facts that make an override necessary stand
-#     beside its name, each with the file system that has the fact. "Both" means NFS and GlusterFS.
+#     The overrides for these file systems follow. Beside the name of each override are the facts
+#     that make the override necessary, and the file systems: "both" means NFS and GlusterFS.
 #     Each override is used on all file systems that other hosts write to. An override with a * also
 #     depends on _SharedFiles.heals, which is True on GlusterFS and other FUSE mounts. If `heals` is
 #     True, the part for (healed) is used. Otherwise the part for (replies) is used.
@@ -6726,10 +6726,10 @@ class _Output:
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
 #     The leader of a job is CMD's process, which also leads a session. The job consists of the
-#     processes in this session and their descendants (_members). On systems without /proc, it is
-#     only the leader's process group. A process that left the session is no longer found when its
-#     parents have ended, unless an earlier look found it.
-#     _terminate() ends a job: at the time limit (_CommandPool._follow), at the second signal
+#     processes in this session and their descendants (_members). On systems without /proc, the job
+#     is only the leader's process group. A process that left the session is lost when its parents
+#     have ended, unless an earlier look found the process.
+#     A job is ended by _terminate(): at the time limit (_CommandPool._follow), at the second signal
 #     (_CommandPool._abort), or after an error.
 #     Invariant: the watchdog knows each job that may run. If this worker dies, the watchdog kills
 #     those jobs.
@@ -7280,15 +7280,15 @@ class _CommandPool(_WorkerPool):
         finally:
             if process.status is None:
                 _terminate([process.pid])
-        # Wait for the output, too. If there is a time limit, the wait ends at this limit, or
-        # _GRACE_S from now if that is later: the reader of the output may have stalled.
+        # Wait for the output, too. The reader of the output may have stalled. So the wait ends at
+        # the time limit if there is one, but not earlier than _GRACE_S from now.
         passed_s = max(end_s, time.monotonic() + _GRACE_S)
         for relay in relays:
             relay.is_through.wait(time_limit_s and passed_s - time.monotonic())
         _raise_first(relays)
         is_stopped = self._ended_by_stop(status, task)
-        # CMD may be a shell that ended by the signal, while its program still saves its state. The
-        # task must not run again at the same time. So wait until the whole job has ended.
+        # The signal may have ended a shell, while the program that the shell started still saves
+        # its state. The task must not run again meanwhile. So wait until the whole job has ended.
         while is_stopped and _members([process.pid]):
             if time.monotonic() >= end_s:
                 _terminate([process.pid])
@@ -7316,8 +7316,8 @@ class _CommandPool(_WorkerPool):
         count.
 
         RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
-        worker. So wait _ONE_SIGNAL_S for the signal in two cases: a signal that stops workers has
-        ended CMD, or this attempt is the last one."""
+        worker. So if a signal that also stops workers has ended CMD, wait _ONE_SIGNAL_S for the
+        signal. Do the same if this attempt is the last one."""
         if not status:
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
@@ -7397,9 +7397,9 @@ def _import_only_libraries() -> None:
 
 
 def _open_closed_streams() -> None:
-    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise the next file
-    to be opened, such as the file of a task, would get the descriptor of the stream, and the output
-    of the command would go into that file."""
+    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise the next open
+    file would get the descriptor of the stream. This may be the file of a task, and the output of
+    the command would go into the task."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
