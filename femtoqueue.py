@@ -1860,8 +1860,8 @@ class _QueueClock:
 #      Otherwise younger tasks would be delivered first.
 #    - A name may be added only if it sorts before the youngest name in the batch. Beyond that name,
 #      pending/ may have tasks that are not in the batch.
-#    - A listing must keep the oldest names, and must leave out tasks that were pushed while it went
-#      on: see relist().
+#    - A listing must keep the oldest names, and must leave out the tasks that were pushed during
+#      the listing: see relist().
 # ==================================================================================================
 
 _MAX_BATCH = 1 << 17  # names to keep in memory, which take up to 11 MB
@@ -1869,7 +1869,7 @@ _CHUNK = 1 << 16  # directory entries to read before the batch is cut again
 _FEW = 1000  # a directory with fewer names is listed in one piece
 _AT_ONCE = 256  # names that the system lists in one call, so that no push comes in between
 _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
-_MAX_TROUBLES = 10_000  # the number of tasks that made trouble to remember
+_MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
 _LOSSES = 64  # after so many lost claims, a pop() looks at the lease directory again
 # How often to list the directories for one task. A pop() lists them again if it lost every claim. A
 # search for the task of a key lists them again if the task moved meanwhile.
@@ -1964,8 +1964,8 @@ class _Backlog:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
     def drop_taken(self, lost: str) -> None:
-        """After a lost claim, drop the oldest names of the batch whose files are missing. To look
-        at a file costs a third of a failed rename(). A task with a key is not dropped.
+        """After a lost claim, drop the oldest name of the batch, as long as its file is missing. To
+        look at a file costs a third of a failed rename(). A task with a key is not dropped.
 
         RACE: after the listing, another process pushes a newer payload for the key of the task at
         `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
@@ -2636,9 +2636,9 @@ class _Worker:
         Two cases differ. In the first case, the task itself caused the error, and the error has a
         task_id. Then the task must not block the tasks behind it. So the task goes to the back of
         pending/, counted. This worker passes the task over for a while: see _Backlog.pass_over().
-        After the last attempt (max_attempts), the task becomes a dead letter instead.
-        If take() claimed the task in scheduled/, the task returns there, uncounted. If the claim
-        itself failed, the task stays in its place.
+        After the last attempt (max_attempts), the task becomes a dead letter instead. If take()
+        claimed the task in scheduled/, the task returns there, uncounted. If the claim itself
+        failed, the task stays in its place.
 
         In the second case, something else could not be read, for example the state of the key. Then
         a task from pending/ goes to the back, uncounted.
@@ -3296,9 +3296,9 @@ class FemtoQueue:
         the id of the task. This happens if this user may not read or move the file, or if the
         payload does not fit into memory. The next pop(), in this process or another, takes the next
         task. A task that can't be read goes to the back of the queue. This delivery counts as an
-        attempt, so a task with max_attempts ends in failed/. A task that can't be moved stays in
-        its place. If a task makes trouble for the second time, this object passes the task over for
-        a second. Each further trouble doubles that time, up to an hour.
+        attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be moved
+        stays in its place. If a task makes trouble for the second time, this object passes the task
+        over for a second. Each further trouble doubles that time, up to an hour.
 
         A wait ends when inotify(7) reports a task, or else at the next look, at most
         poll_interval_s later. A wait also ends when a task comes due, when a lease ends, and within
