@@ -27,9 +27,9 @@ A queue is a directory, and a task is a file. The directory of the file is the t
 An id is <order>-<tag>. <order> has 20 digits: nanoseconds on the queue clock. <tag> has 8 hex
 digits. For a task without a key, the tag is the random tag of the queue object that pushed the
 task. A random tag begins with 0 to 7. For a task with a key, the tag is the hash of the key. A hash
-begins with 8 to f. The field <boot> has 8 hex digits, which stand for one boot of a kernel and one
-mount. The <boot> 00000000 marks a detached lease. Every name of a task begins with 20 digits, so
-sorting the names of a directory puts the tasks in order. A task's file begins with one line:
+begins with 8 to f. The field <boot> has 8 hex digits. It names one boot of a kernel and one mount.
+The <boot> 00000000 marks a detached lease. Every name of a task begins with 20 digits, so sorting
+the names of a directory puts the tasks in order. A task's file begins with one line:
 `FQ1 <crc32> <length>`, and the key if the task has a key. The payload follows as given.
 
 Each step is one system call, and takes effect when the call returns:
@@ -69,7 +69,10 @@ The terms of this file:
     Lease             The file of a claimed task, and the right to work on the task. The lease lasts
                       until the task is settled or reclaimed.
     Deadline          The time on the queue clock after which any worker may reclaim the task. A
-                      renewal moves the deadline. Only the deadline ends a detached lease.
+                      renewal moves the deadline.
+    Detached lease    A lease that a queue object with detached=True took. The lease outlives the
+                      object and its process. If the task is not settled, only the deadline ends
+                      the lease.
     Delivery          The handing out of a task under one lease. Deliveries count as attempts.
     Fence             The path of the lease. Each call that settles a task or renews a lease renames
                       or removes this path. If the path is gone, the call raises LeaseLost and
@@ -94,21 +97,21 @@ worker is dead. There is no server. Only processing(), work(), the async methods
 TicketQueue.turn() start threads. The command `work` forks a watchdog.
 
 Guaranteed: a task whose push() returned is delivered until a done() or fail() returned. This holds
-if any process is killed at any time. Tasks are delivered in the order of their push() on a host.
-The order survives restarts, reboots and changes of the date. A corrupt task ends in failed/. With
-sync_after_write=True, the effect of each call that returned survives power loss.
+even if any process is killed at any time. Tasks are delivered in the order of their push() on a
+host. The order survives restarts, reboots and changes of the date. A corrupt task ends in failed/.
+With sync_after_write=True, the effect of each call that returned survives power loss.
 
-Not guaranteed: that a task runs only once. A task runs twice if its worker died or was late, or
-(without sync) if power was lost after done(). So make handlers idempotent. Between hosts, a network
-that is cut may have the same effect, and may give a key two tasks. A process that is stopped while
-holding the lock of a key blocks all keys that share the lock (1 key in 256). The stopped process
-also blocks every process that takes a task of such a key. A process that is stopped while looking
-at a dead worker blocks a restart under the node_id of the dead worker.
+Not guaranteed: that a task runs only once. A task runs twice if its worker died or missed the
+deadline, or (without sync) if power was lost after done(). So make handlers idempotent. If hosts
+share the queue, a network cut may also make a task run twice, or give a key two tasks. A process
+that is stopped while holding the lock of a key blocks all keys that share the lock (1 key in 256).
+The stopped process also blocks every process that takes a task of such a key. A process that is
+stopped while looking at a dead worker blocks a restart under the node_id of the dead worker.
 
 Assumed: data_dir is on one file system, whose rename() is atomic (POSIX). Hosts that share data_dir
 have wall clocks within a second of each other, the same timeout_stale_ms, and different node_ids. A
 lease of another host ends by its deadline only. Where there is no flock or no boot id (not Linux),
-all leases do.
+every lease ends by its deadline only.
 
 Rooms: the parts of this file. The core is rooms 1 to 11, and each room of it uses only those above.
 Room 12 is the public interface. The annexes are rooms 13 to 21; other rooms enter an annex by one
@@ -476,8 +479,24 @@ def _backoff_s(longest_s: float) -> Iterator[float]:
 # - Room 15: _WATCHED, if a task that comes into the state can end a wait.
 # - Room 18: _Inspector._records() repairs in _WAITING_DIRS only.
 # - Room 20: _SharedFiles.read(), _free_path() and _found_moved(); _SharedKeys.
-# - Room 21: _figures() reads the fields of Stats. The help of `ls` names the states.
+# - Room 24: _figures() reads the fields of Stats. The help of `ls` names the states.
 # - The module's docstring, the README's diagram and interface, test.py and .ci/ list the states.
+#
+# A new field in the name of a lease touches all of these places. The deadline must stay in front,
+# the attempts must stay the second field, and the id must stay at the end. The functions
+# _stamp_of(), _attempts_of() and _id_of() rely on this order.
+#
+# - Here, _FORMS["inflight"]. Also _WAITING, because a person may move a lease elsewhere and keep
+#   the name. In front of the id, _parse_key_state accepts only hex digits and "~". The three groups
+#   of each form become the fields of _Entry, by _parse(). The constant _LEASE_BYTES has the length.
+# - Room 6: _Files.move() looks for "~1~", the mark of a first delivery. No other field may be 1.
+# - Room 9: _LeaseDir.claim() is the only function that writes the whole name.
+# - Room 10: _Worker.renew() replaces the deadline, and keeps all other fields. Each other move
+#   of a task out of the lease directory drops the field.
+# - The module's docstring has the form of the name.
+#
+# An earlier version may have left leases without the new field. Their names must still match the
+# form. Otherwise these leases are foreign, and their tasks are never reclaimed.
 STATES = ("pending", "scheduled", "inflight", "done", "failed")
 _ENDED = ("done", "failed")
 # The states of a task that has not ended, in the order of a search. A claim and the undoing of a
@@ -489,10 +508,12 @@ _STATE_DIRS = ("creating", *_WAITING_DIRS, *_ENDED)  # made when the queue is op
 
 _NEVER_NS = 8_999_999_999_999_999_999  # the year 2255: the largest number that a name may carry
 _FOREVER_NS = 4 * 10**18  # 126 years: the longest lease
-_PATH_MAX = 4096  # of Linux, with a zero byte at the end
-_LEASE_BYTES = 9 + 1 + 64  # of a lease's path in data_dir, but for the node_id
+_PATH_MAX = 4096  # the longest path on Linux, with the zero byte at its end
+# The length of a lease's path below data_dir, without the node_id: "inflight-", "/", and the name
+# with six digits of attempts, and the zero byte.
+_LEASE_BYTES = 9 + 1 + 67
 _EARLIEST_NS = 10**18  # September 2001: no queue clock starts earlier, so its times have 19 digits
-_FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, whatever a name says
+_FARTHEST_NS = 4 * 10**18  # the year 2096: no queue clock starts later, even if a name has more
 _MAX_ATTEMPTS = 999_999  # a name has room for six digits
 _DETACHED = "00000000"  # the <boot> of a detached lease, which only its deadline ends
 _MAX_KEY_BYTES = 200
@@ -744,12 +765,12 @@ class _Lease:
     """The path of a task's file, and the delivery of the task if the task is leased. The task is
     leased if length_ns is not 0.
 
-    path: the path of the file. For a leased task it is the fence, and a renewal writes the new path
-    here.
+    path: the path of the file. For a leased task, the path is the fence. A renewal writes the new
+    path here.
     source: the path that the task was claimed from.
     length_ns: how long a renewal makes the lease last.
-    outcome: the field of WorkCounts that counts the delivery. It is "" while the delivery runs, or
-    if its end could not be written.
+    outcome: the field of WorkCounts that counts the delivery. "": the delivery still runs, or its
+    end could not be written to the disk.
     has_checkpoint: the task may have a checkpoint.
     """
 
@@ -886,9 +907,9 @@ class Stats(NamedTuple):
 
     pending, scheduled, inflight, done, failed:  the number of tasks in that state.
     buffered:  the number of newer payloads in keys/, each behind the task of its key.
-    oldest_pending_age_s:  for how many seconds a task has waited its turn: the first task in
-        pending/, or in scheduled/ the first task that is due; the larger number counts. None:
-        pending/ is empty, and no scheduled task is due.
+    oldest_pending_age_s:  the longest time, in seconds, for which a task has waited its turn. A
+        task in pending/ waits since the time in its name, a task in scheduled/ since its due time.
+        None: pending/ is empty, and no scheduled task is due.
     nodes:  the leases of each worker, by node_id.
     expired:  the number of leases past their deadline whose tasks no worker has taken back.
     """
@@ -1352,7 +1373,8 @@ class _Files:
     phantoms: Any = frozenset()  # see _SharedFiles
     clock: _QueueClock
 
-    # Whether a new file is synced after its rename. Not on a system that can't rename an open file.
+    # True: a new file is synced after its rename. False: it is synced before. Either the system
+    # can't rename an open file, or other hosts would see a torn file (room 20).
     syncs_after_rename = os.name == "posix"
 
     def __init__(self, data_dir: str, is_durable: bool) -> None:
@@ -1534,11 +1556,17 @@ class _Files:
         sync: bool | None = None,
     ) -> None:
         """Write a record to creating/<aside>, and rename the file to `path`. The task exists from
-        the rename on. Raises OSError; then the task does not exist, unless it was claimed first.
+        the rename on. If this raises OSError, the task does not exist, unless a worker claimed the
+        task before the error.
 
-        If the queue is durable, the file and the directory are synced after the rename. This order
-        costs one journal commit instead of two. For a task of a batch, `sync` says whether to sync
-        the file, and the caller syncs the directory later."""
+        If the queue is durable, the file and the directory are synced. Usually both syncs follow
+        the rename, because this order costs one journal commit instead of two. Where
+        syncs_after_rename is False, the file is synced before the rename. For a task of a batch,
+        `sync` says whether to sync the file, and the caller syncs the directory later.
+
+        CRASH: if the process dies before the rename, the task does not exist. The file in creating/
+        is removed after an hour. If the process dies after the rename, the task exists, although
+        push() has not returned. Only power loss can then make the task a torn file (room 4)."""
         payload = data if type(data) is bytes else _as_bytes(data)
         header = _header(payload)
         source, sync_dir = f"creating/{aside}", False
@@ -1559,8 +1587,8 @@ class _Files:
             if sync_dir:
                 self.commit_dir(os.path.dirname(path))
         except BaseException:
-            # The push is not acknowledged, so its file is removed. RACE: a worker claims the task
-            # between the rename and this line. Then the worker keeps the task.
+            # The push raises, so the caller believes that there is no task: remove the file. RACE:
+            # a worker claims the task between the rename and this line. Then the worker keeps it.
             for leftover in (source, path):
                 self.remove(leftover)
             raise
@@ -1607,8 +1635,9 @@ class _Files:
         return False
 
     def move(self, source: str, target: str) -> str:
-        """Rename the file of a task, and replace a file at the target. The target "" removes the
-        file. Return the target."""
+        """Rename the file of a task, and return the target. The target "" removes the file. A file
+        at the target is replaced. Other processes may rename the task at the same time. Then one
+        rename succeeds, and the others raise FileNotFoundError."""
         try:
             if target:
                 os.replace(self.root + source, self.root + target)
@@ -1624,9 +1653,11 @@ class _Files:
         return target
 
     def _move_again(self, source: str, target: str) -> None:
-        """Do as move(), after a FileNotFoundError. Raises FileNotFoundError if the source is
-        missing. RACE: another process replaces the target directory (shrink) during our
-        rename. The rename fails with ENOENT, though file and directory exist, and is repeated."""
+        """Repeat a rename that raised FileNotFoundError. If the source is missing, raise
+        FileNotFoundError.
+
+        RACE: another process replaces the target directory (shrink) during our rename. Then the
+        rename fails with ENOENT, although the file and the directory exist."""
         for _ in range(_MAX_REPLACED):
             if not (target and self.exists(source)):
                 raise _os_error(errno.ENOENT, self.root + source)
@@ -1636,8 +1667,8 @@ class _Files:
         raise _os_error(errno.ENOENT, self.root + target)
 
     def move_over(self, source: str, target: str, must_exist: bool = False) -> None:
-        """Rename a file that no other process moves, and replace a file at the target. With
-        must_exist, raise FileNotFoundError if there is no file at the target."""
+        """Rename a file that only this process moves, such as a file in creating/. A file at the
+        target is replaced. With must_exist, raise FileNotFoundError if the target is missing."""
         if must_exist:
             # This check is the last step before the rename. If a person has just moved the target
             # away, the rename would make two tasks of one.
@@ -1660,8 +1691,8 @@ class _Files:
         as well."""
         if not self.is_durable:
             return
-        # RACE: another process moves the task on before it is synced here. Then the directory is
-        # synced, which now lacks the file.
+        # RACE: another process moves the task on before the file is synced here. Then only the
+        # directory is synced, which no longer has the file.
         with suppress(FileNotFoundError):
             self.sync_file(path)
         self.commit_dir(os.path.dirname(path))
@@ -1836,6 +1867,16 @@ class _QueueClock:
 # 8. Backlog: a sorted batch of names in pending/, kept in memory.
 #    Invariant: each name in the batch has the form of a task's name. The name is a hint: only the
 #    claim tells whether the task still waits.
+#    A pop() takes the oldest name of the batch. Four rules keep the order of delivery. They also
+#    make sure that pop() does not take a queue with tasks for an empty one:
+#    - All names may be dropped at any time. Then the next pop() lists pending/ again. A pop() finds
+#      the queue empty only if its own listing shows no task (_Housekeeper.refill() in room 11).
+#    - A single name may be dropped only if the file is missing, or if the task made trouble.
+#      Otherwise younger tasks would be delivered first.
+#    - A name may be added only if it sorts before the youngest name in the batch. Beyond that name,
+#      pending/ may have tasks that are not in the batch.
+#    - A listing must keep the oldest names, and must leave out the tasks that were pushed during
+#      the listing: see relist().
 # ==================================================================================================
 
 _MAX_BATCH = 1 << 17  # names to keep in memory, which take up to 11 MB
@@ -1843,9 +1884,10 @@ _CHUNK = 1 << 16  # directory entries to read before the batch is cut again
 _FEW = 1000  # a directory with fewer names is listed in one piece
 _AT_ONCE = 256  # names that the system lists in one call, so that no push comes in between
 _LONGEST_TROUBLE_S = 3600.0  # the longest time to pass over a task that made trouble
-_MAX_TROUBLES = 10_000  # tasks that made trouble, to remember
+_MAX_TROUBLES = 10_000  # how many tasks that made trouble are remembered
 _LOSSES = 64  # after so many lost claims, a pop() looks at the lease directory again
-# Listings for one task, by a pop() that loses every claim or for a key whose task moves meanwhile.
+# How often to list the directories for one task. A pop() lists them again if it lost every claim. A
+# search for the task of a key lists them again if the task moved meanwhile.
 _MAX_LISTINGS = 8
 _is_waiting = _FORMS["pending"]
 
@@ -1874,11 +1916,14 @@ class _Backlog:
         self._clock = worker.clock
         self.names: list[str] = []  # the oldest last
         self.seen = 0  # the number of names in pending/ at the last listing
-        # Tasks that this worker could not read or move, by id: how often that happened, and until
-        # when the task is passed over. Kept in memory only, because another worker may succeed.
+        # The tasks that this worker could not read or move. By the id: how often that happened, and
+        # until when the task is passed over. This is kept in memory only, because another worker
+        # may be able to read or move the task.
         self._troubles: dict[str, tuple[int, float]] = {}
         self._listed_s = 0.0
-        self.refill_s = 0.0  # when to list pending/ again even if names are left
+        # When to list pending/ again even if names are left. Another process may have put an older
+        # task into pending/, for example by release(front=True).
+        self.refill_s = 0.0
 
     def relist(self, now_s: float) -> None:
         """List pending/. `now_s` is the time on the monotonic clock.
@@ -1916,8 +1961,8 @@ class _Backlog:
 
     def pass_over(self, ident: str) -> None:
         """Leave a task that made trouble out of the next listings. After the first trouble the task
-        is not left out, because the trouble may be over. After the second it is left out for 1 s,
-        and each further time for twice as long, up to an hour."""
+        is not left out, because the trouble may be over. After the second trouble the task is left
+        out for 1 s, and after each further trouble for twice as long, up to an hour."""
         with self._lock:
             now_s, (times, _) = time.monotonic(), self._troubles.get(ident, (0, 0.0))
             pause_s = min(2.0 ** min(times - 1, 12), _LONGEST_TROUBLE_S) if times else 0.0
@@ -1934,12 +1979,12 @@ class _Backlog:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
     def drop_taken(self, lost: str) -> None:
-        """After a lost claim, drop the oldest names of the batch whose files are missing. To look
-        at a file costs a third of a failed rename().
+        """After a lost claim, drop the oldest name of the batch, as long as its file is missing. To
+        look at a file costs a third of a failed rename(). A task with a key is not dropped.
 
-        RACE: another process pushes a newer payload of a key after the listing, and renames the
-        waiting task: its attempts are 0 again. The place of the task is the same, so the new name
-        is the next one in the batch."""
+        RACE: after the listing, another process pushes a newer payload for the key of the task at
+        `lost`. The push renames the task, so that its attempts are 0 again. The task keeps its
+        place. So the new name is put into the batch, as the next name to claim."""
         with self._lock:
             names, renamed = self.names, _fresh_path(lost, None)
             if renamed != lost:
@@ -2168,7 +2213,8 @@ class _Worker:
         self.renewer = _LeaseRenewer(self)
 
     def note_arrival(self, path: str) -> None:
-        # A task came to `path`: tell the backlog, or the job that enqueues due tasks.
+        # This process has put a task at `path`. If that is in pending/, tell the backlog. If it is
+        # in scheduled/, tell the job that enqueues due tasks. Otherwise do nothing.
         if path.startswith("pending/"):
             self.backlog.add(path)
         elif path.startswith("scheduled/"):
@@ -2197,7 +2243,9 @@ class _Worker:
         outcome: the WorkCounts field to count, or "" if the delivery goes on.
 
         Raises LeaseLost if the file of the lease is gone: the rename is the fence. Raises
-        FileNotFoundError if data_dir, or the target's directory, is missing."""
+        FileNotFoundError if data_dir, or the target's directory, is missing. After an OSError of
+        the rename, the task is still leased. If the task has a key, a step after the rename may
+        also raise OSError. Then the task has moved, and the repair job does the missing step."""
         ident = lease.path[-_ID_LENGTH:]
         is_keyed = ident[21] > "7"
         with self.keys.lock_of(ident) if is_keyed else self.lock, self.lock:
@@ -2233,13 +2281,14 @@ class _Worker:
 
         On a full disk, done/ may have no room for another name. Then the task is removed: to keep
         a record of finished tasks is the weaker promise. Otherwise the task would run again and
-        again until somebody purges done/."""
+        again until a person purges done/."""
         lease = _lease_of(task)
         if self.keep_done:
             try:
                 gone_to = self.move_leased(lease, f"done/{lease.path[-_ID_LENGTH:]}", "done")
             except OSError as error:
-                # If the lease is gone, the rename succeeded, and a later step failed.
+                # If the lease is gone, the rename succeeded, and a later step failed. Then the
+                # error is raised.
                 is_full = error.errno in _OUT_OF_SPACE_ERRNOS and self.files.exists(lease.path)
                 if not is_full:
                     raise
@@ -2597,17 +2646,21 @@ class _Worker:
             error.task_id = ident  # type: ignore[union-attr]
 
     def _take_back(self, lease: _Lease, waiting: str, error: BaseException) -> None:
-        """Undo a claim that an exception interrupted: the task returns to its place, uncounted.
+        """Undo a claim after an exception: the task returns to its place, uncounted.
 
-        There are two exceptions. First, if the task itself caused the error (the error has a
-        task_id), the task must not block the tasks behind it. So this worker passes the task over
-        for a while. The task goes to the back of pending/, counted. After the last attempt
-        (max_attempts), the task becomes a dead letter instead. If take() claimed the task in
-        scheduled/, the task returns there, uncounted. If the claim itself failed, the task stays
-        in its place.
+        Two cases differ. In the first case, the task itself caused the error, and the error has a
+        task_id. Then the task must not block the tasks behind it. So the task goes to the back of
+        pending/, counted. This worker passes the task over for a while: see _Backlog.pass_over().
+        After the last attempt (max_attempts), the task becomes a dead letter instead. If take()
+        claimed the task in scheduled/, the task returns there, uncounted. If the claim itself
+        failed, the task stays in its place.
 
-        Second, if something else could not be read, such as the state of the key, a task from
-        pending/ goes to the back, uncounted.
+        In the second case, something else could not be read, for example the state of the key. Then
+        a task from pending/ goes to the back, uncounted.
+
+        pop() and take() then raise the error. If the error has a task_id, work() and the command
+        `work` log the error and go on (_WorkerPool._take_untroubled() in room 17). The command
+        `pop` reports the error, and exits with status 2.
         """
         place = waiting if lease.path else ""
         # For an error that a signal handler raised, errno is None.
@@ -2854,8 +2907,8 @@ class _Housekeeper:
     def _reclaim_from(self, directory: str) -> None:
         """Reclaim the ended leases of one worker. If the worker is dead, reclaim all its leases.
 
-        The lock that shows whether the worker is dead is tried only in two cases: the directory has
-        leases of this boot, or all leases in the directory have ended."""
+        The lock on the directory shows whether the worker is dead. The lock is tried only if the
+        directory has leases of this boot, or if all leases in the directory have ended."""
         now_ns, leases = self._clock.now_ns(), self._files.entries(directory)
         ended, running = [], []
         for entry in leases:
@@ -2996,8 +3049,8 @@ class FemtoQueue:
         name. A worker that restarts under an old name takes back, at the first pop(), the tasks of
         the earlier process. Where there is no flock(2), a restart takes nothing back. Living
         objects may share a name, and do not take each other's leases. If a process is killed while
-        others live under its name, the leases of that process end at their deadlines, or with the
-        last object of that name.
+        other objects of the same name live, the leases of the process end at their deadlines. Or
+        they end with the last object of that name, if that comes first.
     timeout_stale_ms:  the length of the lease (visibility timeout) that pop() takes, in
         milliseconds. None: the lease lasts as long as its worker lives. After a reboot such a lease
         ends only when a worker starts under the same node_id. A person can end the lease, too, by
@@ -3122,8 +3175,8 @@ class FemtoQueue:
         call if the disk did not take the task. With a key, also raises OSError where there is no
         flock(2).
 
-        If push() raises, `data` is not in the queue. There are two exceptions: a worker took the
-        task before its sync failed, or the last paragraph below applies.
+        If push() raises, `data` is not in the queue, except in two cases. First, a worker may have
+        claimed the task before the sync of the task failed. The last paragraph has the second case.
 
         On disk: when push() returns, the file of the task is in pending/, or a buffered payload is
         in keys/. The file is written in creating/, and then moved by rename(2). A rename is atomic
@@ -3131,10 +3184,10 @@ class FemtoQueue:
         directory follows.
 
         A payload is replaced by renameat2(2) with RENAME_EXCHANGE. Names can't be exchanged on NFS,
-        on FUSE, and where the system is not Linux. There, the new payload of a task in pending/
-        waits in keys/, and the claim of the task takes the payload along. Other payloads are
-        replaced by rename(2). A push that raised because only its sync failed may then have
-        replaced the payload.
+        on FUSE, and where the system is not Linux. There, rename(2) replaces the payload. But if
+        the task is in pending/, a worker may claim the task at the same time. So the new payload
+        waits in keys/, and the claim of the task takes the payload along. If only the sync after
+        such a rename(2) failed, push() raises although the payload has been replaced.
         """
         if key is not None or if_in_flight != "buffer":
             return self._push_keyed(data, key, if_in_flight, None)
@@ -3264,10 +3317,10 @@ class FemtoQueue:
         If the trouble is with one task, the attribute `task_id` of the OSError or MemoryError has
         the id of the task. This happens if this user may not read or move the file, or if the
         payload does not fit into memory. The next pop(), in this process or another, takes the next
-        task. A task that can't be read goes to the back of the queue. The attempts of the task
-        count this delivery, so that max_attempts ends the task in failed/. A task that can't be
-        moved stays in its place. If the same task makes trouble again, this object passes the task
-        over for a pause that grows from a second to an hour.
+        task. A task that can't be read goes to the back of the queue. This delivery counts as an
+        attempt: after max_attempts deliveries, the task goes to failed/. A task that can't be moved
+        stays in its place. If a task makes trouble for the second time, this object passes the task
+        over for a second. Each further trouble doubles that time, up to an hour.
 
         A wait ends when inotify(7) reports a task, or else at the next look, at most
         poll_interval_s later. A wait also ends when a task comes due, when a lease ends, and within
@@ -3408,7 +3461,11 @@ class FemtoQueue:
 
         Raises LeaseLost if this delivery no longer holds the lease; then nothing is changed. Raises
         TypeError if `task` is not a FemtoTask, and the OSError of the system call if there is
-        trouble with the disk. If only the sync failed, the task has moved all the same.
+        trouble with the disk.
+
+        After an OSError, done() may be called again. If the rename(2) or unlink(2) failed, the task
+        is still leased, and the next call tries again. If only a later step failed, such as the
+        sync, the task has moved all the same, and the next call raises LeaseLost.
 
         On disk: when done() returns, the file of the task is in done/, or is deleted. The rename(2)
         or unlink(2) is the commit. The system call fails with ENOENT if the lease is gone (POSIX),
@@ -4123,17 +4180,18 @@ class _KeyStates:
 #
 #     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
 #     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U. Then there is
-#     nothing to do in step 5. In two cases, _add() puts the new payload behind U instead: if names
-#     cannot be exchanged and U is in pending/, and if a payload is behind the task already. Then
-#     these are the steps 4 and 5:
+#     nothing to do in step 5.
+#     In two cases, _add() puts the new payload behind U instead. First, names cannot be exchanged,
+#     and U is in pending/. Second, a payload is behind the task already. Then step 4 and step 5 are
+#     as follows:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
 #                                                          that K is missing, and corrects the state
 #       5. rename C to K                    U old, K new   the next claim takes K along
 #
-#     If a payload is behind the task already, the new payload gets its id and its place. Step 5 is
-#     then replaced by the steps 3 to 5 of the first table, with that payload in place of T. After a
-#     kill, the next claim takes along the payload that is in keys/.
+#     If an older payload is behind the task already, the new payload gets the id and the place of
+#     the older one. Step 5 is then replaced by the steps 3 to 5 of the first table, with the older
+#     payload as T. After a kill, the next claim takes along the payload that is in keys/.
 #
 #     Take along, by the claim of a task T with K behind it: claimed(), _take_along()
 #
@@ -4188,8 +4246,9 @@ class _KeyedTasks(_KeyStates):
     # Finding
 
     def find_or_repair(self, states: _States, name: str) -> tuple[str, str]:
-        """Find the task of an encoded key and the payload behind the task, and correct the state.
-        Return both paths. A path is "" if there is no task, or no payload."""
+        """Find the task of an encoded key, and the payload behind the task. Return both paths. A
+        path is "" if there is no task, or no payload. If the state is wrong, correct the state. If
+        the task has ended, make a task of the payload."""
         task, behind = states[name]
         # CRASH: the state may name a payload at a path that does not exist. Then a process died
         # before the payload was renamed to this path, or after the payload was renamed again.
@@ -4216,7 +4275,8 @@ class _KeyedTasks(_KeyStates):
         return entry.path if entry else ""
 
     def may_have_task(self, name: str) -> bool:
-        """Return False if an encoded key certainly has no task. This takes two cheap looks."""
+        """Return False if an encoded key certainly has no task. This only looks whether files
+        exist."""
         return self.heed_mark() or self._files.exists(f"keys/{_key_tag(name)}")
 
     def path_of(self, name: str) -> str:
@@ -4259,16 +4319,18 @@ class _KeyedTasks(_KeyStates):
         delivered now: it is a dead letter, or waits again. Raises FileNotFoundError if the lease
         has ended.
 
-        In the common case, the state names this task and no payload behind it, and no lock is
-        taken. This is safe: a push saves the path of a payload in the state before the payload is
-        behind the task. So this look, after the claim, sees each payload put there before the
-        claim. RACE: the lease may have ended, and another worker may have taken the payload along
-        and saved the state before this look. Therefore _is_alone() reads the state first, and then
-        checks that the lease exists.
+        In the common case, the state names this task, and no payload is behind the task. Then no
+        lock is taken. This is safe: a push first saves the path of a payload in the state, and then
+        puts the payload behind the task. This look comes after the claim. So it sees each payload
+        that was put behind the task before the claim.
 
-        The state may also name another task. `mv failed/ID pending/` makes a second task of a key,
-        and so may a state that was lost with power. Then _resolve_conflict() decides, under the
-        lock.
+        RACE: the lease may have ended. Another worker may have claimed the task, taken the payload
+        along, and saved the state before this look. Therefore _is_alone() reads the state first,
+        and then checks that the lease exists.
+
+        The state may also name another task. A second task of a key may come from a person
+        (`mv failed/ID pending/`), or after power loss, if the state was lost. Then
+        _resolve_conflict() decides, under the lock.
         """
         name = _encode_key(key)
         if self._is_alone(name, lease):
@@ -4308,11 +4370,11 @@ class _KeyedTasks(_KeyStates):
         """Replace the payload of a leased task by the newer payload behind it, and return the new
         payload.
 
-        Returns None if the task was put back, for one of two reasons. The newer payload is due
-        later: then it is in the task's place now, and waits in scheduled/. Or the delivery would
-        not be a first attempt: after an undone claim, or a move by a person, the task has the
-        attempts of its old payload. Then the task waits with 0 attempts, and the newer payload
-        stays behind it until the next claim.
+        Returns None if the task was put back, for one of two reasons. First, the newer payload is
+        due later. Then the newer payload has replaced the older one, and waits in scheduled/.
+        Second, the delivery would not be a first attempt: after an undone claim, or a move by a
+        person, the task has the attempts of its older payload. Then the task waits with 0 attempts,
+        and the newer payload stays behind the task until the next claim.
 
         RACE: if a person moves the task meanwhile, this raises FileNotFoundError, and the newer
         payload stays in keys/. CRASH: see the table at the top of this room."""
@@ -4355,7 +4417,8 @@ class _KeyedTasks(_KeyStates):
                 elif name:
                     states[name] = target, newer
             except BaseException:
-                # The task may have ended before its payload was promoted: repair() finds out.
+                # The error may have come after the end of the task, and before the promotion of the
+                # payload behind the task. Then repair() promotes the payload.
                 self._worker.house.repairing.sooner(_BASE_INTERVAL_S)
                 raise
         return target
@@ -4374,9 +4437,9 @@ class _KeyedTasks(_KeyStates):
         return path
 
     def reserve(self, states: _States, source: str, target: str) -> None:
-        """Save in the state that the failed task at `source` will be at `target`. Do nothing if the
-        task has no key. Raises KeyInFlight if the key has another task, and FileNotFoundError if
-        the failed task is gone."""
+        """Save in the state that the failed task at `source` will be at `target`. If the task has
+        no key, do nothing. Raises KeyInFlight if the key has another task. Raises FileNotFoundError
+        if the failed task is gone."""
         name = self._key_in(source)
         if not name:
             return
@@ -4453,9 +4516,9 @@ class _Keys(_KeyedTasks):
         """Push a payload for an encoded key.
 
         Returns the id of the task that gets the payload. If the payload is put behind a leased
-        task, the result is the payload's own id, which is its id as a later task. Returns "" if a
-        pop() or a person moved the waiting task meanwhile: the caller must try again. Raises
-        KeyInFlight if the task is leased and if_in_flight is "reject"."""
+        task, the result is another id, which the payload will have when it becomes a task. Returns
+        "" if a pop() or a person moved the waiting task meanwhile: the caller must try again.
+        Raises KeyInFlight if the task is leased and if_in_flight is "reject"."""
         with self.lock(_key_tag(name)) as states:
             path, newer = self.find_or_repair(states, name)
             is_leased = _state_of(path) == "inflight"
@@ -4520,11 +4583,11 @@ class _Keys(_KeyedTasks):
         attempts to 0. The task keeps its place, or gets the new time. Raises FileNotFoundError if
         the task was moved meanwhile. The table at the top of this room has the steps.
 
-        If names cannot be exchanged, the payload goes behind a task in pending/. RACE: a pop() may
-        claim the task at the same time, without the lock. It reads the state after the rename of
-        its claim. If it does so before our save, it delivers the old payload, and the new payload
-        is behind a leased task. If it does so after our save, it sees a payload behind the task. It
-        waits for our lock, and takes the new payload along.
+        If names cannot be exchanged, and the task is in pending/, the payload is put behind the
+        task. RACE: a pop() may claim the task at the same time, without the lock. The pop() reads
+        the state after the rename of its claim. If it reads before our save, the pop() delivers the
+        old payload, and the new payload is behind a leased task. If it reads after our save, the
+        pop() sees a payload behind the task, waits for our lock, and takes the new payload along.
         """
         path, newer = states[name]
         if "~" in path:  # only such a task may have been delivered before
@@ -4541,8 +4604,9 @@ class _Keys(_KeyedTasks):
         """Rename a record from `path` to `target`; the block then replaces the payload by the file
         `aside`. If the block fails, rename the record back: a push that raises changes nothing.
 
-        CRASH: if the process dies after the rename, the old payload is at the new time, or has 0
-        attempts. In the other order, the new payload could be delivered before its time."""
+        CRASH: if the process dies after the rename and before the replacement, the old payload is
+        at the new time, or has 0 attempts. In the other order, the new payload could be delivered
+        before its time."""
         if target == path:
             yield path
             return
@@ -4588,6 +4652,15 @@ class _Keys(_KeyedTasks):
 #     function that returns what it found, or None.
 #     Invariant: a wait has a watcher before its last look. So a task that comes after that look
 #     ends the sleep. A coroutine never looks itself: one thread looks for all coroutines.
+#     These events end the sleep of a wait:
+#     - A file comes to pending/ or scheduled/, or PAUSED is removed. On Linux, inotify reports this
+#       for every process of this host.
+#     - A housekeeping job is to run, because a task comes due or a lease ends. One job looks for
+#       dead workers every _BASE_INTERVAL_S (_Housekeeper.wake_s, room 11).
+#     - The timeout of the wait is over, or another thread calls close() (_Watcher.wake).
+#     - A short time is over, if inotify is missing, or if other hosts write to the file system.
+#       Then only the next look finds a new task. The sleeps last 1 ms, 2 ms and so on, up to
+#       poll_interval_s.
 # ==================================================================================================
 
 # Masks of inotify(7). _IN_COMES: a file was created in the directory, or moved into it. Its first
@@ -4664,8 +4737,8 @@ class _Watcher:
     def sleep(self, seconds: float) -> None:
         """Sleep for so many seconds, or until an event or wake().
 
-        Return at once if a directory was replaced since it was watched last. The watcher has had no
-        events of the new directory until now, so the caller must look again."""
+        If a directory was replaced since the last call, return at once. The watcher did not watch
+        the new directory until now, and may have missed a task. So the caller must look again."""
         if not self._fds:
             self._no_wake.acquire(timeout=seconds)
             return
@@ -4693,11 +4766,14 @@ class _Watcher:
 
 
 class _Request:
-    """The wait of one coroutine. `look`: the look to repeat. `line`: requests of one line are
-    served in the order of their arrival. `closes`: how often the queue had been closed when the
-    wait began. `answer`: the future that gets the task, None or an exception."""
+    """The wait of one coroutine.
 
-    is_over = False  # its timeout is over
+    look: The look to repeat.
+    line: Requests of one line are served in the order of their arrival.
+    closes: The number of times that the queue had been closed when the wait began.
+    answer: The future that gets the task, None or an exception."""
+
+    is_over = False  # the timeout of the wait is over
 
     def __init__(self, look: _Look[FemtoTask], line: str, closes: int) -> None:
         import asyncio
@@ -4713,23 +4789,22 @@ class _Waits:
 
     def __init__(self, worker: _Worker) -> None:
         self._worker, self._lease_dir, self._pid = worker, worker.lease_dir, os.getpid()
-        self._watchers: set[_Watcher] = set()  # those of the current waits
-        # Watchers for the next waits. An event that is left in one only causes an extra look.
+        self._watchers: set[_Watcher] = set()  # the watchers of the current waits
+        # Watchers for the next waits. If a watcher still has an old event, the next wait only looks
+        # once more.
         self._idle: list[_Watcher] = []
         # The waits of coroutines by the id() of the request, in the order of their arrival.
         # Weak: a request lives as long as the event loop or the frame of its coroutine holds it.
         self._requests: weakref.WeakValueDictionary[int, _Request] = weakref.WeakValueDictionary()
-        # Held while a request is added, and while the thread that serves them starts or ends.
+        # Held while a request is added, and while the thread that serves the requests starts or
+        # ends.
         self._lock = threading.RLock()
-        self._is_serving = False  # that thread runs
+        self._is_serving = False  # the thread that serves the requests runs
 
     def wait_for(self, look: _Look[_Found], end_s: float, has_events: bool = True) -> _Found | None:
-        """Look until something is found, and return it. Return None when the time end_s has come
-        (monotonic clock), or when the queue is closed.
-
-        A sleep between two looks ends with an event, with close() or at end_s. It also ends when
-        the next housekeeping job is to run, because a task is due or a lease ends. If events may be
-        missed, sleeps are short: 1 ms, 2 ms and so on, up to poll_interval_s.
+        """Look until a look finds something, and return what it found. Return None when the time
+        end_s has come (monotonic clock), or when the queue is closed. The banner of this room says
+        what ends the sleep between two looks.
 
         has_events: False if no event reports what the look waits for. Then sleeps are short in any
         case. drain() and join() wait for an empty queue, which no event reports."""
@@ -4770,17 +4845,19 @@ class _Waits:
         return None
 
     def accept(self, found: _Found | None) -> _Found | None:
-        """Hand what a look found to the caller: return it. A task is the caller's delivery from now
-        on. Return None if close() in another thread has taken the task back. If close() could not,
-        because the task's key was busy, put the task back and return None."""
+        """Return what a look found, as the last step before the caller gets it. From now on, a task
+        is the caller's delivery.
+
+        Returns None if close() in another thread has taken the task back. Perhaps close() tried,
+        but the lock of the task's key was busy. Then put the task back, and return None."""
         if isinstance(found, FemtoTask) and not self._lease_dir.undelivered.pop(found.path, ""):
             self._give_back(found)
             return None
         return found
 
     def _give_back(self, found: object) -> None:
-        """Put a task back, uncounted, because the wait that found it has ended. If that fails, the
-        reclaim job does it later."""
+        """Put a task back, uncounted, because the wait that found the task has ended. If this step
+        fails, the reclaim job puts the task back later."""
         # In a forked child the task belongs to the parent: leave it.
         if not isinstance(found, FemtoTask) or os.getpid() != self._pid:
             return
@@ -4802,7 +4879,7 @@ class _Waits:
             yield watcher
         finally:
             self._watchers.discard(watcher)
-            # After close() no watcher is kept. It is closed with its last reference.
+            # After close(), the watcher is not kept for another wait. The last reference closes it.
             is_open = self._lease_dir.closes == closes
             if is_open and watcher.sees_all and len(self._idle) < _MAX_IDLE:
                 self._idle.append(watcher)
@@ -4837,13 +4914,13 @@ class _Waits:
             with self._lock:
                 self._requests[id(request)] = request  # from now on, the thread looks for it
                 if self._is_serving:
-                    self._wake()  # the thread may be asleep; if not, it looks before it sleeps
+                    self._wake()  # if the thread does not sleep, it looks before it sleeps
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
             return self.accept(await asyncio.wrap_future(request.answer))
         except BaseException:  # the coroutine was cancelled
-            # RACE: the thread may have answered before cancel(). Then put its task back.
+            # RACE: the thread answers with a task just before cancel(). Then put that task back.
             if not request.answer.cancel() and request.answer.exception() is None:
                 self._give_back(request.answer.result())
             raise
@@ -4856,13 +4933,14 @@ class _Waits:
         self._wake()
 
     def _serve(self) -> None:
-        """Look for all coroutines, in a thread of its own, until none waits. An exception ends the
-        thread; then each coroutine that waits gets the exception."""
+        """Look for all coroutines, until no coroutine waits. This method runs in a thread of its
+        own. An exception ends the thread. Then each coroutine that waits gets the exception."""
         try:
             while True:
                 self.wait_for(self._look_for_all, time.monotonic() + _LINGER_S)
-                # RACE: a coroutine may add its request just now. It does so with the lock held:
-                # either this thread sees the request, or the coroutine starts another thread.
+                # RACE: a coroutine adds its request at this time. The coroutine holds the lock
+                # while it adds the request. If this thread does not see the request, the coroutine
+                # sees that this thread has ended, and starts another thread.
                 with self._lock:
                     if not self._requests:
                         self._is_serving = False
@@ -4876,16 +4954,18 @@ class _Waits:
                     self._answer(request, None, error)
 
     def _look_for_all(self) -> None:
-        """Look once for the first request of each line. If a task is found, answer the request with
-        it, and look for the next request of that line. A request whose time is over gets a last
-        look even if it is not the first, and is then answered with a task or with None."""
+        """Look once for the first request of each line. If the look finds a task, the task is the
+        answer to this request. Then look for the next request of the same line.
+
+        A request whose time is over gets a last look, even if the request is not the first of its
+        line. Then the answer is a task or None."""
         empty_lines = set()
         for ref in self._requests.valuerefs():
             request = ref()
             # An event loop that does not run could not take the task.
             if request is None or not request.loop.is_running():
                 continue
-            is_over = request.is_over  # as it was before the look
+            is_over = request.is_over  # read before the look, so that the look is the last one
             if request.line in empty_lines and not is_over:
                 continue
             try:
@@ -4893,7 +4973,7 @@ class _Waits:
             except BaseException as error:
                 self._answer(request, None, error)
                 continue
-            # close() ends the wait, also if it was called before the request was added.
+            # close() ends the wait, even if close() was called before the request was added.
             is_over |= self._lease_dir.closes != request.closes
             if task is not None or is_over:
                 self._answer(request, task)
@@ -4955,8 +5035,9 @@ def _save_checkpoint(worker: _Worker, task: FemtoTask, payload: bytes) -> None:
     """Replace the checkpoint of a leased task in one step. Raises LeaseLost, with nothing saved, if
     the lease is lost.
 
-    The lease is renewed first. That renewal is the fence: it fails if the lease is lost. CRASH:
-    after the renewal, before the file is moved: the older checkpoint is still there."""
+    The lease is renewed first. The renewal is the fence: it fails if the lease is lost. CRASH: if
+    the process dies after the renewal and before the file is moved, the older checkpoint is still
+    there."""
     lease, files, data = _lease_of(task), worker.files, task.data
     ident = _id_of(lease.path)
     if task.size_bytes is None:  # attach() made the task, and did not read the payload
@@ -4995,8 +5076,8 @@ class _LeaseRenewer:
         self._pause_s = 0.0  # seconds between two rounds of the thread
 
     def add(self, block: _Processing) -> None:
-        """Renew the lease of a block from now on. Start a thread if no thread runs. If the pauses
-        of the current thread are too long for this lease, replace that thread by a new one."""
+        """Renew the lease of a block from now on. If no thread runs, start a thread. If the pauses
+        of the current thread are too long for this lease, another thread takes its place."""
         lease = _lease_of(block.task)
         pause_s = lease.length_ns / 1e9 * _RENEWAL
         with self._lock:
@@ -5101,8 +5182,9 @@ class _Processing:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
     ) -> None:
-        """End the delivery as the block ended: well, or with an exception. Do nothing if the block
-        has ended the delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
+        """End the delivery. Without an exception, the task is finished. After an exception, the
+        task is tried again, given back or failed: see _end(). Do nothing if the block has ended the
+        delivery itself, or raised LeaseLost for its task. Raises LeaseLost."""
         task = self.task
         # A child that was forked in the block does not own the task. If the block is garbage
         # together with its queue object, the queue object may be finalized first: then the worker
@@ -5149,7 +5231,8 @@ class _Processing:
 #     never leaves a task in flight, whatever step of the pool it interrupts.
 # ==================================================================================================
 
-# work() ends with an error when only trouble with single tasks has come for so many seconds.
+# The pool ends with an error if every attempt to take a task has met trouble with a single task for
+# so many seconds.
 _TROUBLE_S = 30.0
 _ONE_SIGNAL_S = 0.3  # two signals within so many seconds count as one
 _AFTER_FAILURE = {
@@ -5162,8 +5245,9 @@ _AFTER_FAILURE = {
 class _WorkerPool:
     """The loop of work(): takes tasks and calls the handler for each.
 
-    `concurrency` threads do so; if it is 1, the calling thread does. One thread at a time takes a
-    task. is_stopped() is called before each task is taken: a true result stops the pool.
+    The loop runs in `concurrency` threads. If `concurrency` is 1, it runs in the calling thread
+    instead. One thread at a time takes a task. Before each task is taken, is_stopped() is called. A
+    true result stops the pool.
 
     Invariant: a task is in `_running` from before its handler is called until its delivery is
     counted. The thread that removes the task from `_running` counts the delivery. The lock of
@@ -5208,10 +5292,10 @@ class _WorkerPool:
     def run(self) -> WorkCounts:
         """Work until told to stop, and return the counts.
 
-        Raises the exception with which a handler ended the pool, such as SystemExit, and the error
-        of pop() or of ending a delivery. If a signal came before the running handlers had finished,
-        such an OSError is only logged. A second signal gives back what runs, and nothing is
-        raised."""
+        Raises the exception with which a handler ended the pool, such as SystemExit. Raises the
+        error of pop(), or of the end of a delivery. But if a signal came before the running
+        handlers had finished, such an OSError is only logged. A second signal gives back the tasks
+        of the running handlers, and nothing is raised."""
         with self._signals_handled():
             if self._is_threaded:
                 self._work_in_threads()
@@ -5262,13 +5346,13 @@ class _WorkerPool:
         return bool(is_over or self._is_stopped())
 
     def _take_untroubled(self) -> FemtoTask | None:
-        """Take a task as _take() does; but log the trouble with a single task and return None,
-        because the other tasks are not affected.
+        """Take a task as _take() does. If a single task makes trouble, log the error and return
+        None, because the other tasks are not affected.
 
-        Raises the OSError or MemoryError if it does not name a task. Raises it, too, if only such
-        trouble has come for more than _TROUBLE_S, and no handler runs. A task that is taken ends
-        the trouble. A wait that finds no task also does, except with drain: there, the pool may be
-        waiting for just these tasks to end."""
+        Raises an OSError or MemoryError that has no task_id. Also raises an error with a task_id if
+        every attempt to take a task has met such trouble for more than _TROUBLE_S, and no handler
+        runs. The time starts anew when a task is taken. It also starts anew when a wait finds no
+        task, but not with drain: then the pool may be waiting for the tasks that make trouble."""
         try:
             task = self._take()
         except (OSError, MemoryError) as error:
@@ -5284,8 +5368,8 @@ class _WorkerPool:
         return task
 
     def _take(self) -> FemtoTask | None:
-        """Take a task, or return None. Waits for a task for a moment only, because no event tells
-        that the result of is_stopped() has changed."""
+        """Take a task, or return None if no task comes for a moment. The wait is short, because no
+        event reports that the result of is_stopped() has changed."""
         queue, wait_s = self._queue, _BASE_INTERVAL_S
         task: FemtoTask | None = (
             next(queue.drain(wait_s), None) if self._drain else queue.pop(wait_s)
@@ -5321,7 +5405,8 @@ class _WorkerPool:
                 why = str(error).partition("\n")[0]
             text = "%s: try %d failed, %s: %s"
             _log().error(text, task.id, task.attempts, then, why, exc_info=cause)
-            # Disk trouble, or no thread to renew the lease. It ends the pool as an error of pop().
+            # Disk trouble, or no thread to renew the lease. This ends the pool, as an error of
+            # pop() does.
             if not lease.outcome:
                 self._error = self._error or error
                 if not has_begun:
@@ -5395,7 +5480,8 @@ class _WorkerPool:
                 signal.signal(number, handler)
 
     def _tell_stop(self) -> None:
-        """Called at the first signal, in the signal handler, for a subclass."""
+        """Do nothing. A subclass may override this method, which is called at the first signal, in
+        the signal handler."""
 
     def _on_signal(self, number: int) -> None:
         """Note a signal. The first signal stops the pool, the second aborts the handlers that
@@ -5855,9 +5941,9 @@ class TicketQueue:
     def _locked(self) -> Iterator[_FileLock]:
         """Hold the lock of "last", the file with the last number, and yield that lock.
 
-        CRASH: a process that died in _join_with(), before the rename, left a file whose name begins
-        with ".". A process holds this lock while it has such a file, so a file that is found here
-        belongs to no living process. Remove the file."""
+        CRASH: a process that dies in _join_with(), before the rename, leaves a file whose name
+        begins with ".". A living process has such a file only while it holds this lock. So a file
+        that is found here belongs to a dead process, and is removed."""
         lock = _despite_cleanup(self._lock_last, self._root)
         try:
             for name in self._files.names(""):
@@ -5916,17 +6002,19 @@ class TicketQueue:
 #
 #       healed    After a network cut, a name that was renamed during the cut may come back
 #                 (GlusterFS). The name is then a second link to the same file, or leads to a record
-#                 that was replaced meanwhile. If a key has several tasks by this, the youngest one
-#                 counts, as far as the clocks of the hosts agree.
+#                 that was replaced meanwhile. If a key has several tasks for this reason, the
+#                 youngest task counts. The ids tell which task is the youngest, as far as the
+#                 clocks of the hosts agree.
 #
 #       replies   A rename that was carried out may raise ENOENT (NFS, perhaps others). The server
-#                 reboots before it has answered, and the client repeats the request. The old name
-#                 no longer exists then. GlusterFS loses no replies. But a GlusterFS replica may
-#                 show a failed rename as carried out. So a rename that raises counts as failed
-#                 there.
+#                 reboots before it has answered, and the client repeats the request. Then the old
+#                 name no longer exists. So after ENOENT, a look tells whether the file has moved.
+#                 GlusterFS loses no replies. But there, a replica may show a failed rename as
+#                 carried out. So on GlusterFS there is no such look: a rename that raises has
+#                 failed.
 #
 #       flock     A waiting flock() asks the server again after 1, 2, 4 ... seconds (NFS). If the
-#                 network is cut during the wait, the request keeps the bricks busy for ever
+#                 network is cut during the wait, the request keeps the servers busy for ever
 #                 (GlusterFS). So locks are polled. A host that is cut off from the network may lose
 #                 its locks, and is not told (both).
 #
@@ -5936,10 +6024,11 @@ class TicketQueue:
 #                 systems makes the file SHARED. Local objects that find it use _SharedKeys and
 #                 _SharedNumbers, too: these work even if a host has lost its locks.
 #
-#     The overrides for these file systems follow. Beside each override stand the facts for which it
-#     is there, and where it is needed. Each override is used on all file systems that other hosts
-#     write to. But those with a * look at `heals`. Their part for (healed) is used on GlusterFS and
-#     other FUSE mounts only, and their part for (replies) on all other such file systems.
+#     The overrides for these file systems follow. Beside the name of each override are the facts
+#     that make the override necessary, and the file systems: "both" means NFS and GlusterFS.
+#     Each override is used on all file systems that other hosts write to. An override with a * also
+#     depends on _SharedFiles.heals, which is True on GlusterFS and other FUSE mounts. If `heals` is
+#     True, the part for (healed) is used. Otherwise the part for (replies) is used.
 #
 #       _SharedLock.reading_is_enough         flock (NFS)
 #       _SharedLock.acquire_exclusive         flock (both)
@@ -5960,7 +6049,7 @@ class TicketQueue:
 #       _SharedKeys._load                     stale (both), healed and phantom (GlusterFS)
 #       _SharedKeys._save, _is_alone          stale (both)
 #       _SharedKeys.may_have_task, newest_of  stale (both)
-#       _SharedKeys._resolve_conflict                 flock (both), healed (GlusterFS)
+#       _SharedKeys._resolve_conflict         flock (both), healed (GlusterFS)
 #       _SharedNumbers.draw                   stale, flock (both)
 #       _SharedNumbers.check                  flock (both)
 #       _SharedNumbers.late                   a host may be cut off or stopped for long (both)
@@ -6161,8 +6250,8 @@ class _SharedFiles(_Files):
         while the name is listed, because the file may have been replaced. A name that is still
         listed after the last look is a phantom.
 
-        Looks are counted, not time: a mount that hung for a while has learned nothing meanwhile. A
-        known phantom gets fewer looks. Raises FileNotFoundError."""
+        The looks are counted, and not the time: while a mount hangs, time passes, but no news
+        comes. A known phantom gets fewer looks. Raises FileNotFoundError."""
         directory, name = os.path.split(path)
         looks = 5 if path in self.phantoms else _LISTED_LOOKS
         for pause_s in itertools.islice(_backoff_s(_STALE_S / 24), looks):
@@ -6409,9 +6498,10 @@ class _SharedNumbers(_Numbers):
     the name of an empty file: a name is listed correctly when contents are still stale. If two
     hosts without the lock (flock) rename that file, one of the renames fails."""
 
-    # RACE: another host saw this ticket stale, but removes it only now, and then takes the turn.
-    # This ticket must not be first in the meantime, though it is in line and was touched again. So
-    # the member gives it up earlier. The quarter allows for clocks that differ.
+    # RACE: another host finds this ticket stale, but removes it only later, and then takes the
+    # turn. Meanwhile the member touches the ticket again. Until the removal, the ticket is in line
+    # and may be the first, but the member must not take the turn. So the member gives the ticket up
+    # before any host can find it stale. The last quarter allows for clocks that differ.
     late = 0.75
     _parse = re.compile(r"last~[0-9]{20}").fullmatch
 
@@ -6447,8 +6537,8 @@ class _SharedNumbers(_Numbers):
 #     Invariant: data is written to a stream as a whole, or an error is raised.
 # ==================================================================================================
 
-_REDRAW_S = 0.5  # between two forms of the line at the bottom of a terminal
-_OPEN_LINE_S = 10.0  # for which an unfinished line keeps other jobs from writing
+_REDRAW_S = 0.5  # the pause between two drawings of the line at the bottom of a terminal
+_OPEN_LINE_S = 10.0  # for at most this time, an unfinished line keeps other jobs from writing
 _OUTCOMES = ("done", "failed", "retried", "released", "lost")  # the fields of WorkCounts
 
 
@@ -6459,7 +6549,8 @@ def _writable(fd: int) -> None:
     """Wait until a descriptor can be written to, or for 50 ms."""
     import select
 
-    with suppress(ValueError):  # a descriptor of 1024 or more, without poll(): the caller looks
+    # ValueError: without poll(), a descriptor of 1024 or more. The caller tries again at once.
+    with suppress(ValueError):
         if hasattr(select, "poll"):
             poll = select.poll()
             poll.register(fd, select.POLLOUT)
@@ -6483,7 +6574,8 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _read_some(fd: int) -> bytes:
-    """Wait for bytes of a descriptor, which may be non-blocking; return b"" at its end."""
+    """Wait until bytes come from a descriptor, and return the bytes. Return b"" at the end of the
+    file or pipe. The descriptor may be non-blocking."""
     while True:
         try:
             return os.read(fd, 1 << 16)
@@ -6492,20 +6584,24 @@ def _read_some(fd: int) -> bytes:
 
 
 class _Progress:
-    """How much of a queue is left, how fast it gets less, and how long that will take.
+    """The progress of a queue: how many tasks are left, the rate, and the time until none is left.
 
-    The rate is the queue's, with all its workers and producers. It is computed from the number of
-    tasks that wait or run, and from how that number shrinks. If producers push as fast as workers
-    take, the number does not change. Then the rate is the number of tasks that this worker ends.
+    A task is left if it waits or is leased. The rate is how fast the number of these tasks falls,
+    through all workers and producers of the queue. But the rate is never less than the rate at
+    which this worker ends tasks. Otherwise the rate would be 0 if producers push as fast as workers
+    take tasks.
     """
 
-    _SPAN_S, _SPAN_TASKS = 10.0, 20  # what a rate is taken from, at least, if there is so much
-    _NOISE_TASKS = 2  # a queue that is longer by no more than that does not grow
+    # A rate is taken over at least so many seconds, and at least so many tasks, if the samples
+    # reach back so far.
+    _SPAN_S, _SPAN_TASKS = 10.0, 20
+    _NOISE_TASKS = 2  # a queue does not count as growing if it is longer by at most so many tasks
     _MAX_SAMPLES = 120
 
     def __init__(self, data_dir: str) -> None:
         self._root = os.path.abspath(data_dir)  # the current directory may be removed later
-        self._samples: list[tuple[float, int, int]] = []  # when, how many were left, and ended
+        # Each sample has the time, the number of tasks left, and the number of tasks ended.
+        self._samples: list[tuple[float, int, int]] = []
         self._next_s = 0.0
         self.waiting, self.running = 0, 0
 
@@ -6515,11 +6611,11 @@ class _Progress:
         return {*filter(_FORMS[_state_of(directory)], os.listdir(path))}
 
     def latest_dead_letters(self, count: int = 5) -> list[str]:
-        """Return the ids of the latest dead letters, the last one first; of a thousand, those of
-        the youngest tasks."""
+        """Return the ids of the latest dead letters, the latest first. Only the thousand youngest
+        tasks in failed/ are looked at."""
 
         def moved_s(name: str) -> float:
-            with suppress(OSError):  # it has just been retried
+            with suppress(OSError):  # RACE: another process has just retried the task
                 return os.stat(os.path.join(self._root, "failed", name)).st_ctime
             return 0.0
 
@@ -6527,22 +6623,24 @@ class _Progress:
         return sorted(youngest, key=moved_s)[: -count - 1 : -1]
 
     def look(self, ended: int, now: bool = False) -> None:
-        """Count what is left, unless that was done just now: counting takes at most 1 % of the
-        time. `ended` is how many tasks this worker has ended. Raises OSError."""
+        """Count the tasks that are left, and keep a sample. Do nothing if the last count is so
+        recent that counting would take more than 1 % of the time. With `now`, count in any case.
+        `ended` is the number of tasks that this worker has ended. Raises OSError."""
         began_s = time.monotonic()
         if began_s < self._next_s and not now:
             return
         self.waiting = sum(len(self.names(it)) for it in _WAITING_DIRS)
         self.running = 0
         for directory in filter(_parse_node_dir, os.listdir(self._root)):
-            with suppress(FileNotFoundError, NotADirectoryError):  # the worker has ended
+            # RACE: the worker has ended, and its directory was removed after the listing.
+            with suppress(FileNotFoundError, NotADirectoryError):
                 self.running += len(self.names(directory))
         now_s = time.monotonic()
         self._next_s = now_s + 100 * (now_s - began_s)
         self.note(now_s, self.waiting + self.running, ended)
 
     def note(self, now_s: float, left: int, ended: int = 0) -> None:
-        """Keep a sample; of old ones, every second one goes if there are many."""
+        """Keep a sample. If there are too many samples, drop every second one of the older half."""
         self._samples.append((now_s, left, ended))
         if len(self._samples) > self._MAX_SAMPLES:
             del self._samples[1 : self._MAX_SAMPLES // 2 : 2]
@@ -6580,7 +6678,8 @@ class _Progress:
         return "  ".join(texts)
 
     def text(self, counts: Mapping[str, int]) -> str:
-        """Return the line of progress. `counts`: by the fields of WorkCounts, this worker's."""
+        """Return the line of progress. `counts` has the numbers of this worker's deliveries, by the
+        fields of WorkCounts."""
         ended = [f"{counts.get(it, 0)} {it}" for it in _OUTCOMES if counts.get(it)]
         parts = ["  ".join(ended or ["0 done"])]
         parts.append(f"{self.running} running  {self.waiting} waiting")
@@ -6602,27 +6701,31 @@ def _rough_time(seconds: float) -> str:
 class _Output:
     """The worker's standard output and standard error, which all of its threads write to.
 
-    A line that a job has begun is finished before other jobs write, unless that takes too long. On
-    a terminal a line at the bottom shows the progress; it is cleared before anything is written.
+    While a job has an unfinished line, other jobs wait for the end of the line, but for at most
+    _OPEN_LINE_S. On a terminal, the line at the bottom shows the progress. The line is cleared
+    before other output is written, and drawn again after that.
     """
 
     def __init__(self) -> None:
-        # A turn is held while a thread writes. Each stream has its own: if nobody reads standard
-        # output, the log still gets through. Streams that lead to the same file share a turn.
+        # A thread holds the turn of a stream while it writes to the stream. Each stream has a turn
+        # of its own: if standard output is not read, the log is still written. Streams that lead to
+        # the same file share a turn.
         self._turns = {fd: threading.Condition() for fd in (1, 2)}
         with suppress(OSError):
             if os.path.sameopenfile(1, 2):
                 self._turns[1] = self._turns[2]
-        self._owners: dict[threading.Condition, object] = {}  # of lines that have begun
+        # The job that has an unfinished line on the stream, by the turn of the stream.
+        self._owners: dict[threading.Condition, object] = {}
         self.has_terminal = os.isatty(2)
         self._is_dumb = os.environ.get("TERM", "dumb") == "dumb"
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
-        self._line: str | None = ""  # the line at the bottom of the terminal; None: no longer one
-        self._shown = 0  # the length of the line as it is shown
-        self._is_at_start = True  # of a line: nothing that is unfinished stands there
+        self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
+        self._shown = 0  # the length of the line that is on the terminal now
+        self._is_at_start = True  # the output before the line at the bottom ended with a newline
 
     def put(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write bytes of a job (its `owner`) or of the worker; they end a line if is_whole."""
+        """Write bytes of a job (the `owner`) or of the worker (None). is_whole: the bytes end with
+        a whole line, so that other jobs may write."""
         if not data:
             return
         turn = self._turns[fd]
@@ -6657,7 +6760,8 @@ class _Output:
         self._shown = len(line)
 
     def clear_now(self) -> bytes:
-        """Return what begins a new line, for a signal handler: that must not wait for a lock."""
+        """Return the bytes that begin a new line on the terminal. A signal handler uses this method
+        instead of put(), because it must not wait for a lock."""
         return self._clearing() if self._shown else b"\n"
 
     def _columns(self) -> int:
@@ -6666,8 +6770,8 @@ class _Output:
         return 80
 
     def _clearing(self) -> bytes:
-        """Return what clears the line that is shown. If the terminal is narrower by now than the
-        line, the line is in several rows."""
+        """Return the bytes that clear the line at the bottom. If the terminal has become narrower
+        than the line, the line takes several rows, and all of these are cleared."""
         if not self._shown:
             return b""
         if self._is_dumb:
@@ -6678,14 +6782,21 @@ class _Output:
 
 # ==================================================================================================
 # 22. Jobs: the processes of a command, CMD, that `femtoqueue work` runs for a task.
-#     A job consists of CMD's process, the leader of a session, and of all of its descendants.
+#     The leader of a job is CMD's process, which also leads a session. The job consists of the
+#     processes in this session and their descendants (_members). On systems without /proc, the job
+#     is only the leader's process group. A process that left the session is lost when its parents
+#     have ended, unless an earlier look found the process.
+#     A job is ended by _terminate(): at the time limit (_CommandPool._follow), at the second signal
+#     (_CommandPool._abort), or after an error.
 #     Invariant: the watchdog knows each job that may run. If this worker dies, the watchdog kills
 #     those jobs.
 # ==================================================================================================
 
-_GRACE_S = 5.0  # between a signal to a job and SIGKILL
-_REASON_BYTES = 4096  # of the end of CMD's standard error
-_SH_NAME = "femtoqueue work"  # what sh calls itself in messages; CMD may be a femtoqueue
+_GRACE_S = 5.0  # the time between a signal to a job and SIGKILL
+_REASON_BYTES = 4096  # the end of CMD's standard error that becomes the reason of a failure
+# The name of sh in its error messages. _judge() looks for this name. CMD may itself be a
+# `femtoqueue`, whose messages have another name.
+_SH_NAME = "femtoqueue work"
 # The script that sh runs in the process that becomes CMD. It writes the pid to the watchdog's pipe,
 # closes the pipe and executes CMD, which then has descriptors 0, 1 and 2 only.
 # CRASH: the worker dies after the fork() and before the script writes. The new process still holds
@@ -6708,7 +6819,7 @@ class _Relay(threading.Thread):
     def __init__(self, pipe: Any, fd: int, process: Any, pool: Any) -> None:
         super().__init__(daemon=True)  # a stalled reader must not keep the worker alive
         self._pipe, self._fd, self._process, self._pool = pipe, fd, process, pool
-        self.tail, self._rest = b"", b""  # the rest: of a line, to be written with its end
+        self.tail, self._rest = b"", b""  # _rest: the part of a line whose end has not come
         self._is_open = False  # the beginning of a line has been passed on
         self.error: Exception | None = None
         self.is_through = threading.Event()
@@ -6746,8 +6857,8 @@ class _Relay(threading.Thread):
         self._end_line()
 
     def _take(self, data: bytes) -> None:
-        """Pass on whole lines, and the beginning of a line that is too long to be kept; with one
-        job at a time, whatever comes."""
+        """Pass on the data. If jobs run side by side, pass on only whole lines, and keep the rest
+        until the line is whole or too long."""
         self.tail = (self.tail + data)[-_REASON_BYTES:]
         if self._pool.jobs == 1:
             self._pool.pass_on(self._fd, data)
@@ -6762,7 +6873,8 @@ class _Relay(threading.Thread):
             self._rest, self._is_open = b"", True
 
     def _end_line(self) -> None:
-        """End the last line of a job, if jobs run side by side."""
+        """Pass on the rest of a line, and end the line. If jobs do not run side by side, there is
+        no rest."""
         if self._rest or self._is_open:
             self._pool.pass_on(self._fd, self._rest + b"\n", self._process)
         self._rest, self._is_open = b"", False
@@ -6785,7 +6897,7 @@ class _Process:
     def __init__(self, popen: Any) -> None:
         self.pid, self._popen = popen.pid, popen
         self.status: int | None = None
-        self.is_watched = True  # the watchdog was told of its end
+        self.is_watched = True  # False: the watchdog is dead, and was not told of the end of CMD
         self.woken = threading.Event()
 
     def end(self, status: int) -> None:
@@ -6810,8 +6922,8 @@ class _Processes:
         threading.Thread(target=self._reap_all, daemon=True).start()
 
     def start(self, words: list[Any], **settings: Any) -> tuple[_Process, Any]:
-        """Start CMD as the leader of a session, and return it, and its Popen. Raises OSError or
-        ValueError if the words can't be arguments."""
+        """Start CMD as the leader of a session. Return its process, and its Popen object. Raises
+        OSError or ValueError if the words can't be arguments."""
         import subprocess
 
         with self._lock:
@@ -6819,7 +6931,7 @@ class _Processes:
                 ["/bin/sh", "-c", _START.format(self._watchdog), _SH_NAME, *words],
                 bufsize=0,
                 pass_fds=[self._watchdog],
-                start_new_session=True,  # a Ctrl-C is for the worker, which finishes
+                start_new_session=True,  # Ctrl-C reaches only the worker, which lets CMD finish
                 **settings,
             )
             process = self.running[popen.pid] = _Process(popen)
@@ -6828,24 +6940,27 @@ class _Processes:
     def _reap_all(self) -> None:
         while True:
             for pid in self._ended():
-                with self._lock:  # it may have been started just now
+                with self._lock:  # wait until start() has put the process into `running`
                     self._reap(pid)
 
     def _ended(self) -> list[int]:
-        """Wait until a child has ended; return those that may have. None is reaped."""
-        with suppress(AttributeError, ChildProcessError):  # macOS before Python 3.13; no child
+        """Wait until a child has ended, and return its pid. Where that is not possible, wait for a
+        moment, and return the pids in `running`: any of them may have ended. No child is reaped."""
+        # AttributeError: macOS before Python 3.13. ChildProcessError: there is no child.
+        with suppress(AttributeError, ChildProcessError):
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
             return [ended.si_pid] if ended else []
         time.sleep(0.05)
         return [*self.running]
 
     def _reap(self, pid: int) -> None:
-        """Reap a child that has ended, and tell the watchdog before.
+        """Reap a child that has ended. Before that, tell the watchdog that the process has ended.
 
         After the reaping, the system may give the pid to another process. The watchdog must not
         kill that process."""
         process = self.running.get(pid)
-        with suppress(ChildProcessError):  # a CMD that could not be started: Popen has reaped it
+        # ChildProcessError: CMD could not be started, and Popen has reaped the child.
+        with suppress(ChildProcessError):
             if process is not None and self._has_ended(pid):
                 try:
                     os.write(self._watchdog, b"-%d\n" % pid)
@@ -6863,7 +6978,8 @@ class _Processes:
 
 
 class _Member(NamedTuple):
-    """A process of a job. Its pid alone does not name it for long: pids are used again."""
+    """A process of a job. The time of its start is part of the name of a process, because the
+    system may give the pid of an ended process to another one."""
 
     started: int  # proc(5): starttime
     pid: int
@@ -6871,16 +6987,16 @@ class _Member(NamedTuple):
 
 
 def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Member]:
-    """Return the running processes of jobs.
+    """Return the processes of jobs that still run.
 
     leaders: the pids of the jobs' leaders.
-    known: processes that are known to belong to the jobs, from an earlier call.
+    known: processes of the jobs that an earlier call found.
 
-    A process belongs to a job if it is in the leader's session, or descends from such a process.
-    Zombies are left out: they no longer run, and their parents may never reap them.
+    A process belongs to a job if it is in the leader's session, or descends from such a process, or
+    is in `known`. Zombies are left out: a zombie no longer runs, and may never be reaped.
     """
     leaders, known = {*leaders}, {*known}
-    if not os.path.exists("/proc/self/stat"):  # no Linux: the process group is all that is known
+    if not os.path.exists("/proc/self/stat"):  # not Linux: only the process group is known
         return _signal([_Member(0, pid, pid) for pid in leaders], 0)
     found, zombies = set[_Member](), set[_Member]()
     children = defaultdict[int, list[_Member]](list)
@@ -6888,7 +7004,7 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
         try:
             with open(f"/proc/{name}/stat", "rb") as file:
                 state, *fields = file.read().rpartition(b")")[2].split()
-        except OSError:  # it has just ended
+        except OSError:  # RACE: the process has just ended
             continue
         parent, group, session = map(int, fields[:3])
         member = _Member(int(fields[18]), int(name), group)
@@ -6906,8 +7022,8 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
 
 
 def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
-    """Signal the process groups of some processes. Return those whose group
-    took the signal.
+    """Send signals to the process groups of some processes. Return the processes whose group got
+    the signals.
 
     RACE: a signal ends a shell's child, and the shell continues before it gets the signal itself.
     Then the shell may end with status 0, as if its child had done its work. Therefore each group is
@@ -6916,7 +7032,7 @@ def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
     for it in members:
         if it.group not in reached:
             reached[it.group] = False
-            with suppress(OSError):  # it has just ended, or is another user's
+            with suppress(OSError):  # the group has just ended, or belongs to another user
                 for number in numbers:
                     os.killpg(it.group, number)
                 reached[it.group] = True
@@ -6924,8 +7040,11 @@ def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
 
 
 def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
-    """Signal the processes of jobs, and kill those that still run after _GRACE_S. Stopped processes
-    are continued: they could not handle the signal otherwise."""
+    """End the jobs with these leaders, and wait until no process of the jobs runs.
+
+    Each process group of the jobs gets the signal `number`. It also gets SIGCONT, because a stopped
+    process could not handle the signal. Processes that still run after _GRACE_S are killed. A
+    process of another user, which takes no signal from us, is not waited for."""
     import signal
 
     leaders, end_s = [*leaders], time.monotonic() + _GRACE_S
@@ -6934,7 +7053,7 @@ def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
         time.sleep(0.02)
         members = _signal(_members(leaders, members), 0)
     while members := _signal(_members(leaders, members), signal.SIGKILL):
-        time.sleep(0.02)  # RACE: a process may have forked just before
+        time.sleep(0.02)  # RACE: a process may have forked just before the signal, so look again
 
 
 def _start_watchdog() -> int:
@@ -6950,17 +7069,19 @@ def _start_watchdog() -> int:
     """
     import signal
 
-    # A parent may have left SIGCHLD ignored; each command would then seem to have ended well.
+    # The parent of this worker may have left SIGCHLD ignored. Then each CMD would seem to have
+    # ended with status 0.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     reading, writing = os.pipe()
-    # Signals to all processes of a group, or of a scheduler's job, are not for the watchdog.
+    # The watchdog blocks all signals. A signal to a whole process group, or to all processes of a
+    # scheduler's job, must not end the watchdog.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     if os.fork():
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(reading)
         watchdog: int = fcntl.fcntl(writing, fcntl.F_DUPFD_CLOEXEC, 3)
         os.close(writing)
-        if watchdog > 9:  # sh names no other descriptors
+        if watchdog > 9:  # in a redirection, sh knows only descriptors of one digit
             raise OSError(errno.EMFILE, "descriptors 3 to 9 are in use; work needs one of them")
         return watchdog
     try:
@@ -6970,7 +7091,7 @@ def _start_watchdog() -> int:
         for report in map(int, os.fdopen(reading, closefd=False)):
             (leaders.add if report > 0 else leaders.discard)(abs(report))
         while members := _signal(_members(leaders), signal.SIGKILL):
-            leaders.update(it.pid for it in members)  # their children
+            leaders.update(it.pid for it in members)  # the next look finds their children, too
             time.sleep(0.001)
     finally:
         os._exit(0)
@@ -6978,13 +7099,13 @@ def _start_watchdog() -> int:
 
 # ==================================================================================================
 # 23. Command runner: the pool of `femtoqueue work`, which runs CMD for each task.
-#     The pool has these threads, and none of them waits for another one's output: a thread for each
-#     job, which keeps the time limit and judges the end; a relay for each pipe of a job (22); one
-#     that reaps (22); and one that reports progress.
-#     Invariant: of a queue, only public methods are used.
+#     The pool has several threads. Each job has a thread that keeps the time limit and judges how
+#     CMD ended. Each pipe of a job has a relay (22). One thread reaps children (22), and one thread
+#     reports the progress. So if the output of a job stalls, the time limits are still kept.
+#     Invariant: the pool uses only public methods of the queue.
 # ==================================================================================================
 
-_REPORT_S = 10.0  # between two lines of progress
+_REPORT_S = 10.0  # the pause between two lines of progress
 
 
 class _CommandPool(_WorkerPool):
@@ -6997,13 +7118,15 @@ class _CommandPool(_WorkerPool):
     def __init__(self, queue: FemtoQueue, watchdog: int, options: Any) -> None:
         limits = {"idle_timeout_s": options.idle_timeout, "time_limit_s": options.time_limit}
         super().__init__(queue, self._run_command, options.jobs, options.drain, **limits)
-        self._is_threaded = True  # no signal must come between a command's start and its report
+        # With one job, too, use a thread. In the main thread, a signal could interrupt the start of
+        # a command before its process is known.
+        self._is_threaded = True
         self._options, self.jobs = options, options.jobs
         self._processes = _Processes(watchdog)
         self._output, self._progress = _Output(), _Progress(os.fspath(queue.data_dir))
-        self._relays: list[_Relay] = []  # that may still run
-        self._is_told = threading.Event()  # that the first signal came
-        self._is_over = threading.Event()  # nothing more is reported as it goes
+        self._relays: list[_Relay] = []  # the relays that may still run
+        self._is_told = threading.Event()  # set when the first signal has come
+        self._is_over = threading.Event()  # set when no more progress is to be reported
         self._output_dir = options.output_dir and os.path.abspath(options.output_dir)
 
     def run_reported(self) -> int:
@@ -7014,7 +7137,7 @@ class _CommandPool(_WorkerPool):
             reporter.start()
         try:
             self.run()
-        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
+        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads are allowed
             self._end_report(f"femtoqueue: {error}\n")
             return 2
         if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
@@ -7028,25 +7151,26 @@ class _CommandPool(_WorkerPool):
     # Progress, and what is written
 
     def _report_all(self) -> None:
-        """Report the progress again and again: on a terminal in a line that is rewritten in place,
-        elsewhere by a line now and then."""
+        """Report the progress until `_is_over` is set. On a terminal, redraw the line at the bottom
+        every _REDRAW_S. Elsewhere, write a line every _REPORT_S."""
         pause_s = _REDRAW_S if self._output.has_terminal else _REPORT_S
         while not self._is_over.wait(pause_s):
             text = self._progress_text()
-            with suppress(OSError):  # the terminal is gone; what runs is finished
+            with suppress(OSError):  # the terminal is gone; the running jobs are finished
                 if self._output.has_terminal:
                     self._output.show(text)
                 elif text and not self._is_over.is_set():
                     self.write(f"{text}\n")
 
     def _progress_text(self, now: bool = False) -> str:
-        with suppress(OSError):  # pop() meets it, too
+        with suppress(OSError):  # pop() meets the same trouble, and raises the error
             self._progress.look(sum(self.counts[it] for it in _ENDED), now)
             return self._progress.text(self.counts)
         return ""
 
     def _end_report(self, text: str = "") -> None:
-        """Write a text, and the last line of progress; nothing is shown below them."""
+        """Write a text and the last line of progress. From now on, no line is shown at the bottom
+        of the terminal."""
         self._is_over.set()
         with suppress(OSError):
             self._output.show(None)
@@ -7062,16 +7186,16 @@ class _CommandPool(_WorkerPool):
         return set()
 
     def write(self, text: str) -> None:
-        """Write to standard error, also for the log."""
-        with suppress(OSError):  # the terminal is gone; what runs is finished
+        """Write a text to standard error. The log writes through this method, too."""
+        with suppress(OSError):  # the terminal is gone; the running jobs are finished
             self._output.put(2, text.encode("utf-8", "backslashreplace"))
 
     def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write output of a job. Raises OSError, unless this worker is told to stop and the reader
-        is gone.
+        """Write output of a job. Raises OSError if the write fails.
 
-        A Ctrl-C ends the worker's `| tee log`, too, and a SIGHUP says that the terminal is gone.
-        The jobs that run are finished, and their output is dropped."""
+        But if the reader of the output is gone and this worker was told to stop, drop the output:
+        the running jobs are to be finished. For example, Ctrl-C ends `tee` in
+        `femtoqueue work ... | tee log`, too, and SIGHUP means that the terminal is gone."""
         try:
             self._output.put(fd, data, owner, is_whole)
         except OSError as error:
@@ -7082,7 +7206,8 @@ class _CommandPool(_WorkerPool):
     # Signals
 
     def _tell_stop(self) -> None:
-        """Tell of the first signal, in its handler, unless that would block."""
+        """Write a message about the first signal, unless the write would block. This is called in
+        the signal handler."""
         import select
 
         self._is_told.set()
@@ -7119,18 +7244,18 @@ class _CommandPool(_WorkerPool):
                 self._judge(task, process, status, text)
         except (_CommandFailed, LeaseLost):
             raise
-        except Exception as error:  # a full TMPDIR, a missing module, a reader that has left, ...
+        except Exception as error:  # a full TMPDIR, a missing module, no reader of the output, ...
             raise SystemExit(str(error) or type(error).__name__) from error
 
     def _payload_file(self, task: FemtoTask) -> Any:
-        """Return a file that has no name, with the payload. Raises OSError."""
+        """Return a file without a name that holds the payload, for CMD to read. Raises OSError."""
         import tempfile
 
         file = tempfile.TemporaryFile()  # noqa: SIM115
         try:
             file.write(task.data)
-            file.seek(0)  # and it is flushed
-        except OSError:  # perhaps it alone is too large: others' turn comes first
+            file.seek(0)  # this also flushes the payload
+        except OSError:  # perhaps only this payload is too large: let the other tasks come first
             self._queue.release(task, counted=False)
             with suppress(OSError):
                 file.close()
@@ -7138,7 +7263,8 @@ class _CommandPool(_WorkerPool):
         return file
 
     def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
-        """Open the files in --output-dir. A disk or a quota that is full fails the try."""
+        """Open the files in --output-dir. If the disk or the quota is full, the attempt fails:
+        raises _CommandFailed."""
         if self._output_dir is None:
             return []
         paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
@@ -7152,19 +7278,20 @@ class _CommandPool(_WorkerPool):
     def _start(
         self, task: FemtoTask, payload: Any, outputs: list[Any]
     ) -> tuple[_Process, list[_Relay]]:
-        """Start CMD, with relays of its output unless that goes to files."""
+        """Start CMD, and a relay for each of its pipes. Return the process and the relays. If the
+        output goes to files, there are no relays."""
         import subprocess
 
         words = [os.fsencode(it).replace(b"{}", task.data) for it in self._options.after_dashes]
         env = {**os.environ, "FEMTOQUEUE_ID": task.id, "FEMTOQUEUE_ATTEMPT": str(task.attempts)}
-        # As UTF-8, whatever the locale is.
+        # The key is passed in UTF-8, whatever the locale is.
         env["FEMTOQUEUE_KEY"] = os.fsdecode((task.key or "").replace("\0", "%00").encode())
         out, err = outputs or [subprocess.PIPE] * 2
         try:
             process, popen = self._processes.start(
                 words, env=env, stdin=payload, stdout=out, stderr=err
             )
-        except (OSError, ValueError) as error:  # ValueError: a zero byte
+        except (OSError, ValueError) as error:  # ValueError: an argument has a zero byte
             if getattr(error, "errno", errno.E2BIG) != errno.E2BIG:
                 raise
             self._refuse(task, str(error))
@@ -7174,13 +7301,14 @@ class _CommandPool(_WorkerPool):
         try:
             for relay in relays:
                 relay.start()
-        except BaseException:  # no more threads
+        except BaseException:  # the system allows no more threads
             _terminate([process.pid])
             raise
         return process, relays
 
     def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
-        """Make a dead letter of a task at once: another try would end in the same way."""
+        """Make a dead letter of a task at once, because another attempt would fail in the same way.
+        Raises _CommandFailed."""
         text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
         self._queue.fail(task, text)
         raise _CommandFailed(text)
@@ -7188,10 +7316,12 @@ class _CommandPool(_WorkerPool):
     def _follow(
         self, task: FemtoTask, process: _Process, relays: list[_Relay]
     ) -> tuple[int | None, bool]:
-        """Wait until CMD has ended and its output is passed on; end the job at its time limit.
+        """Wait until CMD has ended, and until its output is passed on. If CMD runs longer than the
+        time limit (--task-timeout), end the job.
 
-        Returns CMD's exit status, or None if the time limit ended the job; and whether CMD failed
-        because this worker is told to stop. Raises the error of a relay."""
+        Returns two values. The first is CMD's exit status, or None if the time limit ended the job.
+        The second is True if CMD failed because this worker was told to stop. Raises the error of a
+        relay; an error ends the job, too."""
         time_limit_s = self._options.task_timeout or None
         end_s = _end_s(time_limit_s)
         status: int | None = None
@@ -7207,13 +7337,15 @@ class _CommandPool(_WorkerPool):
         finally:
             if process.status is None:
                 _terminate([process.pid])
-        # A reader that has stalled does not keep a job beyond its time.
+        # Wait for the output, too. The reader of the output may have stalled. So the wait ends at
+        # the time limit if there is one, but not earlier than _GRACE_S from now.
         passed_s = max(end_s, time.monotonic() + _GRACE_S)
         for relay in relays:
             relay.is_through.wait(time_limit_s and passed_s - time.monotonic())
         _raise_first(relays)
         is_stopped = self._ended_by_stop(status, task)
-        # CMD may be a shell whose program still saves its state: not twice at once.
+        # The signal may have ended a shell, while the program that the shell started still saves
+        # its state. The task must not run again meanwhile. So wait until the whole job has ended.
         while is_stopped and _members([process.pid]):
             if time.monotonic() >= end_s:
                 _terminate([process.pid])
@@ -7221,10 +7353,11 @@ class _CommandPool(_WorkerPool):
         return status, is_stopped
 
     def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
-        """Raise _CommandFailed if CMD failed, SystemExit if it could not be run."""
+        """Raise _CommandFailed if CMD failed. Raise SystemExit if CMD could not be run, or if it
+        failed after the watchdog had been killed."""
         if status and not process.is_watched:
             raise SystemExit("the watchdog of this worker was killed")
-        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # says sh
+        if status in (126, 127) and tail.startswith(f"{_SH_NAME}: "):  # the error is from sh
             if os.strerror(errno.E2BIG) in tail:
                 self._refuse(task, os.strerror(errno.E2BIG))
             raise SystemExit(f"{self._options.after_dashes[0]} can't be run")
@@ -7236,8 +7369,12 @@ class _CommandPool(_WorkerPool):
             raise _CommandFailed(f"{what}\n{tail}".rstrip())
 
     def _ended_by_stop(self, status: int | None, task: FemtoTask) -> bool:
-        """Whether CMD failed as this worker is told to stop. RACE: a scheduler signals CMD and us;
-        CMD may end of it before ours has come. So that is waited for, where it may be so."""
+        """Return whether CMD failed because this worker was told to stop. Then the attempt does not
+        count.
+
+        RACE: a scheduler signals CMD and this worker. CMD ends before the signal has come to this
+        worker. So if a signal that also stops workers has ended CMD, wait _ONE_SIGNAL_S for the
+        signal. Do the same if this attempt is the last one."""
         if not status:
             return False
         may_be = not {-status, status - 128}.isdisjoint(self.stop_numbers)
@@ -7246,37 +7383,50 @@ class _CommandPool(_WorkerPool):
 
 
 def _raise_first(relays: Iterable[_Relay]) -> None:
-    """Raise the error that ended a relay."""
+    """If an error ended one of the relays, raise this error."""
     for relay in relays:
         if relay.error is not None:
             raise relay.error
 
 
 def _end_of_file(file: Any, begin: int) -> bytes:
-    """Return the end of what was written to a file, from `begin` on."""
+    """Return the last bytes of a file, at most _REASON_BYTES. Bytes before `begin` are left out,
+    because an earlier attempt wrote them."""
     size = os.fstat(file.fileno()).st_size
     start = max(begin, size - _REASON_BYTES)
     return os.pread(file.fileno(), max(0, size - start), start)
 
 
 # ==================================================================================================
-# 24. Command line: a function for each command, with its arguments. Its docstring is the help.
-#     Invariant: it calls public methods of FemtoQueue and FemtoTask only. From other rooms it
-#     uses the runner (23), streams and progress (21), _readable (15), and parsers of names (2).
+# 24. Command line: a function for each command. The docstring of the function is the help text.
+#     Invariant: a command calls only public methods of FemtoQueue and FemtoTask. From other rooms,
+#     this room uses the runner (23), streams and progress (21), _readable (15), and parsers of
+#     names (2).
+#     A new command touches these places:
+#     - Here, a function _NAME_command(options), below the decorator @_command. The decorator has an
+#       _argument() for each argument and option. A new kind of value needs a parser in _TYPES. The
+#       first line of the docstring also stands in the overview. The docstring has an example.
+#     - Room 12, a public method, if the command needs a new one.
+#     - The README, table "All commands": .ci/lint.py looks for each command in this table.
+#     - The test of --help in test.py: it knows the number of commands, and limits the help texts.
+#     A new option of a command needs only the _argument(), the code that uses it, and a test.
 # ==================================================================================================
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command and return its exit status: 0 ok, 1 nothing there or a condition not met,
-    2 wrong use or trouble. Errors are one line on standard error. Raises SystemExit, with the
-    same statuses, where the command line alone decides: --help, --version, wrong use."""
+    """Run a command, and return the exit status.
+
+    0: success. 1: nothing was there, or a condition was not met. 2: the command line is wrong, or
+    there was trouble. 128 + N: signal N ended the command. An error is written to standard error,
+    as one line. Raises SystemExit with such a status for --help, --version, and a wrong command
+    line."""
     try:
         _open_closed_streams()
         options = _parse_arguments(sys.argv[1:] if argv is None else argv)
         status: int | None = options.run(options)
         sys.stdout.flush()
         return status or 0
-    except BrokenPipeError:  # the reader, as `head`, has ended
+    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
         return 0
     except KeyboardInterrupt:
         return 130  # 128 + SIGINT
@@ -7287,13 +7437,16 @@ def main(argv: list[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             try:
                 stream.flush()
-            except OSError:  # it was reported, or nobody reads it; the flush at exit must succeed
+            except OSError:
+                # The error was reported, or the reader has ended. The interpreter flushes the
+                # streams again when it exits, and that must not fail.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _import_only_libraries() -> None:
-    """Remove the directory of this file, and the one in which `python -m` was called, from
-    sys.path. A user's random.py there must not replace a module of Python that is imported late."""
+    """Remove two directories from sys.path: the directory of this file, and the current directory
+    if Python has put it there (`python -m`). A user's random.py in such a directory must not take
+    the place of a module of Python that is imported later."""
     ours = {"", os.path.dirname(os.path.abspath(__file__))}
     if not getattr(sys.flags, "safe_path", False):
         ours.update(sys.path[:1])
@@ -7301,26 +7454,28 @@ def _import_only_libraries() -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open /dev/null in place of a standard stream that is closed (`>&-`): otherwise the next
-    file that is opened, a task's, would get its descriptor and what is printed to it."""
+    """If a standard stream is closed (`>&-`), open /dev/null in its place. Otherwise the next open
+    file would get the descriptor of the stream. This may be the file of a task, and the output of
+    the command would go into the task."""
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # then its descriptor is the lowest free one
+        if getattr(sys, name) is None:  # then the descriptor of the stream is the lowest free one
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), "r+", closefd=False))
 
 
 def _write_error(text: str) -> None:
-    """Write one line to standard error; if that fails, there is no other place to report it."""
+    """Write an error to standard error, as one line. If the write fails, ignore the error: there is
+    no other place to report it."""
     with suppress(OSError):
         _put(sys.stderr, " ".join(["femtoqueue:", *text.splitlines()]) + "\n")
 
 
 def _put(stream: Any, data: str | bytes) -> None:
-    """Write all of a text or of bytes to a standard stream. A letter that the stream's encoding
-    lacks is escaped. Raises OSError."""
+    """Write all of a text or of bytes to a standard stream. A character that the encoding of the
+    stream does not have is escaped. Raises OSError."""
     stream.flush()
     try:
         fd = stream.fileno()
-    except (OSError, ValueError):  # a stream that a program has put there
+    except (OSError, ValueError):  # the calling program has replaced the stream by an object
         (stream if isinstance(data, str) else stream.buffer).write(data)
         stream.flush()
         return
@@ -7335,25 +7490,25 @@ def _print(*texts: object) -> None:
 
 
 def _print_all(lines: Iterable[str]) -> None:
-    """Print lines, many at a time."""
+    """Print lines. Many lines are written with one call."""
     lines = iter(lines)
     while some := [*itertools.islice(lines, 500)]:
         _print(*some)
 
 
 def _input() -> Iterator[bytes]:
-    """Yield what comes on standard input, piece by piece."""
+    """Yield the bytes of standard input, in pieces, as they come."""
     try:
         read: Callable[[], bytes] = functools.partial(_read_some, sys.stdin.fileno())
-    except (OSError, ValueError):  # a stream that a program has put there
+    except (OSError, ValueError):  # the calling program has replaced the stream by an object
         read = functools.partial(sys.stdin.buffer.read, 1 << 16)
     return iter(read, b"")
 
 
 @contextmanager
 def _showing(text: Callable[[], str]) -> Iterator[None]:
-    """On a terminal, show a text below while the block runs, on standard error: how far a long
-    command has come."""
+    """While the block runs, show a text at the bottom of the terminal: the progress of a long
+    command. If standard error is not a terminal, show nothing. `text` returns the current text."""
     output, is_over = _Output(), threading.Event()
 
     def redraw() -> None:
@@ -7380,12 +7535,13 @@ def _showing(text: Callable[[], str]) -> Iterator[None]:
 # Command line: how commands are declared, and parsed
 
 _Run = Callable[[Any], "int | None"]  # a command: takes options, and returns the exit status
-_Argument = tuple[str, list[str], dict[str, Any]]  # its group, and what add_argument() takes
+# An argument of a command: the name of the group, and the names and settings for add_argument().
+_Argument = tuple[str, list[str], dict[str, Any]]
 _COMMANDS: dict[str, tuple[_Run, tuple[_Argument, ...]]] = {}
 
 
 def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
-    """Declare a function _NAME_command as the command NAME, and the arguments that follow DIR."""
+    """Declare a function _NAME_command as the command NAME. `arguments` are those after DIR."""
 
     def declare(run: _Run) -> _Run:
         _COMMANDS[run.__name__[1:].removesuffix("_command")] = run, arguments
@@ -7395,10 +7551,12 @@ def _command(*arguments: _Argument) -> Callable[[_Run], _Run]:
 
 
 def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _Argument:
-    """Declare an argument by its names and, in capitals, what it takes: a flag takes nothing.
+    """Declare an argument or option of a command.
 
-    Of the arguments in a group, only one may be given. If the group's name ends with a colon, all
-    may be given, and the name is their title in the help."""
+    words: the names, then the value in capitals, as in "-j --jobs N". A flag has no value.
+    text: the help.
+    group: only one argument of a group may be given. But if the name of the group ends with a
+    colon, all arguments of the group may be given, and the name is their title in the help."""
     *names, value = words.split()
     if isinstance(settings.get("default"), str):
         text += " (default: %(default)s)"
@@ -7408,7 +7566,8 @@ def _argument(words: str, text: str = "", group: str = "", **settings: Any) -> _
 
 
 def _parse_arguments(argv: list[str]) -> Any:
-    """Return the options of a command line; `run` is its command. Exits if the line is wrong."""
+    """Return the options of a command line. Their attribute `run` is the function of the command.
+    Raises SystemExit for --help, for --version, and for a wrong command line."""
     import argparse
 
     class Parser(argparse.ArgumentParser):
@@ -7472,7 +7631,7 @@ def _lease_seconds(text: str) -> float:
 
 
 def _timestamp(text: str) -> float:
-    """Return seconds since the epoch: local time, unless an offset says otherwise."""
+    """Return the seconds since the epoch. A text without an offset from UTC is in local time."""
     from datetime import datetime
 
     with suppress(ValueError):
@@ -7506,7 +7665,7 @@ _SYNC = _argument("--sync", "survive power loss, not only the death of processes
 
 
 def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
-    """Open the queue in DIR. Raises ValueError if there is none."""
+    """Open the queue in DIR. Raises ValueError if there is no queue in DIR."""
     try:
         os.stat(os.path.join(os.path.abspath(options.dir), "pending", ""))
     except (FileNotFoundError, NotADirectoryError):
@@ -7515,7 +7674,9 @@ def _open_queue(options: Any, **settings: Any) -> FemtoQueue:
 
 
 def _for_each_id(options: Any, act: Callable[[FemtoQueue, str], object], **settings: Any) -> int:
-    """Act on each ID. Report those that are in another state, go on, and return status 1 then."""
+    """Call act() for each ID, and return the exit status. If act() raises FemtoQueueError, for
+    example because the task is in another state, report the error and go on with the next ID. Then
+    the status is 1."""
     status = 0
     with _open_queue(options, **settings) as q:
         for name in options.ids:
@@ -7538,7 +7699,7 @@ def _time_text(seconds: float | None) -> str:
 
 
 def _task_row(task: FemtoTask) -> dict[str, Any]:
-    """Return what `ls` and `show` tell of a task, in the order of the table."""
+    """Return the fields of a task that `ls` and `show` print, in the order of the table."""
     until = task.until
     return {
         "state": task.state,
@@ -7553,7 +7714,8 @@ def _task_row(task: FemtoTask) -> dict[str, Any]:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Return a field of a row as text; a key as one word, percent-encoded as in a header."""
+    """Return a field of a row as text. A key is percent-encoded, as in a header, so that it is one
+    word."""
     if value is None:
         return "-"
     return _quote_key(value) if name == "key" else str(value)
@@ -7617,15 +7779,17 @@ def _push_command(options: Any) -> None:
                 if lost is None:
                     try:
                         _print(ident)
-                    except OSError as error:  # the other payloads are pushed all the same
+                    except OSError as error:  # go on and push the other payloads
                         lost = error
-    # Status 0: a caller that tries again would add them twice.
+    # The status is 0 even if ids were not printed: if the caller tried again, all tasks would be
+    # pushed twice.
     if lost is not None and not isinstance(lost, BrokenPipeError):
         _write_error(f"all {count} tasks are pushed, but their ids can't be printed: {lost}")
 
 
 def _pieces(chunks: Iterable[bytes], end: bytes) -> Iterator[bytes]:
-    """Yield the pieces of a stream, each as soon as the byte that ends it is there."""
+    """Yield the pieces of a stream. Each piece is yielded as soon as the byte after it, `end`, has
+    come."""
     rest = bytearray()
     for chunk in chunks:
         rest += chunk
@@ -7686,8 +7850,8 @@ def _work_command(options: Any) -> int:
 
     Example: femtoqueue work jobs -j 2 --drain -- ./resize --fast
     """
-    # All that a job needs is imported before the first task is taken: the worker's Python may be
-    # replaced or removed while it works.
+    # Import every module that a job needs before the first task is taken: the worker's Python may
+    # be replaced or removed while the worker runs.
     import logging
     import shutil
     import subprocess  # noqa: F401
@@ -7706,10 +7870,10 @@ def _work_command(options: Any) -> int:
         options.error("no fork() here; use FemtoQueue.work() in a program of your own")
     if options.output_dir is not None:
         os.makedirs(options.output_dir, exist_ok=True)
-    tempfile.TemporaryFile().close()  # TMPDIR is looked for now
+    tempfile.TemporaryFile().close()  # find TMPDIR now: raises an error before a task is taken
     if options.drain and not os.path.isdir(os.path.abspath(options.dir)):
         _write_error(f"{options.dir}: there was no queue; an empty one is made")
-    watchdog = _start_watchdog()  # before there is a thread
+    watchdog = _start_watchdog()  # fork before any thread starts
     with FemtoQueue(
         *(options.dir, options.node, options.timeout * 1000, options.sync),
         keep_done=options.keep_done,
@@ -7719,7 +7883,7 @@ def _work_command(options: Any) -> int:
         pool = _CommandPool(q, watchdog, options)
         logging.basicConfig(stream=pool, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
         status = pool.run_reported()
-    if status > 128:  # a thread that is stuck in a write may hold the log, which an exit flushes
+    if status > 128:  # a normal exit flushes the log, and a thread stuck in a write may hold it
         os._exit(status)
     return status
 
@@ -7757,9 +7921,9 @@ def _pop_command(options: Any) -> int:
             if options.payload:
                 _put(sys.stdout, task.data)
             _put(sys.stderr if options.payload else sys.stdout, f"{task.path}\n")
-        except BaseException as error:  # a lease that was not printed can not be settled
+        except BaseException as error:  # without the path, the caller can't settle the task
             q.release(task, front=True, counted=False)
-            if isinstance(error, BrokenPipeError):  # elsewhere that is no failure
+            if isinstance(error, BrokenPipeError):  # in other commands, this is not a failure
                 raise FemtoQueueError(f"task {task.id} is given back: nobody reads") from None
             raise
     return 0
@@ -7829,8 +7993,8 @@ def _release_command(options: Any) -> int:
 
 
 def _release(q: FemtoQueue, task: FemtoTask, to: dict[str, Any]) -> bool:
-    """Give back one that was seen in flight; False if that delivery has ended."""
-    for _ in range(3):  # RACE: renewed just now, it has another path
+    """Release a task that was listed in flight. Return False if that delivery has ended."""
+    for _ in range(3):  # RACE: the worker renews the lease, and the path of the task changes
         with suppress(LeaseLost):
             held = q.attach(task.id)
             if held.attempts == task.attempts:
@@ -7853,7 +8017,7 @@ def _extend_command(options: Any) -> int:
         q.extend(task, options.timeout * 1000)
         try:
             _print(task.path)
-        except OSError as error:  # the lease is renewed: its holder must learn how to name it
+        except OSError as error:  # the lease is renewed: the caller must learn its new path
             _write_error(f"renewed, but standard output fails: {error}; new path: {task.path}")
 
     return _for_each_id(options, renew)
@@ -7966,7 +8130,7 @@ def _top_command(options: Any) -> None:
 
 
 def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
-    """Yield the lines of one look, the most important ones first."""
+    """Yield the lines that `top` shows, the most important lines first."""
     figures, nodes = _figures(q), q.stats().nodes
     left = sum(figures[it] for it in ("pending", "scheduled", "inflight"))
     progress.note(time.monotonic(), left)
@@ -7989,8 +8153,8 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
 
 @contextmanager
 def _keyboard() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key, for some seconds at most, and returns the key or "".
-    A terminal gives each key at once while the block runs."""
+    """Yield a function that waits for a key, for so many seconds at most. The function returns the
+    key, or "" if no key was pressed. In the block, the terminal passes each key on at once."""
     with ExitStack() as restored:
         try:
             import termios
