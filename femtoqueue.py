@@ -1772,6 +1772,8 @@ def _compute_anchor(files: _Files) -> int:
 class _QueueClock:
     """The clock of one queue object. `tag` is the object's tag, which goes into its new ids."""
 
+    _name = ""  # of the clock file; "" if this process has a clock of its own
+
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
         self.init_worker()
@@ -1802,18 +1804,23 @@ class _QueueClock:
         boot_id = _read_boot_id()
         if boot_id is not None:
             boot = _boot_tag(boot_id, self._files.root)
-            anchor_ns = self._read(f"clock-{boot}")
+            self._name = f"clock-{boot}"
+            anchor_ns = self._read(self._name)
             if anchor_ns is not None and self._went_back(anchor_ns):
-                _log().warning("clock-%s is of an earlier start of this machine: made anew", boot)
-                _unlink_if_exists(f"{self._files.root}clock-{boot}")
+                _log().warning("%s is of an earlier start of this machine: made anew", self._name)
+                _unlink_if_exists(self._files.root + self._name)
                 anchor_ns = None
             try:
-                return boot, anchor_ns or self._create(f"clock-{boot}")
+                if anchor_ns is None:
+                    anchor_ns = self._create(self._name, _compute_anchor(self._files))
+                    self._remove_others()
+                return boot, anchor_ns
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
                     raise
                 # This user can't write the clock file. A clock of our own is good enough to look
                 # at tasks, to drain the queue and to purge.
+                self._name = ""
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
@@ -1844,10 +1851,32 @@ class _QueueClock:
         now_ns = anchor_ns + _monotonic_ns()
         return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
 
-    def _create(self, name: str) -> int:
+    def _remove_others(self) -> None:
+        """Remove the clock files of earlier boots: no process of an earlier boot lives.
+
+        A container may have a boot id of its own, and live beside us. If it has a lease, its clock
+        file stays. Otherwise the file is missing until the next restore() of a worker there. Where
+        other hosts use data_dir, nothing is removed."""
+        files = self._files
+        if files.if_shared is None or files.exists("SHARED"):
+            return
+        with suppress(OSError):  # a directory of another user: its leases can't be seen
+            in_use = {f"clock-{entry.boot}" for entry in files.find("inflight")}
+            for name in filter(_FORMS["."], os.listdir(files.root)):
+                if name.startswith("clock-") and name not in (self._name, *in_use):
+                    files.remove(name)
+
+    def restore(self) -> None:
+        """Put this clock's file back if it was removed. Otherwise later processes of this boot
+        would make another clock, which differs from this one if the date was set meanwhile."""
+        if self._name and not self._files.exists(self._name):
+            with _ignore_missing(*_NO_WRITE_ERRNOS):
+                self._create(self._name, self.anchor_ns)
+
+    def _create(self, name: str, anchor_ns: int) -> int:
         """Write a clock file aside and put it in place, unless a valid clock file is there. Return
         the anchor in the clock file."""
-        root, anchor_ns = self._files.root, _compute_anchor(self._files)
+        root = self._files.root
         aside_name = f"{_new_name(_wall_ns(), self.tag)}.clock"
         # 0644: all users of this boot can read the file, even if data_dir is opened to them later.
         with self._files.replacement(aside_name, b"%d\n" % anchor_ns, for_all=0o644) as aside:
@@ -3002,7 +3031,8 @@ class _Housekeeper:
 
     def remove_stale_files(self) -> None:
         """Remove the files that killed processes left. A file in creating/ was not acknowledged, or
-        has an older payload that was replaced. The task of a checkpoint has ended."""
+        has an older payload that was replaced. The task of a checkpoint has ended. Also replace
+        large empty directories, and restore the clock file."""
         before_s = time.time() - _LEFTOVER_NS / 1e9
         for path in self.stale_files():
             if path.endswith(".pending"):
@@ -3011,6 +3041,7 @@ class _Housekeeper:
                 _unlink_if_older(self._files.root + path, before_s)
         for directory in ("keys", "checkpoints"):
             self._files.shrink(directory, self._clock.new_id())
+        self._clock.restore()
 
     def stale_files(self) -> list[str]:
         """Return the stale files: files in creating/ and checkpoints without a task, which are an

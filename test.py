@@ -1314,8 +1314,43 @@ class Ordering(QueueCase):
                     q.push(b"%d" % number)
             with self.subTest(name):
                 self.assertEqual(self.drain(q), [b"%d" % n for n in range(len(life))])
-                clocks = [name for name in os.listdir(self.path) if "clock-" in name]
-                self.assertEqual(len(clocks), len({boot for boot, *_ in life if boot}))
+                # The first process of a boot removes the clock file of the boot before.
+                self.assertEqual(len(self.clocks()), len({boot for boot, *_ in life[-1:] if boot}))
+
+    def clocks(self) -> list[str]:
+        return sorted(name for name in os.listdir(self.path) if name.startswith("clock-"))
+
+    def test_clock_files_of_earlier_boots_do_not_pile_up(self) -> None:
+        """The clock file of a boot stays while it has a lease. A worker that lives beside us, in a
+        container with another boot id, puts its clock file back in time."""
+        clock = self.clock()
+        with on_boot("container"):
+            q = self.queue("container")
+        (theirs,) = self.clocks()
+        task = leased(q)
+        for number in range(5):
+            with on_boot(f"boot {number}"):
+                self.queue()
+        self.assertEqual((len(self.clocks()), theirs in self.clocks()), (2, True))
+        q.done(task)
+        with on_boot("boot 5"):
+            self.queue()
+        self.assertNotIn(theirs, self.clocks())
+        clock.advance(601)
+        q.pop()
+        self.assertIn(theirs, self.clocks())
+        clock.wall_shift_s += 3600
+        with on_boot("container"):
+            before, after = q.push(b"1"), self.queue("second").push(b"2")
+        self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # of one clock
+
+    def test_clock_files_of_other_hosts_stay(self) -> None:
+        """Hosts of a shared file system have clocks of their own, and so have the clients beside a
+        server that uses the directory as a local one."""
+        for number, fs_type in enumerate((NFS, NFS, EXT4)):
+            with on_boot(f"host {number}"), on_file_system(fs_type):
+                self.queue().push(b"x")
+        self.assertEqual(len(self.clocks()), 3)
 
     def test_unreadable_clock_file_is_made_again_after_the_newest_task(self) -> None:
         """An invalid clock-<boot> does not change the order of tasks. The file may hold rubbish, or
