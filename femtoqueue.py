@@ -206,7 +206,8 @@ __version__ = "1.0.0"
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
 # In addition overlay, zfs, bcachefs and ramfs. Only this kernel writes to a file system of these
 # types, so inotify reports every change.
-_LOCAL_TYPES = _SYNCFS_TYPES | {0x794C7630, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
+_OVERLAY_TYPE = 0x794C7630
+_LOCAL_TYPES = _SYNCFS_TYPES | {_OVERLAY_TYPE, 0x2FC12FC1, 0xCA451A4E, 0x858458F6}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # arguments of renameat2(2)
 
 _OUT_OF_SPACE_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
@@ -305,11 +306,16 @@ def _read_boot_id() -> str | None:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             boot_id = file.read().strip()
     except OSError:
-        return None  # not Linux, or no /proc
-    # A time namespace (since Linux 5.6) has its own monotonic clock, so its name is a part.
+        return None  # not Linux, or no /proc, or hidden by ProcSubset=pid of systemd
+    return boot_id + _time_namespace()
+
+
+def _time_namespace() -> str:
+    """Return the name of this process's time namespace (since Linux 5.6), or "". A time namespace
+    has its own monotonic clock."""
     with suppress(OSError):
-        boot_id += os.readlink("/proc/self/ns/time")
-    return boot_id
+        return os.readlink("/proc/self/ns/time")
+    return ""
 
 
 def _boot_tag(boot_id: str, directory: str) -> str:
@@ -1369,6 +1375,7 @@ class _Files:
 
     caveat = ""  # a warning about the file system, reported by check()
     parts: Any
+    is_local = False  # True if it is known that only processes of this kernel use data_dir
     if_shared: Any = None  # the classes of keys and ticket numbers to use if SHARED exists (20)
     phantoms: Any = frozenset()  # see _SharedFiles
     clock: _QueueClock
@@ -1776,6 +1783,9 @@ class _QueueClock:
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
+        # The tag of the processes of this machine that can't see the boot id. A lease of theirs
+        # outlives no reboot either, so a free lock tells that its holder is dead.
+        self._no_id_tag = _boot_tag(_time_namespace(), files.root) if files.is_local else ""
         self.init_worker()
         self.boot, self.anchor_ns = self._open()
 
@@ -1784,6 +1794,11 @@ class _QueueClock:
         self.tag = f"{int.from_bytes(os.urandom(4), 'big') >> 1:08x}"
         self._lock = threading.RLock()  # guards _order; a signal handler may push during a push
         self._order = 0
+
+    @property
+    def boots(self) -> tuple[str, str]:
+        """The tags of the leases whose holder is dead if the lock of its directory is free."""
+        return self.boot, self._no_id_tag
 
     def now_ns(self) -> int:
         return _monotonic_ns() + self.anchor_ns
@@ -1801,9 +1816,12 @@ class _QueueClock:
     def _open(self) -> tuple[str, int]:
         """Return the tag of this boot and the anchor of its clock. The first process of a boot sets
         the anchor."""
-        boot_id = _read_boot_id()
+        boot_id, boot = _read_boot_id(), ""
         if boot_id is not None:
             boot = _boot_tag(boot_id, self._files.root)
+        elif self._files.is_local:
+            boot = self._boot_without_id()
+        if boot:
             self._name = f"clock-{boot}"
             anchor_ns = self._read(self._name)
             if anchor_ns is not None and self._went_back(anchor_ns):
@@ -1823,6 +1841,22 @@ class _QueueClock:
                 self._name = ""
                 _log().warning("no shared clock for this process: %s", error)
         return os.urandom(4).hex(), _compute_anchor(self._files)
+
+    def _boot_without_id(self) -> str:
+        """Return the tag of this boot for a process that can't see the boot id: that of a clock
+        file that agrees with the wall clock, or else the tag that all such processes share.
+
+        The clock file of an earlier boot does not agree: a monotonic clock began anew since then.
+        That of another host may agree, so the tag is used only if no other host uses data_dir."""
+        agree = []
+        for name in filter(_FORMS["."], sorted(os.listdir(self._files.root))):
+            anchor_ns = self._read(name) if name.startswith("clock-") else None
+            if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
+                agree.append(name[6:])
+        # RACE: another host makes SHARED before its clock file. So SHARED is looked for last.
+        if agree and not self._files.exists("SHARED"):
+            return agree[0]
+        return self._no_id_tag
 
     def _went_back(self, anchor_ns: int) -> bool:
         """Say whether the monotonic clock began anew under the same boot id. This happens in a
@@ -1862,8 +1896,9 @@ class _QueueClock:
             return
         with suppress(OSError):  # a directory of another user: its leases can't be seen
             in_use = {f"clock-{entry.boot}" for entry in files.find("inflight")}
+            in_use |= {self._name, f"clock-{self._no_id_tag}"}
             for name in filter(_FORMS["."], os.listdir(files.root)):
-                if name.startswith("clock-") and name not in (self._name, *in_use):
+                if name.startswith("clock-") and name not in in_use:
                     files.remove(name)
 
     def restore(self) -> None:
@@ -2200,7 +2235,7 @@ class _LeaseDir:
                 is_alone = lock.try_exclusive()
                 if is_alone is None or (is_alone and lock.is_at_path()):
                     if is_alone:
-                        self._worker.reclaim_all(self.directory, None)
+                        self._worker.reclaim_all(self.directory)
                     _remove_empty_dir(self.path)
             except OSError as error:  # no task is lost: pop() of another worker reclaims the leases
                 _log().warning("%s could not be cleared: %s", self.path, error)
@@ -2428,13 +2463,13 @@ class _Worker:
                 return
         orphans.pop(lease, None)
 
-    def reclaim_all(self, directory: str, boot: str | None) -> None:
+    def reclaim_all(self, directory: str, boots: tuple[str, ...] = ()) -> None:
         """Reclaim the leases in a lease directory, except detached leases. The caller holds the
         exclusive lock of the directory.
 
-        boot: reclaim the leases of this boot only. None: reclaim the leases of any boot."""
+        boots: reclaim the leases of these boots only. (): reclaim the leases of any boot."""
         leases = [it for it in self.files.entries(directory) if it.boot != _DETACHED]
-        _for_each(self.reclaim, [it.path for it in leases if boot in (None, it.boot)])
+        _for_each(self.reclaim, [it.path for it in leases if not boots or it.boot in boots])
 
     # To failed/, and back
 
@@ -2947,7 +2982,7 @@ class _Housekeeper:
                 ended.append(entry.path)
         if running:
             self.reclaiming.sooner((running[0] - now_ns) / 1e9)
-        has_ours = any(entry.boot == self._clock.boot for entry in leases)
+        has_ours = any(entry.boot in self._clock.boots for entry in leases)
         try:
             _for_each(self._worker.reclaim, ended)
         finally:
@@ -2985,7 +3020,7 @@ class _Housekeeper:
             return
         with closing(lock):
             if lock.try_exclusive() and lock.is_at_path():
-                self._worker.reclaim_all(directory, self._clock.boot)
+                self._worker.reclaim_all(directory, self._clock.boots)
                 # The worker may have died before it promoted a payload (room 14). But if a foreign
                 # file keeps the directory here, the repair must not run each time.
                 if time.monotonic() >= self.repairing.rested_s:
@@ -3002,7 +3037,7 @@ class _Housekeeper:
             with closing(lock):
                 is_free = lock.try_exclusive()
         liveness = "alive" if is_free is False else "unknown"
-        if is_free and any(entry.boot == self._clock.boot for entry in leases):
+        if is_free and any(entry.boot in self._clock.boots for entry in leases):
             liveness = "dead"
         expired = sum(entry.stamp_ns <= now_ns for entry in leases)
         node = directory.removeprefix("inflight-")
@@ -6147,6 +6182,8 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     else:
         files = _Files(data_dir, is_durable)
         files.parts, files.if_shared = (_LeaseDir, _Keys, _Numbers), (_SharedKeys, _SharedNumbers)
+        # The upper directory of an overlay may also be used by its own path, with other locks.
+        files.is_local = fs_type in _LOCAL_TYPES - {_OVERLAY_TYPE}
     return files
 
 
