@@ -1398,8 +1398,8 @@ class _Files:
             # this user may not read the parent, data_dir was there before.
             with suppress(PermissionError):
                 _sync_dir(f"{self.root}..")
-        with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
-            os.mkdir(f"{self.root}spare")
+        with _ignore_missing(*_NO_WRITE_ERRNOS):
+            self.make_dir("spare")
 
     def make_dir(self, name: str) -> None:
         """Make a directory in data_dir for all users of the queue, unless it exists."""
@@ -1780,6 +1780,7 @@ class _QueueClock:
     """The clock of one queue object. `tag` is the object's tag, which goes into its new ids."""
 
     _name = ""  # of the clock file; "" if this process has a clock of its own
+    made_anew = ""  # why this object made the clock file anew, for check()
 
     def __init__(self, files: _Files) -> None:
         self._files, files.clock = files, self
@@ -1825,7 +1826,8 @@ class _QueueClock:
             self._name = f"clock-{boot}"
             anchor_ns = self._read(self._name)
             if anchor_ns is not None and self._went_back(anchor_ns):
-                _log().warning("%s is of an earlier start of this machine: made anew", self._name)
+                self.made_anew = "was of an earlier start of this machine, under the same boot id"
+                _log().warning("%s %s: made anew", self._name, self.made_anew)
                 _unlink_if_exists(self._files.root + self._name)
                 anchor_ns = None
             try:
@@ -5610,6 +5612,8 @@ class _Inspector:
         if ahead_s > 1:
             text = f"{ahead_s:.0f} s ahead of the wall clock: that was set back, or a task is newer"
             yield Finding("clock", f"clock-{clock.boot}", text)
+        if clock.made_anew:
+            yield Finding("clock", f"clock-{clock.boot}", clock.made_anew, repaired=True)
 
     def _names(self) -> Iterator[Finding]:
         """Yield a finding for each directory on another file system, and for each foreign name."""

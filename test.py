@@ -1491,6 +1491,7 @@ class ReplacedClock(QueueCase):
         clock.monotonic_shift_s = 0.0
         clock.wall_shift_s = 60.0
         restarted = self.queue("n2")
+        self.assertEqual([(it.kind, it.repaired) for it in restarted.check()], [("clock", True)])
         younger = restarted.push(b"younger")
         clock.advance(2)
         found = {self.pop(restarted).id: None for _ in range(3)}
@@ -5581,7 +5582,7 @@ class ManyUsers(QueueCase):
         finally:
             os.umask(before)
         clocks = [name for name in os.listdir(self.path) if name.startswith("clock-")]
-        for name in ("pending", "inflight-n1", "keys", "locks", "checkpoints"):
+        for name in ("pending", "inflight-n1", "keys", "locks", "checkpoints", "spare"):
             self.assertEqual(stat.S_IMODE(os.stat(self.file(name)).st_mode), 0o770, name)
         files = [*glob.glob(self.file("locks", "*")), *glob.glob(self.file("checkpoints", "*"))]
         states = [self.file("keys", name) for name in self.names("keys") if "-" not in name]
