@@ -6836,7 +6836,8 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
         parent, group, session = map(int, fields[:3])
         member = _Member(int(fields[18]), int(name), group)
         children[parent].append(member)
-        if state in (b"Z", b"X"):
+        # If only its first thread has ended, a process has the state Z, but it still runs.
+        if state in (b"Z", b"X") and int(fields[16]) < 2:  # num_threads
             zombies.add(member)
         if member.pid in leaders or session in leaders or member in known:
             found.add(member)

@@ -8308,6 +8308,19 @@ class CommandLine(QueueCase):
         until_gone(process.pid)
         self.assertEqual(members([process.pid]), set())
 
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(self) -> None:
+        """Its state is that of a zombie."""
+        code = "import ctypes, threading, time\n"
+        code += "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        code += "ctypes.CDLL(None).pthread_exit(None)"
+        process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        until_gone(process.pid)  # so it seems
+        members = through_seam("members of jobs")
+        self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
+
     def progress(self, *samples: tuple[float, int, int]) -> str:
         """Return what is said of the pace, from samples: seconds, tasks left, ended by us."""
         progress = through_seam("progress")(self.path)
