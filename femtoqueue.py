@@ -6813,6 +6813,17 @@ class _Member(NamedTuple):
     group: int
 
 
+def _is_proc_ours() -> bool:
+    """Return whether /proc shows this process by its pid. A container may have a PID namespace of
+    its own and yet the host's /proc, where the same pids belong to processes of the host."""
+    with (
+        suppress(OSError),
+        open("/proc/self/stat", "rb") as file,
+    ):  # missing elsewhere than on Linux
+        return int(file.read().split()[0]) == os.getpid()
+    return False
+
+
 def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Member]:
     """Return the running processes of jobs.
 
@@ -6823,7 +6834,7 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
     Zombies are left out: they no longer run, and their parents may never reap them.
     """
     leaders, known = {*leaders}, {*known}
-    if not os.path.exists("/proc/self/stat"):  # no Linux: the process group is all that is known
+    if not _is_proc_ours():  # the process group is all that is known
         return _signal([_Member(0, pid, pid) for pid in leaders], 0)
     found, zombies = set[_Member](), set[_Member]()
     children = defaultdict[int, list[_Member]](list)

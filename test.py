@@ -8321,6 +8321,17 @@ class CommandLine(QueueCase):
         members = through_seam("members of jobs")
         self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
 
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_proc_of_another_pid_namespace_does_not_tell_what_belongs_to_a_job(self) -> None:
+        """There the pid of a job is a process of the host, such as a thread of the kernel: its
+        process group 0 would stand for the worker's own group."""
+        process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        members = through_seam("members of jobs")
+        with mock.patch("os.getpid", return_value=1):
+            self.assertEqual([*members([process.pid])], [(0, process.pid, process.pid)])
+
     def progress(self, *samples: tuple[float, int, int]) -> str:
         """Return what is said of the pace, from samples: seconds, tasks left, ended by us."""
         progress = through_seam("progress")(self.path)
