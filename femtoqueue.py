@@ -6729,6 +6729,7 @@ class _Process:
         self.pid, self._popen = popen.pid, popen
         self.status: int | None = None
         self.is_watched = True  # the watchdog was told of its end
+        self.is_held = False  # the watchdog is to know the job after CMD's end, too
         self.woken = threading.Event()
 
     def end(self, status: int) -> None:
@@ -6789,15 +6790,43 @@ class _Processes:
         kill that process."""
         process = self.running.get(pid)
         with suppress(ChildProcessError):  # a CMD that could not be started: Popen has reaped it
-            if process is not None and self._has_ended(pid):
-                try:
-                    os.write(self._watchdog, b"-%d\n" % pid)
-                except BrokenPipeError:
-                    process.is_watched = False
+            if process is not None and self._has_ended(pid) and not process.is_held:
+                self._tell_watchdog(process, -pid)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended and process is not None:
                 del self.running[pid]
                 process.end(os.waitstatus_to_exitcode(status))
+
+    def _tell_watchdog(self, process: _Process, report: int) -> None:
+        try:
+            os.write(self._watchdog, b"%d\n" % report)
+        except BrokenPipeError:
+            process.is_watched = False
+
+    @contextmanager
+    def held(self, process: _Process) -> Iterator[None]:
+        """Have the watchdog know a job while the block runs, also when CMD has ended: the block
+        waits for the other processes of the job.
+
+        CRASH: the worker dies in the block. The watchdog kills these processes.
+        As long as one of them is in the session, no other process gets CMD's pid."""
+        with self._lock:
+            process.is_held = True
+            if process.status is not None:
+                self._tell_watchdog(process, process.pid)
+        try:
+            yield
+        finally:
+            with self._lock:
+                process.is_held = False
+                if process.status is not None:
+                    self._tell_watchdog(process, -process.pid)
+
+    def terminate(self, processes: Iterable[_Process], number: int = 15) -> None:  # SIGTERM
+        """Signal jobs, and kill what still runs after _GRACE_S."""
+        with ExitStack() as blocks:
+            pids = [blocks.enter_context(self.held(it)) or it.pid for it in processes]
+            _terminate(pids, number)
 
     def _has_ended(self, pid: int) -> bool:
         if not hasattr(os, "waitid"):
@@ -6878,7 +6907,7 @@ def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
     return {it for it in members if reached[it.group]}
 
 
-def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
+def _terminate(leaders: Iterable[int], number: int) -> None:
     """Signal the processes of jobs, and kill those that still run after _GRACE_S. Stopped processes
     are continued: they could not handle the signal otherwise."""
     import signal
@@ -7049,7 +7078,7 @@ class _CommandPool(_WorkerPool):
     def _abort(self) -> None:
         """Pass the second signal to all jobs that run, and wait until they have ended."""
         self._is_over.set()
-        _terminate([*self._processes.running], self.signals[-1])
+        self._processes.terminate([*self._processes.running.values()], self.signals[-1])
         with self._changed:
             self._changed.wait_for(lambda: not self._running, 1.0)
         super()._abort()
@@ -7130,7 +7159,7 @@ class _CommandPool(_WorkerPool):
             for relay in relays:
                 relay.start()
         except BaseException:  # no more threads
-            _terminate([process.pid])
+            self._processes.terminate([process])
             raise
         return process, relays
 
@@ -7161,7 +7190,7 @@ class _CommandPool(_WorkerPool):
             status = process.status
         finally:
             if process.status is None:
-                _terminate([process.pid])
+                self._processes.terminate([process])
         # A reader that has stalled does not keep a job beyond its time.
         passed_s = max(end_s, time.monotonic() + _GRACE_S)
         for relay in relays:
@@ -7169,10 +7198,11 @@ class _CommandPool(_WorkerPool):
         _raise_first(relays)
         is_stopped = self._ended_by_stop(status, task)
         # CMD may be a shell whose program still saves its state: not twice at once.
-        while is_stopped and _members([process.pid]):
-            if time.monotonic() >= end_s:
-                _terminate([process.pid])
-            time.sleep(0.05)
+        with self._processes.held(process) if is_stopped else nullcontext():
+            while is_stopped and _members([process.pid]):
+                if time.monotonic() >= end_s:
+                    self._processes.terminate([process])
+                time.sleep(0.05)
         return status, is_stopped
 
     def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:

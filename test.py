@@ -8581,6 +8581,27 @@ class CommandLine(QueueCase):
             self.end_all({"pending": 1, "failed": 1})
             self.queue().purge(0, "failed")
 
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_a_worker_that_is_killed_as_a_job_ends_leaves_no_program_of_it(self) -> None:
+        """Its shell has ended by then: by the time limit, by a scheduler, or by a second signal."""
+        for words, signals in ((("--task-timeout", "1s"), 0), ((), 1), ((), 2)):
+            with self.subTest(signals=signals):
+                self.queue().push(b"x")
+                self.kill_as_a_job_ends(signals, *words)
+
+    def kill_as_a_job_ends(self, signals: int, *words: str) -> None:
+        program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
+        with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
+            shell, child = map(int, process.begun(2))
+            if signals:
+                process.stop(signal.SIGTERM)
+                time.sleep(2 * constant("one signal"))
+                os.kill(shell if signals == 1 else process.pid, signal.SIGTERM)
+            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            time.sleep(0.1)
+            process.kill()
+            until_gone(child)
+
     def test_a_killed_worker_leaves_no_command_and_its_tasks_are_anothers_at_once(self) -> None:
         """Whatever it had told the watchdog by then: each command tells of itself first."""
         self.queue().push_many([b"x"] * 30)
