@@ -7122,14 +7122,17 @@ class _CommandPool(_WorkerPool):
         return file
 
     def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
-        """Open the files in --output-dir. A disk or a quota that is full fails the try."""
+        """Open the files in --output-dir. A disk or a quota that is full fails the try. So does a
+        file of this task that this user may not write: its first try may have been another's."""
         if self._output_dir is None:
             return []
         paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
         try:
             return [files.enter_context(open(path, "ab+")) for path in paths]
         except OSError as error:
-            if error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG):
+            is_full = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
+            is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EISDIR)
+            if is_full or (is_refused and os.path.lexists(error.filename)):
                 raise _CommandFailed(f"its output can't be written: {error}") from None
             raise
 

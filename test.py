@@ -7869,6 +7869,13 @@ $ femtoqueue push jobs big small -> ...
 $ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- sh -c \
  'test $1 != big || head -c 1000000 /dev/zero' - {} -> ! ... [1]
 $ states -> done 2, failed 1
+# a file in --output-dir that can't be written fails the tries of its task only
+$ femtoqueue push jobs x y -> <x> <y>
+$ mkdir logs logs/$x.err
+$ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
+! ... <x>: try 1 failed, a dead letter: its output can't be written: ...
+[1]
+$ states -> done 1, failed 1
 # a job has three descriptors, and no watchdog's; one that the kernel refuses has too long a payload
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
