@@ -6545,8 +6545,8 @@ def _rough_time(seconds: float) -> str:
 class _Output:
     """The worker's standard output and standard error, which all of its threads write to.
 
-    A line that a job has begun is finished before other jobs write, unless that takes too long. On
-    a terminal a line at the bottom shows the progress; it is cleared before anything is written.
+    A line that has begun is finished before anything else is written, unless that takes too long.
+    On a terminal a line at the bottom shows the progress; it is cleared before anything is written.
     """
 
     def __init__(self) -> None:
@@ -6565,7 +6565,8 @@ class _Output:
         self._is_at_start = True  # of a line: nothing that is unfinished stands there
 
     def put(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write bytes of a job (its `owner`) or of the worker; they end a line if is_whole."""
+        """Write bytes of a job's pipe (its relay is the `owner`) or of the worker; they end a line
+        if is_whole."""
         if not data:
             return
         turn = self._turns[fd]
@@ -6698,16 +6699,16 @@ class _Relay(threading.Thread):
         self._rest += data
         end = self._rest.rfind(b"\n") + 1
         if end:
-            self._pool.pass_on(self._fd, self._rest[:end], self._process)
+            self._pool.pass_on(self._fd, self._rest[:end], self)
             self._rest, self._is_open = self._rest[end:], False
         if len(self._rest) > 1 << 16:
-            self._pool.pass_on(self._fd, self._rest, self._process, is_whole=False)
+            self._pool.pass_on(self._fd, self._rest, self, is_whole=False)
             self._rest, self._is_open = b"", True
 
     def _end_line(self) -> None:
         """End the last line of a job, if jobs run side by side."""
         if self._rest or self._is_open:
-            self._pool.pass_on(self._fd, self._rest + b"\n", self._process)
+            self._pool.pass_on(self._fd, self._rest + b"\n", self)
         self._rest, self._is_open = b"", False
 
 

@@ -7915,12 +7915,17 @@ $ femtoqueue joni jobs -> ! femtoqueue: there is no command 'joni'; did you mean
 $ femtoqueue work new --drain -- true
 ! femtoqueue: new: there was no queue; an empty one is made
 ! femtoqueue 0 done | 0 running 0 waiting
-# a line that is too long to be kept is not mixed with another job's
+# a line that is too long to be kept is not mixed with another job's, nor with standard error
 $ femtoqueue push jobs a b -> ...
 $ echo 'for i in 1 2 3; do head -c 70000 /dev/zero | tr "\\0" $1; sleep 0.1; done; echo' > long
 $ femtoqueue work jobs -q --drain -j 2 -- sh long {} > out
 $ grep -c -e '^a*$' -e '^b*$' out -> 2
 $ wc -c < out -> 420002
+$ femtoqueue push jobs a b -> ...
+$ sed 's/sleep/echo >\&2; sleep/' long > also-to-stderr
+$ femtoqueue work jobs -q --drain -j 2 -- sh also-to-stderr {} > out 2>&1
+$ grep -c -e '^aa*$' -e '^bb*$' out -> 2
+$ wc -c < out -> 420008
 # the directory that work was started in may go
 $ mkdir here
 $ femtoqueue push jobs x y -> ...
