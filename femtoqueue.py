@@ -7168,7 +7168,10 @@ class _CommandPool(_WorkerPool):
         return process, relays
 
     def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
-        """Make a dead letter of a task at once: another try would end in the same way."""
+        """Make a dead letter of a task at once: another try would end in the same way. Without {},
+        the environment is too large, which is trouble of this worker."""
+        if not any("{}" in it for it in self._options.after_dashes):
+            raise SystemExit(f"{self._options.after_dashes[0]} can't be run: {why}")
         text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
         self._queue.fail(task, text)
         raise _CommandFailed(text)

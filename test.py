@@ -8291,6 +8291,18 @@ class CommandLine(QueueCase):
         self.assertEqual(run_guarded(*program, *command, env=env), (0, "", ""))
         self.assertEqual(self.states(), {"done": 1})
 
+    @unittest.skipUnless(sys.platform == "linux", "the limit depends on the stack's on Linux")
+    def test_too_large_an_environment_is_no_failed_try(self) -> None:
+        code = "import resource; resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))\n"
+        env = self.env | dict.fromkeys("abcd", "x" * 100_000)
+        *words, main = self.patient()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
+        status, _, err = run_guarded(*words, code + main, *command, env=env)
+        self.assertEqual(status, 2)
+        self.assertIn("femtoqueue: true can't be run: [Errno 7]", err)
+        self.end_all({"pending": 1})
+
     def test_a_time_limit_is_kept_though_nobody_reads_what_jobs_write(self) -> None:
         self.hasten("grace", 0.3)
         self.queue().push_many([b"x"] * 2)
