@@ -6638,6 +6638,19 @@ _SH_NAME = "femtoqueue work"  # what sh calls itself in messages; CMD may be a f
 _START = 'echo $$ >&{0}; exec "$@" {0}>&-'
 
 
+def _shell(names: Iterable[str]) -> list[str]:
+    """Return the words that start a shell which passes on all variables of the environment.
+
+    dash drops those that it could not name, such as "a.b", or a function that bash has exported.
+    bash passes them on. With -p it neither runs $BASH_ENV nor defines the functions."""
+    import shutil
+
+    bash = None
+    if not all(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", it) for it in names):
+        bash = shutil.which("bash")
+    return [bash, "-p"] if bash else ["/bin/sh"]
+
+
 class _Relay(threading.Thread):
     """A thread that passes on what a job writes to one pipe.
 
@@ -6747,7 +6760,7 @@ class _Processes:
     """
 
     def __init__(self, watchdog: int) -> None:
-        self._watchdog = watchdog
+        self._watchdog, self._shell = watchdog, _shell(os.environ)
         self._lock = threading.Lock()  # held from before a process starts until it is in `running`
         self.running: dict[int, _Process] = {}  # by pid
         with suppress(OSError):
@@ -6761,7 +6774,7 @@ class _Processes:
 
         with self._lock:
             popen = subprocess.Popen(
-                ["/bin/sh", "-c", _START.format(self._watchdog), _SH_NAME, *words],
+                [*self._shell, "-c", _START.format(self._watchdog), _SH_NAME, *words],
                 bufsize=0,
                 pass_fds=[self._watchdog],
                 start_new_session=True,  # a Ctrl-C is for the worker, which finishes

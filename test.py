@@ -7831,6 +7831,10 @@ $ femtoqueue work link/../jobs --drain -- true
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c {}
+# a command gets all of the environment, also what a shell can't name
+$ femtoqueue push jobs x -> ...
+$ env 'BASH_FUNC_f%%=() { echo called; }' a.b=1 BASH_ENV=/no-such-file femtoqueue work jobs -q \
+ --drain -- env | grep -e ^a.b= -e ^BASH_FUNC_f | sort -> BASH_FUNC_f%%=() { echo called; } a.b=1
 # a command that is killed by a signal has failed, even if work was started with SIGCHLD ignored
 $ femtoqueue push jobs TERM KILL -> ...
 $ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- \
