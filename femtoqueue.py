@@ -7196,7 +7196,8 @@ class _CommandPool(_WorkerPool):
 
         Returns CMD's exit status, or None if the time limit ended the job; and whether CMD failed
         because this worker is told to stop. Raises the error of a relay."""
-        time_limit_s = self._options.task_timeout or None
+        # Half of the longest time that a wait takes, since the end is waited for a bit longer.
+        time_limit_s = min(self._options.task_timeout or 0.0, threading.TIMEOUT_MAX / 2) or None
         end_s = _end_s(time_limit_s)
         status: int | None = None
         try:
