@@ -7012,8 +7012,9 @@ class _CommandPool(_WorkerPool):
             reporter.start()
         try:
             self.run()
-        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads
-            self._end_report(f"femtoqueue: {error}\n")
+        # RuntimeError: no more threads. OSError and MemoryError: trouble with the queue.
+        except (SystemExit, RuntimeError, OSError, MemoryError) as error:
+            self._end_report(f"femtoqueue: {str(error) or type(error).__name__}\n")
             return 2
         if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
             return 128 + self.signals[-1]

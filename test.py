@@ -8457,6 +8457,13 @@ class CommandLine(QueueCase):
             self.assertEqual(rest, "")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_the_line_of_progress_is_cleared_before_trouble_with_the_queue_is_told(self) -> None:
+        self.queue().push(b"x")
+        script = "sleep 1.2; rmdir jobs/done; touch jobs/done"
+        said = self.on_terminal(80, "work", "jobs", "--drain", "--", "sh", "-c", script)
+        self.assertRegex(said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n")
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_top_ends_by_q_and_leaves_the_terminal_as_it_was(self) -> None:
         q = self.queue()
         q.fail(leased(q), "no such image\nat line 1")
