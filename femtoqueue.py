@@ -7980,11 +7980,20 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
     A terminal gives each key at once while the block runs."""
     with ExitStack() as restored:
         try:
+            import signal
             import termios
             import tty
 
+            def leave(number: int, frame: object) -> NoReturn:
+                raise SystemExit(128 + number)
+
             settings = termios.tcgetattr(0)
+            restored.enter_context(suppress(termios.error))  # the terminal is gone
             restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    restored.callback(signal.signal, number, signal.SIG_DFL)
+                    signal.signal(number, leave)
             tty.setcbreak(0, termios.TCSADRAIN)
         except (ImportError, OSError, ValueError, termios.error):  # no terminal
 

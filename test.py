@@ -81,6 +81,7 @@ from femtoqueue import (
 
 with contextlib.suppress(ImportError):  # not on Windows
     import fcntl
+    import termios
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # A hook is called for each call by which femtoqueue leaves its process. These are all callables of
@@ -8469,6 +8470,22 @@ class CommandLine(QueueCase):
         q.fail(leased(q), "no such image\nat line 1")
         said = self.on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
         self.assertRegex(said, r"LATEST DEAD LETTERS\S*\r\n\d{20}-\w{8} - no such image\S*\r\n")
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
+        self.queue()
+        master, slave = os.openpty()
+        self.addCleanup(os.close, master)
+        self.addCleanup(os.close, slave)
+        before = termios.tcgetattr(slave)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+            with Command([*self.patient(), "top", "jobs"], env=self.env, **streams) as process:
+                until(lambda: termios.tcgetattr(slave) != before)
+                os.read(master, 1 << 16)
+                process.send_signal(number)
+                self.assertEqual(process.wait(PATIENCE_S), 128 + number)
+            self.assertEqual(termios.tcgetattr(slave), before)
 
     def working(self, script: str, *words: str) -> Command:
         """Work by a shell's script, in a process of its own."""
