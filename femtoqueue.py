@@ -7978,15 +7978,31 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
 def _keyboard() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits for a key, for some seconds at most, and returns the key or "".
     A terminal gives each key at once while the block runs."""
+
+    def wait_for_key(seconds: float) -> str:
+        return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
+
+    def wait(seconds: float) -> str:
+        time.sleep(seconds)
+        return ""
+
     with ExitStack() as restored:
-        try:
-            import signal
-            import termios
-            import tty
+        yield wait_for_key if _gives_each_key(restored) else wait
 
-            def leave(number: int, frame: object) -> NoReturn:
-                raise SystemExit(128 + number)
 
+def _gives_each_key(restored: ExitStack) -> bool:
+    """Have the terminal give each key at once, until the stack is closed; also by a signal that
+    ends this process. Return False if standard input is no terminal."""
+    import signal
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    with suppress(ImportError):  # not POSIX
+        import termios
+        import tty
+
+        with suppress(termios.error):
             settings = termios.tcgetattr(0)
             restored.enter_context(suppress(termios.error))  # the terminal is gone
             restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
@@ -7995,17 +8011,8 @@ def _keyboard() -> Iterator[Callable[[float], str]]:
                     restored.callback(signal.signal, number, signal.SIG_DFL)
                     signal.signal(number, leave)
             tty.setcbreak(0, termios.TCSADRAIN)
-        except (ImportError, OSError, ValueError, termios.error):  # no terminal
-
-            def wait_for_key(seconds: float) -> str:
-                time.sleep(seconds)
-                return ""
-        else:
-
-            def wait_for_key(seconds: float) -> str:
-                return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
-
-        yield wait_for_key
+            return True
+    return False
 
 
 # Command line: maintenance

@@ -8252,6 +8252,7 @@ class CommandLine(QueueCase):
             mock.patch.dict(os.environ, COLUMNS="0", LINES="0"),  # as if they were not set
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
             mock.patch("time.sleep", sleep),
+            mock.patch.dict(sys.modules, termios=None),  # as on Windows
             mock.patch.object(sys, "stdout", io.TextIOWrapper(terminal, "utf-8")) as out,
             mock.patch.object(out, "isatty", return_value=True),
         ):
