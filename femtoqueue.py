@@ -7941,15 +7941,22 @@ def _top_command(options: Any) -> None:
     import shutil
 
     q, progress = _open_queue(options), _Progress(options.dir)
-    begins, ends, ends_all = ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
+    begins, ends, ends_all = ("",) * 3
+    if sys.stdout.isatty():  # a row is cut, not wrapped: some letters take two columns (DECAWM)
+        begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
     with _keyboard() as wait_for_key:
         while True:
             columns, rows = shutil.get_terminal_size((999, 999))  # no terminal: it all fits
             lines = itertools.islice(_top_lines(options.dir, q, progress), rows - 1)
-            text = "".join(f"{line[:columns]}{ends}\n" for line in lines)
+            text = "".join(f"{_printable(line)[:columns]}{ends}\n" for line in lines)
             _put(sys.stdout, begins + text + ends_all)
             if wait_for_key(min(options.interval, 86400)) in ("q", "Q"):
                 return
+
+
+def _printable(text: str) -> str:
+    """Return a text without characters that move the cursor: they are escaped."""
+    return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
 
 
 def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:

@@ -8257,7 +8257,7 @@ class CommandLine(QueueCase):
             mock.patch.object(out, "isatty", return_value=True),
         ):
             self.assertEqual(femtoqueue.main(["top", "jobs"]), 128 + signal.SIGINT)
-        drawn = terminal.getvalue().decode().replace("\x1b[K", "").replace("\x1b[J", "")
+        drawn = re.sub(r"\x1b\[([KJ]|\?7[lh])", "", terminal.getvalue().decode())
         _, *looks = drawn.split("\x1b[H")
         large, small, later = (look.splitlines() for look in looks)
         self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
@@ -8468,9 +8468,11 @@ class CommandLine(QueueCase):
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_top_ends_by_q_and_leaves_the_terminal_as_it_was(self) -> None:
         q = self.queue()
-        q.fail(leased(q), "no such image\nat line 1")
+        q.fail(leased(q), "no such\timage \u65e5\r\x1b[Hx\nat line 1")
         said = self.on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
-        self.assertRegex(said, r"LATEST DEAD LETTERS\S*\r\n\d{20}-\w{8} - no such image\S*\r\n")
+        reason = r"no such\\timage \u65e5\\r\\x1b\[Hx"
+        self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{8}} - {reason}\S*\r\n")
+        self.assertTrue("\x1b[?7l\x1b[Hjobs" in said and said.endswith("\x1b[?7h"))
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
