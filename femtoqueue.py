@@ -6867,13 +6867,25 @@ def _is_proc_ours() -> bool:
     return False
 
 
+def _try_of(pid: int) -> frozenset[bytes]:
+    """Return the variables that name a try of a task, from the environment that a process began
+    with. The result is empty for other processes, and for those of other users."""
+    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        names = b"FEMTOQUEUE_ID=", b"FEMTOQUEUE_ATTEMPT="
+        return frozenset(it for it in file.read().split(b"\0") if it.startswith(names))
+    return frozenset()
+
+
 def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Member]:
     """Return the running processes of jobs.
 
     leaders: the pids of the jobs' leaders.
     known: processes that are known to belong to the jobs, from an earlier call.
 
-    A process belongs to a job if it is in the leader's session, or descends from such a process.
+    A process belongs to a job if it is in the leader's session, or descends from such a process. A
+    daemon, whose parent has ended and which has a session of its own, belongs to the job whose
+    environment it has. The first call looks for daemons; later ones know them.
+
     Zombies are left out: they no longer run, and their parents may never reap them.
     """
     leaders, known = {*leaders}, {*known}
@@ -6895,6 +6907,11 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
             zombies.add(member)
         if member.pid in leaders or session in leaders or member in known:
             found.add(member)
+    # This worker may itself be a part of a job.
+    tries = {*map(_try_of, leaders)} - {frozenset(), _try_of(os.getpid())}
+    if tries and not known:
+        every = itertools.chain.from_iterable(children.values())
+        found.update(it for it in every if it not in zombies and _try_of(it.pid) in tries)
     descendants = [*found]
     for it in descendants:
         new = [child for child in children[it.pid] if child not in found]

@@ -7865,6 +7865,10 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c
  'setsid sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
+ '(setsid sh -c "echo \$\$; exec sleep 1000" &); sleep 1000' > pids -> ! ... [1]
+$ gone pids
+$ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 0 -- sleep 0.01
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 999999d -- sleep 0.01
