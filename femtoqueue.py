@@ -6562,11 +6562,18 @@ class _Output:
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
         self._line: str | None = ""  # the line at the bottom of the terminal; None: no longer one
         self._shown = 0  # the length of the line as it is shown
-        self._is_at_start = True  # of a line: nothing that is unfinished stands there
+        self._unfinished = set[threading.Condition]()  # the streams whose last line has not ended
 
-    def put(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
+    def put(
+        self,
+        fd: int,
+        data: bytes,
+        owner: object = None,
+        is_whole: bool = True,
+        begins_line: bool = False,
+    ) -> None:
         """Write bytes of a job's pipe (its relay is the `owner`) or of the worker; they end a line
-        if is_whole."""
+        if is_whole. With begins_line they stand in a line of their own."""
         if not data:
             return
         turn = self._turns[fd]
@@ -6574,13 +6581,16 @@ class _Output:
             turn.wait_for(lambda: self._owners.get(turn) in (None, owner), _OPEN_LINE_S)
             self._owners[turn] = None if is_whole else owner
             turn.notify_all()
-            if turn is not self._turns[2] or not self.has_terminal:
-                _write_all(fd, data)
-                return
-            _write_all(2, self._clearing())
-            self._shown, self._is_at_start = 0, data.endswith(b"\n")
+            has_line = turn is self._turns[2] and self.has_terminal
+            if has_line:
+                _write_all(2, self._clearing())
+                self._shown = 0
+            if begins_line and turn in self._unfinished:  # of a job
+                data = b"\n" + data
+            (self._unfinished.discard if data.endswith(b"\n") else self._unfinished.add)(turn)
             _write_all(fd, data)
-            self._draw()
+            if has_line:
+                self._draw()
 
     def show(self, line: str | None) -> None:
         """Show a line at the bottom of the terminal, in place of the last one. None: show no line
@@ -6591,7 +6601,8 @@ class _Output:
                 self._draw()
 
     def _draw(self) -> None:
-        if not (self.has_terminal and self._is_at_start and (self._line or self._shown)):
+        is_at_start = self._turns[2] not in self._unfinished
+        if not (self.has_terminal and is_at_start and (self._line or self._shown)):
             return
         line = (self._line or "")[: self._columns()]
         shown = line
@@ -7080,7 +7091,7 @@ class _CommandPool(_WorkerPool):
     def write(self, text: str) -> None:
         """Write to standard error, also for the log."""
         with suppress(OSError):  # the terminal is gone; what runs is finished
-            self._output.put(2, text.encode("utf-8", "backslashreplace"))
+            self._output.put(2, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
     def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
         """Write output of a job. Raises OSError, unless this worker is told to stop and the reader

@@ -7943,6 +7943,17 @@ $ femtoqueue push jobs x y -> ...
 $ cd here; femtoqueue work ../jobs -q --drain -- sh -c 'rmdir ../here 2>&-; exit 0'
 ! ...
 $ states -> done 2
+# what the worker says stands in lines of its own, though a command's last line has no end
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs --drain --max-attempts 1 -- sh -c 'printf half >&2; exit 1'
+! half
+! ... <x>: try 1 failed, a dead letter: exit status 1
+! femtoqueue 1 failed | 0 running 0 waiting
+[1]
+$ femtoqueue push jobs y -> ...
+$ femtoqueue work jobs --drain -- printf half 2>&1
+half
+femtoqueue 1 done | 0 running 0 waiting
 # with -j 2, lines written in pieces stay whole; with one command at a time, output is not buffered
 $ femtoqueue push jobs a b c d -> ...
 $ echo 'for i in 1 2; do printf "$1"; sleep 0.01; printf "$1\n"; done; printf end' > pieces
