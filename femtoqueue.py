@@ -7630,7 +7630,12 @@ def _push_command(options: Any) -> None:
         count, lost = 0, None
         with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
             for payload in payloads:
-                ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
+                try:
+                    ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
+                except (OSError, FemtoQueueError):  # a caller that tries again must know
+                    if count:
+                        _write_error(f"the first {count} tasks are pushed, the others are not")
+                    raise
                 count += 1
                 if lost is None:
                     try:

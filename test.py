@@ -7909,6 +7909,12 @@ $ femtoqueue push jobs y -> ...
 $ { python3 set 1; femtoqueue work jobs -q --drain -- head -c 300000 /dev/zero; } | \
  { sleep 0.3; wc -c; } -> 600000
 $ states -> done 2
+# push that fails says how many tasks it has pushed
+$ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limited --lines
+<small>
+! femtoqueue: the first 1 tasks are pushed, the others are not
+! femtoqueue: [Errno 27] File too large
+[2]
 # what is pushed is not pushed again because its id can't be printed; letters are escaped
 $ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
 $ femtoqueue pop jobs -> <lease>
