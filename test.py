@@ -7892,7 +7892,7 @@ $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c \
- 'echo "femtoqueue work: 1: exec: ./x: Argument list too long" >&2; exit 126' -> ! ... [1]
+ 'echo "femtoqueue work: 1: exec: ./x: Argument list too long" >&2; exit 126' - {} -> ! ... [1]
 $ states -> done 1, failed 1
 # a pipe may be non-blocking: all goes through it
 $ printf 'import os, sys; os.set_blocking(int(sys.argv[1]), False)' > set
