@@ -6670,6 +6670,7 @@ class _Relay(threading.Thread):
 
     tail: the last bytes that came.
     error: the exception that ended the thread.
+    passed: how many bytes have been passed on.
     is_through: set when everything that CMD wrote before its end has been passed on.
     """
 
@@ -6679,6 +6680,7 @@ class _Relay(threading.Thread):
         self.tail, self._rest = b"", b""  # the rest: of a line, to be written with its end
         self._is_open = False  # the beginning of a line has been passed on
         self.error: Exception | None = None
+        self.passed = 0
         self.is_through = threading.Event()
 
     def run(self) -> None:
@@ -6711,6 +6713,7 @@ class _Relay(threading.Thread):
                     break
                 left = left and left - len(data)
                 self._take(data)
+                self.passed += len(data)
         self._end_line()
 
     def _take(self, data: bytes) -> None:
@@ -6734,6 +6737,19 @@ class _Relay(threading.Thread):
         if self._rest or self._is_open:
             self._pool.pass_on(self._fd, self._rest + b"\n", self)
         self._rest, self._is_open = b"", False
+
+
+def _await_output(relays: list[_Relay], end_s: float) -> bool:
+    """Wait until all that CMD wrote has been passed on, and return True. Return False if the time
+    is over and the reader has stalled: in _GRACE_S, nothing more has been passed on."""
+    before = -1
+    while waiting := [it for it in relays if not it.is_through.is_set()]:
+        passed = sum(it.passed for it in relays)
+        if passed == before and time.monotonic() >= end_s:
+            return False
+        before = passed
+        waiting[0].is_through.wait(_GRACE_S)
+    return True
 
 
 def _bytes_in(pipe: int) -> int:
@@ -7046,9 +7062,10 @@ class _CommandPool(_WorkerPool):
             return 2
         if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
             return 128 + self.signals[-1]
-        for relay in self._relays:
-            relay.join(_GRACE_S)
-        self._end_report()
+        is_lost = not _await_output(self._relays, 0.0)
+        for relay in self._relays:  # what background programs write is passed on for a moment
+            relay.join(_GRACE_S * relay.is_through.is_set())
+        self._end_report("femtoqueue: output is lost, since nobody reads it\n" * is_lost)
         has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
         return int(self._drain and (has_failed or not self._queue.join(0)))
 
@@ -7241,10 +7258,7 @@ class _CommandPool(_WorkerPool):
         finally:
             if process.status is None:
                 self._processes.terminate([process])
-        # A reader that has stalled does not keep a job beyond its time.
-        passed_s = max(end_s, time.monotonic() + _GRACE_S)
-        for relay in relays:
-            relay.is_through.wait(time_limit_s and passed_s - time.monotonic())
+        _await_output(relays, end_s)  # a stalled reader does not keep a job beyond its time
         _raise_first(relays)
         is_stopped = self._ended_by_stop(status, task)
         # CMD may be a shell whose program still saves its state: not twice at once.

@@ -8350,6 +8350,31 @@ class CommandLine(QueueCase):
             self.assertEqual(len(process.stdout.read()), 1000000)
         self.assertEqual(self.states(), {"done": 1})
 
+    @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
+    def test_a_slow_reader_gets_all_output_also_when_the_time_limit_is_over(self) -> None:
+        """One that reads nothing for the time of grace has stalled."""
+        self.hasten("grace", 1)
+        self.queue().push(b"x")
+        code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
+        limits = "--task-timeout", "1s", "--max-attempts", "1"
+        words = (
+            *self.patient(),
+            "work",
+            "jobs",
+            "-q",
+            "--drain",
+            *limits,
+            "--",
+            sys.executable,
+            "-c",
+        )
+        with Command([*words, code], env=self.env, stdout=subprocess.PIPE) as process:
+            size = 0
+            while data := os.read(process.stdout.fileno(), 1 << 16):
+                size += len(data)
+                time.sleep(0.2)
+        self.assertEqual((size, process.returncode), (1000000, 0))
+
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_zombie_does_not_keep_a_job_alive(self) -> None:
         """The first process of a container may never reap it."""
