@@ -7258,6 +7258,7 @@ class _CommandPool(_WorkerPool):
         finally:
             if process.status is None:
                 self._processes.terminate([process])
+                self._await_end(task, process)
         _await_output(relays, end_s)  # a stalled reader does not keep a job beyond its time
         _raise_first(relays)
         is_stopped = self._ended_by_stop(status, task)
@@ -7268,6 +7269,16 @@ class _CommandPool(_WorkerPool):
                     self._processes.terminate([process])
                 time.sleep(0.05)
         return status, is_stopped
+
+    def _await_end(self, task: FemtoTask, process: _Process) -> None:
+        """Wait for the end of a job that was killed. One of its processes may have become another
+        user's, as sudo does, and can't be killed then. The task is not tried again beside it."""
+        told_s = time.monotonic() + 1.0
+        while (process.status is None or _members([process.pid])) and len(self.signals) < 2:
+            if time.monotonic() >= told_s:
+                told_s = float("inf")
+                _log().warning("task %s: its command can't be killed; waiting for its end", task.id)
+            time.sleep(0.02)
 
     def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
         """Raise _CommandFailed if CMD failed, SystemExit if it could not be run."""

@@ -8332,6 +8332,20 @@ class CommandLine(QueueCase):
         self.assertIn("femtoqueue: true can't be run: [Errno 7]", err)
         self.end_all({"pending": 1})
 
+    def test_a_command_that_cannot_be_killed_does_not_run_beside_its_next_try(self) -> None:
+        """It has become another user's, as sudo does."""
+        code = (
+            "import os\ndef killpg(group, number):\n    raise PermissionError\nos.killpg = killpg\n"
+        )
+        self.hasten("grace", 0.1)
+        *words, main = self.patient()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--task-timeout", "100ms", "--max-attempts", "2", "--drain"
+        script = "--", "sh", "-c", "echo begin; sleep 1.5; echo end"
+        status, out, err = run_guarded(*words, code + main, *command, *script, env=self.env)
+        self.assertEqual((status, out), (1, "begin\nend\n" * 2))
+        self.assertIn("its command can't be killed", err)
+
     def test_a_time_limit_is_kept_though_nobody_reads_what_jobs_write(self) -> None:
         self.hasten("grace", 0.3)
         self.queue().push_many([b"x"] * 2)
