@@ -6770,7 +6770,6 @@ class _Process:
         self.pid, self._popen = popen.pid, popen
         self.status: int | None = None
         self.is_watched = True  # the watchdog was told of its end
-        self.is_held = False  # the watchdog is to know the job after CMD's end, too
         self.woken = threading.Event()
 
     def end(self, status: int) -> None:
@@ -6790,6 +6789,7 @@ class _Processes:
         self._watchdog, self._shell = watchdog, _shell(os.environ)
         self._lock = threading.Lock()  # held from before a process starts until it is in `running`
         self.running: dict[int, _Process] = {}  # by pid
+        self.ending = set[_Process]()  # the watchdog is to know their jobs after CMD's end, too
         with suppress(OSError):
             _call_libc("prctl", "", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         threading.Thread(target=self._reap_all, daemon=True).start()
@@ -6831,7 +6831,7 @@ class _Processes:
         kill that process."""
         process = self.running.get(pid)
         with suppress(ChildProcessError):  # a CMD that could not be started: Popen has reaped it
-            if process is not None and self._has_ended(pid) and not process.is_held:
+            if process is not None and self._has_ended(pid) and process not in self.ending:
                 self._tell_watchdog(process, -pid)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended and process is not None:
@@ -6852,14 +6852,14 @@ class _Processes:
         CRASH: the worker dies in the block. The watchdog kills these processes.
         As long as one of them is in the session, no other process gets CMD's pid."""
         with self._lock:
-            process.is_held = True
+            self.ending.add(process)
             if process.status is not None:
                 self._tell_watchdog(process, process.pid)
         try:
             yield
         finally:
             with self._lock:
-                process.is_held = False
+                self.ending.discard(process)
                 if process.status is not None:
                     self._tell_watchdog(process, -process.pid)
 
@@ -7138,7 +7138,8 @@ class _CommandPool(_WorkerPool):
     def _abort(self) -> None:
         """Pass the second signal to all jobs that run, and wait until they have ended."""
         self._is_over.set()
-        self._processes.terminate([*self._processes.running.values()], self.signals[-1])
+        jobs = {*self._processes.running.values(), *self._processes.ending}
+        self._processes.terminate(jobs, self.signals[-1])
         with self._changed:
             self._changed.wait_for(lambda: not self._running, 1.0)
         super()._abort()

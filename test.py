@@ -8706,6 +8706,22 @@ class CommandLine(QueueCase):
                 self.queue().push(b"x")
                 self.kill_as_a_job_ends(signals, *words)
 
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_the_second_signal_goes_to_a_program_that_has_outlived_its_shell(self) -> None:
+        self.queue().push(b"x")
+        program = "trap 'echo >> saved; exit' TERM; echo $$; while sleep 0.01; do :; done"
+        with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
+            shell, child = map(int, process.begun(2))
+            process.stop(signal.SIGTERM)
+            os.kill(shell, signal.SIGTERM)
+            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            time.sleep(2 * constant("one signal"))
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE_S)
+            until_gone(child)
+        self.assertTrue(os.path.exists("saved"))
+        self.end_all({"pending": 1})
+
     def kill_as_a_job_ends(self, signals: int, *words: str) -> None:
         program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
         with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
