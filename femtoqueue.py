@@ -7529,6 +7529,14 @@ def _timestamp(text: str) -> float:
     raise _invalid(text, f"WHEN is {_TIMES}")
 
 
+def _utf8_argument(text: str) -> str:
+    """Return a text whose bytes are UTF-8, whatever the locale is: a key must be the same one in
+    every locale. Other bytes mean what the locale says."""
+    with suppress(UnicodeError):
+        return os.fsencode(text).decode()
+    return text
+
+
 def _id_argument(text: str) -> str:
     if _parse_id(_id_of(text)):
         return text
@@ -7540,7 +7548,14 @@ _NOTES = """If FEMTOQUEUE_DIR is set, no word is DIR. A TIME is 500ms, 30s, 5m, 
 Status: 0 ok, 1 nothing there or a condition not met, 2 wrong use or trouble, 128 + a
 signal's number."""
 _TIMES = "2026-12-01T08:00 (local), or T08:00+01:00"
-_TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "TIME": _seconds,
+    "WHEN": _timestamp,
+    "ID": _id_argument,
+    "KEY": _utf8_argument,
+    "TEXT": _utf8_argument,
+    "N": int,
+}
 _IDS = _argument("ids ID", nargs="+")
 _LEASE = _argument("--timeout TIME", "length of the lease", default="30s")
 _SYNC = _argument("--sync", "survive power loss, not only the death of processes")

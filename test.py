@@ -7556,6 +7556,12 @@ $ printf '1\n\n2' | femtoqueue push jobs --lines --sync -> <e> <f> <g>
 $ printf 'p\nq\0r' | femtoqueue push jobs -0 -> <h> <i>
 $ payloads pending -> a b, x, --not-an-option, whole\ninput\n, 1, , 2, p\nq, r
 $ ls jobs/pending -> <a> <b> <c> <d> <e> <f> <g> <h> <i>
+# a key and a reason are UTF-8, whatever the locale is
+$ femtoqueue push jobs 1 --key ü -> <first>
+$ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue push jobs 2 --key ü -> <first>
+$ femtoqueue pop jobs -> <lease>
+$ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue fail jobs $lease --reason über
+$ cat jobs/failed/$first.error -> über
 # only one task of a key waits, also while another is in flight; --if-in-flight reject is an error
 $ femtoqueue push jobs 1 --key 'user 42' -> <first>
 $ femtoqueue push jobs 2 --key 'user 42' -> <first>
