@@ -8012,15 +8012,16 @@ def _top_command(options: Any) -> None:
 
     Example: femtoqueue top jobs
     """
-    import shutil
-
     q, progress = _open_queue(options), _Progress(options.dir)
     begins, ends, ends_all = ("",) * 3
     if sys.stdout.isatty():  # a row is cut, not wrapped: some letters take two columns (DECAWM)
         begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
     with _keyboard() as wait_for_key:
         while True:
-            columns, rows = shutil.get_terminal_size((999, 999))  # no terminal: it all fits
+            columns = rows = 0
+            with suppress(OSError):  # no terminal; COLUMNS would not follow it when it is resized
+                columns, rows = os.get_terminal_size(1)
+            columns, rows = columns or 999, rows or 999
             lines = itertools.islice(_top_lines(options.dir, q, progress), rows - 1)
             text = "".join(f"{_printable(line)[:columns]}{ends}\n" for line in lines)
             _put(sys.stdout, begins + text + ends_all)

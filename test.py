@@ -8276,7 +8276,7 @@ class CommandLine(QueueCase):
                 interrupt()
 
         with (
-            mock.patch.dict(os.environ, COLUMNS="0", LINES="0"),  # as if they were not set
+            mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),  # as the terminal began
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
             mock.patch("time.sleep", sleep),
             mock.patch.dict(sys.modules, termios=None),  # as on Windows
