@@ -6773,8 +6773,8 @@ def _rough_time(seconds: float) -> str:
 class _Output:
     """The worker's standard output and standard error, which all of its threads write to.
 
-    While a job has an unfinished line, other jobs wait for the end of the line, but for at most
-    _OPEN_LINE_S. On a terminal, the line at the bottom shows the progress. The line is cleared
+    While a line is unfinished, other jobs and the worker wait for the end of the line, but for at
+    most _OPEN_LINE_S. On a terminal, the line at the bottom shows the progress. The line is cleared
     before other output is written, and drawn again after that.
     """
 
@@ -6793,11 +6793,20 @@ class _Output:
         self._has_colours = not (self._is_dumb or os.environ.get("NO_COLOR"))
         self._line: str | None = ""  # to show at the bottom of the terminal; None: show no more
         self._shown = 0  # the length of the line that is on the terminal now
-        self._is_at_start = True  # the output before the line at the bottom ended with a newline
+        self._unfinished = set[threading.Condition]()  # the streams whose last line has not ended
 
-    def put(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
-        """Write bytes of a job (the `owner`) or of the worker (None). is_whole: the bytes end with
-        a whole line, so that other jobs may write."""
+    def put(
+        self,
+        fd: int,
+        data: bytes,
+        owner: object = None,
+        is_whole: bool = True,
+        begins_line: bool = False,
+    ) -> None:
+        """Write bytes of a job (the `owner` is the relay of its pipe) or of the worker (None).
+
+        is_whole: the bytes end with a whole line, so that others may write. begins_line: if the
+        last line of the stream has not ended, end it first."""
         if not data:
             return
         turn = self._turns[fd]
@@ -6805,13 +6814,16 @@ class _Output:
             turn.wait_for(lambda: self._owners.get(turn) in (None, owner), _OPEN_LINE_S)
             self._owners[turn] = None if is_whole else owner
             turn.notify_all()
-            if turn is not self._turns[2] or not self.has_terminal:
-                _write_all(fd, data)
-                return
-            _write_all(2, self._clearing())
-            self._shown, self._is_at_start = 0, data.endswith(b"\n")
+            has_line = turn is self._turns[2] and self.has_terminal
+            if has_line:
+                _write_all(2, self._clearing())
+                self._shown = 0
+            if begins_line and turn in self._unfinished:  # of a job
+                data = b"\n" + data
+            (self._unfinished.discard if data.endswith(b"\n") else self._unfinished.add)(turn)
             _write_all(fd, data)
-            self._draw()
+            if has_line:
+                self._draw()
 
     def show(self, line: str | None) -> None:
         """Show a line at the bottom of the terminal, in place of the last one. None: show no line
@@ -6822,7 +6834,8 @@ class _Output:
                 self._draw()
 
     def _draw(self) -> None:
-        if not (self.has_terminal and self._is_at_start and (self._line or self._shown)):
+        is_at_start = self._turns[2] not in self._unfinished
+        if not (self.has_terminal and is_at_start and (self._line or self._shown)):
             return
         line = (self._line or "")[: self._columns()]
         shown = line
@@ -6877,6 +6890,21 @@ _SH_NAME = "femtoqueue work"
 _START = 'echo $$ >&{0}; exec "$@" {0}>&-'
 
 
+def _shell(names: Iterable[str]) -> list[str]:
+    """Return the words that start a shell. The shell must pass all variables of the environment on
+    to CMD. `names` are the names of these variables.
+
+    dash drops a variable whose name is not a word, such as "a.b", or a function that bash has
+    exported. bash passes such variables on. With -p, bash neither runs $BASH_ENV nor defines the
+    functions."""
+    import shutil
+
+    bash = None
+    if not all(re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", it) for it in names):
+        bash = shutil.which("bash")
+    return [bash, "-p"] if bash else ["/bin/sh"]
+
+
 class _Relay(threading.Thread):
     """A thread that passes on what a job writes to one pipe.
 
@@ -6885,6 +6913,7 @@ class _Relay(threading.Thread):
 
     tail: the last bytes that came.
     error: the exception that ended the thread.
+    passed: how many bytes have been passed on.
     is_through: set when everything that CMD wrote before its end has been passed on.
     """
 
@@ -6894,6 +6923,7 @@ class _Relay(threading.Thread):
         self.tail, self._rest = b"", b""  # _rest: the part of a line whose end has not come
         self._is_open = False  # the beginning of a line has been passed on
         self.error: Exception | None = None
+        self.passed = 0
         self.is_through = threading.Event()
 
     def run(self) -> None:
@@ -6926,6 +6956,7 @@ class _Relay(threading.Thread):
                     break
                 left = left and left - len(data)
                 self._take(data)
+                self.passed += len(data)
         self._end_line()
 
     def _take(self, data: bytes) -> None:
@@ -6938,18 +6969,33 @@ class _Relay(threading.Thread):
         self._rest += data
         end = self._rest.rfind(b"\n") + 1
         if end:
-            self._pool.pass_on(self._fd, self._rest[:end], self._process)
+            self._pool.pass_on(self._fd, self._rest[:end], self)
             self._rest, self._is_open = self._rest[end:], False
         if len(self._rest) > 1 << 16:
-            self._pool.pass_on(self._fd, self._rest, self._process, is_whole=False)
+            self._pool.pass_on(self._fd, self._rest, self, is_whole=False)
             self._rest, self._is_open = b"", True
 
     def _end_line(self) -> None:
         """Pass on the rest of a line, and end the line. If jobs do not run side by side, there is
         no rest."""
         if self._rest or self._is_open:
-            self._pool.pass_on(self._fd, self._rest + b"\n", self._process)
+            self._pool.pass_on(self._fd, self._rest + b"\n", self)
         self._rest, self._is_open = b"", False
+
+
+def _await_output(relays: list[_Relay], end_s: float) -> bool:
+    """Wait until everything that CMD wrote has been passed on, and return True.
+
+    Return False if the time `end_s` has passed, and the reader of the output has stalled: nothing
+    was passed on in the last _GRACE_S."""
+    before = -1
+    while waiting := [it for it in relays if not it.is_through.is_set()]:
+        passed = sum(it.passed for it in relays)
+        if passed == before and time.monotonic() >= end_s:
+            return False
+        before = passed
+        waiting[0].is_through.wait(_GRACE_S)
+    return True
 
 
 def _bytes_in(pipe: int) -> int:
@@ -6986,9 +7032,10 @@ class _Processes:
     """
 
     def __init__(self, watchdog: int) -> None:
-        self._watchdog = watchdog
+        self._watchdog, self._shell = watchdog, _shell(os.environ)
         self._lock = threading.Lock()  # held from before a process starts until it is in `running`
         self.running: dict[int, _Process] = {}  # by pid
+        self.ending = set[_Process]()  # in a block of held(): the watchdog knows their jobs
         with suppress(OSError):
             _call_libc("prctl", "", 36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         threading.Thread(target=self._reap_all, daemon=True).start()
@@ -7000,7 +7047,7 @@ class _Processes:
 
         with self._lock:
             popen = subprocess.Popen(
-                ["/bin/sh", "-c", _START.format(self._watchdog), _SH_NAME, *words],
+                [*self._shell, "-c", _START.format(self._watchdog), _SH_NAME, *words],
                 bufsize=0,
                 pass_fds=[self._watchdog],
                 start_new_session=True,  # Ctrl-C reaches only the worker, which lets CMD finish
@@ -7033,15 +7080,44 @@ class _Processes:
         process = self.running.get(pid)
         # ChildProcessError: CMD could not be started, and Popen has reaped the child.
         with suppress(ChildProcessError):
-            if process is not None and self._has_ended(pid):
-                try:
-                    os.write(self._watchdog, b"-%d\n" % pid)
-                except BrokenPipeError:
-                    process.is_watched = False
+            if process is not None and self._has_ended(pid) and process not in self.ending:
+                self._tell_watchdog(process, -pid)
             ended, status = os.waitpid(pid, os.WNOHANG)
             if ended and process is not None:
                 del self.running[pid]
                 process.end(os.waitstatus_to_exitcode(status))
+
+    def _tell_watchdog(self, process: _Process, report: int) -> None:
+        try:
+            os.write(self._watchdog, b"%d\n" % report)
+        except BrokenPipeError:
+            process.is_watched = False
+
+    @contextmanager
+    def held(self, process: _Process) -> Iterator[None]:
+        """Let the watchdog know a job during the block, even if CMD has ended. The block waits for
+        the other processes of the job.
+
+        CRASH: if the worker dies in the block, the watchdog kills these processes. No other process
+        gets CMD's pid meanwhile: the system does not use a pid again that is still the number of a
+        session."""
+        with self._lock:
+            self.ending.add(process)
+            if process.status is not None:
+                self._tell_watchdog(process, process.pid)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.ending.discard(process)
+                if process.status is not None:
+                    self._tell_watchdog(process, -process.pid)
+
+    def terminate(self, processes: Iterable[_Process], number: int = 15) -> None:  # SIGTERM
+        """End jobs, as _terminate() does, while the watchdog knows them."""
+        with ExitStack() as blocks:
+            pids = [blocks.enter_context(self.held(it)) or it.pid for it in processes]
+            _terminate(pids, number)
 
     def _has_ended(self, pid: int) -> bool:
         if not hasattr(os, "waitid"):
@@ -7058,6 +7134,25 @@ class _Member(NamedTuple):
     group: int
 
 
+def _is_proc_ours() -> bool:
+    """Return whether /proc shows this process under its own pid.
+
+    A container may have a PID namespace of its own, but the /proc of the host. There, the same pids
+    belong to processes of the host. /proc is missing on systems other than Linux."""
+    with suppress(OSError), open("/proc/self/stat", "rb") as file:
+        return int(file.read().split()[0]) == os.getpid()
+    return False
+
+
+def _try_of(pid: int) -> frozenset[bytes]:
+    """Return the variables that name a task and an attempt, from the environment with which a
+    process began. The result is empty if they are missing, or if the process is another user's."""
+    with suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
+        names = b"FEMTOQUEUE_ID=", b"FEMTOQUEUE_ATTEMPT="
+        return frozenset(it for it in file.read().split(b"\0") if it.startswith(names))
+    return frozenset()
+
+
 def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Member]:
     """Return the processes of jobs that still run.
 
@@ -7065,10 +7160,12 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
     known: processes of the jobs that an earlier call found.
 
     A process belongs to a job if it is in the leader's session, or descends from such a process, or
-    is in `known`. Zombies are left out: a zombie no longer runs, and may never be reaped.
+    is in `known`. A daemon has a session of its own, and its parent has ended. A daemon belongs to
+    the job whose task and attempt are in its environment. Only a call without `known` looks for
+    daemons. Zombies are left out: a zombie no longer runs, and may never be reaped.
     """
     leaders, known = {*leaders}, {*known}
-    if not os.path.exists("/proc/self/stat"):  # not Linux: only the process group is known
+    if not _is_proc_ours():  # only the process group is known
         return _signal([_Member(0, pid, pid) for pid in leaders], 0)
     found, zombies = set[_Member](), set[_Member]()
     children = defaultdict[int, list[_Member]](list)
@@ -7081,10 +7178,16 @@ def _members(leaders: Iterable[int], known: Iterable[_Member] = ()) -> set[_Memb
         parent, group, session = map(int, fields[:3])
         member = _Member(int(fields[18]), int(name), group)
         children[parent].append(member)
-        if state in (b"Z", b"X"):
+        # A process whose first thread has ended has the state Z, but its other threads still run.
+        if state in (b"Z", b"X") and int(fields[16]) < 2:  # num_threads
             zombies.add(member)
         if member.pid in leaders or session in leaders or member in known:
             found.add(member)
+    # This worker may itself be a part of a job, and have the variables of that job.
+    tries = {*map(_try_of, leaders)} - {frozenset(), _try_of(os.getpid())}
+    if tries and not known:
+        every = itertools.chain.from_iterable(children.values())
+        found.update(it for it in every if it not in zombies and _try_of(it.pid) in tries)
     descendants = [*found]
     for it in descendants:
         new = [child for child in children[it.pid] if child not in found]
@@ -7111,7 +7214,7 @@ def _signal(members: Iterable[_Member], *numbers: int) -> set[_Member]:
     return {it for it in members if reached[it.group]}
 
 
-def _terminate(leaders: Iterable[int], number: int = 15) -> None:  # SIGTERM
+def _terminate(leaders: Iterable[int], number: int) -> None:
     """End the jobs with these leaders, and wait until no process of the jobs runs.
 
     Each process group of the jobs gets the signal `number`. It also gets SIGCONT, because a stopped
@@ -7209,14 +7312,17 @@ class _CommandPool(_WorkerPool):
             reporter.start()
         try:
             self.run()
-        except (SystemExit, RuntimeError) as error:  # RuntimeError: no more threads are allowed
-            self._end_report(f"femtoqueue: {error}\n")
+        # RuntimeError: the system allows no more threads. OSError, MemoryError: trouble with the
+        # queue.
+        except (SystemExit, RuntimeError, OSError, MemoryError) as error:
+            self._end_report(f"femtoqueue: {str(error) or type(error).__name__}\n")
             return 2
         if len(self.signals) > 1:  # a thread that is stuck in a write may hold _output
             return 128 + self.signals[-1]
-        for relay in self._relays:
-            relay.join(_GRACE_S)
-        self._end_report()
+        is_lost = not _await_output(self._relays, 0.0)
+        for relay in self._relays:  # a background program may write for another moment
+            relay.join(_GRACE_S * relay.is_through.is_set())
+        self._end_report("femtoqueue: output is lost: nobody reads it\n" * is_lost)
         has_failed = bool(self.counts["failed"] or self._dead_letters() - before)
         return int(self._drain and (has_failed or not self._queue.join(0)))
 
@@ -7258,9 +7364,10 @@ class _CommandPool(_WorkerPool):
         return set()
 
     def write(self, text: str) -> None:
-        """Write a text to standard error. The log writes through this method, too."""
+        """Write a text to standard error, as lines of its own. The log writes through this method,
+        too."""
         with suppress(OSError):  # the terminal is gone; the running jobs are finished
-            self._output.put(2, text.encode("utf-8", "backslashreplace"))
+            self._output.put(2, text.encode("utf-8", "backslashreplace"), begins_line=True)
 
     def pass_on(self, fd: int, data: bytes, owner: object = None, is_whole: bool = True) -> None:
         """Write output of a job. Raises OSError if the write fails.
@@ -7291,7 +7398,8 @@ class _CommandPool(_WorkerPool):
     def _abort(self) -> None:
         """Pass the second signal to all jobs that run, and wait until they have ended."""
         self._is_over.set()
-        _terminate([*self._processes.running], self.signals[-1])
+        jobs = {*self._processes.running.values(), *self._processes.ending}
+        self._processes.terminate(jobs, self.signals[-1])
         with self._changed:
             self._changed.wait_for(lambda: not self._running, 1.0)
         super()._abort()
@@ -7335,15 +7443,18 @@ class _CommandPool(_WorkerPool):
         return file
 
     def _open_outputs(self, task: FemtoTask, files: ExitStack) -> list[Any]:
-        """Open the files in --output-dir. If the disk or the quota is full, the attempt fails:
-        raises _CommandFailed."""
+        """Open the files in --output-dir. Raises _CommandFailed, so that the attempt fails, if the
+        disk or the quota is full, or if this user may not write to a file of this task. Such a file
+        may come from an earlier attempt by another user."""
         if self._output_dir is None:
             return []
         paths = [f"{self._output_dir}/{task.id}.{it}" for it in ("out", "err")]
         try:
             return [files.enter_context(open(path, "ab+")) for path in paths]
         except OSError as error:
-            if error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG):
+            is_full = error.errno in (*_OUT_OF_SPACE_ERRNOS, errno.EFBIG)
+            is_refused = error.errno in (errno.EACCES, errno.EPERM, errno.EISDIR)
+            if is_full or (is_refused and os.path.lexists(error.filename)):
                 raise _CommandFailed(f"its output can't be written: {error}") from None
             raise
 
@@ -7374,13 +7485,16 @@ class _CommandPool(_WorkerPool):
             for relay in relays:
                 relay.start()
         except BaseException:  # the system allows no more threads
-            _terminate([process.pid])
+            self._processes.terminate([process])
             raise
         return process, relays
 
     def _refuse(self, task: FemtoTask, why: str) -> NoReturn:
         """Make a dead letter of a task at once, because another attempt would fail in the same way.
-        Raises _CommandFailed."""
+        Raises _CommandFailed. But without {} in CMD, the environment of this worker is too large:
+        raises SystemExit."""
+        if not any("{}" in it for it in self._options.after_dashes):
+            raise SystemExit(f"{self._options.after_dashes[0]} can't be run: {why}")
         text = f"the payload can't be an argument of the command, in place of {{}}: {why}"
         self._queue.fail(task, text)
         raise _CommandFailed(text)
@@ -7394,7 +7508,8 @@ class _CommandPool(_WorkerPool):
         Returns two values. The first is CMD's exit status, or None if the time limit ended the job.
         The second is True if CMD failed because this worker was told to stop. Raises the error of a
         relay; an error ends the job, too."""
-        time_limit_s = self._options.task_timeout or None
+        # No more than half of the longest wait that Python allows, so that a sum is not too long.
+        time_limit_s = min(self._options.task_timeout or 0.0, threading.TIMEOUT_MAX / 2) or None
         end_s = _end_s(time_limit_s)
         status: int | None = None
         try:
@@ -7408,21 +7523,32 @@ class _CommandPool(_WorkerPool):
             status = process.status
         finally:
             if process.status is None:
-                _terminate([process.pid])
-        # Wait for the output, too. The reader of the output may have stalled. So the wait ends at
-        # the time limit if there is one, but not earlier than _GRACE_S from now.
-        passed_s = max(end_s, time.monotonic() + _GRACE_S)
-        for relay in relays:
-            relay.is_through.wait(time_limit_s and passed_s - time.monotonic())
+                self._processes.terminate([process])
+                self._await_end(task, process)
+        # Wait for the output, too. If its reader has stalled, the wait ends at the time limit.
+        _await_output(relays, end_s)
         _raise_first(relays)
         is_stopped = self._ended_by_stop(status, task)
         # The signal may have ended a shell, while the program that the shell started still saves
         # its state. The task must not run again meanwhile. So wait until the whole job has ended.
-        while is_stopped and _members([process.pid]):
-            if time.monotonic() >= end_s:
-                _terminate([process.pid])
-            time.sleep(0.05)
+        with self._processes.held(process) if is_stopped else nullcontext():
+            while is_stopped and _members([process.pid]):
+                if time.monotonic() >= end_s:
+                    self._processes.terminate([process])
+                time.sleep(0.05)
         return status, is_stopped
+
+    def _await_end(self, task: FemtoTask, process: _Process) -> None:
+        """Wait for the end of a job that was killed, or for a second signal.
+
+        A process of the job may have become another user's, for example by sudo, and can't be
+        killed. The task must not be tried again while this process runs."""
+        told_s = time.monotonic() + 1.0
+        while (process.status is None or _members([process.pid])) and len(self.signals) < 2:
+            if time.monotonic() >= told_s:
+                told_s = float("inf")
+                _log().warning("task %s: its command can't be killed; waiting for its end", task.id)
+            time.sleep(0.02)
 
     def _judge(self, task: FemtoTask, process: _Process, status: int | None, tail: str) -> None:
         """Raise _CommandFailed if CMD failed. Raise SystemExit if CMD could not be run, or if it
@@ -7711,6 +7837,14 @@ def _timestamp(text: str) -> float:
     raise _invalid(text, f"WHEN is {_TIMES}")
 
 
+def _utf8_argument(text: str) -> str:
+    """Return the text of an argument whose bytes are UTF-8, whatever the locale is. A key must be
+    the same key in every locale. Bytes that are not UTF-8 are decoded by the locale."""
+    with suppress(UnicodeError):
+        return os.fsencode(text).decode()
+    return text
+
+
 def _id_argument(text: str) -> str:
     if _parse_id(_id_of(text)):
         return text
@@ -7726,7 +7860,14 @@ trouble, 128 + a signal's number.
 Example: femtoqueue push jobs 'resize 42.png'
          femtoqueue work jobs --drain -- echo working on {}"""
 _TIMES = "2026-12-01T08:00 (local), or T08:00+01:00"
-_TYPES = {"TIME": _seconds, "WHEN": _timestamp, "ID": _id_argument, "N": int}
+_TYPES: dict[str, Callable[[str], Any]] = {
+    "TIME": _seconds,
+    "WHEN": _timestamp,
+    "ID": _id_argument,
+    "KEY": _utf8_argument,
+    "TEXT": _utf8_argument,
+    "N": int,
+}
 _ID_HELP = "id of a task, or the path that `pop` printed"
 _IDS = _argument("ids ID", _ID_HELP, nargs="+")
 _LEASE = _argument("--timeout TIME", "length of the lease", default="30s", type=_lease_seconds)
@@ -7846,7 +7987,12 @@ def _push_command(options: Any) -> None:
         count, lost = 0, None
         with nullcontext() if sys.stdout.isatty() else _showing(lambda: f"{count} pushed"):
             for payload in payloads:
-                ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
+                try:
+                    ident = push(payload, key=options.key, if_in_flight=options.if_in_flight)
+                except (OSError, FemtoQueueError):  # a caller must not push the first ones again
+                    if count:
+                        _write_error(f"the first {count} tasks are pushed, the others are not")
+                    raise
                 count += 1
                 if lost is None:
                     try:
@@ -8187,18 +8333,26 @@ def _top_command(options: Any) -> None:
 
     Example: femtoqueue top jobs
     """
-    import shutil
-
     q, progress = _open_queue(options), _Progress(options.dir)
-    begins, ends, ends_all = ("\x1b[H", "\x1b[K", "\x1b[J") if sys.stdout.isatty() else ("",) * 3
+    begins, ends, ends_all = ("",) * 3
+    if sys.stdout.isatty():  # turn off wrapping (DECAWM): some letters take two columns
+        begins, ends, ends_all = "\x1b[?7l\x1b[H", "\x1b[K", "\x1b[J\x1b[?7h"
     with _keyboard() as wait_for_key:
         while True:
-            columns, rows = shutil.get_terminal_size((999, 999))  # no terminal: it all fits
+            columns = rows = 0
+            with suppress(OSError):  # no terminal; $COLUMNS does not follow a change of the size
+                columns, rows = os.get_terminal_size(1)
+            columns, rows = columns or 999, rows or 999
             lines = itertools.islice(_top_lines(options.dir, q, progress), rows - 1)
-            text = "".join(f"{line[:columns]}{ends}\n" for line in lines)
+            text = "".join(f"{_printable(line)[:columns]}{ends}\n" for line in lines)
             _put(sys.stdout, begins + text + ends_all)
             if wait_for_key(min(options.interval, 86400)) in ("q", "Q"):
                 return
+
+
+def _printable(text: str) -> str:
+    """Escape the characters of a text that would move the cursor."""
+    return "".join(it if it.isprintable() else ascii(it)[1:-1] for it in text)
 
 
 def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
@@ -8227,25 +8381,43 @@ def _top_lines(name: str, q: FemtoQueue, progress: _Progress) -> Iterator[str]:
 def _keyboard() -> Iterator[Callable[[float], str]]:
     """Yield a function that waits for a key, for so many seconds at most. The function returns the
     key, or "" if no key was pressed. In the block, the terminal passes each key on at once."""
+
+    def wait_for_key(seconds: float) -> str:
+        return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
+
+    def wait(seconds: float) -> str:
+        time.sleep(seconds)
+        return ""
+
     with ExitStack() as restored:
-        try:
-            import termios
-            import tty
+        yield wait_for_key if _gives_each_key(restored) else wait
 
+
+def _gives_each_key(restored: ExitStack) -> bool:
+    """Let the terminal pass each key on at once. Return False if standard input is no terminal.
+
+    When the stack is closed, the terminal gets its settings back. SIGTERM and SIGHUP end the
+    process by SystemExit meanwhile, so that they close the stack, too."""
+    import signal
+
+    def leave(number: int, frame: object) -> NoReturn:
+        raise SystemExit(128 + number)
+
+    with suppress(ImportError):  # not POSIX
+        import termios
+        import tty
+
+        with suppress(termios.error):
             settings = termios.tcgetattr(0)
+            restored.enter_context(suppress(termios.error))  # the terminal is gone
             restored.callback(termios.tcsetattr, 0, termios.TCSADRAIN, settings)
+            for number in (signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(number) == signal.SIG_DFL:
+                    restored.callback(signal.signal, number, signal.SIG_DFL)
+                    signal.signal(number, leave)
             tty.setcbreak(0, termios.TCSADRAIN)
-        except (ImportError, OSError, ValueError, termios.error):  # no terminal
-
-            def wait_for_key(seconds: float) -> str:
-                time.sleep(seconds)
-                return ""
-        else:
-
-            def wait_for_key(seconds: float) -> str:
-                return os.read(0, 1).decode("latin-1") if _readable([0], seconds) else ""
-
-        yield wait_for_key
+            return True
+    return False
 
 
 # Command line: maintenance

@@ -81,6 +81,7 @@ from femtoqueue import (
 
 with contextlib.suppress(ImportError):  # not on Windows
     import fcntl
+    import termios
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # A hook is called for each call by which femtoqueue leaves its process. These are all callables of
@@ -7768,6 +7769,12 @@ $ printf '1\n\n2' | femtoqueue push jobs --lines --sync -> <e> <f> <g>
 $ printf 'p\nq\0r' | femtoqueue push jobs -0 -> <h> <i>
 $ payloads pending -> a b, x, --not-an-option, whole\ninput\n, 1, , 2, p\nq, r
 $ ls jobs/pending -> <a> <b> <c> <d> <e> <f> <g> <h> <i>
+# a key and a reason are UTF-8, whatever the locale is
+$ femtoqueue push jobs 1 --key ü -> <first>
+$ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue push jobs 2 --key ü -> <first>
+$ femtoqueue pop jobs -> <lease>
+$ PYTHONUTF8=0 PYTHONCOERCECLOCALE=0 LC_ALL=C femtoqueue fail jobs $lease --reason über
+$ cat jobs/failed/$first.error -> über
 # only one task of a key waits, also while another is in flight; --if-in-flight reject is an error
 $ femtoqueue push jobs 1 --key 'user 42' -> <first>
 $ femtoqueue push jobs 2 --key 'user 42' -> <first>
@@ -8048,6 +8055,10 @@ $ femtoqueue work link/../jobs --drain -- true
 [1]
 $ femtoqueue push jobs 'touch jobs/failed/.note.swp' -> ...
 $ femtoqueue work jobs -q --drain -- sh -c {}
+# a command gets all of the environment, also what a shell can't name
+$ femtoqueue push jobs x -> ...
+$ env 'BASH_FUNC_f%%=() { echo called; }' a.b=1 BASH_ENV=/no-such-file femtoqueue work jobs -q \
+ --drain -- env | grep -e ^a.b= -e ^BASH_FUNC_f | sort -> BASH_FUNC_f%%=() { echo called; } a.b=1
 # a command that is killed by a signal has failed, even if work was started with SIGCHLD ignored
 $ femtoqueue push jobs TERM KILL -> ...
 $ env --ignore-signal=CHLD femtoqueue work jobs -q --drain --max-attempts 1 --time-limit 20s -- \
@@ -8077,7 +8088,13 @@ $ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c
  'setsid sleep 1000 & echo $! $$; wait' > pids -> ! ... [1]
 $ gone pids
 $ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain --max-attempts 1 --task-timeout 300ms -- sh -c \
+ '(setsid sh -c "echo \$\$; exec sleep 1000" &); sleep 1000' > pids -> ! ... [1]
+$ gone pids
+$ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --task-timeout 0 -- sleep 0.01
+$ femtoqueue push jobs x -> ...
+$ femtoqueue work jobs -q --drain --task-timeout 999999d -- sleep 0.01
 # with --output-dir the files are the job's: it may write to them later, and to no more than it may
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain --output-dir logs -- sh -c '(sleep 0.5; echo late) &'
@@ -8086,12 +8103,19 @@ $ femtoqueue push jobs big small -> ...
 $ ulimit -f 60; femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- sh -c \
  'test $1 != big || head -c 1000000 /dev/zero' - {} -> ! ... [1]
 $ states -> done 2, failed 1
+# a file in --output-dir that can't be written fails the tries of its task only
+$ femtoqueue push jobs x y -> <x> <y>
+$ mkdir logs logs/$x.err
+$ femtoqueue work jobs -q --drain --max-attempts 1 --output-dir logs -- true
+! ... <x>: try 1 failed, a dead letter: its output can't be written: ...
+[1]
+$ states -> done 1, failed 1
 # a job has three descriptors, and no watchdog's; one that the kernel refuses has too long a payload
 $ femtoqueue push jobs x -> <x>
 $ femtoqueue work jobs -q --drain -- sh -c 'ls /proc/$$/fd; :' -> 0 1 2
 $ femtoqueue push jobs x -> ...
 $ femtoqueue work jobs -q --drain -- sh -c \
- 'echo "femtoqueue work: 1: exec: ./x: Argument list too long" >&2; exit 126' -> ! ... [1]
+ 'echo "femtoqueue work: 1: exec: ./x: Argument list too long" >&2; exit 126' - {} -> ! ... [1]
 $ states -> done 1, failed 1
 # a pipe may be non-blocking: all goes through it
 $ printf 'import os, sys; os.set_blocking(int(sys.argv[1]), False)' > set
@@ -8108,6 +8132,12 @@ $ femtoqueue push jobs y -> ...
 $ { python3 set 1; femtoqueue work jobs -q --drain -- head -c 300000 /dev/zero; } | \
  { sleep 0.3; wc -c; } -> 600000
 $ states -> done 2
+# push that fails says how many tasks it has pushed
+$ ulimit -f 60; { echo small; head -c 100000 /dev/zero; } | femtoqueue push limited --lines
+<small>
+! femtoqueue: the first 1 tasks are pushed, the others are not
+! femtoqueue: [Errno 27] File too large
+[2]
 # what is pushed is not pushed again because its id can't be printed; letters are escaped
 $ femtoqueue push jobs x > /dev/full -> ! femtoqueue: all 1 tasks are pushed, but ...
 $ femtoqueue pop jobs -> <lease>
@@ -8125,18 +8155,34 @@ $ femtoqueue joni jobs -> ! femtoqueue: there is no command 'joni'; did you mean
 $ femtoqueue work new --drain -- true
 ! femtoqueue: new: there was no queue; an empty one is made
 ! femtoqueue 0 done | 0 running 0 waiting
-# a line that is too long to be kept is not mixed with another job's
+# a line that is too long to be kept is not mixed with another job's, nor with standard error
 $ femtoqueue push jobs a b -> ...
 $ echo 'for i in 1 2 3; do head -c 70000 /dev/zero | tr "\\0" $1; sleep 0.1; done; echo' > long
 $ femtoqueue work jobs -q --drain -j 2 -- sh long {} > out
 $ grep -c -e '^a*$' -e '^b*$' out -> 2
 $ wc -c < out -> 420002
+$ femtoqueue push jobs a b -> ...
+$ sed 's/sleep/echo >\&2; sleep/' long > also-to-stderr
+$ femtoqueue work jobs -q --drain -j 2 -- sh also-to-stderr {} > out 2>&1
+$ grep -c -e '^aa*$' -e '^bb*$' out -> 2
+$ wc -c < out -> 420008
 # the directory that work was started in may go
 $ mkdir here
 $ femtoqueue push jobs x y -> ...
 $ cd here; femtoqueue work ../jobs -q --drain -- sh -c 'rmdir ../here 2>&-; exit 0'
 ! ...
 $ states -> done 2
+# what the worker says stands in lines of its own, though a command's last line has no end
+$ femtoqueue push jobs x -> <x>
+$ femtoqueue work jobs --drain --max-attempts 1 -- sh -c 'printf half >&2; exit 1'
+! half
+! ... <x>: try 1 failed, a dead letter: exit status 1
+! femtoqueue 1 failed | 0 running 0 waiting
+[1]
+$ femtoqueue push jobs y -> ...
+$ femtoqueue work jobs --drain -- printf half 2>&1
+half
+femtoqueue 1 done | 0 running 0 waiting
 # with -j 2, lines written in pieces stay whole; with one command at a time, output is not buffered
 $ femtoqueue push jobs a b c d -> ...
 $ echo 'for i in 1 2; do printf "$1"; sleep 0.01; printf "$1\n"; done; printf end' > pieces
@@ -8448,14 +8494,15 @@ class CommandLine(QueueCase):
                 interrupt()
 
         with (
-            mock.patch.dict(os.environ, COLUMNS="0", LINES="0"),  # as if they were not set
+            mock.patch.dict(os.environ, COLUMNS="80", LINES="24"),  # as the terminal began
             mock.patch("os.get_terminal_size", side_effect=lambda _: sizes[0]),
             mock.patch("time.sleep", sleep),
+            mock.patch.dict(sys.modules, termios=None),  # as on Windows
             mock.patch.object(sys, "stdout", io.TextIOWrapper(terminal, "utf-8")) as out,
             mock.patch.object(out, "isatty", return_value=True),
         ):
             self.assertEqual(femtoqueue.main(["top", "jobs"]), 128 + signal.SIGINT)
-        drawn = terminal.getvalue().decode().replace("\x1b[K", "").replace("\x1b[J", "")
+        drawn = re.sub(r"\x1b\[([KJ]|\?7[lh])", "", terminal.getvalue().decode())
         _, *looks = drawn.split("\x1b[H")
         large, small, later = (look.splitlines() for look in looks)
         self.assertEqual([large[1].split()[1], large[3].split()], ["0", ["inflight", "1"]])
@@ -8497,6 +8544,32 @@ class CommandLine(QueueCase):
         self.assertEqual(run_guarded(*program, *command, env=env), (0, "", ""))
         self.assertEqual(self.states(), {"done": 1})
 
+    @unittest.skipUnless(sys.platform == "linux", "the limit depends on the stack's on Linux")
+    def test_too_large_an_environment_is_no_failed_try(self) -> None:
+        code = "import resource; resource.setrlimit(resource.RLIMIT_STACK, (1 << 20, 1 << 20))\n"
+        env = self.env | dict.fromkeys("abcd", "x" * 100_000)
+        *words, main = self.patient()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--max-attempts", "1", "--drain", "--", "true"
+        status, _, err = run_guarded(*words, code + main, *command, env=env)
+        self.assertEqual(status, 2)
+        self.assertIn("femtoqueue: true can't be run: [Errno 7]", err)
+        self.end_all({"pending": 1})
+
+    def test_a_command_that_cannot_be_killed_does_not_run_beside_its_next_try(self) -> None:
+        """It has become another user's, as sudo does."""
+        code = (
+            "import os\ndef killpg(group, number):\n    raise PermissionError\nos.killpg = killpg\n"
+        )
+        self.hasten("grace", 0.1)
+        *words, main = self.patient()
+        self.queue(None).push(b"x")
+        command = "work", "jobs", "-q", "--task-timeout", "100ms", "--max-attempts", "2", "--drain"
+        script = "--", "sh", "-c", "echo begin; sleep 1.5; echo end"
+        status, out, err = run_guarded(*words, code + main, *command, *script, env=self.env)
+        self.assertEqual((status, out), (1, "begin\nend\n" * 2))
+        self.assertIn("its command can't be killed", err)
+
     def test_a_time_limit_is_kept_though_nobody_reads_what_jobs_write(self) -> None:
         self.hasten("grace", 0.3)
         self.queue().push_many([b"x"] * 2)
@@ -8515,6 +8588,31 @@ class CommandLine(QueueCase):
             self.assertEqual(len(process.stdout.read()), 1000000)
         self.assertEqual(self.states(), {"done": 1})
 
+    @unittest.skipUnless(sys.platform == "linux", "pipes have a size on Linux")
+    def test_a_slow_reader_gets_all_output_also_when_the_time_limit_is_over(self) -> None:
+        """One that reads nothing for the time of grace has stalled."""
+        self.hasten("grace", 1)
+        self.queue().push(b"x")
+        code = "import fcntl, os; fcntl.fcntl(1, 1031, 1 << 20); os.write(1, bytes(1000000))"
+        limits = "--task-timeout", "1s", "--max-attempts", "1"
+        words = (
+            *self.patient(),
+            "work",
+            "jobs",
+            "-q",
+            "--drain",
+            *limits,
+            "--",
+            sys.executable,
+            "-c",
+        )
+        with Command([*words, code], env=self.env, stdout=subprocess.PIPE) as process:
+            size = 0
+            while data := os.read(process.stdout.fileno(), 1 << 16):
+                size += len(data)
+                time.sleep(0.2)
+        self.assertEqual((size, process.returncode), (1000000, 0))
+
     @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
     def test_a_zombie_does_not_keep_a_job_alive(self) -> None:
         """The first process of a container may never reap it."""
@@ -8525,6 +8623,30 @@ class CommandLine(QueueCase):
         process.kill()
         until_gone(process.pid)
         self.assertEqual(members([process.pid]), set())
+
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_a_process_whose_first_thread_has_ended_is_not_taken_for_a_zombie(self) -> None:
+        """Its state is that of a zombie."""
+        code = "import ctypes, threading, time\n"
+        code += "threading.Thread(target=time.sleep, args=(1000,)).start()\n"
+        code += "ctypes.CDLL(None).pthread_exit(None)"
+        process = subprocess.Popen([sys.executable, "-S", "-c", code], start_new_session=True)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        until_gone(process.pid)  # so it seems
+        members = through_seam("members of jobs")
+        self.assertEqual({it.pid for it in members([process.pid])}, {process.pid})
+
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_proc_of_another_pid_namespace_does_not_tell_what_belongs_to_a_job(self) -> None:
+        """There the pid of a job is a process of the host, such as a thread of the kernel: its
+        process group 0 would stand for the worker's own group."""
+        process = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        members = through_seam("members of jobs")
+        with mock.patch("os.getpid", return_value=1):
+            self.assertEqual([*members([process.pid])], [(0, process.pid, process.pid)])
 
     def progress(self, *samples: tuple[float, int, int]) -> str:
         """Return what is said of the pace, from samples: seconds, tasks left, ended by us."""
@@ -8621,11 +8743,36 @@ class CommandLine(QueueCase):
             self.assertEqual(rest, "")
 
     @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_the_line_of_progress_is_cleared_before_trouble_with_the_queue_is_told(self) -> None:
+        self.queue().push(b"x")
+        script = "sleep 1.2; rmdir jobs/done; touch jobs/done"
+        said = self.on_terminal(80, "work", "jobs", "--drain", "--", "sh", "-c", script)
+        self.assertRegex(said, r"waiting[^\n]*\r\x1b\[Jfemtoqueue: \[Errno 20\] [^\n]*\r\n")
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
     def test_top_ends_by_q_and_leaves_the_terminal_as_it_was(self) -> None:
         q = self.queue()
-        q.fail(leased(q), "no such image\nat line 1")
+        q.fail(leased(q), "no such\timage \u65e5\r\x1b[Hx\nat line 1")
         said = self.on_terminal(80, "top", "jobs", "--interval", "60s", typed=b"xq")
-        self.assertRegex(said, r"LATEST DEAD LETTERS\S*\r\n\d{20}-\w{8} - no such image\S*\r\n")
+        reason = r"no such\\timage \u65e5\\r\\x1b\[Hx"
+        self.assertRegex(said, rf"LATEST DEAD LETTERS\S*\r\n\d{{20}}-\w{{8}} - {reason}\S*\r\n")
+        self.assertTrue("\x1b[?7l\x1b[Hjobs" in said and said.endswith("\x1b[?7h"))
+
+    @unittest.skipUnless(sys.platform == "linux", "needs a terminal of Linux")
+    def test_top_that_a_signal_ends_leaves_the_terminal_as_it_was(self) -> None:
+        self.queue()
+        master, slave = os.openpty()
+        self.addCleanup(os.close, master)
+        self.addCleanup(os.close, slave)
+        before = termios.tcgetattr(slave)
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            streams: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), slave)
+            with Command([*self.patient(), "top", "jobs"], env=self.env, **streams) as process:
+                until(lambda: termios.tcgetattr(slave) != before)
+                os.read(master, 1 << 16)
+                process.send_signal(number)
+                self.assertEqual(process.wait(PATIENCE_S), 128 + number)
+            self.assertEqual(termios.tcgetattr(slave), before)
 
     def working(self, script: str, *words: str) -> Command:
         """Work by a shell's script, in a process of its own."""
@@ -8774,6 +8921,43 @@ class CommandLine(QueueCase):
                 self.assertEqual(process.returncode, 128 + signal.SIGTERM)
             self.end_all({"pending": 1, "failed": 1})
             self.queue().purge(0, "failed")
+
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_a_worker_that_is_killed_as_a_job_ends_leaves_no_program_of_it(self) -> None:
+        """Its shell has ended by then: by the time limit, by a scheduler, or by a second signal."""
+        for words, signals in ((("--task-timeout", "1s"), 0), ((), 1), ((), 2)):
+            with self.subTest(signals=signals):
+                self.queue().push(b"x")
+                self.kill_as_a_job_ends(signals, *words)
+
+    @unittest.skipUnless(os.path.exists("/proc/self/stat"), "needs /proc")
+    def test_the_second_signal_goes_to_a_program_that_has_outlived_its_shell(self) -> None:
+        self.queue().push(b"x")
+        program = "trap 'echo >> saved; exit' TERM; echo $$; while sleep 0.01; do :; done"
+        with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait") as process:
+            shell, child = map(int, process.begun(2))
+            process.stop(signal.SIGTERM)
+            os.kill(shell, signal.SIGTERM)
+            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            time.sleep(2 * constant("one signal"))
+            process.send_signal(signal.SIGTERM)
+            process.wait(PATIENCE_S)
+            until_gone(child)
+        self.assertTrue(os.path.exists("saved"))
+        self.end_all({"pending": 1})
+
+    def kill_as_a_job_ends(self, signals: int, *words: str) -> None:
+        program = "trap '' TERM; echo $$; while sleep 0.01 && test -d jobs; do :; done"
+        with self.working(f"echo $$; sh -c {shlex.quote(program)} & wait", *words) as process:
+            shell, child = map(int, process.begun(2))
+            if signals:
+                process.stop(signal.SIGTERM)
+                time.sleep(2 * constant("one signal"))
+                os.kill(shell if signals == 1 else process.pid, signal.SIGTERM)
+            until(lambda: not os.path.exists(f"/proc/{shell}"))
+            time.sleep(0.1)
+            process.kill()
+            until_gone(child)
 
     def test_a_killed_worker_leaves_no_command_and_its_tasks_are_anothers_at_once(self) -> None:
         """Whatever it had told the watchdog by then: each command tells of itself first."""
