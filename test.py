@@ -1492,7 +1492,7 @@ class ReplacedClock(QueueCase):
         clock.monotonic_shift_s = 0.0
         clock.wall_shift_s = 60.0
         restarted = self.queue("n2")
-        self.assertEqual([(it.kind, it.repaired) for it in restarted.check()], [("clock", True)])
+        self.assertIn(("clock", True), [(it.kind, it.repaired) for it in restarted.check()])
         younger = restarted.push(b"younger")
         clock.advance(2)
         found = {self.pop(restarted).id: None for _ in range(3)}
