@@ -6326,22 +6326,23 @@ class Shrinking(QueueCase):
         with with_constant("shrink", -1), hooked(hook):
             return q.pop()
 
-    def inodes(self, *directories: str) -> list[int]:
-        return [os.stat(self.file(it)).st_ino for it in directories]
+    def opened(self, *directories: str) -> list[int]:
+        """Open directories, and return the descriptors, which keep the inodes from being reused."""
+        fds = [os.open(self.file(it), os.O_RDONLY) for it in directories]
+        for fd in fds:
+            self.addCleanup(os.close, fd)
+        return fds
 
-    def assert_replaced(self, before: list[int], *directories: str) -> None:
-        for inode, directory in zip(before, directories, strict=True):
-            self.assertNotEqual(os.stat(self.file(directory)).st_ino, inode, directory)
+    def are_replaced(self, fds: list[int]) -> list[bool]:
+        return [os.fstat(fd).st_nlink == 0 for fd in fds]
 
     def test_empty_directory_that_was_large_is_replaced_and_keeps_its_mode(self) -> None:
         """The replacement is synced into data_dir. Otherwise a power loss could leave later tasks,
         though synced themselves, in a directory that has no name."""
         q, clock, synced = self.queue(), self.clock(), list[bool]()
-        olds = []
         for directory in ("pending", "scheduled"):
             os.chmod(self.file(directory), 0o751)
-            olds.append(os.open(self.file(directory), os.O_RDONLY))
-            self.addCleanup(os.close, olds[-1])
+        before = self.opened("pending", "scheduled")
 
         def note(name: str, args: tuple[Any, ...]) -> None:
             if name == "fsync":
@@ -6349,8 +6350,8 @@ class Shrinking(QueueCase):
 
         self.pop_as_if_large(q, note)
         self.assertEqual({*synced}, {True})
-        for old, directory in zip(olds, ("pending", "scheduled"), strict=True):
-            self.assertEqual(os.fstat(old).st_nlink, 0)
+        self.assertEqual(self.are_replaced(before), [True, True])
+        for directory in ("pending", "scheduled"):
             self.assertEqual(stat.S_IMODE(os.stat(self.file(directory)).st_mode), 0o751)
         q.push(b"x")
         clock.advance(2)
@@ -6362,23 +6363,22 @@ class Shrinking(QueueCase):
         q.pause()
         q.push(b"waits")
         q.schedule(b"later", (time.time() + 60) * 1e6)
-        before = self.inodes("pending", "scheduled")
+        before = self.opened("pending", "scheduled")
         for _ in range(2):
             self.pop_as_if_large(q)
             clock.advance(2)
-        self.assertEqual(self.inodes("pending", "scheduled"), before)
+        self.assertEqual(self.are_replaced(before), [False, False])
 
     def test_directories_of_ended_tasks_are_replaced_when_they_are_purged(self) -> None:
         q = self.queue()
-        before = self.inodes("failed", "done")
+        before = self.opened("failed", "done")
         q.push(b"x")
         q.fail(_taken(q), "why")
         with with_constant("shrink", -1):
             q.purge(3600, ("done", "failed"))
-            kept = self.inodes("failed")
+            self.assertEqual(self.are_replaced(before), [False, True])
             q.purge(0, ("done", "failed"))
-        self.assertEqual(kept, before[:1])
-        self.assert_replaced(before, "failed", "done")
+        self.assertEqual(self.are_replaced(before), [True, True])
 
     def test_keys_and_checkpoints_are_replaced_by_the_sweep(self) -> None:
         q, clock = self.queue(), self.clock()
@@ -6386,10 +6386,10 @@ class Shrinking(QueueCase):
         task = _taken(q)
         q.checkpoint(task, b"1")
         q.done(task)
-        before = self.inodes("keys", "checkpoints")
+        before = self.opened("keys", "checkpoints")
         clock.advance(700)
         self.pop_as_if_large(q)
-        self.assert_replaced(before, "keys", "checkpoints")
+        self.assertEqual(self.are_replaced(before), [True, True])
         q.push(b"y", key="k")
         self.assertEqual(self.drain(q), [b"y"])
 
