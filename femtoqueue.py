@@ -50,7 +50,7 @@ Each step is one system call, and takes effect when the call returns:
     purge      FemtoQueue.purge, _purge_done  done/, failed/    (removed)                unlink
     replace    _Keys.put, _Files.swap         creating/<id>     the task's own path      renameat2
     buffer     _Keys.put                      creating/<id>     keys/<id>                rename
-    take along _KeyedTasks.claimed            keys/<id>         the path of the lease    rename
+    take along _KeyedTasks._take_along        keys/<id>         the path of the lease    rename
     promote    _KeyedTasks.move_keyed         keys/<id>         pending/, scheduled/     rename
     save       _save_checkpoint               creating/         checkpoints/<id>         rename
 
@@ -1375,7 +1375,7 @@ class _Files:
 
     caveat = ""  # a warning about the file system, reported by check()
     parts: Any
-    is_local = False  # True if it is known that only processes of this kernel use data_dir
+    is_local = False  # True: only processes of this kernel use the file system, for certain
     if_shared: Any = None  # the classes of keys and ticket numbers to use if SHARED exists (20)
     phantoms: Any = frozenset()  # see _SharedFiles
     clock: _QueueClock
@@ -1651,7 +1651,7 @@ class _Files:
             else:
                 os.unlink(self.root + source)
         except FileNotFoundError:
-            self._move_again(source, target)
+            self._retry_rename(source, target)
         # By POSIX, rename() succeeds and does nothing if both names are links to one file. Then the
         # source would stay, and the finished task would be delivered again for ever. So the source
         # is removed. A first delivery skips this, to save the time.
@@ -1659,7 +1659,7 @@ class _Files:
             _unlink_if_exists(self.root + source)
         return target
 
-    def _move_again(self, source: str, target: str) -> None:
+    def _retry_rename(self, source: str, target: str) -> None:
         """Repeat a rename that raised FileNotFoundError. If the source is missing, raise
         FileNotFoundError.
 
@@ -1683,7 +1683,7 @@ class _Files:
         try:
             os.replace(self.root + source, self.root + target)
         except FileNotFoundError:
-            self._move_again(source, target)
+            self._retry_rename(source, target)
 
     def remove(self, path: str) -> bool:
         """Remove a file if possible. Return whether the file was removed; raise no OSError."""
@@ -1716,7 +1716,7 @@ class _Files:
         """Replace an empty directory that was once large, because ext4 never shrinks a directory.
         Do nothing if the directory is missing. The rename() succeeds only if the directory is
         empty. RACE: another process renames a file into the directory at the same time, and gets
-        ENOENT. Its _move_again() repeats that rename."""
+        ENOENT. Its _retry_rename() repeats that rename."""
         path = self.root + directory
         try:
             old = os.lstat(path)
@@ -1845,11 +1845,14 @@ class _QueueClock:
         return os.urandom(4).hex(), _compute_anchor(self._files)
 
     def _boot_without_id(self) -> str:
-        """Return the tag of this boot for a process that can't see the boot id: that of a clock
-        file that agrees with the wall clock, or else the tag that all such processes share.
+        """Return the tag of this boot for a process that can't see the boot id.
 
-        The clock file of an earlier boot does not agree: a monotonic clock began anew since then.
-        That of another host may agree, so the tag is used only if no other host uses data_dir."""
+        If a clock file agrees with the wall clock, the tag is the one in the name of the file. If
+        no clock file agrees, the tag is the one that all processes without a boot id share.
+
+        The clock file of an earlier boot does not agree, because the monotonic clock began anew
+        after that boot. The clock file of another host may agree by chance. So the first tag is
+        returned only if no other host uses data_dir."""
         agree = []
         for name in filter(_FORMS["."], sorted(os.listdir(self._files.root))):
             anchor_ns = self._read(name) if name.startswith("clock-") else None
@@ -1888,11 +1891,11 @@ class _QueueClock:
         return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
 
     def _remove_others(self) -> None:
-        """Remove the clock files of earlier boots: no process of an earlier boot lives.
+        """Remove the clock files of earlier boots, because no process of an earlier boot lives.
 
-        A container may have a boot id of its own, and live beside us. If it has a lease, its clock
-        file stays. Otherwise the file is missing until the next restore() of a worker there. Where
-        other hosts use data_dir, nothing is removed."""
+        A container may have a boot id of its own, and run beside us. While a task is leased in the
+        container, its clock file stays. At other times, the file is missing until a worker of the
+        container calls restore(). Where other hosts use data_dir, nothing is removed."""
         files = self._files
         if files.if_shared is None or files.exists("SHARED"):
             return
@@ -1904,8 +1907,9 @@ class _QueueClock:
                     files.remove(name)
 
     def restore(self) -> None:
-        """Put this clock's file back if it was removed. Otherwise later processes of this boot
-        would make another clock, which differs from this one if the date was set meanwhile."""
+        """Put the file of this clock back if the file was removed. Otherwise the next process of
+        this boot would make another clock. If the date was set meanwhile, the clocks would differ.
+        """
         if self._name and not self._files.exists(self._name):
             with _ignore_missing(*_NO_WRITE_ERRNOS):
                 self._create(self._name, self.anchor_ns)
@@ -2044,7 +2048,7 @@ class _Backlog:
             if names and name < names[0]:
                 names.insert(bisect.bisect(names, False, key=name.__gt__), name)
 
-    def drop_taken(self, lost: str) -> None:
+    def correct_after_loss(self, lost: str) -> None:
         """After a lost claim, drop the oldest name of the batch, as long as its file is missing. To
         look at a file costs a third of a failed rename(). A task with a key is not dropped.
 
@@ -2568,9 +2572,10 @@ class _Worker:
     #      there is no entry in `undelivered`. If the look opened the directory again after close(),
     #      and then claimed a task, the entry is there as usual. In this case _look() puts the task
     #      back, and gives up the directory again.
-    #   3. After that comparison: _Waits.accept() removes the lease from `undelivered`, as the last
-    #      step before the caller gets the task. If the lease is missing, the reclaim of close()
-    #      removed it first. accept() makes sure that the task is put back, and returns None.
+    #   3. After that comparison: _Waits.hand_over() removes the lease from `undelivered`, as the
+    #      last step before the caller gets the task. If the lease is missing, the reclaim of
+    #      close() removed it first. hand_over() makes sure that the task is put back, and returns
+    #      None.
     #
     # pop() with timeout 0 is not a wait, and compares nothing: take_oldest() does step 3. If this
     # pop() opens the directory again after close(), that is a new use of the object.
@@ -2583,7 +2588,7 @@ class _Worker:
 
         Returns None if no task waits, if the queue is paused, or if other workers won all claims of
         _MAX_LISTINGS listings. Raises the OSError of a job if no task waits. in_wait: True if the
-        caller is a wait, which calls _Waits.accept() itself."""
+        caller is a wait, which calls _Waits.hand_over() itself."""
         backlog, listings, losses = self.backlog, 0, 0
         while True:
             if time.monotonic() >= self.house.wake_s:
@@ -2599,7 +2604,7 @@ class _Worker:
                 if task is not None:
                     if in_wait or self.lease_dir.undelivered.pop(lease.path, ""):
                         return task
-                    return self.waits.accept(task)
+                    return self.waits.hand_over(task)
             except BaseException as error:
                 self._take_back(lease, waiting, error)
                 raise
@@ -2615,7 +2620,7 @@ class _Worker:
                 losses += 1
                 if losses % _LOSSES == 0:
                     self.lease_dir.ensure_open()
-                backlog.drop_taken(waiting)
+                backlog.correct_after_loss(waiting)
 
     def take_named(self, key: str, ident: str, length_ns: int, wait: bool) -> FemtoTask | None:
         """Run the jobs that are due, and lease the waiting task of a key or of an id.
@@ -2681,7 +2686,7 @@ class _Worker:
                 why = f"delivered {before} times without done() or fail(): max_attempts reached"
                 raise CorruptTask(ident, why)  # quarantined below, as a corrupt task is
             data, key = self.files.read(path, ident)
-            payload = data if key is None else self.keys.claimed(path, key, data, waiting)
+            payload = data if key is None else self.keys.to_deliver(path, key, data, waiting)
         except CorruptTask as error:
             payload = None
             self.quarantine(path, error.reason)
@@ -2984,12 +2989,12 @@ class _Housekeeper:
                 ended.append(entry.path)
         if running:
             self.reclaiming.sooner((running[0] - now_ns) / 1e9)
-        has_ours = any(entry.boot in self._clock.boots for entry in leases)
+        has_own_boot = any(entry.boot in self._clock.boots for entry in leases)
         try:
             _for_each(self._worker.reclaim, ended)
         finally:
-            if directory != self._lease_dir.directory and (has_ours or not running):
-                self._reclaim_dead_worker(directory, has_ours)
+            if directory != self._lease_dir.directory and (has_own_boot or not running):
+                self._reclaim_dead_worker(directory, has_own_boot)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
         """Return whether a lease of another host still runs, although the deadline has passed by
@@ -3009,11 +3014,12 @@ class _Housekeeper:
                 return 0 <= _wall_ns() - renewed_ns < length_ns
         return False
 
-    def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:
+    def _reclaim_dead_worker(self, directory: str, has_own_boot: bool) -> None:
         """Reclaim the leases of a worker and remove its directory, if the worker is dead.
 
-        A worker is dead if the lock on its directory is free. has_ours: the directory has leases of
-        this boot. Without such leases, a directory whose last change was in the last minute stays.
+        A worker is dead if the lock on its directory is free. has_own_boot: the directory has
+        leases of this boot. Without such leases, a directory that was changed in the last minute
+        stays.
         RACE: on some mounts (FUSE), a flock on a directory is not seen by other hosts. An idle
         worker of another host then looks dead. Without the minute, that worker would have to make
         its directory again each second."""
@@ -3027,7 +3033,7 @@ class _Housekeeper:
                 # file keeps the directory here, the repair must not run each time.
                 if time.monotonic() >= self.repairing.rested_s:
                     self.repairing.sooner(0)
-                if has_ours or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
+                if has_own_boot or not 0 <= _wall_ns() - os.fstat(lock.fd).st_mtime_ns < _IDLE_NS:
                     # The directory stays if leases of another boot or foreign files are in it.
                     _remove_empty_dir(self._files.root + directory)
 
@@ -4216,9 +4222,9 @@ class _KeyStates:
 
 
 # ==================================================================================================
-# 14. Keys: finding, claiming, moving and pushing the tasks with a key. Other rooms call claimed(),
-#     move_keyed() and lock_of() for an id with a key's tag. For a key, they call put(),
-#     find_or_repair() and path_of().
+# 14. Keys: finding, claiming, moving and pushing the tasks with a key. Other rooms call
+#     to_deliver(), move_keyed() and lock_of() for an id with a key's tag. For a key, they
+#     call put(), find_or_repair() and path_of().
 #     Invariant: a key has at most one task in pending/, scheduled/ and inflight-*/ together. Behind
 #     the task, there is at most one newer payload, in keys/. The claim that delivers the task takes
 #     the payload along: the payload replaces the task's own payload. If the task ends, the payload
@@ -4249,9 +4255,9 @@ class _KeyStates:
 #     With sync_after_write, C is synced in step 1, and U after step 3 and after step 4.
 #     If names cannot be exchanged, and U is in scheduled/, step 4 renames C over U. Then there is
 #     nothing to do in step 5.
-#     In two cases, _add() puts the new payload behind U instead. First, names cannot be exchanged,
-#     and U is in pending/. Second, a payload is behind the task already. Then step 4 and step 5 are
-#     as follows:
+#     In two cases, _add_or_buffer() puts the new payload behind U instead. First, names cannot be
+#     exchanged, and U is in pending/. Second, a payload is behind the task already. Then step 4 and
+#     step 5 are as follows:
 #
 #       4. save U and K in keys/<hash>      U old, C new   old is delivered; find_or_repair() sees
 #                                                          that K is missing, and corrects the state
@@ -4261,7 +4267,7 @@ class _KeyStates:
 #     the older one. Step 5 is then replaced by the steps 3 to 5 of the first table, with the older
 #     payload as T. After a kill, the next claim takes along the payload that is in keys/.
 #
-#     Take along, by the claim of a task T with K behind it: claimed(), _take_along()
+#     Take along, by the claim of a task T with K behind it: to_deliver(), _take_along()
 #
 #       1. rename T to L, without the lock  L old, K new   L is reclaimed, K stays behind the task,
 #                                                          and the next claim takes K along
@@ -4380,7 +4386,7 @@ class _KeyedTasks(_KeyStates):
 
     # Claiming
 
-    def claimed(self, lease: str, key: str, data: bytes, waiting: str) -> bytes | None:
+    def to_deliver(self, lease: str, key: str, data: bytes, waiting: str) -> bytes | None:
         """Return the payload to deliver for a task that was just claimed at `waiting`.
 
         data: the payload that was read from the lease. Returns None if the task is not to be
@@ -4414,7 +4420,7 @@ class _KeyedTasks(_KeyStates):
         if self.heed_mark():
             return False
         path, newer = self._load(_tag_of(lease))[name]
-        self._files.lstat(lease)  # RACE: after the state was read; see claimed()
+        self._files.lstat(lease)  # RACE: after the state was read; see to_deliver()
         return _id_of(path) == _id_of(lease) and not newer
 
     def _resolve_conflict(self, states: _States, name: str, lease: str) -> bool:
@@ -4424,14 +4430,14 @@ class _KeyedTasks(_KeyStates):
         self._files.lstat(lease)
         path, newer = self.find_or_repair(states, name)
         if path and _id_of(path) != _id_of(lease):
-            self._end_second(name, lease, path)
+            self._quarantine_second(name, lease, path)
             return True
         states[name] = lease, newer
         # If this fails, the claim fails: a task missing from keys/<hash> would allow a second task.
         self._save(_tag_of(lease), states)
         return False
 
-    def _end_second(self, name: str, path: str, other: str) -> None:
+    def _quarantine_second(self, name: str, path: str, other: str) -> None:
         self._worker.quarantine(path, str(KeyInFlight(_decode_key(name), _id_of(other))))
 
     def _take_along(self, states: _States, name: str, waiting: str) -> bytes | None:
@@ -4531,7 +4537,7 @@ class _KeyedTasks(_KeyStates):
     def repair(self) -> None:
         """Promote the payloads whose task is gone, and remove the states of keys without a task.
         Raises OSError after all keys were tried."""
-        payloads = {path for path in self._found() if "-" in path}
+        payloads = {path for path in self._paths() if "-" in path}
 
         def repair(tag: str) -> None:
             try:
@@ -4542,7 +4548,7 @@ class _KeyedTasks(_KeyStates):
             except BlockingIOError:  # RACE: another process holds the lock of this hash
                 self._worker.house.repairing.sooner(1)
 
-        _for_each(repair, sorted({*map(_tag_of, [*self.idle(), *payloads])}))
+        _for_each(repair, sorted({*map(_tag_of, [*self.paths_without_task(), *payloads])}))
 
     def _adopt(self, states: _States, payloads: set[str]) -> None:
         """Note the payloads in keys/ that no state names, because power loss or a person removed
@@ -4560,13 +4566,13 @@ class _KeyedTasks(_KeyStates):
                     states[name] = path, newer
                     self.find_or_repair(states, name)
 
-    def idle(self) -> list[str]:
+    def paths_without_task(self) -> list[str]:
         """Return the paths in keys/, of states and of newer payloads, whose hash has no task."""
-        found = self._found()
+        found = self._paths()
         busy = {_tag_of(entry.id) for entry in self._files.find(*_LIVE)} if found else set()
         return [path for path in found if _tag_of(path) not in busy]
 
-    def _found(self) -> list[str]:
+    def _paths(self) -> list[str]:
         # The paths in keys/: the files of states, and newer payloads.
         none_yet = suppress(FileNotFoundError, NotADirectoryError)
         with none_yet, os.scandir(f"{self._files.root}keys") as entries:
@@ -4595,14 +4601,14 @@ class _Keys(_KeyedTasks):
             header = _header(payload, name)
             with self._files.replacement(self._clock.new_id(), header, payload) as aside:
                 if not path:
-                    return self._add(states, name, aside, due_ns)
+                    return self._add_or_buffer(states, name, aside, due_ns)
                 with suppress(FileNotFoundError):
                     if not is_leased:
                         self._replace(states, name, aside, due_ns)
                     elif if_in_flight == "update" and not newer:
                         self._put_over(aside, path)
                     else:
-                        return self._add(states, name, aside, due_ns)
+                        return self._add_or_buffer(states, name, aside, due_ns)
                     return _id_of(path)
                 # A missing pending/ or scheduled/ is disk trouble: lstat() raises for it.
                 for directory in _WAITING_DIRS:
@@ -4611,7 +4617,7 @@ class _Keys(_KeyedTasks):
                 self._files.remove(aside)
                 return ""
 
-    def _add(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
+    def _add_or_buffer(self, states: _States, name: str, aside: str, due_ns: int | None) -> str:
         """Make a task of the payload in the file `aside`, if the key has no task. Otherwise put the
         payload behind the task, in place of an older payload there. Return the payload's id."""
         path, before = states[name]
@@ -4664,7 +4670,7 @@ class _Keys(_KeyedTasks):
             states[name] = target, newer
             is_safe = _state_of(target) == "scheduled"  # no pop() claims a task there
             if newer or not self._put_over(aside, target, or_rename=is_safe):
-                self._add(states, name, aside, due_ns)
+                self._add_or_buffer(states, name, aside, due_ns)
         self._worker.note_arrival(target)
 
     @contextmanager
@@ -4879,13 +4885,13 @@ class _Waits:
         closes, pauses_s = self._lease_dir.closes, _backoff_s(self._worker.poll_interval_s)
         found = self._look(look, closes)
         if found is not None or time.monotonic() >= end_s:
-            return self.accept(found)
+            return self.hand_over(found)
         with self._watcher(closes) as watcher:
             while True:
                 found = self._look(look, closes)
                 left_s = end_s - time.monotonic()
                 if found is not None or left_s <= 0 or self._lease_dir.closes != closes:
-                    return self.accept(found)
+                    return self.hand_over(found)
                 rest_s = self._worker.house.wake_s - time.monotonic()
                 pause_s = next(pauses_s)
                 # A job is overdue: the last run failed, its time has just come, or another thread
@@ -4912,7 +4918,7 @@ class _Waits:
                 self._lease_dir.give_up()
         return None
 
-    def accept(self, found: _Found | None) -> _Found | None:
+    def hand_over(self, found: _Found | None) -> _Found | None:
         """Return what a look found, as the last step before the caller gets it. From now on, a task
         is the caller's delivery.
 
@@ -4986,7 +4992,7 @@ class _Waits:
                 else:
                     threading.Thread(target=self._serve, daemon=True).start()
                     self._is_serving = True
-            return self.accept(await asyncio.wrap_future(request.answer))
+            return self.hand_over(await asyncio.wrap_future(request.answer))
         except BaseException:  # the coroutine was cancelled
             # RACE: the thread answers with a task just before cancel(). Then put that task back.
             if not request.answer.cancel() and request.answer.exception() is None:
@@ -5589,7 +5595,9 @@ class _Inspector:
             self._records(),
             self._mended(self._ended_leases, house.reclaim_ended),
             self._mended(
-                lambda: dict.fromkeys(keys.idle(), ("key without a task", "nothing of it waits")),
+                lambda: dict.fromkeys(
+                    keys.paths_without_task(), ("key without a task", "nothing of it waits")
+                ),
                 keys.repair,
             ),
             self._mended(
@@ -6088,11 +6096,12 @@ class TicketQueue:
 #                 (GlusterFS). So locks are polled. A host that is cut off from the network may lose
 #                 its locks, and is not told (both).
 #
-#       mounts    One directory may be used through two kinds of mount at once: on an NFS server's
-#                 own disk and by its clients, or by a host and a container (FUSE). The locks of the
-#                 two kinds do not exclude each other. So the first object on a mount of these file
-#                 systems makes the file SHARED. Local objects that find it use _SharedKeys and
-#                 _SharedNumbers, too: these work even if a host has lost its locks.
+#       mounts    One directory may be used through two kinds of mount at once. An NFS server may
+#                 use its own disk beside its clients. A host and a container may share a directory
+#                 through FUSE. The locks of the two kinds do not exclude each other. So the first
+#                 object on a mount of these file systems makes the file SHARED. Local objects that
+#                 find this file use _SharedKeys and _SharedNumbers, too. These two classes work
+#                 even if a host has lost its locks.
 #
 #     The overrides for these file systems follow. Beside the name of each override are the facts
 #     that make the override necessary, and the file systems: "both" means NFS and GlusterFS.
@@ -6176,8 +6185,8 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     if fs_type not in (0, *_LOCAL_TYPES):
         files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
         files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
-        # Tell the objects that use this directory as a local one (mounts). If the file can't be
-        # made, this user can't push either.
+        # SHARED tells local objects that data_dir is also used from here (mounts). If the file
+        # can't be made, this user can't push either.
         with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
             os.close(os.open(f"{files.root}SHARED", _CREATE_FLAGS, 0o666))
     elif fcntl is None:
@@ -6463,8 +6472,8 @@ def _younger(newer: str, path: str) -> str:
 
 class _SharedKeys(_Keys):
     """Finds the tasks of a key by listings, with the lock of the key held. The states of keys are
-    not kept in files (stale). A phantom counts as a task without a key. A local object becomes one
-    of this class if it finds SHARED (mounts)."""
+    not kept in files (stale). A phantom counts as a task without a key. A _Keys object that finds
+    SHARED gets this class (mounts)."""
 
     @contextmanager
     def lock(self, tag: str, wait: bool = True) -> Iterator[_States]:
@@ -6551,7 +6560,7 @@ class _SharedKeys(_Keys):
         path, newer = self._load(_tag_of(lease), but=lease)[name]
         other = _id_of(path)
         if other > ident:
-            self._end_second(name, lease, path)
+            self._quarantine_second(name, lease, path)
             return True
         if path and other < ident:
             left_ns = self._worker.left_ns(path) if _state_of(path) == "inflight" else 0
@@ -6560,7 +6569,7 @@ class _SharedKeys(_Keys):
                 target = f"scheduled/{_task_name(due_ns, _attempts_of(lease) - 1, ident)}"
                 self._worker.note_arrival(self._files.move(lease, target))
                 return True
-            self._end_second(name, path, lease)
+            self._quarantine_second(name, path, lease)
         states[name] = lease, _younger(newer, lease)
         return False
 
@@ -6955,11 +6964,11 @@ class _Relay(threading.Thread):
                 if not data:
                     break
                 left = left and left - len(data)
-                self._take(data)
+                self._receive(data)
                 self.passed += len(data)
         self._end_line()
 
-    def _take(self, data: bytes) -> None:
+    def _receive(self, data: bytes) -> None:
         """Pass on the data. If jobs run side by side, pass on only whole lines, and keep the rest
         until the line is whole or too long."""
         self.tail = (self.tail + data)[-_REASON_BYTES:]

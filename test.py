@@ -2260,7 +2260,7 @@ class LeftBehind(QueueCase):
 
     DELIVERS = (
         *("pop", "take_oldest", "claim", "_deliver"),
-        *("_look", "_look_for_all", "_answer", "wait_for_async", "accept"),
+        *("_look", "_look_for_all", "_answer", "wait_for_async", "hand_over"),
     )
 
     def test_queue_object_in_a_reference_cycle_gives_its_task_back_silently(self) -> None:
@@ -7084,7 +7084,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
         self.assertEqual(self.states(), {"inflight-n1": 1})
 
     def test_ctrl_c_while_a_coroutine_accepts_its_task_puts_the_task_back(self) -> None:
-        """Ctrl-C at any line of accept() leaves the task in scheduled/ under its old name."""
+        """Ctrl-C at any line of hand_over() leaves the task in scheduled/ under its old name."""
         q = self.queue(max_attempts=1)
         later = q.schedule(b"x", time.time() * 1e6 + 3.6e9)
         before = self.names("scheduled")
@@ -7092,7 +7092,7 @@ class Coroutines(QueueCase, unittest.IsolatedAsyncioTestCase):
             loop = asyncio.new_event_loop()
             self.addCleanup(loop.close)
             interrupted = contextlib.suppress(KeyboardInterrupt)
-            with at_line(number, interrupt, ("accept",)) as came, interrupted:
+            with at_line(number, interrupt, ("hand_over",)) as came, interrupted:
                 loop.run_until_complete(q.take_async(id=later))
             if not came:
                 break

@@ -698,11 +698,11 @@ a file that can't be claimed does not delay other tasks | Meeting
 -            place = self.back_path(place, _attempts_of(place))
 a task found by a wait is put back uncounted if the caller does not get it | LeftBehind
 -        if found is not None or time.monotonic() >= end_s:
--            return self.accept(found)
-+        if self.accept(found) is not None or time.monotonic() >= end_s:
+-            return self.hand_over(found)
++        if self.hand_over(found) is not None or time.monotonic() >= end_s:
 +            return found
 a task found by a coroutine is put back uncounted if the caller does not get it | LeftBehind
--            return self.accept(await asyncio.wrap_future(request.answer))
+-            return self.hand_over(await asyncio.wrap_future(request.answer))
 +            return await asyncio.wrap_future(request.answer)
 a claim that is lost leaves another worker's claim of the same task alone | Meeting hangs
 -        self.undelivered.pop(path, None)

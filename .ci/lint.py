@@ -34,7 +34,7 @@ import test
 
 LIMITS = {
     "tokens of code": 41_964,
-    "lines of code": 4_665,
+    "lines of code": 4_667,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
