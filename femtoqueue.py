@@ -7783,10 +7783,13 @@ def _parse_arguments(argv: list[str]) -> Any:
             _write_error(f"{message}{where}; see {self.prog} --help")  # one line, without the usage
             sys.exit(2)
 
+        def print_help(self, file: Any = None) -> None:
+            _put(sys.stdout, self.format_help())  # argparse itself ignores an error of the write
+
     default_dir = os.environ.get("FEMTOQUEUE_DIR")
     raw = argparse.RawDescriptionHelpFormatter
     parser = Parser("femtoqueue", description=_SUMMARY, epilog=_NOTES, formatter_class=raw)
-    parser.add_argument("--version", action="version", version=f"femtoqueue {__version__}")
+    parser.add_argument("--version", action="store_true", help="show the version, and exit")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     for name, (run, arguments) in _COMMANDS.items():
         text = re.sub("(?m)^    ", "", run.__doc__ or "")
@@ -7802,6 +7805,9 @@ def _parse_arguments(argv: list[str]) -> Any:
                 is_titled, one_of = title != group, command.add_mutually_exclusive_group
                 groups[group] = command.add_argument_group(title) if is_titled else one_of()
             groups[group].add_argument(*names, **settings)
+    if argv[:1] == ["--version"]:
+        _print(f"femtoqueue {__version__}")
+        sys.exit(0)
     if not argv or argv[0] not in commands.choices:
         import difflib
 

@@ -7923,6 +7923,8 @@ $ seq 5000 | femtoqueue push large --lines > ids; femtoqueue ls large | head -n 
 $ { until [ -e gone ]; do :; done; seq 2; } | femtoqueue push jobs --lines | { exec <&-; >gone; }
 $ femtoqueue push jobs x >&- 2>&- <&-
 $ femtoqueue pop jobs > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ femtoqueue --version > /dev/full -> ! femtoqueue: ... No space left on device [2]
+$ femtoqueue pop --help > /dev/full -> ! femtoqueue: ... No space left on device [2]
 $ { until [ -e read ]; do :; done; femtoqueue pop jobs; echo $? > status; } | { exec <&-; >read; }
 ! femtoqueue: task ... is given back: nobody reads
 $ cat status -> 1

@@ -33,8 +33,8 @@ import femtoqueue
 import test
 
 LIMITS = {
-    "tokens of code": 41_964,
-    "lines of code": 4_667,
+    "tokens of code": 42_011,
+    "lines of code": 4_672,
 }
 DOORS = {  # names of annexes that rooms above them may use
     *("_Inspector", "_Processing", "_WorkerPool", "_open_files"),
