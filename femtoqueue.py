@@ -201,6 +201,11 @@ __version__ = "1.0.0"
 #    may even stand still or go back.
 # ==================================================================================================
 
+# This name stands before all other private names. When the interpreter ends, it binds the private
+# names of a module to None, one by one, in their order. So if a finalizer finds None here, it does
+# nothing. The end of the process ends its locks.
+_is_whole = True
+
 # The f_type of statfs(2) where syncfs(2) makes a whole batch durable: ext2 to ext4, xfs, btrfs,
 # f2fs, tmpfs.
 _SYNCFS_TYPES = frozenset({0xEF53, 0x58465342, 0x9123683E, 0xF2F52010, 0x01021994})
@@ -446,6 +451,16 @@ def _check_str(name: str, value: object) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be a str, not {value!r}")
     return value
+
+
+def _finalize(close: Callable[..., object], *args: object) -> None:
+    """Call a function for a finalizer. When the interpreter ends, it may have cleared a module that
+    the function needs. Then nothing is to be done, and no error is raised."""
+    try:
+        close(*args)
+    except (AttributeError, TypeError):
+        if not sys.is_finalizing():
+            raise
 
 
 def _no_op(*args: object) -> None:
@@ -1278,11 +1293,15 @@ class _FileLock:
             except OSError as error:  # the work under the lock is done, so ignore a disk error
                 _raise_if_foreign(error)
 
-    def __del__(self) -> None:
-        # While the interpreter ends, the name `os` may be bound to None. In a forked child,
-        # _after_fork_in_child() has closed the descriptor, and another file may have the number.
-        if self.fd >= 0 and os is not None and self._pid == os.getpid():
+    def _close_unless_forked(self) -> None:
+        # In a forked child, _after_fork_in_child() has closed the descriptor, and another file may
+        # have the number.
+        if self._pid == os.getpid():
             self.close()
+
+    def __del__(self) -> None:
+        if _is_whole and self.fd >= 0:
+            _finalize(self._close_unless_forked)
 
 
 # Functions to call in a forked child, by the object that is passed to them.
@@ -4042,10 +4061,9 @@ class FemtoQueue:
         self.close()
 
     def __del__(self) -> None:
-        # `_worker` is missing if the constructor raised. While the interpreter ends, _FileLock may
-        # already be None.
-        if "_worker" in self.__dict__ and _FileLock is not None:
-            self.close()
+        # `_worker` is missing if the constructor raised.
+        if _is_whole and "_worker" in self.__dict__:
+            _finalize(self.close)
             # The worker and its parts refer to each other: free what they hold now.
             self._worker.__dict__.clear()
 
@@ -4835,8 +4853,8 @@ class _Watcher:
             os.close(self._fds.pop())
 
     def __del__(self) -> None:
-        if os is not None:  # the interpreter sets os to None when it ends
-            self.close()
+        if _is_whole:
+            _finalize(self.close)
 
 
 class _Request:
@@ -5981,11 +5999,10 @@ class TicketQueue:
                 self._held.pop(member, None)
 
     def __del__(self) -> None:
-        # `_held` is missing if the constructor raised. The interpreter sets _FileLock to None when
-        # it ends.
-        if _FileLock is not None:
+        # `_held` is missing if the constructor raised.
+        if _is_whole:
             for member in list(self.__dict__.get("_held", ())):
-                self.remove(member)
+                _finalize(self.remove, member)
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copy holds no ticket
         return type(self), (os.path.dirname(self._root), self.stale_timeout)

@@ -1416,6 +1416,23 @@ class ReplacedClock(QueueCase):
     def both_clocks(self, seconds: float) -> Any:
         return mock.patch.multiple(time, time=lambda: seconds, monotonic=lambda: seconds)
 
+    def test_program_that_does_not_put_the_clock_back_ends_quietly(self) -> None:
+        """A function in the time module refers to the program's queue. So the queue is finalized
+        when the interpreter has already cleared other modules, such as fcntl."""
+        program = (
+            "import sys, time; from femtoqueue import FemtoQueue, TicketQueue\n"
+            "q, line = FemtoQueue(sys.argv[1]), TicketQueue(sys.argv[1]); q.push(b'x')\n"
+            "task, ticket, time.time = q.pop(0.01), line.register(), lambda: 10.0"
+        )
+        ended = subprocess.run(
+            [sys.executable, "-c", program, self.path],
+            cwd=os.path.dirname(femtoqueue.__file__),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        self.assertEqual((ended.returncode, ended.stderr), (0, ""))
+
     def test_lease_ends_by_the_replaced_clock(self) -> None:
         """A lease ends when the replaced monotonic clock passes its deadline."""
         with self.both_clocks(0):

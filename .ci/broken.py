@@ -728,7 +728,7 @@ release() refuses a delay together with front=True | Lifecycle
 - or (front and delay_s):
 +:
 a queue object that is collected gives up its lease directory | Liveness
--            self.close()
+-            _finalize(self.close)
              # The worker and its parts
 a dead member's ticket is passed over at once | Tickets hangs
 -is_dead = lock.try_exclusive()
