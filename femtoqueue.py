@@ -1824,11 +1824,12 @@ class _QueueClock:
         if boot:
             self._name = f"clock-{boot}"
             anchor_ns = self._read(self._name)
-            if anchor_ns is not None and self._went_back(anchor_ns):
-                _log().warning("%s is of an earlier start of this machine: made anew", self._name)
-                _unlink_if_exists(self._files.root + self._name)
-                anchor_ns = None
             try:
+                if anchor_ns is not None and self._is_outdated(boot, anchor_ns):
+                    text = "%s is of an earlier start of this machine: made anew"
+                    _log().warning(text, self._name)
+                    _unlink_if_exists(self._files.root + self._name)
+                    anchor_ns = None
                 if anchor_ns is None:
                     anchor_ns = self._create(self._name, _compute_anchor(self._files))
                     self._remove_others()
@@ -1851,12 +1852,23 @@ class _QueueClock:
         agree = []
         for name in filter(_FORMS["."], sorted(os.listdir(self._files.root))):
             anchor_ns = self._read(name) if name.startswith("clock-") else None
-            if anchor_ns and abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS:
+            if anchor_ns and self._agrees(anchor_ns):
                 agree.append(name[6:])
         # RACE: another host makes SHARED before its clock file. So SHARED is looked for last.
         if agree and not self._files.exists("SHARED"):
             return agree[0]
         return self._no_id_tag
+
+    def _agrees(self, anchor_ns: int) -> bool:
+        return abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS
+
+    def _is_outdated(self, boot: str, anchor_ns: int) -> bool:
+        """Say whether a clock file is to be made anew. The file of the processes that can't see the
+        boot id has the same name in each boot. So a file of theirs that does not agree with the
+        wall clock may be of an earlier boot."""
+        if boot == self._no_id_tag and not self._agrees(anchor_ns):
+            return True
+        return self._went_back(anchor_ns)
 
     def _went_back(self, anchor_ns: int) -> bool:
         """Say whether the monotonic clock began anew under the same boot id. This happens in a

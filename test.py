@@ -1344,6 +1344,29 @@ class Ordering(QueueCase):
             before, after = q.push(b"1"), self.queue("second").push(b"2")
         self.assertLess(int(after[:20]) - int(before[:20]), 3600e9)  # of one clock
 
+    def test_clock_of_services_that_can_not_see_the_boot_id_begins_anew_after_a_reboot(
+        self,
+    ) -> None:
+        """After a reboot, the services that can't see the boot id find their clock file of the
+        earlier boot. Its clock is behind that of the other processes, by the length of that boot.
+        The file is not used, even if the queue is empty. Another user's file, in a sticky data_dir,
+        can't be removed, but is not used either."""
+        for sticky in (
+            contextlib.nullcontext(),
+            hooked(at_call("unlink", "clock-", raising(errno.EPERM))),
+        ):
+            self.path, clock = self.new_dir(), self.clock()
+            with on_boot(None):
+                self.queue("service").close()
+            clock.wall_shift_s += 3600
+            clock.monotonic_shift_s = 1.0 - time.monotonic()
+            with on_boot(None), sticky:
+                service = self.queue("service")
+            with on_boot("2"):
+                self.queue().push(b"first")
+            service.push(b"second")
+            self.assertEqual(self.drain(service), [b"first", b"second"])
+
     def test_clock_files_of_other_hosts_stay(self) -> None:
         """Hosts of a shared file system have clocks of their own, and so have the clients beside a
         server that uses the directory as a local one."""
