@@ -3002,7 +3002,7 @@ class _Housekeeper:
                 self._reclaim_dead_worker(directory, has_ours)
 
     def _renewed_recently(self, entry: _Entry) -> bool:
-        """Return whether a lease of another host still runs, although the deadline has passed by
+        """Return whether a lease of another clock still runs, although the deadline has passed by
         our queue clock.
 
         The queue clocks of hosts drift apart: after a suspend, or an NTP step after the boot. But
@@ -3010,13 +3010,17 @@ class _Housekeeper:
         claim or of the last renewal. The lease still runs if st_ctime is less than our own lease
         length ago.
 
-        Only the deadline counts if st_ctime is in the future. The same is true for a lease of this
-        boot, for a detached lease, and for all leases if ours have no end."""
+        Only the deadline counts if st_ctime is in the future. The same is true for a lease of our
+        clock, for a detached lease, and for all leases if ours have no end. A lease of this boot is
+        usually of our clock. But if the clock file was made anew (_is_outdated), workers that lived
+        before keep the old clock. A lease of theirs may be over for longer than it exists."""
         length_ns = self._worker.length_ns
-        if length_ns < _FOREVER_NS and entry.boot not in (self._clock.boot, _DETACHED):
+        if length_ns < _FOREVER_NS and entry.boot != _DETACHED:
             with suppress(FileNotFoundError):  # RACE: the task was settled or reclaimed meanwhile
-                renewed_ns = self._files.lstat(entry.path).st_ctime_ns
-                return 0 <= _wall_ns() - renewed_ns < length_ns
+                age_ns = _wall_ns() - self._files.lstat(entry.path).st_ctime_ns
+                over_ns = self._clock.now_ns() - entry.stamp_ns
+                is_ours = entry.boot == self._clock.boot and over_ns < age_ns + _BEHIND_NS
+                return not is_ours and 0 <= age_ns < length_ns
         return False
 
     def _reclaim_dead_worker(self, directory: str, has_ours: bool) -> None:

@@ -1607,6 +1607,26 @@ class Liveness(QueueCase):
             with on_boot(None):
                 self.assertIsNone(self.queue("other").pop())
 
+    def test_living_worker_keeps_its_lease_when_the_clock_file_of_its_boot_is_made_anew(
+        self,
+    ) -> None:
+        """The date was set forward after the boot, or the host was suspended. Then another host
+        pushes a task, and the clock of this boot seems to have gone back. A new worker makes the
+        clock file anew. By its clock, the lease of a living worker ended an hour ago."""
+        clock = self.clock()
+        clock.wall_shift_s = -3600.0
+        living = self.queue("living")
+        living.push(b"1")
+        clock.wall_shift_s = 0.0
+        task = _taken(living)
+        with on_boot("other host"):
+            self.queue("other").push(b"2")
+        q = self.queue("new")
+        q.done(_taken(q))
+        self.assertIsNone(q.pop())
+        clock.advance(31)
+        self.assertEqual(_taken(q).id, task.id)
+
     def test_leases_end_after_a_reboot_that_set_the_wall_clock_far_back(self) -> None:
         """A lease ends in time after a reboot with a dead battery, which sets the date back. The
         ids of all tasks are hours older than the lease; the date of the lease directory is not."""
