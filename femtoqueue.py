@@ -5741,8 +5741,13 @@ class _Numbers:
         return number
 
     def check(self, number: int) -> None:
-        """Raise FileExistsError if another host drew a higher number before this ticket was in
-        line. On a local file system do nothing: the lock of "last" prevents it."""
+        """Raise FileExistsError if another host may have drawn a number before this ticket was in
+        line. On a local file system, the lock of "last" prevents this.
+
+        RACE: an object on another kind of mount makes SHARED after this member looked for it. That
+        object does not heed our lock (mounts in room 20)."""
+        if self._files.if_shared is not None and self._files.exists("SHARED"):
+            raise FileExistsError(errno.EEXIST, "another mount is in use", self._root)
 
     def remove_dir(self) -> None:
         os.unlink(f"{self._root}last")

@@ -3439,6 +3439,35 @@ class TwoMounts(QueueCase):
             line.remove(member)
         self.assertEqual(numbers, sorted({*numbers}))
 
+    def test_ticket_drawn_while_a_client_opens_the_line_is_drawn_again(self) -> None:
+        """RACE: a client opens the line and has its turn, after a local process drew its number.
+        Both numbers are equal, and the boots say which ticket sorts first. If it is the local one,
+        it must not have a turn, too."""
+        for number in range(8):
+            line, boot = self.file(f"line{number}"), f"boot {number}"
+            self.assertEqual(self.turns_of_client_and_local(line, boot), (True, False))
+
+    def turns_of_client_and_local(self, path: str, boot: str) -> tuple[bool, bool]:
+        local, turns, locks = TicketQueue(path), list[bool](), itertools.count()
+
+        def flock(fd: int, how: int) -> None:
+            if next(locks):  # the first lock is that of "last", which does not exclude ours
+                fcntl.flock(fd, how)
+
+        def have_turn() -> None:
+            with on_file_system(NFS), on_boot(boot):
+                client = TicketQueue(path)
+            with mock.patch.object(vars(femtoqueue)["fcntl"], "flock", flock):
+                ticket, _ = client.register()
+            turns.append(client.is_head(ticket))
+            self.addCleanup(client.__del__)  # until then the client keeps its ticket
+
+        with hooked(at_call("open", f"{path}/.", have_turn, times=1)):
+            ticket, member = local.register()
+        turns.append(local.is_head(ticket))
+        local.remove(member)
+        return turns[0], turns[1]
+
     def test_directory_where_the_mark_can_not_be_made_is_opened_all_the_same(self) -> None:
         self.path = self.new_dir(self.memory)
         with on_file_system(NFS), hooked(at_call("open", "SHARED", raising(errno.EROFS))):
