@@ -1724,6 +1724,8 @@ class _Files:
             return
         if old.st_size <= _SHRINK_BYTES or not stat.S_ISDIR(old.st_mode):
             return
+        if self.exists("SHARED"):
+            return  # other hosts may look into the old directory for a long time (stale in room 20)
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
             return  # access control lists, which this method can't copy
         fresh = f"{self.root}creating/{aside}.pending"

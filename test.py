@@ -3468,6 +3468,13 @@ class TwoMounts(QueueCase):
         local.remove(member)
         return turns[0], turns[1]
 
+    def test_directory_that_clients_use_is_not_replaced(self) -> None:
+        """A client may look into the old directory for a long time (stale)."""
+        before = os.stat(self.file("pending")).st_ino
+        with with_constant("shrink", -1):
+            self.assertIsNone(self.local.pop())
+        self.assertEqual(os.stat(self.file("pending")).st_ino, before)
+
     def test_directory_where_the_mark_can_not_be_made_is_opened_all_the_same(self) -> None:
         self.path = self.new_dir(self.memory)
         with on_file_system(NFS), hooked(at_call("open", "SHARED", raising(errno.EROFS))):
