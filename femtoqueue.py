@@ -1853,9 +1853,10 @@ class _QueueClock:
         That of another host may agree, so the tag is used only if no other host uses data_dir."""
         agree = []
         for name in filter(_FORMS["."], sorted(os.listdir(self._files.root))):
-            anchor_ns = self._read(name) if name.startswith("clock-") else None
-            if anchor_ns and self._agrees(anchor_ns):
-                agree.append(name[6:])
+            with suppress(PermissionError):  # a person took this user's rights to read it
+                anchor_ns = self._read(name) if name.startswith("clock-") else None
+                if anchor_ns and self._agrees(anchor_ns):
+                    agree.append(name[6:])
         # RACE: another host makes SHARED before its clock file. So SHARED is looked for last.
         if agree and not self._files.exists("SHARED"):
             return agree[0]

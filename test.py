@@ -1367,6 +1367,16 @@ class Ordering(QueueCase):
             service.push(b"second")
             self.assertEqual(self.drain(service), [b"first", b"second"])
 
+    def test_service_that_can_not_see_the_boot_id_ignores_a_clock_file_that_it_can_not_read(
+        self,
+    ) -> None:
+        with on_boot("1"):
+            self.queue()
+        (theirs,) = self.clocks()
+        with on_boot(None), hooked(at_call("stat lstat open", theirs, raising(errno.EACCES))):
+            self.queue().push(b"x")
+        self.assertNotEqual(self.clocks(), [theirs])
+
     def test_clock_files_of_other_hosts_stay(self) -> None:
         """Hosts of a shared file system have clocks of their own, and so have the clients beside a
         server that uses the directory as a local one."""
