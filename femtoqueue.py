@@ -1834,7 +1834,8 @@ class _QueueClock:
                     anchor_ns = None
                 if anchor_ns is None:
                     anchor_ns = self._create(self._name, _compute_anchor(self._files))
-                    self._remove_others()
+                    if boot_id is not None:
+                        self._remove_others()
                 return boot, anchor_ns
             except OSError as error:
                 if error.errno not in _NO_WRITE_ERRNOS:
@@ -1901,7 +1902,8 @@ class _QueueClock:
         return anchor_ns if _EARLIEST_NS <= now_ns < _FARTHEST_NS else None
 
     def _remove_others(self) -> None:
-        """Remove the clock files of earlier boots: no process of an earlier boot lives.
+        """Remove the clock files of earlier boots: no process of an earlier boot lives. Only a
+        process that sees the boot id knows that its clock file was the first one of this boot.
 
         A container may have a boot id of its own, and live beside us. If it has a lease, its clock
         file stays. Otherwise the file is missing until the next restore() of a worker there. Where

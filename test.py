@@ -1377,6 +1377,18 @@ class Ordering(QueueCase):
             self.queue().push(b"x")
         self.assertNotEqual(self.clocks(), [theirs])
 
+    def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
+        self,
+    ) -> None:
+        """After the date was set, the service does not find a clock that agrees. Its own clock file
+        is not the first one of a boot, so the processes of another clock file may live."""
+        clock = self.clock()
+        q = self.queue()
+        clock.wall_shift_s += 3600
+        with on_boot(None):
+            self.queue("service")
+        self.check_one_clock(q, self.queue("later"))
+
     def test_clock_files_of_other_hosts_stay(self) -> None:
         """Hosts of a shared file system have clocks of their own, and so have the clients beside a
         server that uses the directory as a local one."""
