@@ -6198,10 +6198,6 @@ def _open_files(data_dir: str, is_durable: bool) -> _Files:
     if fs_type not in (0, *_LOCAL_TYPES):
         files: _Files = _SharedFiles(data_dir, is_durable, fs_type)
         files.parts = _SharedLeaseDir, _SharedKeys, _SharedNumbers
-        # Tell the objects that use this directory as a local one (mounts). If the file can't be
-        # made, this user can't push either.
-        with _ignore_missing(errno.EEXIST, *_NO_WRITE_ERRNOS):
-            os.close(os.open(f"{files.root}SHARED", _CREATE_FLAGS, 0o666))
     elif fcntl is None:
         files = _UnlockedFiles(data_dir, is_durable)
         files.parts = _UnlockedLeaseDir, _Keys, _Numbers
@@ -6301,6 +6297,17 @@ class _SharedFiles(_Files):
         if kind := _NETWORK_TYPES.get(fs_type):
             ends = "other hosts' leases end by their deadlines only"
             self.caveat = f"{kind}: {ends}, and waiting is polling"
+        self._is_marked = False
+        self._mark()
+
+    def _mark(self) -> None:
+        """Make SHARED, to tell the objects that use this directory as a local one (mounts). If that
+        fails, the disk may be full, and open_lock() tries again. Or this user may only look at the
+        directory."""
+        with _ignore_missing(*_NO_WRITE_ERRNOS):
+            with suppress(FileExistsError):
+                os.close(os.open(f"{self.root}SHARED", _CREATE_FLAGS, 0o666))
+            self._is_marked = True
 
     # Looking
 
@@ -6441,6 +6448,8 @@ class _SharedFiles(_Files):
 
     @_afresh
     def open_lock(self, path: str, flags: int = _LOCK_FLAGS) -> _FileLock:
+        if not self._is_marked:
+            self._mark()
         return _SharedLock(self.root + path, flags, self.root)
 
 

@@ -3497,6 +3497,16 @@ class TwoMounts(QueueCase):
             self.assertIsNone(self.local.pop())
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
 
+    def test_mark_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
+        self.path = self.new_dir()
+        local = self.queue("local")
+        full = hooked(at_call("open", "SHARED", raising(errno.ENOSPC), times=1))
+        with on_file_system(NFS), full:
+            client = self.queue("client")
+            client.push(b"older", key="k")
+        local.push(b"newer", key="k")
+        self.assertEqual(self.states(), {"pending": 1})
+
     def test_directory_where_the_mark_can_not_be_made_is_opened_all_the_same(self) -> None:
         self.path = self.new_dir(self.memory)
         with on_file_system(NFS), hooked(at_call("open", "SHARED", raising(errno.EROFS))):
