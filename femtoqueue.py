@@ -4140,10 +4140,12 @@ class _KeyStates:
         holder = threading.get_ident(), name
         lock = outer = self._held.get(holder)
         if lock is None or lock.fd < 0:  # fd < 0: Ctrl-C came while the lock was being closed
-            self.heed_mark()
             lock = self._open_lock(name)
         try:
             lock.acquire_exclusive(wait)
+            if lock is not outer:
+                # Not before: a local object that found SHARED under this lock saved no state.
+                self.heed_mark()
             self._held[holder] = lock
             states = lock.states.get(tag) or lock.states.setdefault(tag, self._load(tag))
             try:

@@ -1986,35 +1986,35 @@ STEPS = {
 KEY_STEPS = {
     "push x | take": Row("list move open read fstat close stat open fstat read close stat", "move"),
     "push x, take | done": Row(
-        "stat open lock open fstat read close lock move unlink lock close",
+        "open lock stat open fstat read close lock move unlink lock close",
         "move unlink file directory",
     ),
     "push x, take, done | push y": Row(
-        "stat open lock open open write close "
+        "open lock stat open open write close "
         "open open stat fstat fchown fchmod write close move lock close",
         "file file directory move directory",
     ),
     "push x | push y": Row(
-        "stat open lock open fstat read close stat open write close move unlink lock close",
+        "open lock stat open fstat read close stat open write close move unlink lock close",
         "file move file directory unlink",
     ),
     "push x, take, fail | retry": Row(
-        "stat stat open lock open open read fstat close "
+        "stat open lock stat open open read fstat close "
         "open open stat fstat fchown fchmod write close unlink lock move lock close",
         "file directory unlink move file directory",
     ),
     "push x, take, release | push y": Row(
-        "stat open lock open fstat read close stat open write close unlink move move unlink"
+        "open lock stat open fstat read close stat open write close unlink move move unlink"
         " open write close lock close",
         "file unlink move file directory move file directory unlink",
     ),
     "push x, take | push y": Row(
-        "stat open lock open fstat read close stat stat list stat list open write close"
+        "open lock stat open fstat read close stat stat list stat list open write close"
         " open write close move lock close",
         "file file directory move directory",
     ),
     "push x, take | push y update": Row(
-        "stat open lock open fstat read close stat stat list stat list open write close move unlink"
+        "open lock stat open fstat read close stat stat list stat list open write close move unlink"
         " open write close lock close",
         "file move file directory unlink",
     ),
@@ -3496,6 +3496,22 @@ class TwoMounts(QueueCase):
         with with_constant("shrink", -1):
             self.assertIsNone(self.local.pop())
         self.assertEqual(os.stat(self.file("pending")).st_ino, before)
+
+    def test_local_push_finds_the_task_of_another_that_found_the_mark_first(self) -> None:
+        """RACE: a local push is about to lock its key. Before that, a client makes the mark, and
+        another local object finds it and pushes. That object keeps no key state."""
+        self.path = self.new_dir()
+        first, second = self.queue("first"), self.queue("second")
+
+        def push_in_shared_form() -> None:
+            with on_file_system(NFS):
+                self.queue("client")
+            first.push(b"older", key="k")
+
+        with hooked(at_call("open", "locks/", push_in_shared_form, times=1)):
+            second.push(b"newer", key="k")
+        self.assertEqual(self.states(), {"pending": 1})
+        self.assertEqual(self.drain(second), [b"newer"])
 
     def test_mark_that_a_full_disk_refused_is_made_before_the_first_push(self) -> None:
         self.path = self.new_dir()
