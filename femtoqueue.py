@@ -1827,7 +1827,7 @@ class _QueueClock:
             self._name = f"clock-{boot}"
             anchor_ns = self._read(self._name)
             try:
-                if anchor_ns is not None and self._is_outdated(boot, anchor_ns):
+                if anchor_ns is not None and self._went_back(boot, anchor_ns):
                     text = "%s is of an earlier start of this machine: made anew"
                     _log().warning(text, self._name)
                     _unlink_if_exists(self._files.root + self._name)
@@ -1866,23 +1866,22 @@ class _QueueClock:
     def _agrees(self, anchor_ns: int) -> bool:
         return abs(anchor_ns + _monotonic_ns() - _wall_ns()) < _BEHIND_NS
 
-    def _is_outdated(self, boot: str, anchor_ns: int) -> bool:
-        """Say whether a clock file is to be made anew. The file of the processes that can't see the
-        boot id has the same name in each boot. So a file of theirs that does not agree with the
-        wall clock may be of an earlier boot."""
-        if boot == self._no_id_tag and not self._agrees(anchor_ns):
-            return True
-        return self._went_back(anchor_ns)
-
-    def _went_back(self, anchor_ns: int) -> bool:
-        """Say whether the monotonic clock began anew under the same boot id. This happens in a
-        restored virtual machine, in some containers, and on a board without entropy.
+    def _went_back(self, boot: str, anchor_ns: int) -> bool:
+        """Say whether the monotonic clock began anew under the same tag. This happens in a restored
+        virtual machine, in some containers, and on a board without entropy. Where the boot id can't
+        be seen, it happens at each reboot.
 
         Then the queue clock is behind the wall clock and also behind the id of a task that waits or
         is leased. A queue clock that is only behind the wall clock is valid: the machine was
-        suspended, or its date was set forward."""
+        suspended, or its date was set forward. But where the boot id can't be seen, a reboot is
+        likelier. A reboot may also have set the date back: then only the ids count."""
         now_ns = anchor_ns + _monotonic_ns()
-        if _wall_ns() - now_ns < _BEHIND_NS:
+        if self._agrees(anchor_ns):
+            return False
+        if boot == self._no_id_tag:
+            if now_ns < _wall_ns():
+                return True
+        elif now_ns > _wall_ns():
             return False
         newest_ns = 0
         for directory in ("pending", "scheduled", "keys", *self._files.node_dirs()):
@@ -3017,7 +3016,7 @@ class _Housekeeper:
 
         Only the deadline counts if st_ctime is in the future. The same is true for a lease of our
         clock, for a detached lease, and for all leases if ours have no end. A lease of this boot is
-        usually of our clock. But if the clock file was made anew (_is_outdated), workers that lived
+        usually of our clock. But if the clock file was made anew (_went_back), workers that lived
         before keep the old clock. A lease of theirs may be over for longer than it exists."""
         length_ns = self._worker.length_ns
         if length_ns < _FOREVER_NS and entry.boot != _DETACHED:

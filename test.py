@@ -1302,6 +1302,7 @@ class Ordering(QueueCase):
             "the date is set": [("1", 0, 0), ("1", -year_s, 0), ("1", year_s, 0), ("1", 0, 0)],
             "a reboot": [("1", 0, 0), ("2", -year_s, one_s)],
             "no boot id": [(None, 0, 0), (None, -1000, 0)],
+            "a reboot, no boot id": [(None, 0, 0), (None, -year_s, one_s)],
         }
         clock = self.clock()
         for name, life in lives.items():
@@ -1376,6 +1377,17 @@ class Ordering(QueueCase):
         with on_boot(None), hooked(at_call("stat lstat open", theirs, raising(errno.EACCES))):
             self.queue().push(b"x")
         self.assertNotEqual(self.clocks(), [theirs])
+
+    def test_services_that_can_not_see_the_boot_id_share_a_clock_after_the_date_was_set_back(
+        self,
+    ) -> None:
+        clock = self.clock()
+        with on_boot(None):
+            q = self.queue()
+            q.push(b"waits")
+            clock.advance(2 * 3600)
+            clock.wall_shift_s -= 4 * 3600
+            self.check_one_clock(q, self.queue("later"))
 
     def test_clock_file_of_this_boot_stays_when_a_service_that_can_not_see_the_boot_id_starts(
         self,
