@@ -1477,16 +1477,18 @@ class _Files:
         time has changed since the start. A move in the same tick as the start does not change the
         time. It is over before the second look, which comes a tick later. A tick is long on a file
         system whose times have whole seconds (ext4 with inodes of 128 bytes)."""
-        before = self._changed_ns()
-        is_coarse = not any(it % 10**9 for it in before)
+        before = self._changed()
+        is_coarse = not any(it % 10**9 for it, _ in before)
         for pause_s in (_COARSE_TICK_S if is_coarse else _TICK_S, 0):
             if any(map(self.has_entries, ("keys", *_WAITING_DIRS, *self.node_dirs()))):
                 return True
             time.sleep(pause_s)
-        return self._changed_ns() != before
+        return self._changed() != before
 
-    def _changed_ns(self) -> list[int]:
-        return [os.stat(self.root + it).st_mtime_ns for it in _WAITING_DIRS]
+    def _changed(self) -> list[tuple[int, int]]:
+        # With the inodes: shrink() may put a directory in place that is as old as the time seen.
+        found = [os.stat(self.root + it) for it in _WAITING_DIRS]
+        return [(it.st_mtime_ns, it.st_ino) for it in found]
 
     def text(self, path: str) -> str:
         """Return the text of a regular file, or "" for any other kind of file. A FIFO, a link or a

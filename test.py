@@ -1167,7 +1167,7 @@ class Lifecycle(QueueCase):
                 return found
             if seen.get(path, (None,))[0] != found.st_mtime_ns:
                 seen[path] = found.st_mtime_ns, int(now_s[0]) * 10**9
-            return types.SimpleNamespace(st_mtime_ns=seen[path][1])
+            return types.SimpleNamespace(st_mtime_ns=seen[path][1], st_ino=0)
 
         def sleep(seconds: float) -> None:
             now_s[0] += seconds
@@ -6537,6 +6537,46 @@ class Shrinking(QueueCase):
         with hooked(at_call("move", None, raising(errno.ENOENT), times=2)):
             q.push(b"x")
         self.assertEqual(self.drain(q), [b"x"])
+
+    def test_join_does_not_miss_a_task_that_moves_while_pending_is_replaced(self) -> None:
+        """RACE: the new directory is made in the tick of the last change of pending/, and is put in
+        place later. In between, a task goes to and fro behind the looks of join()."""
+        q, task = self.queue(), FemtoTask("", b"")
+        fresh, pending = self.file("creating", "fresh"), self.file("pending")
+
+        def pop() -> None:
+            nonlocal task
+            task = _taken(q)
+
+        def replace() -> None:
+            pop()
+            os.rename(fresh, pending)
+
+        q.push(b"x")
+        pop()
+        os.mkdir(fresh)
+        changed_ns = os.stat(pending).st_mtime_ns
+        os.utime(fresh, ns=(changed_ns, changed_ns))
+        steps = iter(
+            (
+                ("list", "inflight-n1", lambda: q.release(task)),
+                ("list", "pending", pop),
+                ("list", "inflight-n1", lambda: q.release(task)),
+                ("stat", "pending", replace),
+            )
+        )
+        step: Any = next(steps)
+
+        def hook(name: str, args: tuple[Any, ...]) -> None:
+            nonlocal step
+            if step and name == step[0] and str(args[0]).endswith(step[1]):
+                (_, _, happen), step = step, None  # its own calls are no steps
+                happen()
+                step = next(steps, None)
+
+        with hooked(hook):
+            is_empty = self.queue("observer").join(timeout=0)
+        self.assertEqual((is_empty, step, self.states()), (False, None, {"inflight-n1": 1}))
 
     def test_directory_that_can_not_be_replaced_stays_in_use(self) -> None:
         """The replacement fails on a full disk, or if the directory is a mount point. Even then
