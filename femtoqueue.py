@@ -1730,6 +1730,8 @@ class _Files:
             return  # other hosts may look into the old directory for a long time (stale in room 20)
         if hasattr(os, "listxattr") and any("acl" in name for name in os.listxattr(path)):
             return  # access control lists, which this method can't copy
+        if old.st_uid != os.geteuid():
+            return  # the new directory would belong to this user
         fresh = f"{self.root}creating/{aside}.pending"
         # RACE: another process renames a file into the directory first. Then our rename fails, and
         # the old directory stays. It also stays if it can't be replaced: a mount point, or a full
@@ -1739,6 +1741,7 @@ class _Files:
             # The rights are set by the descriptor, never by the path: see _follow_owner().
             fd = os.open(fresh, _DIR_FLAGS)
             try:
+                os.fchown(fd, -1, old.st_gid)
                 os.fchmod(fd, stat.S_IMODE(old.st_mode))
                 new = os.fstat(fd)
             finally:

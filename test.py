@@ -6494,6 +6494,24 @@ class Shrinking(QueueCase):
         task = self.pop_as_if_large(q)
         self.assertEqual((task and task.data, self.names("creating")), (b"x", []))
 
+    def test_replacement_keeps_the_group_and_is_not_tried_for_another_user(self) -> None:
+        """Another user's directory can't be made again with the same owner. An attempt at each look
+        would write to the disk ten times a second, even if the queue is empty."""
+        q, clock, place, made = self.queue(), self.clock(), self.file("pending"), list[str]()
+        q.pop()
+        with contextlib.suppress(PermissionError):  # only root may choose any group
+            os.chown(place, -1, os.getegid() + 1)
+        before, user = os.stat(place), os.geteuid()
+        note = at_call("mkdir", ".pending", lambda: made.append("."))
+        with mock.patch("os.geteuid", return_value=user + 1):
+            clock.advance(1)
+            self.pop_as_if_large(q, note)
+        self.assertEqual((made, os.stat(place).st_ino), ([], before.st_ino))
+        clock.advance(1)
+        self.pop_as_if_large(q, note)
+        after = os.stat(place)
+        self.assertEqual((after.st_ino != before.st_ino, after.st_gid), (True, before.st_gid))
+
     def test_directory_with_tasks_is_not_replaced(self) -> None:
         q, clock = self.queue(), self.clock()
         q.pause()
